@@ -1,0 +1,82 @@
+# Everything a developer runs. `make help` lists the targets.
+#
+#   PYTHON=python3.12 VENV=.venv-3.12   another interpreter, in a virtual environment of its own
+#   JOBS=4                              test processes
+#   ARGS="--steps 100"                  more arguments for `autoshard train`, pytest or the benchmarks
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+OLD ?= python3.11
+NEW ?= python3.12
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock
+CPU8 := JAX_PLATFORMS=cpu XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=8"
+RUN_STAMP := $(VENV)/.stamp-run
+DEV_STAMP := $(VENV)/.stamp-dev
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup dev train test quick test-all lint format bench lock clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+
+setup: $(RUN_STAMP) ## Make the virtual environment with what a run needs.
+
+dev: $(DEV_STAMP) ## The same, and what the tests need.
+
+train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU devices.
+	@$(CPU8) $(BIN)/autoshard train --preset quick $(ARGS)
+
+test: lint quick ## Set up, lint, types, and the quick tests.
+
+quick: $(DEV_STAMP) ## The quick tests alone.
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-all: lint ## Lint, types, and every test, slow ones included.
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)
+
+lint: $(DEV_STAMP) ## ruff check, ruff format --check, pyright.
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(DEV_STAMP) ## Let ruff format the code and mend what it can.
+	@$(BIN)/ruff check --fix --quiet
+	@$(BIN)/ruff format --quiet
+
+bench: $(DEV_STAMP) ## Run the benchmarks.
+	@$(CPU8) $(BIN)/autoshard bench $(ARGS)
+
+lock: ## Lock the newest versions: make lock OLD=python3.11 NEW=python3.12
+	@for python in $(OLD) $(NEW); do rm -rf .venv-lock-$$python; $$python -m venv .venv-lock-$$python || exit 1; \
+	  .venv-lock-$$python/bin/python -m pip install -qq --disable-pip-version-check hatchling '.[dev]' || exit 1; \
+	  .venv-lock-$$python/bin/python -m pip uninstall -qqy autoshard; done
+	@$(PYTHON) scripts/lock.py .venv-lock-$(OLD)/bin/python .venv-lock-$(NEW)/bin/python > requirements.lock.new
+	@mv requirements.lock.new requirements.lock; rm -rf .venv-lock-$(OLD) .venv-lock-$(NEW)
+
+clean: ## Remove the virtual environment and caches; runs/ stays.
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: there is no '$(PYTHON)' here: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	  "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1); autoshard needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 2; }
+	@echo "setting up $(VENV) ($$($(PYTHON) --version))"
+	@$(PYTHON) -m venv $(VENV)
+
+# The lock constrains versions; pyproject.toml says what is installed. hatchling first, so that the build is locked too.
+$(RUN_STAMP): pyproject.toml requirements.lock | $(BIN)/python
+	@echo "installing what a run needs (a minute or two, once)"
+	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	@echo "installing what the tests need"
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,54 @@
+"""A program written for one device, trained on many: shardings found, planned, written in and explained.
+
+Names are loaded when they are first used, so that the command line can set up devices before JAX starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from autoshard.errors import AutoshardError as AutoshardError
+    from autoshard.errors import AutoshardWarning as AutoshardWarning
+    from autoshard.sharding.api import auto_shard as auto_shard
+    from autoshard.sharding.oracle import check_rule as check_rule
+    from autoshard.sharding.plan import Plan as Plan
+    from autoshard.sharding.planner import plan as plan
+    from autoshard.spmdrules.operator import operator as operator
+    from autoshard.spmdrules.propagate import Propagation as Propagation
+    from autoshard.spmdrules.propagate import propagate as propagate
+    from autoshard.spmdrules.registry import rule as rule
+    from autoshard.spmdrules.rule import Factor as Factor
+    from autoshard.spmdrules.rule import Rule as Rule
+
+_PLACES = {
+    "AutoshardError": "errors",
+    "AutoshardWarning": "errors",
+    "auto_shard": "sharding.api",
+    "check_rule": "sharding.oracle",
+    "Plan": "sharding.plan",
+    "plan": "sharding.planner",
+    "operator": "spmdrules.operator",
+    "Propagation": "spmdrules.propagate",
+    "propagate": "spmdrules.propagate",
+    "rule": "spmdrules.registry",
+    "Factor": "spmdrules.rule",
+    "Rule": "spmdrules.rule",
+}
+
+__all__ = ["__version__", *_PLACES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'autoshard' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"autoshard.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

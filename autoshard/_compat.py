@@ -1,0 +1,189 @@
+"""Every check of the JAX version and every use of a name that JAX keeps private. Nothing of either stands elsewhere.
+
+Supported: jax 0.10.2 (Python 3.11) to the newest. What differs: parameters of control flow (`num_consts` against
+`ft_in`), names of primitives, whether a jaxpr and a closed jaxpr are two types or one, where internals live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax._src import ad_checkpoint, ad_util, core, custom_derivatives, dispatch, pjit, shard_map, source_info_util
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import ann, control_flow, convolution, fft, linalg, parallel, slicing, special, windowed_reductions
+from jax._src.lax import lax as lax_internal
+from jax._src.random import prng
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import primitives as public_primitives
+
+Jaxpr = core.Jaxpr
+ONE_JAXPR_TYPE = ClosedJaxpr is core.Jaxpr
+Literal = core.Literal
+Var = core.Var
+DropVar = core.DropVar
+
+_PLACES = (
+    lax, public_primitives, lax_internal, slicing, control_flow, ad_util, prng, pjit, ad_checkpoint, custom_derivatives,
+    dispatch, shard_map, ann, convolution, fft, linalg, parallel, special, windowed_reductions,
+)  # fmt: skip
+
+
+def primitive(name: str) -> Primitive | None:
+    """The primitive that JAX keeps as `<name>_p`, None where the installed JAX has none."""
+    for place in _PLACES:
+        found = getattr(place, f"{name}_p", None)
+        if found is not None:
+            return found
+    return None
+
+
+def primitives(*names: str) -> list[Primitive | None]:
+    """`primitive` for several names."""
+    return [primitive(name) for name in names]
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr inside a closed one; an open one as it is."""
+    return jaxpr if ONE_JAXPR_TYPE or isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
+
+
+def constants(jaxpr: Any) -> list[Any]:
+    """The constants that belong to a closed jaxpr's `constvars`; none for an open one."""
+    return list(getattr(jaxpr, "consts", ()) or ())
+
+
+def constvars(jaxpr: Any) -> list[Any]:
+    """The variables of an open jaxpr that stand for its constants."""
+    return list(open_jaxpr(jaxpr).constvars)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether `value` is a jaxpr, closed or open."""
+    return isinstance(value, (core.Jaxpr, ClosedJaxpr))
+
+
+def scan_arity(params: Any) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any) -> Iterator[None]:
+    """Binds primitives as if they stood on the user's line and in the name scope that `eqn` came from."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def source_line(eqn: Any) -> str:
+    """The user's own line that an equation came from, `file.py:12 (function)`; empty if unknown."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def bind(eqn: Any, params: Any, *args: Any) -> list[Any]:
+    """Applies the primitive of `eqn` with other parameters; results always as a list."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(dict(params)))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def dce(closed: Any) -> Any:
+    """A closed jaxpr without the equations whose results nobody uses; its inputs and outputs stay."""
+    bare = pe.convert_constvars_jaxpr(open_jaxpr(closed))
+    pruned, _ = pe.dce_jaxpr(bare, [True] * len(bare.outvars), instantiate=True)
+    return close(pruned, constants(closed))
+
+
+def close(jaxpr: Any, consts: list[Any]) -> Any:
+    """A closed jaxpr: the first inputs of `jaxpr` take these constants."""
+    if ONE_JAXPR_TYPE:
+        return jaxpr.with_consts(consts)
+    return ClosedJaxpr(pe.convert_invars_to_constvars(jaxpr, len(consts)), consts)
+
+
+def split_constants(closed: Any) -> tuple[Any, list[Any]]:
+    """An open jaxpr whose first inputs are the constants of a closed one, and these constants."""
+    return pe.convert_constvars_jaxpr(open_jaxpr(closed)), constants(closed)
+
+
+def all_axes_auto(mesh: Any) -> Any:
+    """A mesh of the same devices or sizes whose axes are all Auto."""
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+
+
+def current_mesh() -> Any:
+    """The mesh set by `jax.set_mesh` or `with mesh`, None where there is none."""
+    concrete = mesh_lib.get_concrete_mesh()
+    if concrete is not None and not concrete.empty:
+        return concrete
+    physical = mesh_lib.thread_resources.env.physical_mesh
+    return None if physical.empty else physical
+
+
+def under_trace() -> bool:
+    """Whether somebody is tracing now (jit, grad, vmap, ...)."""
+    return not core.trace_state_clean()
+
+
+def has_graph_nodes(tree: Any) -> bool:
+    """Whether a pytree of arguments holds nnx objects (modules, optimizers, metrics, random streams)."""
+    is_node = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
+def nnx_jit(fn: Any, make: Any) -> tuple[Any, Any]:
+    """`nnx.jit(fn)` whose inner pure function is `make(pure)` instead of `jax.jit(pure)`, and that inner function."""
+    wrapped = nnx.jit(fn)
+    pure = make(wrapped.jitted_fn.__wrapped__)
+    wrapped.jitted_fn = pure
+    return wrapped, pure
+
+
+def nnx_pure_call(wrapped: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call(pure_args, pure_kwargs)`, inside the context in which `wrapped` (from `nnx_jit`) would call its function."""
+    args, kwargs = nnx.clone((args, kwargs))
+    with nnx.update_context(wrapped):
+        pure_args, pure_kwargs = wrapped._get_pure_args_kwargs(args, kwargs)
+        return call(pure_args, pure_kwargs)
+
+
+def nnx_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The path of every array leaf of arguments with nnx objects, in the order in which `nnx.jit` flattens them."""
+    paths: list[str] = []
+    is_node = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    with nnx.split_context() as context:
+        for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)[0]:
+            prefix = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
+            if is_node(leaf):
+                _, state = context.split(leaf)
+                paths += ["/".join([prefix, *map(str, path)]) for path, _ in nnx.to_flat_state(state)]
+            else:
+                paths.append(prefix)
+    return paths
+
+
+def split_graph(create: Any) -> tuple[Any, Any]:
+    """(a function that returns the state of what `create` makes, a function that makes the objects again)."""
+    kept: list[Any] = []
+
+    def pure(*args: Any) -> Any:
+        made = create(*args)
+        if not has_graph_nodes(made):
+            kept[:] = [None]
+            return made
+        graphdef, state = nnx.split(made)
+        kept[:] = [graphdef]
+        return state
+
+    return pure, lambda state: state if kept[0] is None else nnx.merge(kept[0], state)

@@ -1,0 +1,173 @@
+r"""A digest of an array that is the same on every mesh, computed where its shards are.
+
+With the array's bits cut into 32-bit words :math:`w_p` (row-major position :math:`p` in the *whole* array),
+
+.. math:: D = \sum_p \mathrm{mix}(w_p + p \cdot c) \bmod 2^{32}
+
+where `mix` is murmur3's finaliser, a bijection of 32-bit words. Changing one element always changes D; any
+other damage leaves it as it was with probability 2^-32. A sum is the same in any order, so each shard adds up
+its own part, and the parts are added on the host: no gathering, and no collective that could meet another
+program's on the devices (two programs with collectives in flight can starve XLA:CPU's threads, and a digest
+runs behind the next train step).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_STEP = 0x9E3779B1
+_MASK = 0xFFFFFFFF
+
+
+def _mix(word: Any, position: Any) -> Any:
+    """Murmur3's finaliser of (word, position), on NumPy and JAX arrays of uint32 alike."""
+    word = word + position * np.uint32(_STEP)
+    word = (word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return word ^ (word >> np.uint32(16))
+
+
+def _bits(dtype: Any) -> int:
+    """Bits of a real number type."""
+    if dtype == np.bool_:
+        return 8
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+
+
+def _words(array: jax.Array) -> list[jax.Array]:
+    """The bits of each element as uint32 words, low word first."""
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return [*_words(array.real), *_words(array.imag)]
+    if dtype == np.bool_:
+        return [array.astype(jnp.uint32)]
+    bits = _bits(dtype)
+    if bits < 8:  # packed types: any injective widening will do
+        wide = jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
+        return _words(array.astype(wide if jnp.issubdtype(dtype, jnp.integer) else jnp.float32))
+    if bits == 64:
+        pair = lax.bitcast_convert_type(array, jnp.uint32)
+        return [pair[..., 0], pair[..., 1]]
+    return [lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)]
+
+
+def shard_digest(shard: jax.Array, shape: Sequence[int], offsets: Sequence[Any]) -> jax.Array:
+    """A shard's part of its array's digest (traceable).
+
+    Args:
+        shard: the elements that are here.
+        shape: the shape of the whole array.
+        offsets: where the shard begins in each dimension, integers or traced scalars.
+
+    Returns:
+        A uint32 scalar.
+    """
+    position, stride = jnp.zeros(shard.shape, jnp.uint32), 1
+    for dim in reversed(range(shard.ndim)):
+        here = lax.broadcasted_iota(jnp.uint32, shard.shape, dim) + jnp.asarray(offsets[dim], jnp.uint32)
+        position = position + here * np.uint32(stride & _MASK)
+        stride *= shape[dim]
+    words = _words(shard)
+    total = jnp.zeros((), jnp.uint32)
+    for order, word in enumerate(words):
+        place = position * np.uint32(len(words)) + np.uint32(order)
+        total = total + jnp.sum(_mix(word, place), dtype=jnp.uint32)
+    return total
+
+
+def host_digest(array: np.ndarray) -> int:
+    """The same digest of a NumPy array, by NumPy."""
+    array = np.asarray(array)
+    if (
+        array.dtype != np.bool_
+        and not np.issubdtype(array.dtype, np.complexfloating)
+        and _bits(array.dtype) < 8
+    ):
+        integer = jnp.issubdtype(array.dtype, jnp.integer)
+        signed = jnp.issubdtype(array.dtype, jnp.signedinteger)
+        array = array.astype((np.int8 if signed else np.uint8) if integer else np.float32)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    words = flat.view(f"<u{min(array.dtype.itemsize, 4)}").astype(np.uint32)
+    place = (np.arange(words.size, dtype=np.uint64) & np.uint64(_MASK)).astype(np.uint32)
+    return int(_mix(words, place).sum(dtype=np.uint64) & np.uint64(_MASK))
+
+
+def _sealed(parts: jax.Array) -> jax.Array:
+    """A row of digests [n] -> [n + 1]: the row's own digest behind it, so that damage to it shows."""
+    seal = shard_digest(parts, parts.shape, (0,))
+    return jnp.concatenate([parts, seal[None]])
+
+
+def digest_group(sharding: Any) -> Hashable:
+    """Leaves of equal groups share a program: the mesh, or the sharding itself where it has none."""
+    return sharding.mesh if isinstance(sharding, NamedSharding) else sharding
+
+
+def digests(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Parts of the digests of leaves of one group, one row a device.
+
+    Args:
+        leaves: n arrays whose `digest_group` is the same. They are only read.
+
+    Returns:
+        uint32 [devices, n + 1], a row on each device of the mesh; `total` adds them up.
+    """
+    if isinstance(leaves[0].sharding, NamedSharding):
+        specs = tuple(leaf.sharding.spec for leaf in leaves)  # type: ignore[union-attr]
+        return _mesh_program(leaves[0].sharding.mesh, specs)(tuple(leaves))
+    return _whole_program()(tuple(leaves))
+
+
+def _named_axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
+    """The jitted digests of leaves that lie on `mesh` by `specs`."""
+
+    def part(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        axes = [_named_axes(entry) for entry in spec] + [()] * (shard.ndim - len(spec))
+        counts = [math.prod(mesh.shape[name] for name in names) for names in axes]
+        shape = [size * count for size, count in zip(shard.shape, counts, strict=True)]
+        offsets = [
+            lax.axis_index(names).astype(jnp.uint32) * np.uint32(size & _MASK) if names else np.uint32(0)
+            for names, size in zip(axes, shard.shape, strict=True)
+        ]
+        # One replica counts: the others hold the same elements.
+        idle = tuple(name for name in mesh.axis_names if name not in {n for names in axes for n in names})
+        counted = lax.axis_index(idle) == 0 if idle else True
+        return jnp.where(counted, shard_digest(shard, shape, offsets), np.uint32(0))
+
+    def rows(leaves: tuple[jax.Array, ...]) -> jax.Array:
+        return _sealed(jnp.stack([part(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]))[None]
+
+    out = PartitionSpec(tuple(mesh.axis_names))
+    return jax.jit(jax.shard_map(rows, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False))
+
+
+@functools.cache
+def _whole_program() -> Any:
+    """The jitted digests of leaves that lie on one device (or by a sharding with no mesh)."""
+
+    def row(leaves: tuple[jax.Array, ...]) -> jax.Array:
+        parts = [shard_digest(leaf, leaf.shape, (0,) * leaf.ndim) for leaf in leaves]
+        return _sealed(jnp.stack(parts))[None]
+
+    return jax.jit(row)
+
+
+def total(rows: np.ndarray) -> np.ndarray | None:
+    """The digests [n] from all rows [devices, n + 1]; None where a row is damaged."""
+    if any(host_digest(row[:-1]) != row[-1] for row in rows):
+        return None
+    return (rows[:, :-1].sum(axis=0, dtype=np.uint64) & np.uint64(_MASK)).astype(np.uint32)

@@ -1,0 +1,145 @@
+"""A directory of steps: whose it is, which steps are committed, who may write, what is removed.
+
+DIR/autoshard.json        says that the directory is ours, and its format
+DIR/step_00000100/        one committed step, as Orbax writes it
+DIR/step_...-tmp...       a save that never finished; removed by the next run that writes here
+DIR/removed.step_...      a step on its way out, renamed first so that half a step never looks like a whole
+one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+from autoshard.ckpt.errors import CheckpointError
+
+_MARKER = "autoshard.json"
+_FORMAT = {"format": "autoshard checkpoints", "version": 1}
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*|removed\.step_\d{8,}")
+
+
+class StepDirectory:
+    """Names, lists, claims and prunes; never reads or writes a step's contents."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = epath.Path(os.path.abspath(path) if "://" not in str(path) else path)
+        self._lock: int | None = None
+        self.check()
+
+    def step_path(self, step: int) -> epath.Path:
+        """Where a step is or would be."""
+        return self.path / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending."""
+        if not self.path.exists():
+            return []
+        found = (_STEP.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted(int(match[1]) for match in found if match and self._committed(int(match[1])))
+
+    def _committed(self, step: int) -> bool:
+        # A local step gets its name by a rename when it is whole; object stores have a file that says so.
+        return "://" not in str(self.path) or (self.step_path(step) / "commit_success.txt").exists()
+
+    def check(self) -> None:
+        """Refuses what is not a directory of ours. Writes nothing.
+
+        Raises:
+            CheckpointError: it is a file, holds something else, or a newer version wrote it.
+        """
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file: name a directory for the checkpoints.")
+        marker = self.path / _MARKER
+        if not marker.exists():
+            foreign = sorted(
+                entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}")
+            )
+            if foreign:
+                raise CheckpointError(
+                    f"{self.path} is not a checkpoint directory of autoshard: it holds "
+                    f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''} and no {_MARKER}. "
+                    "Name a new or an empty directory."
+                )
+            return
+        try:
+            found = json.loads(marker.read_text())
+            version = found["version"] if found["format"] == _FORMAT["format"] else None
+        except (ValueError, KeyError, TypeError):
+            version = None
+        if not isinstance(version, int):
+            raise CheckpointError(
+                f"{marker} is not as autoshard writes it. If {self.path} is a checkpoint directory of "
+                f"autoshard, write {json.dumps(_FORMAT)} into it; else name another directory."
+            )
+        if version > _FORMAT["version"]:
+            raise CheckpointError(
+                f"{self.path} was written by a newer version of autoshard (format {version}): upgrade."
+            )
+
+    def claim(self) -> None:
+        """Makes the directory ours and this process its writer; removes what killed saves left behind.
+
+        Raises:
+            CheckpointError: another process writes here, or the directory cannot be written.
+        """
+        if self._lock is not None:
+            return
+        self.check()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            marker = self.path / _MARKER
+            if not marker.exists():
+                draft = self.path / f".{_MARKER}.{os.getpid()}"
+                draft.write_text(json.dumps(_FORMAT) + "\n")
+                draft.rename(marker)
+            self._lock = _lock(marker)
+            for entry in self.path.iterdir():
+                if _LEFTOVER.fullmatch(entry.name):
+                    entry.rmtree(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"checkpoints cannot be written to {self.path}: {error}") from error
+
+    def release(self) -> None:
+        """Lets another process write."""
+        if self._lock is not None and self._lock >= 0:
+            os.close(self._lock)
+        self._lock = None
+
+    def prune(self, keep: int | None) -> Sequence[int]:
+        """Removes all but the newest `keep` steps and says which."""
+        old = self.steps()[:-keep] if keep else []
+        for step in old:
+            doomed = self.path / f"removed.step_{step:08d}"
+            self.step_path(step).rename(doomed)
+            doomed.rmtree(missing_ok=True)
+        return old
+
+
+def _lock(marker: epath.Path) -> int:
+    """A lock on the marker that ends with the process; -1 where files cannot be locked."""
+    try:
+        import fcntl
+
+        descriptor = os.open(os.fspath(marker), os.O_RDWR)
+    except (ImportError, OSError):
+        return -1
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"another run is writing checkpoints to {marker.parent}: stop it, or name another directory."
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor

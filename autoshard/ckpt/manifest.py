@@ -1,0 +1,147 @@
+"""What a checkpoint says of itself: its leaves, where their digests are, its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
+from autoshard.ckpt.leaves import Key, LeafSpec
+
+FORMAT = 1
+_PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description that is written with every step.
+
+    Attributes:
+        step: the step it belongs to, so that a renamed directory is noticed.
+        config: the caller's configuration, as JSON gives it back.
+        leaves: every leaf of the state.
+        digests: for each stored leaf the group and the column its digest is in.
+        written_by: versions, devices and processes, for people.
+    """
+
+    step: int
+    config: dict[str, Any]
+    leaves: tuple[LeafSpec, ...]
+    digests: dict[Key, tuple[str, int]]
+    written_by: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that carries its own checksum."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "config": self.config,
+            "leaves": [
+                {
+                    "key": list(spec.key),
+                    "shape": list(spec.shape),
+                    "dtype": spec.dtype,
+                    "key_impl": spec.key_impl,
+                }
+                | ({"digest": list(self.digests[spec.key])} if spec.key in self.digests else {})
+                for spec in self.leaves
+            ],
+            "written_by": self.written_by,
+        }
+        return {"autoshard": body, "sha256": _checksum(body)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Manifest:
+        """The manifest again.
+
+        Raises:
+            ValueError: it is not one, or not as it was written.
+            CheckpointError: a newer version wrote it.
+        """
+        if not isinstance(data, dict) or "autoshard" not in data:
+            raise ValueError("the step has no autoshard manifest")
+        body = data["autoshard"]
+        if _checksum(body) != data.get("sha256"):
+            raise ValueError("the manifest is not as it was written")
+        if body["format"] > FORMAT:
+            raise CheckpointError(
+                f"the checkpoint has format {body['format']}, this version of autoshard "
+                f"reads up to {FORMAT}: upgrade."
+            )
+        specs = tuple(
+            LeafSpec(tuple(leaf["key"]), tuple(leaf["shape"]), leaf["dtype"], leaf["key_impl"])
+            for leaf in body["leaves"]
+        )
+        digests = {tuple(leaf["key"]): tuple(leaf["digest"]) for leaf in body["leaves"] if "digest" in leaf}
+        return cls(body["step"], body["config"], specs, digests, body["written_by"])
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as JSON gives it back.
+
+    Raises:
+        CheckpointError: it holds something that JSON cannot.
+    """
+    try:
+        return json.loads(json.dumps(dict(config)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the config cannot be written as JSON ({error}): use numbers, texts, lists and dicts of them."
+        ) from error
+
+
+def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+    """Compares the parts that define the model: the section `model` where `wanted` has one, else all of it.
+
+    Raises:
+        MismatchError: naming every key that differs, with both values.
+    """
+    wanted = plain_config(wanted)
+    if "model" in wanted:
+        saved, wanted = {"model": saved.get("model", {})}, {"model": wanted["model"]}
+    have, want = _flat(saved), _flat(wanted)
+    lines = [
+        f"{key}: saved {_shown(have, key)}, wanted {_shown(want, key)}"
+        for key in sorted(have.keys() | want.keys())
+        if key not in have or key not in want or have[key] != want[key]
+    ]
+    if lines:
+        raise MismatchError(
+            f"{where} is a checkpoint of another model: its config differs in {len(lines)} keys:\n"
+            f"{listing(lines)}\n"
+            "Use the config that it was saved with, or another directory."
+        )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    return {
+        path: leaf
+        for key, inner in value.items()
+        for path, leaf in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def _shown(flat: Mapping[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "nothing"
+
+
+def written_by(devices: int, processes: int) -> dict[str, Any]:
+    """Who writes: versions, devices, processes."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"versions": versions, "devices": devices, "processes": processes}

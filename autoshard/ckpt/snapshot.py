@@ -1,0 +1,105 @@
+"""A state at one moment, safe from what the next train step does to its buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.ckpt import digest
+from autoshard.ckpt.errors import CheckpointError, listing
+from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_leaves
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is written of a state.
+
+    Attributes:
+        specs: every leaf.
+        arrays: the leaves that have elements, RNG keys as their bits.
+        digest_rows: per group of leaves that share a mesh, uint32 [devices, leaves + 1]; see
+            `digest.digests`.
+        digests: for each array its group and column in `digest_rows`.
+    """
+
+    specs: tuple[LeafSpec, ...]
+    arrays: dict[Key, Any]
+    digest_rows: dict[str, Any]
+    digests: dict[Key, tuple[str, int]]
+
+
+def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
+    """Describes and digests a state; with `copy` copies it first, so that it may be donated at once.
+
+    The copy is dispatched before this returns, and the runtime keeps a buffer alive for the programs that
+    were given it before its donation. Nothing here waits for the devices.
+
+    Raises:
+        CheckpointError: a leaf cannot be saved, or its buffer was donated already.
+    """
+    named = named_leaves(state)
+    specs = tuple(leaf_spec(key, leaf) for key, leaf in named)
+    gone = ["/".join(key) for key, leaf in named if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if gone:
+        raise CheckpointError(
+            f"{len(gone)} leaves of the state were donated before the save:\n{listing(gone)}\n"
+            "Save the state that the last step returned."
+        )
+    stored = {spec.key: _plain(leaf) for spec, (_, leaf) in zip(specs, named, strict=True) if spec.stored}
+    arrays, rows, places = {}, {}, {}
+    for number, keys in enumerate(grouped(stored)):
+        leaves = [stored[key] for key in keys]
+        if isinstance(leaves[0], jax.Array):
+            group = str(number)
+            leaves = list(_copies(leaves)) if copy else leaves
+            rows[group] = digest.digests(leaves)
+        else:
+            group = HOST
+            leaves = [np.array(leaf) for leaf in leaves] if copy else leaves
+            rows[group] = host_rows(leaves)
+        arrays |= zip(keys, leaves, strict=True)
+        places |= {key: (group, column) for column, key in enumerate(keys)}
+    return Snapshot(specs, arrays, rows, places)
+
+
+def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:
+    """Paths of arrays that one program can digest together; those in NumPy form a group of their own."""
+    groups: dict[Hashable, list[Key]] = {}
+    for key, array in arrays.items():
+        group = digest.digest_group(array.sharding) if isinstance(array, jax.Array) else HOST
+        groups.setdefault(group, []).append(key)
+    return list(groups.values())
+
+
+def host_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """`digest.digests` of NumPy arrays, one row."""
+    parts = np.array([digest.host_digest(array) for array in arrays], np.uint32)
+    return np.append(parts, np.uint32(digest.host_digest(parts)))[None]
+
+
+def _plain(leaf: Any) -> Any:
+    """An array that Orbax writes: RNG keys as bits; what only this process holds, as NumPy."""
+    if is_typed_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array):
+        return np.asarray(leaf) if jax.process_count() > 1 and leaf.is_fully_addressable else leaf
+    return np.asarray(leaf)
+
+
+def _copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    return _copy_program(tuple(array.sharding for array in arrays))(tuple(arrays))
+
+
+@functools.lru_cache(maxsize=64)
+def _copy_program(shardings: tuple[Any, ...]) -> Any:
+    """A jitted copy that keeps every sharding."""
+    # jnp.copy, and not the argument as it is: jit would hand that back without a copy.
+    return jax.jit(lambda arrays: tuple(jnp.copy(array) for array in arrays), out_shardings=shardings)

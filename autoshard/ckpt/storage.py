@@ -1,0 +1,108 @@
+"""The only place that calls Orbax: one step out, one step in."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from autoshard.ckpt.leaves import Key, nest, unnest
+from autoshard.ckpt.manifest import Manifest
+from autoshard.ckpt.snapshot import Snapshot
+
+_STATE, _DIGESTS = "state", "digests"
+
+
+class Pending(Protocol):
+    """A write in the background."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for it and raises what went wrong."""
+        ...
+
+
+class Writer:
+    """Writes steps in the background, one at a time."""
+
+    def __init__(self) -> None:
+        # Its thread is joined when the interpreter ends, so a save that was begun is finished.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="autoshard-ckpt")
+
+    def write(self, path: Any, snapshot: Snapshot, manifest: Manifest) -> Pending:
+        """Starts to write a step; it appears under its name only when it is whole."""
+        # Orbax refuses an empty tree, which a state of empty arrays would be.
+        contents = {_DIGESTS: dict(snapshot.digest_rows) or {"none": np.zeros((1, 1), np.uint32)}}
+        if snapshot.arrays:
+            contents[_STATE] = nest(snapshot.arrays)
+        metadata = manifest.to_json()
+        if jax.process_count() == 1:
+            return self._thread.submit(ocp.save_checkpointables, path, contents, custom_metadata=metadata)
+        # Orbax starts a save with collectives, which must not meet the train step's from another thread.
+        return ocp.save_checkpointables_async(path, contents, custom_metadata=metadata)
+
+    def close(self) -> None:
+        """Ends the thread; what is being written is finished first."""
+        self._thread.shutdown()
+
+
+def read_manifest(path: Any) -> Manifest:
+    """What a step says of itself. Raises whatever Orbax or `Manifest.from_json` raise."""
+    return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
+
+
+def read_digest_rows(path: Any, manifest: Manifest) -> dict[str, np.ndarray]:
+    """The saved digests, per group uint32 [devices, leaves + 1]."""
+    groups = {group: np.ndarray for group, _ in manifest.digests.values()}
+    return _load(path, {_DIGESTS: groups})[_DIGESTS] if groups else {}
+
+
+def read_arrays(path: Any, wanted: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Arrays of a step: all that it has, as `ShapeDtypeStruct`s with shardings or as `np.ndarray`."""
+    if not wanted:
+        return {}
+    return unnest(_load(path, {_STATE: nest(wanted)})[_STATE], list(wanted))
+
+
+def read_one(path: Any, key: Key) -> np.ndarray:
+    """One leaf alone, into host memory."""
+    context = ocp.Context()
+    context.pytree_options.loading.partial_load = True
+    with context:
+        loaded = _load(path, {_STATE: nest({key: np.ndarray})})
+    return unnest(loaded[_STATE], [key])[key]
+
+
+def explained(error: BaseException, path: Any) -> tuple[str | None, str]:
+    """The file below `path` that an error or one of its causes names, if one does, and its text.
+
+    Orbax wraps TensorStore's error, which knows the file, into one about handlers, which does not.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in reversed(chain):
+        files = re.findall(re.escape(str(path)) + r"/([\w./%-]*\w)", str(link))
+        if files:
+            return max(files, key=len), " ".join(str(link).split())
+    return None, " ".join(str(chain[-1] if str(chain[-1]) else error).split())
+
+
+def _load(path: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return ocp.load_checkpointables(path, wanted)
+    except Exception:
+        # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
+        logging.getLogger("asyncio").addFilter(_not_orbax)
+        raise
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()

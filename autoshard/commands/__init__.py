@@ -1,0 +1,1 @@
+"""The subcommands of `autoshard`, one file each: `run(arguments) -> exit code`."""

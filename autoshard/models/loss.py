@@ -1,0 +1,38 @@
+"""The loss of a language model, as a sum and a count, so that partial batches and shards add up exactly."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Sum `log sum_v exp(logits[v]) - logits[target]` over tokens, and count the tokens.
+
+    The target's logit is picked by comparing and summing, not by indexing, so that logits whose vocabulary is
+    sharded stay where they are.
+
+    Args:
+        logits: `[..., vocab]`.
+        targets: integers `[...]`. Where the mask is 0 they may be anything.
+        mask: weights or booleans `[...]`; all 1 where None.
+
+    Returns:
+        The loss in nats and the count, float32 scalars: add up both over batches, then divide.
+
+    >>> total, count = cross_entropy(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.int32))
+    >>> round(float(total / count), 4)  # log 4
+    1.3863
+    """
+    logits = logits.astype(jnp.float32)
+    logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    classes = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    picked = jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
+    loss = jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - picked
+    if mask is None:
+        return jnp.sum(loss), jnp.float32(targets.size)
+    weights = mask.astype(jnp.float32)
+    return jnp.sum(loss * weights), jnp.sum(weights)

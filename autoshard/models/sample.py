@@ -1,0 +1,95 @@
+"""Sampling from a language model, by running it over its last `context` tokens for each new one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from autoshard.models.gpt import GPT
+
+
+def generate(
+    model: GPT,
+    prompt: jax.Array,
+    n: int,
+    *,
+    key: jax.Array,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> jax.Array:
+    """Continue a prompt by `n` sampled tokens.
+
+    The last `context` tokens are run through the whole model for each new one: for samples, not for serving.
+
+    Args:
+        model: the model.
+        prompt: integers `[batch, length]`, length at least 1.
+        n: how many tokens to add.
+        key: random key; not used at temperature 0.
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        top_k: sample from so many likeliest tokens only; all where None.
+
+    Returns:
+        Prompt and continuation, `[batch, length + n]`.
+
+    >>> from autoshard.models import GPTConfig
+    >>> model = GPT(GPTConfig(layers=1, width=8, heads=2, context=4), rngs=nnx.Rngs(0))
+    >>> generate(model, jnp.zeros((1, 3), jnp.int32), 5, key=jax.random.key(0)).shape
+    (1, 8)
+    """
+    problems = []
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        problems.append(
+            f"prompt has shape {prompt.shape}; it must be [batch, length] with at least one token"
+        )
+    if n < 0:
+        problems.append(f"n is {n}; it must be at least 0")
+    if temperature < 0.0:
+        problems.append(f"temperature is {temperature}; it must be at least 0")
+    if top_k is not None and not 1 <= top_k <= model.cfg.vocab:
+        problems.append(f"top_k is {top_k}; it must be from 1 to the vocabulary's {model.cfg.vocab}")
+    if problems:
+        raise ValueError("generate: " + "; ".join(problems))
+    graph, params = nnx.split(model)
+    greedy = temperature == 0.0
+    divisor = 1.0 if greedy else temperature
+    return _generate(graph, params, prompt, key, divisor, n=n, top_k=top_k, greedy=greedy)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("n", "top_k", "greedy"))
+def _generate(
+    graph: Any,
+    params: Any,
+    prompt: jax.Array,
+    key: jax.Array,
+    temperature: float | jax.Array,
+    *,
+    n: int,
+    top_k: int | None,
+    greedy: bool,
+) -> jax.Array:
+    model = nnx.merge(graph, params)
+    batch, length = prompt.shape
+    window = min(model.cfg.context, length + n)
+    tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)
+
+    def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
+        # What lies after `index` in the window is zeros, and causality keeps it from being seen.
+        start = jnp.maximum(index - window, 0)
+        logits = model(lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
+        logits = lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False)
+        logits = logits.astype(jnp.float32)
+        if top_k is not None:
+            logits = jnp.where(logits < lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
+        if greedy:
+            choice = jnp.argmax(logits, axis=-1)
+        else:
+            choice = jax.random.categorical(jax.random.fold_in(key, index), logits / temperature)
+        return lax.dynamic_update_slice_in_dim(tokens, choice.astype(tokens.dtype)[:, None], index, axis=1)
+
+    return lax.fori_loop(length, length + n, step, tokens)

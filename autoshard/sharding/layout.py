@@ -1,0 +1,162 @@
+"""From a table of mesh axes over logical axes to the sharding of every value.
+
+A layout gives each mesh axis an ordered list of classes. In one tensor a mesh axis goes to the first class of its list
+that the tensor has and that it divides; so the order settles every conflict (`heads` before `seq` is sequence
+parallelism). State may be stored on further mesh axes (ZeRO): the axes that its spec leaves free go to its largest
+dimension.
+
+A spec here is a tuple with, for each dimension, the mesh axes that shard it, major to minor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard.sharding.axes import Leaves, LogicalAxes
+from autoshard.sharding.roles import Role, Roles
+
+Spec = tuple[tuple[str, ...], ...]
+
+
+@dataclass(eq=False)
+class Layout:
+    """The shardings that a table means.
+
+    Attributes:
+        axes: the program's logical axes.
+        roles: their roles.
+        mesh: mesh axis -> size, in order.
+        table: mesh axis -> classes, in order of preference.
+        storage: role -> mesh axes over which inputs of that role are stored beyond what the table says.
+        pins: value -> spec that the user fixed.
+    """
+
+    axes: LogicalAxes
+    roles: Roles
+    mesh: Mapping[str, int]
+    table: Mapping[str, tuple[int, ...]]
+    storage: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    pins: Mapping[int, Spec] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._specs: dict[Leaves, Spec] = {}
+        self._stored: dict[Leaves, Spec] | None = None
+        self.held = self.axes.held if any(self.storage.values()) else {}
+
+    def spec(self, value: int) -> Spec:
+        """The sharding in which a value is computed and used."""
+        return self.spec_of(self.axes.of_value[value])
+
+    def spec_of(self, leaves: Leaves) -> Spec:
+        """The sharding of any tensor with these classes."""
+        found = self._specs.get(leaves)
+        if found is None:
+            found = self._specs[leaves] = self._place(leaves)
+        return found
+
+    def _place(self, leaves: Leaves) -> Spec:
+        given: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]  # for each dimension: place of a leaf -> axes
+        sizes = self.axes.sizes
+        for axis, size in self.mesh.items():
+            for cls in self.table.get(axis, ()):
+                spot = self._spot(leaves, given, cls, size, sizes)
+                if spot is not None:
+                    dim, part = spot
+                    given[dim][part] = (*given[dim].get(part, ()), axis)
+                    break
+        return tuple(tuple(a for part in sorted(parts) for a in parts[part]) for parts in given)
+
+    def _spot(
+        self, leaves: Leaves, given: list[dict[int, tuple[str, ...]]], cls: int, size: int, sizes: Sequence[int]
+    ) -> tuple[int, int] | None:
+        """Where a mesh axis of `size` can go on class `cls`: its size divides and the major parts are fully cut."""
+        for d, dim in enumerate(leaves):
+            for part, c in enumerate(dim):
+                if c == cls and sizes[c] and sizes[c] % (self.ways(given[d].get(part, ())) * size) == 0:
+                    return d, part
+                if self.ways(given[d].get(part, ())) != sizes[c]:
+                    break  # nothing behind a part that is not cut to single elements can be contiguous
+        return None
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """The number of shards over these mesh axes."""
+        return math.prod(self.mesh[a] for a in axes)
+
+    def stored(self, value: int) -> Spec:
+        """The sharding in which a program input is held between calls."""
+        if value in self.pins:
+            return self.pins[value]
+        role = self.roles.inputs.get(value, "other")
+        return self.with_storage(self.axes.of_value[value], self.axes.program.avals[value].shape, role)
+
+    def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
+        """The spec of a tensor of state, with the storage axes of its role on its largest free dimensions."""
+        spec = self.spec_of(leaves)
+        free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
+        if not free:
+            return spec
+        out = [list(dim) for dim in spec]
+        able = [d for d in range(len(shape)) if shape[d] > 1 and not any(c in self.axes.stacked for c in leaves[d])]
+
+        def local(d: int) -> int:
+            return shape[d] // self.ways(out[d])
+
+        while free:
+            for count in range(len(free), 0, -1):  # as many as possible on one dimension
+                fits = [d for d in able if local(d) % self.ways(free[:count]) == 0]
+                if fits:
+                    best = max(fits, key=lambda d: (local(d), -d))
+                    out[best] += free[:count]
+                    free = free[count:]
+                    break
+            else:
+                free = free[1:]
+        return tuple(map(tuple, out))
+
+    def gradient_spec(self, value: int) -> Spec | None:
+        """Where the gradient of a stored tensor becomes whole: in the layout of the state that consumes it."""
+        if self._stored is None:
+            self._stored = self._gradients()
+        return self._stored.get(self.axes.of_value[value])
+
+    def _gradients(self) -> dict[Leaves, Spec]:
+        roles = {role for role in ("optimizer", "parameter") if self.storage.get(role)}
+        found: dict[Leaves, Spec] = {}
+        for v, role in self.roles.inputs.items():
+            if role not in roles:
+                continue
+            leaves, spec = self.axes.of_value[v], self.stored(v)
+            slices = [(leaves, spec)]
+            if leaves and any(c in self.axes.stacked for c in leaves[0]):
+                slices.append((leaves[1:], spec[1:]))  # one step's slice of it
+            for key, where in slices:
+                if role == "optimizer":  # the moments consume the gradient; the parameter follows
+                    found[key] = where
+                else:
+                    found.setdefault(key, where)
+        return found
+
+
+def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, mesh: Mapping[str, int]) -> float:
+    """Bytes on one device of an array under `spec`."""
+    ways = math.prod(mesh[a] for dim in spec for a in dim)
+    return math.prod(shape) * itemsize / ways
+
+
+def to_partition_spec(spec: Spec) -> PartitionSpec:
+    """The `PartitionSpec` of a spec, without trailing Nones."""
+    entries: list[Any] = [dim[0] if len(dim) == 1 else dim or None for dim in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def from_partition_spec(spec: Any, rank: int) -> Spec:
+    """The spec that a `PartitionSpec` means for an array of `rank` dimensions."""
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in tuple(spec)]
+    return tuple([*entries, *[()] * (rank - len(entries))])

@@ -1,0 +1,170 @@
+"""Writes a layout into a program: the jaxpr evaluated again, with constraints where the layout decides something.
+
+Constraints stand on the operands and results of contractions, gathers, scatters and reductions, and on a stored
+parameter after its cast to the compute type (so that the narrow type is gathered). Everything between them follows by
+XLA's own propagation; constraints on every value would turn gathered activations into residuals. Loops, branches and
+calls are rewritten in place; source lines and name scopes stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import dtypes, lax
+from jax.sharding import NamedSharding
+
+from autoshard import _compat
+from autoshard.sharding.layout import Layout, Spec, to_partition_spec
+from autoshard.sharding.roles import CONTRACTIONS, nbytes
+from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of
+from autoshard.spmdrules.program import Block, Op
+
+ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+
+
+def decides(op: Op) -> bool:
+    """Whether the layout has something to say at this operator."""
+    return op.rule is not None and op.name in (*CONTRACTIONS, *ADDRESSED, *REDUCTIONS)
+
+
+def home(layout: Layout, value: int) -> Spec:
+    """Where a value is before an operator takes it: a (slice of a) stored parameter where it is stored."""
+    if value in layout.roles.inputs:
+        return layout.stored(value)
+    held = layout.held.get(value)
+    if held is not None:
+        spec = layout.stored(held)
+        return spec[len(spec) - len(layout.axes.of_value[value]) :]
+    return layout.spec(value)
+
+
+def wanted(layout: Layout, op: Op, value: int) -> Spec:
+    """Where the result of a deciding operator should end: a gradient as its state is stored, others as computed."""
+    batch = layout.roles.batch
+    leaves = layout.axes.of_value[value]
+    if batch is not None and layout.storage and not any(batch in dim for dim in leaves):
+        if any(v >= 0 and any(batch in dim for dim in layout.axes.of_value[v]) for v in op.operands):
+            spec = layout.gradient_spec(value)
+            if spec is not None:
+                return spec
+    return layout.spec(value)
+
+
+def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
+    """The cut of a deciding operator under a layout."""
+    assert op.rule is not None
+    avals = [v.aval for v in op.eqn.invars]
+    places = [
+        home(layout, v) if v >= 0 else ((),) * a.ndim for v, a in zip(op.operands, avals, strict=True)
+    ]  # fmt: skip
+    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places)
+    outs = [wanted(layout, op, v) for v in op.results]
+    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs)
+    return choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
+
+
+class Lowering:
+    """Evaluates a program with the constraints of a layout over a mesh of devices."""
+
+    def __init__(self, layout: Layout, mesh: Any, flops_per_byte: float):
+        self.layout = layout
+        self.mesh = mesh
+        self.flops_per_byte = flops_per_byte
+        self.constraints = 0
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """The program's flat results from its flat inputs."""
+        return self.block(self.layout.axes.program.block, args)
+
+    def constrain(self, x: Any, spec: Spec) -> Any:
+        """`x` with the sharding `spec`; arrays without dimensions and typed keys as they are."""
+        if not getattr(x, "ndim", 0) or dtypes.issubdtype(x.dtype, dtypes.extended):
+            return x
+        self.constraints += 1
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, to_partition_spec(spec)))
+
+    def block(self, block: Block, args: Sequence[Any]) -> list[Any]:
+        """The results of a block."""
+        jaxpr = _compat.open_jaxpr(block.jaxpr)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+        for op in block.ops:
+            with _compat.source_of(op.eqn):
+                results = self.op(op, [read(a) for a in op.eqn.invars])
+            env.update(zip(op.eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def op(self, op: Op, args: list[Any]) -> list[Any]:
+        """The results of one operator."""
+        if op.blocks:
+            return self.nested(op, args)
+        if not decides(op):
+            results = _compat.bind(op.eqn, op.eqn.params, *args)
+            return self.after_cast(op, results)
+        rule = op.rule
+        assert rule is not None
+        plan = strategy(self.layout, op, self.flops_per_byte)
+        if op.name not in REDUCTIONS:
+            args = [self.constrain(x, plan.spec(d)) for x, d in zip(args, rule.operands, strict=True)]
+        results = _compat.bind(op.eqn, op.eqn.params, *args)
+        return [self.constrain(x, wanted(self.layout, op, v)) for x, v in zip(results, op.results, strict=True)]
+
+    def after_cast(self, op: Op, results: list[Any]) -> list[Any]:
+        """Keeps a stored parameter where it is stored through its cast to the compute type."""
+        if op.name == "convert_element_type" and op.results[0] in self.layout.held:
+            return [self.constrain(results[0], home(self.layout, op.results[0]))]
+        return results
+
+    def nested(self, op: Op, args: list[Any]) -> list[Any]:
+        """The results of control flow or of a call."""
+        params, name = op.eqn.params, op.name
+        if name == "scan":
+            return self.scan(op, args)
+        if name == "while":
+            return self.loop(op, args)
+        if name == "cond":
+            return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
+        if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"):
+            return self.block(op.blocks[0], args)
+        inner = op.blocks[0]
+        traced = jax.make_jaxpr(self.function(inner))(*args)
+        if name in ("remat2", "checkpoint", "remat"):
+            bare, consts = _compat.split_constants(traced)
+            return _compat.bind(op.eqn, {**params, inner.param: bare}, *consts, *args)
+        return _compat.bind(op.eqn, {**params, inner.param: traced}, *args)
+
+    def function(self, block: Block) -> Callable[..., list[Any]]:
+        """A block as a function of its inputs."""
+        return lambda *args: self.block(block, args)
+
+    def scan(self, op: Op, args: list[Any]) -> list[Any]:
+        """A scan with its body rewritten."""
+        params = op.eqn.params
+        n_consts, n_carry = _compat.scan_arity(params)
+        consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = self.block(op.blocks[0], [*consts, *carry, *x])
+            return out[:n_carry], out[n_carry:]
+
+        rest = {k: params[k] for k in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, init, xs, **rest)
+        return [*carry, *ys]
+
+    def loop(self, op: Op, args: list[Any]) -> list[Any]:
+        """A while loop with its test and body rewritten."""
+        n_cond, n_body = op.eqn.params["cond_nconsts"], op.eqn.params["body_nconsts"]
+        test, body = op.blocks
+        of_test, of_body, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+        return lax.while_loop(
+            lambda carry: self.block(test, [*of_test, *carry])[0],
+            lambda carry: self.block(body, [*of_body, *carry]),
+            init,
+        )

@@ -1,0 +1,103 @@
+"""Which devices a plan is for: a mesh that was given, a target that was named, or what is attached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autoshard import _compat
+from autoshard.sharding.layout import Spec, from_partition_spec
+from autoshard.sharding.plan import PlanError
+from autoshard.sharding.targets import Target, find_target, target_for
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A target, the mesh if its axes are given (never split further), and the devices if they are there."""
+
+    target: Target
+    sizes: Mapping[str, int] | None
+    mesh: Mesh | None = None
+
+
+def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
+    """The machine that `mesh=` and `target=` mean together.
+
+    Raises:
+        PlanError: the mesh does not fit the target, or what was given is no mesh.
+    """
+    sizes = mesh_sizes(mesh) if mesh is not None else None
+    concrete = mesh if isinstance(mesh, Mesh) else None
+    if target is not None:
+        found = find_target(target)
+        if sizes is not None and math.prod(sizes.values()) != found.devices:
+            raise PlanError(f"mesh {dict(sizes)} has {math.prod(sizes.values())} devices, target '{target}' has "
+                            f"{found.devices}")  # fmt: skip
+        return Machine(found, sizes, concrete)
+    devices = list(concrete.devices.flat) if concrete is not None else jax.devices()
+    count = len(devices) if sizes is None else math.prod(sizes.values())
+    return Machine(target_for(devices[0].platform, devices[0].device_kind, count), sizes, concrete)
+
+
+def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
+    """Axis names and sizes, in order."""
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return dict(zip(map(str, mesh.axis_names), _sizes(mesh), strict=True))
+    if isinstance(mesh, Mapping) and mesh and all(isinstance(n, int) and n > 0 for n in mesh.values()):
+        return {str(k): int(v) for k, v in mesh.items()}
+    raise PlanError(f'mesh is {mesh!r}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}')
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:
+    return mesh.devices.shape if isinstance(mesh, Mesh) else mesh.axis_sizes
+
+
+def device_mesh(sizes: Mapping[str, int], devices: Any = None) -> Mesh:
+    """A mesh of Auto axes over devices in their order (neighbours lie on the last axes).
+
+    Raises:
+        PlanError: there are fewer devices than the mesh has places.
+    """
+    if isinstance(devices, Mesh):
+        devices = devices.devices.flat
+    have = list(jax.devices() if devices is None else devices)
+    need = math.prod(sizes.values())
+    if need > len(have):
+        raise PlanError(
+            f"the plan's mesh {dict(sizes)} takes {need} devices, there are {len(have)} ({have[0].platform}). Plan for "
+            f"{len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+        )
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return Mesh(np.array(have[:need]).reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
+
+
+def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
+    """The mesh that arrays already lie on, and the spec of each that does; (None, {}) if they do not.
+
+    Raises:
+        PlanError: they lie on different meshes.
+    """
+    mesh: Mesh | None = None
+    specs: dict[int, Spec] = {}
+    for i, leaf in enumerate(leaves):
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+            continue
+        if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
+            continue
+        own = _compat.all_axes_auto(sharding.mesh)
+        if mesh is not None and own != mesh:
+            raise PlanError(
+                f"the arguments lie on two meshes, {mesh_sizes(mesh)} and {mesh_sizes(own)}: move them to one"
+            )
+        mesh = own
+        specs[i] = from_partition_spec(sharding.spec, leaf.ndim)
+    return mesh, specs

@@ -1,0 +1,99 @@
+"""How many bytes one device holds at the worst moment of a step.
+
+    peak_bytes = state and data held throughout + max over the program's points of the live values' bytes
+
+A value lives from the operator that makes it to the last that takes it; inside a loop, what stands outside and is used
+inside lives until the loop ends. Values that XLA fuses into their users (elementwise, taken by no contraction) are
+never written. Each value counts by its shard. State that is donated is updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autoshard.sharding.axes import LogicalAxes
+from autoshard.sharding.layout import Layout
+from autoshard.sharding.lower import decides, home
+from autoshard.sharding.roles import CONTRACTIONS, Roles, nbytes
+from autoshard.spmdrules.program import Block, Op
+
+
+class MemoryModel:
+    """Prices layouts of one program; the live ranges are found once."""
+
+    def __init__(self, axes: LogicalAxes, roles: Roles, state: Sequence[tuple[int, int]] = ()):
+        self.axes, self.roles = axes, roles
+        program = axes.program
+        n = len(program.avals)
+        self.birth = np.full(n, -1)
+        self.death = np.full(n, -1)
+        self.written = np.zeros(n, bool)
+        self.points = 0
+        self._scan(program.block)
+        self.whole = np.array([nbytes(a) for a in program.avals], float)
+        inputs = set(program.inputs)
+        for out in set(program.outputs) - inputs:
+            self.written[out] = True
+            self.death[out] = self.points
+        for _, out in state:
+            self.written[out] = out in inputs  # donated: written over the input
+        self.held_throughout = np.zeros(n, bool)
+        self.held_throughout[list(inputs)] = True
+        keep = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
+        self.keep = keep
+        kinds: dict[Any, int] = {}
+        held = axes.held
+        everything = [*program.inputs, *keep.tolist()]
+        self.kind = np.array([
+            kinds.setdefault((axes.of_value[v], v if v in inputs else held.get(v)), len(kinds)) for v in everything
+        ], int)  # fmt: skip
+        self.examples = {number: everything[i] for i, number in reversed(list(enumerate(self.kind.tolist())))}
+        self.everything = np.array(everything, int)
+
+    def _scan(self, block: Block) -> None:
+        taken: dict[int, list[Op]] = {}
+        for op in block.ops:
+            for v in op.operands:
+                taken.setdefault(v, []).append(op)
+        outputs = set(block.outputs)
+        for op in block.ops:
+            self.points += 1
+            start = self.points
+            for inner in op.blocks:
+                for v in inner.inputs:
+                    if self.birth[v] < 0:
+                        self.birth[v] = self.points
+                self._scan(inner)
+                for v in inner.outputs:
+                    self.death[v] = max(self.death[v], self.points)
+            for v in op.operands:
+                if v >= 0:
+                    self.death[v] = self.points
+            for v in op.results:
+                if self.birth[v] < 0:
+                    self.birth[v] = start
+                self.death[v] = max(self.death[v], self.points)
+                users = taken.get(v, [])
+                self.written[v] |= (
+                    bool(op.blocks) or op.name in CONTRACTIONS or decides(op) or v in outputs
+                    or any(u.blocks or u.name in CONTRACTIONS for u in users)
+                )  # fmt: skip
+
+    def __call__(self, layout: Layout) -> tuple[float, dict[str, float]]:
+        """Peak bytes on one device, and their kinds: parameters, optimizer, data and other, temporaries."""
+        ways = np.array([
+            layout.ways(a for dim in home(layout, v) for a in dim) for _, v in sorted(self.examples.items())
+        ])  # fmt: skip
+        local = np.zeros_like(self.whole)
+        local[self.everything] = self.whole[self.everything] / ways[self.kind]
+        kinds: dict[str, float] = {"parameter": 0.0, "optimizer": 0.0, "data": 0.0, "other": 0.0}
+        for v in self.axes.program.inputs:
+            kinds[self.roles.inputs[v]] += float(local[v])
+        change = np.zeros(self.points + 2)
+        np.add.at(change, self.birth[self.keep], local[self.keep])
+        np.add.at(change, self.death[self.keep] + 1, -local[self.keep])
+        kinds["temporary"] = float(np.cumsum(change).max(initial=0.0))
+        return sum(kinds.values()), kinds

@@ -1,0 +1,195 @@
+"""The oracle: are the rules of a function's operators true, and do they say all that they could?
+
+No expected mapping is compared with. Every different equation is *run* on the shards that its rule declares, and the
+results, put together as the rule declares, are compared with the whole; then the partitioner gets the same shardings,
+its program is run too, and its collectives are counted.
+
+    wrong         the rule promises what the operator does not do
+    missing       the operator allows what the rule does not offer
+    partitioner   the rule is true, and XLA's partitioner makes something wrong or dear of it
+    unknown       there is no rule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from autoshard.sharding.oracle_cases import Case, collect
+from autoshard.sharding.oracle_missing import check_linear, missing_factors, subsets
+from autoshard.sharding.oracle_partitioner import check_partitioner
+from autoshard.sharding.oracle_shards import Disagreement, join, run_shards
+from autoshard.sharding.oracle_values import difference, trials
+from autoshard.spmdrules.registry import rule_for
+from autoshard.spmdrules.rule import Rule, Shard
+
+FindingKind = Literal["wrong", "missing", "partitioner", "unknown"]
+_ADVICE = {
+    "wrong": "Correct the rule, or make the factor whole.",
+    "missing": "Offer it in the rule.",
+    "partitioner": "Keep it out of plans, or list it in KNOWN_PARTITIONER_FAULTS with the reason.",
+    "unknown": "Register one with @rule; until then its operands and results are replicated.",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be with the rule of one operator.
+
+    Attributes:
+        kind: see the module's head.
+        primitive: the operator.
+        factors: the factors that were cut, none where it is not about a factor.
+        mesh: how many ways each was cut, such as "2" or "2x2".
+        message: what is wrong.
+        rule: the rule's text.
+        source: the user's line that the operator came from.
+    """
+
+    kind: FindingKind
+    primitive: str
+    factors: tuple[str, ...]
+    mesh: str
+    message: str
+    rule: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        cut = f", {' and '.join(self.factors)} cut {self.mesh} ways" if self.factors else ""
+        text = f" Its rule is '{self.rule}'." if self.rule else ""
+        return f"{self.kind}: {self.primitive}{where}{cut}: {self.message}.{text} {_ADVICE[self.kind]}"
+
+
+def check_rule(fn: Any, *args: Any, partitioner: bool = True) -> list[Finding]:
+    """Checks the rule of every operator that a function uses, calls, loops and branches entered.
+
+    Args:
+        fn: any traceable function.
+        *args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s. Small even sizes (4, 6, 8) are enough.
+        partitioner: also compile each strategy for 2 x 2 devices, compare, and count collectives.
+
+    Returns:
+        What is wrong or missing; empty where all is well.
+
+    Raises:
+        ValueError: there are fewer devices than the partitioner's part needs.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> check_rule(lambda a, b: a @ b, jnp.ones((4, 6)), jnp.ones((6, 8)), partitioner=False)
+        []
+    """
+    if partitioner and jax.device_count() < 4:
+        raise ValueError(
+            f"check_rule: the partitioner's part needs 4 devices, there are {jax.device_count()}. Set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts, or pass partitioner=False."
+        )
+    findings = {f: None for case in collect(fn, args) for f in check_case(case, partitioner=partitioner)}
+    return list(findings)
+
+
+def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
+    """`check_rule` for one equation."""
+    try:
+        rule = _rule(case)
+    except Exception as error:  # noqa: BLE001 - whatever a rule raises is the finding
+        return [_finding(case, None, "wrong", (), {}, f"its rule cannot be made: {_brief(error)}")]
+    if rule is None:
+        return [_finding(case, None, "unknown", (), {}, "there is no rule for it")]
+    if mismatch := _shape_mismatch(case, rule):
+        return [_finding(case, rule, "wrong", (), {}, mismatch)]
+    operands = trials(case)
+    findings = list(_check_shards(case, rule, operands))
+    findings += [_finding(case, rule, kind, (), {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
+    for name, how in missing_factors(case, rule, operands):
+        text = f"'{name}' is whole in the rule, but pieces can be joined: {how}"
+        findings.append(_finding(case, rule, "missing", (name,), {name: 2}, text))
+    if partitioner and not any(f.kind == "wrong" for f in findings):
+        for factors, fault in check_partitioner(case, rule, strategies(rule), operands[1]):
+            findings.append(_finding(case, rule, "partitioner", factors, dict.fromkeys(factors, 2), fault))
+    return findings
+
+
+def strategies(rule: Rule) -> list[dict[str, int]]:
+    """What is tried: every factor alone, and every two of them, each cut into the fewest pieces that divide it."""
+    ways = {f.name: n for f in rule.factors if f.shardable and (n := _fewest(f.size))}
+    # Positions are of the whole array: they are decided last, when the other factors are joined again.
+    names = sorted(ways, key=lambda name: rule.factor(name).op not in ("argmax", "argmin"))
+    found = [{name: ways[name] for name in group} for group in subsets(names)]
+    # A shard in the middle has two neighbours and an offset that is no multiple of half.
+    finer = [f for f in rule.factors if f.kind in ("halo", "index", "offset") and f.size and f.size % 4 == 0]
+    return found + [{f.name: 4} for f in finer if f.size and f.size >= 8]
+
+
+def _fewest(size: int | None) -> int | None:
+    return next((n for n in (2, 3, 5) if size and size % n == 0), None)
+
+
+def _rule(case: Case) -> Rule | None:
+    rule = rule_for(case.eqn.primitive, case.avals, case.eqn.params)
+    if rule is not None and any(f.size is None for f in rule.factors):
+        rule = rule.bind(*case.avals)
+    return rule
+
+
+def _shape_mismatch(case: Case, rule: Rule) -> str | None:
+    whole = Shard(rule, {}, {})
+    for side, avals, arrays in (("operand", case.avals, rule.operands), ("result", case.results, rule.results)):
+        if len(avals) != len(arrays):
+            return f"it has {len(avals)} {side}s, the rule names {len(arrays)}"
+        for i, (aval, dims) in enumerate(zip(avals, arrays, strict=True)):
+            unbound = [f for dim in dims for f in dim if rule.factor(f).size is None]
+            if unbound:
+                return f"the size of factor {unbound[0]} is not bound"
+            if whole.shape(dims) != tuple(aval.shape):
+                return f"{side} {i} has shape {tuple(aval.shape)}, the rule makes it {whole.shape(dims)}"
+    return None
+
+
+def _check_shards(case: Case, rule: Rule, operands: Sequence[Sequence[np.ndarray]]) -> Iterator[Finding]:
+    wholes = [case.run(x) for x in operands]
+    guilty: set[str] = set()
+    for counts in strategies(rule):
+        if guilty & set(counts):
+            continue  # said already
+        # What two factors can do to each other does not depend on the values: fewer sets of them will do.
+        few = slice(None) if len(counts) == 1 else slice(1, 2)
+        for x, whole in zip(operands[few], wholes[few], strict=True):
+            if wrong := _disagreement(case, rule, counts, x, whole):
+                guilty |= set(counts)
+                yield _finding(case, rule, "wrong", tuple(counts), counts, wrong)
+                break
+
+
+def _disagreement(
+    case: Case, rule: Rule, counts: Mapping[str, int], operands: Sequence[np.ndarray], whole: Sequence[np.ndarray]
+) -> str | None:
+    """How one strategy's results, put together, differ from the whole ones."""
+    try:
+        grids = run_shards(case, rule, operands, counts)
+        joined = [join(grid, rule, r, counts, operands) for r, grid in enumerate(grids)]
+    except Disagreement as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - whatever an operator raises on its shards is the finding
+        return f"the operator cannot run on these shards: {_brief(error)}"
+    for r, (expected, value) in enumerate(zip(whole, joined, strict=True)):
+        if wrong := difference(expected, value):
+            return f"the shards put together are not the whole result {r}: {wrong}"
+    return None
+
+
+def _finding(
+    case: Case, rule: Rule | None, kind: FindingKind, factors: tuple[str, ...], counts: Mapping[str, int], text: str
+) -> Finding:
+    mesh = "x".join(map(str, counts.values()))
+    return Finding(kind, case.name, factors, mesh, text.rstrip("."), rule.text if rule else "", case.source)
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,212 @@
+"""Strategies that an operator would allow and its rule does not offer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.sharding.oracle_cases import Case, is_key
+from autoshard.sharding.oracle_shards import reduce_pieces
+from autoshard.sharding.oracle_values import difference, random_like
+from autoshard.spmdrules.rule import Rule, Shard
+
+_WAYS = 2
+_NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
+_REDUCTIONS = ("sum", "max", "min", "mul", "and", "or")
+
+
+def missing_factors(case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]]) -> list[tuple[str, str]]:
+    """Factors that the rule calls whole, though the operator run on pieces agrees with the whole.
+
+    Args:
+        case: the operator.
+        rule: its rule.
+        trials: sets of operands; the pieces have to agree on all of them.
+
+    Returns:
+        For each such factor how its pieces can be put together.
+    """
+    found = []
+    for factor in rule.factors:
+        if factor.kind == "whole" and factor.size and factor.size % _WAYS == 0:
+            if how := _joins(case, rule, factor.name, trials):
+                found.append((factor.name, how))
+    return found
+
+
+def _joins(case: Case, rule: Rule, name: str, trials: Sequence[Sequence[np.ndarray]]) -> str | None:
+    """The one way of joining that holds on every trial, for every result."""
+    axes = [_axis(rule, dims, name) for dims in rule.operands]
+    if all(axis is None for axis in axes):
+        return None
+    ways: list[set[str]] | None = None
+    for operands in trials:
+        try:
+            whole = case.run(operands)
+            pieces = _run_pieces(case, rule, name, axes, operands)
+        except Exception:  # noqa: BLE001 - an operator that cannot run on pieces offers no strategy
+            return None
+        holds = [_ways_that_hold(w, [p[r] for p in pieces]) for r, w in enumerate(whole)]
+        ways = holds if ways is None else [a & b for a, b in zip(ways, holds, strict=True)]
+        if not all(ways):
+            return None
+    return ", ".join(min(way) for way in ways) if ways else None
+
+
+def _axis(rule: Rule, dims: Any, name: str) -> int | None:
+    """The dimension that a factor leads; None where it stands nowhere or behind another factor."""
+    for d, dim in enumerate(dims):
+        real = [f for f in dim if rule.factor(f).size != 1]
+        if real and real[0] == name:
+            return d
+    return None
+
+
+def _run_pieces(
+    case: Case, rule: Rule, name: str, axes: Sequence[int | None], operands: Sequence[np.ndarray]
+) -> list[list[np.ndarray]]:
+    halves = [
+        np.split(x, _WAYS, axis) if axis is not None else [x] * _WAYS
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    params = _guess_params(case, rule, name)
+    return [case.run([half[i] for half in halves], params) for i in range(_WAYS)]
+
+
+def _guess_params(case: Case, rule: Rule, name: str) -> Mapping[str, Any]:
+    """The parameters with every shape that is a result's or an operand's cut along the factor."""
+    shard = Shard(rule, {name: _WAYS}, {name: 0})
+    pairs = [*zip(case.results, rule.results, strict=True), *zip(case.avals, rule.operands, strict=True)]
+    local = {tuple(aval.shape): shard.shape(dims) for aval, dims in reversed(pairs)}
+    params = rule.local(case.eqn.params, shard) if rule.local else case.eqn.params
+    return {
+        k: local.get(v, v) if isinstance(v, tuple) and all(isinstance(n, int) for n in v) and len(v) > 0 else v
+        for k, v in params.items()
+    }
+
+
+def _ways_that_hold(whole: np.ndarray, pieces: Sequence[np.ndarray]) -> set[str]:
+    if pieces[0].shape == whole.shape:
+        found = {op for op in _REDUCTIONS if _reducible(op, whole) and not difference(whole, reduce_pieces(pieces, op))}
+        equal = not any(difference(whole, piece) for piece in pieces)
+        return found | ({"as it is"} if equal else set())
+    return {
+        f"side by side along dimension {d}"
+        for d in range(whole.ndim)
+        if not difference(whole, _concatenated(pieces, d))
+    }
+
+
+def _concatenated(pieces: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    try:
+        return np.concatenate(pieces, axis)
+    except ValueError:
+        return np.empty((0,), pieces[0].dtype)
+
+
+def _reducible(op: str, x: np.ndarray) -> bool:
+    return op not in ("and", "or") or not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def check_linear(case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]]) -> list[tuple[str, str]]:
+    """Groups of operands that the rule says are linear, or are only moved, and are not; and the other way round.
+
+    Returns:
+        For each finding its kind (wrong or missing) and what it is.
+    """
+    found = []
+    for group in rule.linear:
+        if _can_split(case, group) and not _additive(case, group, trials):
+            found.append(("wrong", f"is not linear in operands {_listed(group)}"))
+    if rule.moves:
+        if _can_split(case, rule.moves) and not _additive(case, rule.moves, trials):
+            found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass"))
+        if not _monotone(case, rule.moves, trials):
+            found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass"))
+    known = {frozenset(g) for g in (*rule.linear, rule.moves)}
+    for group in _possible_groups(case):
+        if frozenset(group) not in known and _additive(case, group, trials, _NO_ROUNDING):
+            found.append(("missing", f"is linear in operands {_listed(group)}"))
+    return found
+
+
+def _listed(group: Sequence[int]) -> str:
+    return " ".join(map(str, group))
+
+
+def _can_split(case: Case, group: Sequence[int]) -> bool:
+    """Whether partial sums of these operands exist at all: numbers on both sides."""
+    avals = [*(case.avals[i] for i in group), *case.results]
+    return all(not is_key(a.dtype) and a.dtype != np.bool_ for a in avals)
+
+
+def _possible_groups(case: Case) -> list[tuple[int, ...]]:
+    """Each operand of a floating type alone, and all of them together."""
+    floats = [i for i, a in enumerate(case.avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    if any(not jnp.issubdtype(a.dtype, jnp.inexact) for a in case.results) or not floats:
+        return []
+    return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
+
+
+def _additive(
+    case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]], tolerance: float | None = None
+) -> bool:
+    return all(_holds(case, group, operands, _sum_terms, "sum", tolerance) for operands in trials[:3])
+
+
+def _monotone(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
+    if any(is_key(case.avals[i].dtype) for i in group) or any(is_key(a.dtype) for a in case.results):
+        return True
+    return all(_holds(case, group, operands, _max_terms, "max") for operands in trials)
+
+
+def _holds(
+    case: Case,
+    group: Sequence[int],
+    operands: Sequence[np.ndarray],
+    split: Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]],
+    op: str,
+    tolerance: float | None = None,
+) -> bool:
+    """Whether the operator of each of two terms, reduced, is the operator of the reduced terms."""
+    rng = np.random.default_rng(3)
+    splits = {i: split(operands[i], rng) for i in group}
+    runs = [
+        case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)
+    ]
+    for first, second, whole in zip(*runs, strict=True):
+        if whole.dtype == np.bool_ and op == "max":
+            together = first | second
+        else:
+            together = reduce_pieces([first, second], op)
+        if difference(whole, together, tolerance):
+            return False
+    return True
+
+
+def _sum_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Two uneven terms of different sign, and their sum."""
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        first = (rng.uniform(0.2, 0.8, x.shape) * np.minimum(x, 100)).astype(x.dtype)
+        return first, (np.minimum(x, 100) - first).astype(x.dtype), np.minimum(x, 100).astype(x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        first, second = random_like(x, rng), random_like(x, rng)
+        return first, (-3 * second).astype(x.dtype), (first - 3 * second).astype(x.dtype)
+    # Multiples of a quarter: their sum is exact in every type, so that only the operator can be what is not linear.
+    first = np.asarray(rng.integers(-24, 25, x.shape) / 4).astype(x.dtype)
+    second = np.asarray(rng.integers(-8, 9, x.shape) / -4).astype(x.dtype)
+    return first, second, np.asarray(first + second).astype(x.dtype)
+
+
+def _max_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    first, second = random_like(x, rng), random_like(x, rng)
+    return first, second, (first | second) if x.dtype == np.bool_ else reduce_pieces([first, second], "max")
+
+
+def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every name alone, then every two of them."""
+    return [(n,) for n in names] + list(itertools.combinations(names, 2))

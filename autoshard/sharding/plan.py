@@ -1,0 +1,223 @@
+"""A plan: everything that was chosen for one program on one machine, and what it is expected to cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from autoshard.errors import AutoshardError
+
+FORMAT = 1
+
+
+class PlanError(AutoshardError):
+    """A plan that cannot be made, read or used."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one step is expected to cost on one device: microseconds and bytes."""
+
+    step_time_us: float
+    compute_us: float
+    comm_us: float
+    comm_bytes: float
+    peak_memory_bytes: float
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One input or result of the planned function: its path, type, role, logical axes and sharding."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    axes: tuple[str, ...] = ()
+    role: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What `plan` returns.
+
+    Attributes:
+        mesh: the mesh, abstract: axis names and sizes.
+        axis_rules: mesh axis -> the logical axes that it shards, in order of preference.
+        storage: role (parameter, optimizer) -> mesh axes over which it is stored beyond the rules.
+        inputs: the function's inputs, in flat order.
+        outputs: its results, in flat order.
+        estimate: expected time, traffic and memory.
+        target: the machine it was made for.
+        traffic: collectives, heaviest first: (kind, mesh axis, bytes a step, the user's line).
+        unknown: primitives without a rule, which are replicated, and where they stand.
+        notes: what the reader should know: conflicts, limits, axes that did not divide.
+        compiler_options: options for XLA, by platform.
+        fingerprint: digest of the program that the plan fits.
+        chosen: the words of the candidate that was chosen, or of the request.
+        candidates: the plans that were compared: (words, step time in microseconds, peak bytes).
+    """
+
+    mesh: AbstractMesh
+    axis_rules: Mapping[str, tuple[str, ...]]
+    storage: Mapping[str, tuple[str, ...]]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    estimate: Estimate
+    target: str
+    traffic: tuple[tuple[str, str, float, str], ...] = ()
+    unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    fingerprint: str = ""
+    chosen: str = ""
+    candidates: tuple[tuple[str, float, float], ...] = ()
+    bound: Any = field(default=None, repr=False, compare=False)  # planner.Bound: the function and its layout
+
+    @property
+    def in_specs(self) -> Any:
+        """`PartitionSpec`s shaped like the arguments (a tuple, one entry for each)."""
+        args, kwargs = jax.tree.unflatten(self._bound().traced.in_tree, [leaf.spec for leaf in self.inputs])
+        return (*args, kwargs) if kwargs else args
+
+    @property
+    def out_specs(self) -> Any:
+        """`PartitionSpec`s shaped like the results."""
+        return jax.tree.unflatten(self._bound().traced.out_tree, [leaf.spec for leaf in self.outputs])
+
+    @property
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        """Path of each input -> the name of the logical axis of each dimension."""
+        return {leaf.path: leaf.axes for leaf in self.inputs}
+
+    def _bound(self) -> Any:
+        if self.bound is None:
+            raise PlanError("this plan has no function (it was read from JSON): give it one with plan.bind(fn, *args)")
+        return self.bound
+
+    def jit(self, devices: Any = None) -> Callable[..., Any]:
+        """The function, annotated and jitted over these devices (default: the attached ones)."""
+        return self._bound().jit(self, devices)
+
+    def bind(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+        """This plan for a function.
+
+        Args:
+            fn: the function.
+            *args: its arguments, arrays or shapes; without them `fn` is planned when it is first called.
+            **options: `donate_argnums`, `static_argnums` as for `plan`.
+
+        Raises:
+            PlanError: the function's structure or shapes are not those that the plan was made for.
+        """
+        from autoshard.sharding.planner import bind
+
+        return bind(self, fn, args, **options)
+
+    def shardings(self, mesh: Any) -> tuple[Any, Any]:
+        """`NamedSharding`s of the flat inputs and of the flat results over a mesh of devices."""
+        return (
+            [NamedSharding(mesh, leaf.spec) for leaf in self.inputs],
+            [NamedSharding(mesh, leaf.spec) for leaf in self.outputs],
+        )
+
+    def explain(self, path: str) -> str:
+        """Why the input or result at `path` is sharded as it is."""
+        from autoshard.sharding.report import explain
+
+        return explain(self, path)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan does differently, a line each."""
+        from autoshard.sharding.report import diff
+
+        return diff(self, other)
+
+    def to_html(self, path: Any) -> None:
+        """Writes the plan as one self-contained page."""
+        from autoshard.sharding.report import to_html
+
+        to_html(self, path)
+
+    def __str__(self) -> str:
+        from autoshard.sharding.report import table
+
+        return table(self)
+
+    def to_json(self) -> str:
+        """The plan as text that `from_json` reads on any machine."""
+        leaf = lambda x: {"path": x.path, "shape": x.shape, "dtype": x.dtype, "spec": _spec_json(x.spec),  # noqa: E731
+                          "axes": x.axes, "role": x.role}  # fmt: skip
+        data = {
+            "format": FORMAT,
+            "mesh": dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True)),
+            "axis_rules": self.axis_rules,
+            "storage": self.storage,
+            "inputs": [leaf(x) for x in self.inputs],
+            "outputs": [leaf(x) for x in self.outputs],
+            "estimate": {k: getattr(self.estimate, k) for k in Estimate.__dataclass_fields__},
+            "target": self.target,
+            "traffic": self.traffic,
+            "unknown": self.unknown,
+            "notes": self.notes,
+            "compiler_options": self.compiler_options,
+            "fingerprint": self.fingerprint,
+            "chosen": self.chosen,
+            "candidates": self.candidates,
+        }
+        return json.dumps(data, indent=1, default=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what `to_json` wrote; the plan has no function until `bind` gives it one.
+
+        Raises:
+            PlanError: the text is not a plan, or of a format that this version does not know.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise PlanError(f"this plan has format {data['format']}, this version reads {FORMAT}: plan again")
+            return cls(
+                mesh=abstract_mesh(data["mesh"]),
+                axis_rules={k: tuple(v) for k, v in data["axis_rules"].items()},
+                storage={k: tuple(v) for k, v in data["storage"].items()},
+                inputs=tuple(map(_leaf_from_json, data["inputs"])),
+                outputs=tuple(map(_leaf_from_json, data["outputs"])),
+                estimate=Estimate(**data["estimate"]),
+                target=data["target"],
+                traffic=tuple(tuple(t) for t in data["traffic"]),
+                unknown={k: tuple(v) for k, v in data["unknown"].items()},
+                notes=tuple(data["notes"]),
+                compiler_options=data["compiler_options"],
+                fingerprint=data["fingerprint"],
+                chosen=data["chosen"],
+                candidates=tuple(tuple(c) for c in data["candidates"]),
+            )
+        except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
+            raise PlanError(f"this is not a plan: {error!r}. Plan.to_json() writes one.") from error
+
+    def where(self, **changes: Any) -> Plan:
+        """This plan with other attributes."""
+        return replace(self, **changes)
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """An abstract mesh of Auto axes."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _spec_json(spec: PartitionSpec) -> list[Any]:
+    return [list(e) if isinstance(e, tuple) else e for e in tuple(spec)]
+
+
+def _leaf_from_json(data: Mapping[str, Any]) -> Leaf:
+    entries = (tuple(e) if isinstance(e, list) else e for e in data["spec"])
+    return Leaf(data["path"], tuple(data["shape"]), data["dtype"], PartitionSpec(*entries), tuple(data["axes"]),
+                data["role"])  # fmt: skip

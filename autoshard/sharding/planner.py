@@ -1,0 +1,445 @@
+"""Makes plans: traces a function, finds its logical axes, searches, and binds what was chosen to the function."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autoshard import _compat
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding import request as requests
+from autoshard.sharding.axes import LogicalAxes, find_axes
+from autoshard.sharding.cost import CostModel
+from autoshard.sharding.layout import Layout, Spec, from_partition_spec, to_partition_spec
+from autoshard.sharding.lower import Lowering
+from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_machine, placed
+from autoshard.sharding.memory import MemoryModel
+from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
+from autoshard.sharding.roles import Roles, find_roles, name_axes
+from autoshard.sharding.search import Candidate, price, search
+from autoshard.sharding.tracing import Traced, trace
+
+PlanLike = str | Mapping[str, Sequence[str]] | Plan
+
+
+@dataclass(eq=False)
+class Bound:
+    """A plan's function: its trace, and the layout that the plan means for it."""
+
+    traced: Traced
+    layout: Layout
+    flops_per_byte: float
+    mesh: Any = None
+
+    def mesh_over(self, plan: Plan, devices: Any) -> Any:
+        """The plan's mesh over these devices; those that the plan was made on, if none are given."""
+        if devices is None and self.mesh is not None:
+            return self.mesh
+        return device_mesh(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices)
+
+    def run(self, mesh: Any) -> Callable[..., list[Any]]:
+        """The annotated program over flat inputs."""
+        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
+
+    def jit(self, plan: Plan, devices: Any = None) -> Callable[..., Any]:
+        """See `Plan.jit`."""
+        mesh = self.mesh_over(plan, devices)
+        ins, outs = plan.shardings(mesh)
+        lowered, traced = self.run(mesh), self.traced
+        in_args, in_kwargs = jax.tree.unflatten(traced.in_tree, ins)
+
+        def run(*args: Any) -> Any:
+            leaves = traced.in_tree.flatten_up_to((args[: len(in_args)], args[-1] if in_kwargs else {}))
+            check_signature(traced, leaves)
+            return jax.tree.unflatten(traced.out_tree, lowered(*leaves))
+
+        run.__name__ = traced.name
+        donated = sorted({int(traced.owners[i]) for i in traced.donated})
+        return jax.jit(
+            run,
+            in_shardings=(*in_args, in_kwargs) if in_kwargs else in_args,
+            out_shardings=jax.tree.unflatten(traced.out_tree, outs),
+            donate_argnums=donated,
+        )
+
+
+class NewSignature(Exception):
+    """A planned function was called with arguments that it was not planned for."""
+
+
+def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:
+    """Raises `NewSignature` if the arguments' shapes or dtypes are not those of the trace."""
+    for leaf, aval in zip(leaves, traced.in_avals, strict=True):
+        if leaf.shape != aval.shape or leaf.dtype != aval.dtype:
+            raise NewSignature
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike | None = None,
+    target: str | None = None,
+    memory_limit_bytes: float | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    plan: PlanLike | None = None,
+    variants: Mapping[str, Sequence[Any]] | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    verify: int = 0,
+    strict: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Plans how to shard a function.
+
+    Args:
+        fn: a function of pytrees of arrays.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s: nothing is computed.
+        mesh: a `Mesh`, an `AbstractMesh`, sizes such as `{"data": 4, "model": 2}`, or None: choose.
+        target: a machine, such as "v5p:4x4x4"; default: the attached devices.
+        memory_limit_bytes: memory that one device may use; default: what the machine has.
+        fixed: `{path glob: PartitionSpec}` on a named mesh, or `{path glob: names of logical axes}`.
+        plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
+        variants: `{static keyword: values}`: the best of them is planned.
+        donate_argnums: arguments whose buffers the results may take.
+        static_argnums: arguments that are not arrays.
+        verify: how many of the best plans to compile for the target; must be 0 in this version.
+        strict: a primitive without a rule is an error instead of a warning.
+        **kwargs: arguments by keyword.
+
+    Returns:
+        The plan, bound to `fn`.
+
+    Raises:
+        PlanError: the request cannot be read, or nothing fits.
+
+    Example:
+        >>> import jax, autoshard
+        >>> x = jax.ShapeDtypeStruct((64, 32), "float32")
+        >>> w = jax.ShapeDtypeStruct((32, 16), "float32")
+        >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
+        8
+    """
+    if verify:
+        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
+    fn, args = freeze_static(fn, args, static_argnums)
+    donate = argnums(donate_argnums, static_argnums)
+    options = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict)
+    if variants:
+        plans = [
+            plan_traced(trace(partial(fn, **dict(zip(variants, values, strict=True))), args, kwargs, donate), args,
+                        **options).where(notes=(f"variant: {dict(zip(variants, values, strict=True))}",))
+            for values in itertools.product(*variants.values())
+        ]  # fmt: skip
+        return min(plans, key=lambda p: p.estimate.step_time_us)
+    return plan_traced(trace(fn, args, kwargs, donate), (args, kwargs), **options)
+
+
+def freeze_static(fn: Callable[..., Any], args: tuple[Any, ...], static: int | Sequence[int]) -> tuple[Any, tuple]:
+    """A function of the arrays alone, and these."""
+    numbers = [static] if isinstance(static, int) else list(static)
+    if not numbers:
+        return fn, args
+    numbers = [n % len(args) for n in numbers]
+    fixed = {n: args[n] for n in numbers}
+
+    def call(*arrays: Any, **kwargs: Any) -> Any:
+        rest = iter(arrays)
+        return fn(*(fixed[i] if i in fixed else next(rest) for i in range(len(args))), **kwargs)
+
+    call.__name__ = getattr(fn, "__name__", "function")
+    return call, tuple(a for i, a in enumerate(args) if i not in fixed)
+
+
+def argnums(donate: int | Sequence[int], static: int | Sequence[int]) -> tuple[int, ...]:
+    """Donated argument numbers as they are once the static ones are gone."""
+    donated = [donate] if isinstance(donate, int) else list(donate)
+    statics = [static] if isinstance(static, int) else list(static)
+    return tuple(d - sum(s < d for s in statics) for d in donated)
+
+
+def plan_traced(
+    traced: Traced,
+    args: Any,
+    *,
+    mesh: MeshLike | None = None,
+    target: str | None = None,
+    memory_limit_bytes: float | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    plan: PlanLike | None = None,
+    strict: bool = False,
+) -> Plan:
+    """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
+    pinned_mesh, held = placed(jax.tree.leaves(args)) if mesh is None and target is None else (None, {})
+    machine = find_machine(pinned_mesh if pinned_mesh is not None else mesh, target)
+    planner = Planner(traced, machine, memory_limit_bytes)
+    planner.complain_of_unknown(strict)
+    if isinstance(plan, Plan):
+        return planner.rebind(plan)
+    candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
+    return planner.describe(candidate, others)
+
+
+class Planner:
+    """One traced function on one machine."""
+
+    def __init__(self, traced: Traced, machine: Machine, limit: float | None):
+        self.traced, self.machine = traced, machine
+        self.limit_given = limit is not None
+        self.limit = limit if limit is not None else machine.target.chip.memory_bytes
+        self.program = traced.program
+        self.axes: LogicalAxes = find_axes(self.program)
+        self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
+        self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
+        self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """Prices time."""
+        return CostModel(self.axes, self.roles, self.machine.target, self.state)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """Prices memory."""
+        donated = [self.program.inputs[i] for i in self.traced.donated]
+        return MemoryModel(self.axes, self.roles, [(i, o) for i, o in self.state if i in donated])
+
+    def complain_of_unknown(self, strict: bool) -> None:
+        """Names the primitives that have no rule."""
+        if not self.program.unknown:
+            return
+        places = "; ".join(f"'{name}' at {sorted(set(lines))[0]}" for name, lines in self.program.unknown.items())
+        text = (f"auto_shard({self.traced.name}): no rule for {places}. Their operands are gathered and the work is "
+                "repeated on every device; write a rule with @autoshard.rule")  # fmt: skip
+        if strict:
+            raise PlanError(text)
+        warnings.warn(text, AutoshardWarning, stacklevel=4)
+
+    def choose(
+        self, asked: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]
+    ) -> tuple[Candidate, list[Candidate]]:
+        """The candidate to use, and all that were priced."""
+        sizes = self.machine.sizes
+        if asked is None:
+            layouts = None
+        elif isinstance(asked, str):
+            layouts = [(asked, self._requested(asked))]
+        else:
+            table = requests.Table({k: tuple([v] if isinstance(v, str) else v) for k, v in asked.items()})
+            meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
+            layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
+        if layouts is None:
+            best, others = search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices,
+                                  self.limit, sizes, partial(self._pin, held=held, fixed=fixed))  # fmt: skip
+        else:
+            for _, layout in layouts:
+                self._pin(layout, held, fixed)
+            others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
+            best = min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us))
+        if not best.fits(self.limit):
+            self._complain_of_memory(best, asked)
+        return best, others
+
+    def _requested(self, text: str) -> Layout:
+        asked = requests.parse_request(text)
+        sizes = self.machine.sizes
+        if sizes is not None and any(asked.sizes.get(k) != n for k, n in sizes.items()):
+            if sorted(asked.sizes.values()) != sorted(sizes.values()) or len(set(sizes.values())) != len(sizes):
+                raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: name its axes in a table, such as "
+                                f'{{"{next(iter(sizes))}": ["batch"]}}')  # fmt: skip
+        if asked.devices != self.machine.target.devices:
+            raise PlanError(f"plan '{text}' takes {asked.devices} devices, {self.machine.target.name} has "
+                            f"{self.machine.target.devices}")  # fmt: skip
+        missing = [k for k in asked.sizes if asked.sizes[k] > 1 and not requests.classes_for(k, self.roles, asked.flags)]
+        if missing:
+            raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}; its logical axes are "
+                            f"{', '.join(sorted(set(self.axes.names.values())))}")  # fmt: skip
+        return requests.lay_out(self.axes, self.roles, asked)
+
+    def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
+        """Every way to spread the devices over named axes."""
+
+        def split(n: int, k: int) -> list[tuple[int, ...]]:
+            if k == 1:
+                return [(n,)]
+            return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in split(n // d, k - 1)]
+
+        return [dict(zip(names, s, strict=True)) for s in split(self.machine.target.devices, len(names))]
+
+    def _pin(self, layout: Layout, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
+        layout.pins = {**held, **fixed_pins(self.traced, self.axes, layout, fixed)}
+
+    def _complain_of_memory(self, best: Candidate, asked: Any) -> None:
+        over = best.peak_bytes - self.limit
+        kinds = ", ".join(f"{k} {human_bytes(v)}" for k, v in sorted(best.memory.items(), key=lambda x: -x[1]) if v)
+        text = (
+            f"auto_shard({self.traced.name}): {'the plan asked for' if asked else 'no plan'} fits "
+            f"{human_bytes(self.limit)} a device on {self.machine.target.name}: the "
+            f"{'plan' if asked else 'smallest'} ({best.name}) needs {human_bytes(best.peak_bytes)}, {human_bytes(over)} "
+            f"too much ({kinds}). A limit of {human_bytes(best.peak_bytes)} would do, or more devices, or a smaller batch"
+        ).replace("the plan asked for fits", "the plan asked for does not fit")
+        if self.limit_given:
+            raise PlanError(text)
+        warnings.warn(text, AutoshardWarning, stacklevel=5)
+
+    def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
+        """The candidate as a plan."""
+        layout, axes = best.layout, self.axes
+        outputs = output_specs(self.program, layout, self.state)
+        traffic: dict[tuple[str, str, str], float] = defaultdict(float)
+        for c in best.cost.collectives:
+            traffic[c.kind, c.axis, c.line] += c.wire_bytes * c.count
+        ranked = sorted(traffic.items(), key=lambda item: (-item[1], item[0]))
+        return Plan(
+            mesh=abstract_mesh(layout.mesh),
+            axis_rules={a: tuple(axes.name(c) for c in layout.table.get(a, ())) for a in layout.mesh},
+            storage={role: layout.storage[role] for role in layout.storage},
+            inputs=tuple(
+                self._leaf(v, path, aval, layout.stored(v), self.roles.inputs[v])
+                for v, path, aval in zip(self.program.inputs, self.traced.in_paths, self.traced.in_avals, strict=True)
+            ),
+            outputs=tuple(
+                self._leaf(v, path, aval, spec, "")
+                for v, path, aval, spec in zip(
+                    self.program.outputs, self.traced.out_paths, self.traced.out_avals, outputs, strict=True
+                )
+            ),
+            estimate=Estimate(
+                best.cost.step_time_us, best.cost.compute_us, best.cost.comm_us, best.cost.comm_bytes, best.peak_bytes,
+                dict(best.memory),
+            ),  # fmt: skip
+            target=self.machine.target.name,
+            traffic=tuple((kind, axis, size, line) for (kind, axis, line), size in ranked),
+            unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
+            notes=self._notes(layout),
+            fingerprint=self.traced.fingerprint,
+            chosen=best.name,
+            candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
+            bound=Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh),
+        )
+
+    def _leaf(self, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
+        names = tuple("*".join(self.axes.name(c) for c in dim) or "1" for dim in self.axes.of_value[value])
+        return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), names, role)
+
+    def _notes(self, layout: Layout) -> tuple[str, ...]:
+        notes = []
+        for axis, classes in layout.table.items():
+            n = layout.mesh[axis]
+            odd = [c for c in classes if self.axes.sizes[c] % n]
+            notes += [
+                f"{self.axes.name(c)} ({self.axes.sizes[c]}) is not divisible by mesh axis '{axis}' ({n}): kept whole there; "
+                f"{-(-self.axes.sizes[c] // n) * n} would be"
+                for c in odd
+            ]
+        return tuple(notes)
+
+    def rebind(self, plan: Plan) -> Plan:
+        """A plan that was made elsewhere, for this function."""
+        if plan.fingerprint != self.traced.fingerprint:
+            raise PlanError(
+                f"this plan was made for another program ({plan.fingerprint}, this is {self.traced.fingerprint}): "
+                f"{_first_difference(plan, self.traced)}. Plan again, or pass the arguments that it was made for."
+            )
+        sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+        numbers = {name: c for c, name in self.axes.names.items()}
+        table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
+        layout = Layout(self.axes, self.roles, sizes, table, dict(plan.storage))  # type: ignore[arg-type]
+        layout.pins = {
+            v: from_partition_spec(leaf.spec, len(leaf.shape))
+            for v, leaf in zip(self.program.inputs, plan.inputs, strict=True)
+        }
+        bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh)
+        return plan.where(bound=bound)
+
+
+def _first_difference(plan: Plan, traced: Traced) -> str:
+    if len(plan.inputs) != len(traced.in_paths):
+        return f"it has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
+    for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):
+        if (leaf.path, leaf.shape, leaf.dtype) != (path, tuple(aval.shape), str(aval.dtype)):
+            return f"'{leaf.path}' {leaf.dtype}{list(leaf.shape)} there, '{path}' {aval.dtype}{list(aval.shape)} here"
+    return "the results differ"
+
+
+def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
+    """Where each result ends: state where its input is stored, the rest as it is computed."""
+    back = {o: i for i, o in state}
+    return [layout.stored(back[v]) if v in back else layout.spec(v) for v in program.outputs]
+
+
+def fixed_pins(traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any]) -> dict[int, Spec]:
+    """The specs that the user fixed, by value.
+
+    Raises:
+        PlanError: every pattern that matches nothing and every spec that cannot hold.
+    """
+    pins: dict[int, Spec] = {}
+    wrong: list[str] = []
+    for pattern, what in fixed.items():
+        found = [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
+        if not found:
+            wrong.append(f"fixed '{pattern}' matches no input; inputs are {', '.join(traced.in_paths[:6])}, ...")
+        for i in found:
+            value, aval = traced.program.inputs[i], traced.in_avals[i]
+            try:
+                pins[value] = _fixed_spec(what, aval, traced.in_paths[i], layout, axes, value)
+            except PlanError as error:
+                wrong.append(str(error))
+    if wrong:
+        raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
+    return pins
+
+
+def _fixed_spec(what: Any, aval: Any, path: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
+    if not isinstance(what, PartitionSpec):
+        names = {name: c for c, name in axes.names.items()}
+        asked = [names.get(n) for n in what]
+        if unknown := [n for n in what if n is not None and n not in names]:
+            raise PlanError(f"fixed '{path}' names {unknown}, which is no logical axis; there are {sorted(names)}")
+        spec = layout.spec(value)
+        return tuple(
+            spec[d] if d < len(asked) and asked[d] is not None and asked[d] in axes.of_value[value][d] else ()
+            for d in range(aval.ndim)
+        )
+    if len(what) > aval.ndim:
+        raise PlanError(f"fixed '{path}': {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}")
+    spec = from_partition_spec(what, aval.ndim)
+    flat = [a for dim in spec for a in dim]
+    if unknown := [a for a in flat if a not in layout.mesh]:
+        raise PlanError(f"fixed '{path}': {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
+                        "give mesh= with the names that the specs use")  # fmt: skip
+    if twice := [a for a in flat if flat.count(a) > 1]:
+        raise PlanError(f"fixed '{path}': {what} uses mesh axis {twice[0]!r} twice")
+    for d, dim in enumerate(spec):
+        n = layout.ways(dim)
+        if aval.shape[d] % n:
+            raise PlanError(f"fixed '{path}' dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
+                            f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
+    return spec
+
+
+def bind(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Plan:
+    """See `Plan.bind`."""
+    shapes = args or tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.inputs)
+    static = options.get("static_argnums", ())
+    fn, shapes = freeze_static(fn, shapes, static)
+    traced = trace(fn, shapes, {}, argnums(options.get("donate_argnums", ()), static))
+    return plan_traced(traced, (), plan=plan, target=plan.target)
+
+
+def human_bytes(n: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1024
+    return f"{n:.4g} TiB"

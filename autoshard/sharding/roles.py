@@ -1,0 +1,268 @@
+"""What part each input and each logical axis plays in a program, read off its structure and never off names.
+
+batch       the axis that most activations carry and that stands foremost in an input; no parameter has it
+parameter   an input without the batch axis that meets a value with it (in a contraction, a gather, a broadcast)
+optimizer   any other array of the state: it only meets values of its own shape
+parallel    axes that a weight produces and another weight contracts again (heads, ffn, experts, vocabulary): what
+            tensor parallelism shards; `residual` is the one that all of them start from and return to
+sequence    axes of the data other than batch
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax import dtypes
+from jax import numpy as jnp
+
+from autoshard.sharding.axes import LogicalAxes
+from autoshard.spmdrules.program import Op, Program
+
+Role = Literal["data", "parameter", "optimizer", "other"]
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+@dataclass(eq=False)
+class Roles:
+    """The parts that inputs and axes play; every axis list is ordered by how much it would save."""
+
+    inputs: dict[int, Role]  # program input -> its role
+    batch: int | None
+    sequence: tuple[int, ...]
+    residual: int | None
+    parallel: tuple[int, ...]
+    experts: tuple[int, ...]
+    vocabulary: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype; a typed key counts its words."""
+    if dtypes.issubdtype(aval.dtype, dtypes.extended):
+        return math.prod(aval.shape) * 8
+    return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize
+
+
+def is_float(aval: Any) -> bool:
+    """Whether the value is of a floating type."""
+    return dtypes.issubdtype(aval.dtype, jnp.floating)
+
+
+def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -> Roles:
+    """Finds the roles.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        state: the inputs that come back as outputs (known from the pytree structure), which are never data.
+    """
+    batch = _batch_axis(program, axes, frozenset(state))
+    inputs, owner = _input_roles(program, axes, batch, frozenset(state))
+    parameters = [v for v, role in inputs.items() if role == "parameter"]
+    in_parameters = {c for v in parameters for dim in axes.of_value[v] for c in dim}
+    weight = Counter()
+    for v in parameters:
+        for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
+            weight[c] += nbytes(program.avals[v])
+    use = _contractions(program, axes, batch, in_parameters, owner)
+    shared = {c for c, weights in use.weights.items() if len(weights) > 1}
+    residual = _residual(weight, shared - use.heads)
+    ordered = [c for c, _ in sorted(weight.items(), key=lambda item: (-item[1], item[0]))]
+    # parts of one dimension (key-value heads, query groups) must stand major first, or none can be sharded
+    ordered = _major_first(ordered, axes, parameters)
+    able = (shared | use.indexed | use.experts) - {residual} - use.inner
+    parallel = tuple(c for c in ordered if c in able)
+    data = [v for v, role in inputs.items() if role == "data"]
+    sequence = dict.fromkeys(
+        c for v in data for dim in axes.of_value[v] for c in dim
+        if c != batch and c not in axes.stacked and c not in use.weights
+    )  # fmt: skip
+    return Roles(
+        inputs=inputs,
+        batch=batch,
+        sequence=tuple(sequence),
+        residual=residual,
+        parallel=parallel,
+        experts=tuple(c for c in ordered if c in use.experts),
+        vocabulary=tuple(c for c in ordered if c in use.indexed),
+        heads=tuple(c for c in parallel if c in use.heads),
+    )
+
+
+def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
+    """Of the axes that nearly as many activation bytes carry as any, the one that stands foremost in an input."""
+    carried: Counter[int] = Counter()
+    for op in program.ops():
+        if op.rule is None:
+            continue
+        for v in op.results:
+            if is_float(program.avals[v]):
+                for c in {c for dim in axes.of_value[v] for c in dim}:
+                    carried[c] += int(nbytes(program.avals[v]) * op.trips)
+    of_state = {c for v in state for dim in axes.of_value[v] for c in dim}
+    position: dict[int, tuple[int, int]] = {}
+    for n, v in enumerate(program.inputs):
+        if v in state:
+            continue
+        for d, dim in enumerate(axes.of_value[v]):
+            for c in dim:
+                position[c] = min(position.get(c, (99, 0)), (d, n))
+    able = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
+    if not able:
+        return None
+    most = max(carried[c] for c in able)
+    return min((c for c in able if carried[c] >= 0.7 * most), key=lambda c: (position[c], c))
+
+
+def _input_roles(
+    program: Program, axes: LogicalAxes, batch: int | None, state: frozenset[int]
+) -> tuple[dict[int, Role], dict[int, int]]:
+    """The role of each input, and which input each value without the batch axis was made from alone."""
+    owner: dict[int, int] = {v: v for v in program.inputs}
+    parameters: set[int] = set()
+    carries = [any(batch in dim for dim in dims) for dims in axes.of_value]
+
+    def visit(block: Any) -> None:
+        for op in block.ops:
+            if op.rule is None:
+                for tie in op.ties:
+                    if tie.outer in owner:
+                        owner.setdefault(tie.inner, owner[tie.outer])
+                for inner in op.blocks:
+                    visit(inner)
+                continue
+            owned = {owner[v] for v in op.operands if v in owner and not carries[v]}
+            if any(carries[v] for v in (*op.operands, *op.results) if v >= 0):
+                parameters.update(owned)
+            elif len(owned) == 1:
+                source = next(iter(owned))
+                for v in op.results:
+                    owner.setdefault(v, source)
+
+    visit(program.block)
+    roles: dict[int, Role] = {}
+    for v in program.inputs:
+        aval = program.avals[v]
+        if carries[v] or (v not in state and not is_float(aval) and aval.ndim):
+            roles[v] = "data"
+        elif not aval.ndim or not is_float(aval):
+            roles[v] = "other"
+        else:
+            roles[v] = "parameter" if v in parameters else "optimizer"
+    return roles, owner
+
+
+@dataclass(eq=False)
+class _Use:
+    """How contractions and gathers use the axes of parameters."""
+
+    weights: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # axis -> weights that have it
+    inner: set[int] = field(default_factory=set)  # contracted between two activations (head_dim)
+    heads: set[int] = field(default_factory=set)  # batched over between two activations
+    experts: set[int] = field(default_factory=set)  # batched over between an activation and a weight
+    indexed: set[int] = field(default_factory=set)  # rows of a table
+
+
+def _contractions(
+    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, int]
+) -> _Use:
+    use = _Use()
+    for op, factors in zip(program.ops(), axes.of_op, strict=True):
+        if op.rule is None:
+            continue
+        if op.name in ("gather", "scatter-add"):
+            indexed = {c for f in op.rule.factors if f.kind == "index" for c in factors.get(f.name, ())}
+            use.indexed |= indexed & in_parameters
+        if op.name in CONTRACTIONS and batch is not None:
+            _use_of_contraction(use, op, factors, axes, batch, owner, in_parameters)
+    return use
+
+
+def _use_of_contraction(
+    use: _Use,
+    op: Op,
+    factors: dict[str, tuple[int, ...]],
+    axes: LogicalAxes,
+    batch: int,
+    owner: dict[int, int],
+    in_parameters: set[int],
+) -> None:
+    assert op.rule is not None
+    sides = [{c for dim in axes.of_value[v] for c in dim} if v >= 0 else set() for v in op.operands[:2]]
+    result = {c for dim in axes.of_value[op.results[0]] for c in dim}
+    with_batch = [batch in side for side in sides]
+    everywhere = [*op.rule.operands[:2], op.rule.results[0]]
+    shared = {
+        c for f in op.rule.factors if all(any(f.name in dim for dim in dims) for dims in everywhere)
+        for c in factors.get(f.name, ())
+    }  # fmt: skip
+    if all(with_batch) and batch in result:  # activation with activation: attention
+        summed = {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
+        if summed <= in_parameters:  # not with a sequence: a gradient sums query groups along with it
+            use.inner |= summed
+        use.heads |= shared - {batch}
+    elif any(with_batch) and batch in result:  # activation with weight
+        place = with_batch.index(False)
+        value = op.operands[place]
+        for c in sides[place]:
+            use.weights[c].add(owner.get(value, value))
+        use.experts |= shared
+
+
+def _residual(weight: Counter[int], able: set[int]) -> int | None:
+    found = [c for c in weight if c in able]
+    return max(found, key=lambda c: (weight[c], -c)) if len(found) > 1 else None
+
+
+def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -> list[int]:
+    for v in values:
+        for dim in axes.of_value[v]:
+            places = sorted(ordered.index(c) for c in dim if c in ordered)
+            for place, c in zip(places, [c for c in dim if c in ordered], strict=True):
+                ordered[place] = c
+    return ordered
+
+
+def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence[str]) -> dict[int, str]:
+    """Names for people: from structure first, then from the path of the first input that has the axis.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        roles: their roles.
+        paths: the path of each program input.
+    """
+    names: dict[int, str] = {}
+    taken: Counter[str] = Counter()
+
+    def give(cls: int | None, name: str) -> None:
+        if cls is not None and cls not in names:
+            names[cls] = f"{name}_{taken[name]}" if taken[name] else name
+            taken[name] += 1
+
+    give(roles.batch, "batch")
+    give(roles.residual, "embed")
+    for c in roles.experts:
+        give(c, "experts")
+    for c in roles.vocabulary:
+        give(c, "vocab")
+    for c in roles.heads:
+        give(c, "heads")
+    for c in roles.sequence:
+        give(c, "seq")
+    for c in roles.parallel:
+        give(c, "ffn")
+    for c in sorted(axes.stacked):
+        give(c, "layers")
+    for v, path in zip(program.inputs, paths, strict=True):
+        for d, dim in enumerate(axes.of_value[v]):
+            for part, c in enumerate(dim):
+                give(c, f"{path}:{d}" + (f".{part}" if len(dim) > 1 else ""))
+    return names
+
+
+__all__ = ["Role", "Roles", "find_roles", "is_float", "name_axes", "nbytes"]

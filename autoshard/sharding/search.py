@@ -1,0 +1,98 @@
+"""Chooses a layout: the cheapest of the candidates that fits the memory.
+
+    minimise   step_us(layout)            cost.CostModel
+    subject to peak_bytes(layout) <= limit   memory.MemoryModel
+
+Candidates are the known plans (`request.seeds`) for the number of devices, or, on a mesh whose axes are given, every
+way to hand its axes to them. Ties go to the candidate that stands first; nothing depends on names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from autoshard.sharding.axes import LogicalAxes
+from autoshard.sharding.cost import CostModel, StepCost
+from autoshard.sharding.layout import Layout
+from autoshard.sharding.memory import MemoryModel
+from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, seeds, storage_for
+from autoshard.sharding.roles import Roles
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with what it costs."""
+
+    name: str
+    layout: Layout
+    cost: StepCost
+    peak_bytes: float
+    memory: Mapping[str, float]
+
+    def fits(self, limit: float) -> bool:
+        """Whether its worst moment fits in `limit` bytes."""
+        return self.peak_bytes <= limit
+
+
+def search(
+    axes: LogicalAxes,
+    roles: Roles,
+    cost: CostModel,
+    memory: MemoryModel,
+    devices: int,
+    limit: float,
+    mesh: Mapping[str, int] | None = None,
+    pin: Callable[[Layout], None] = lambda layout: None,
+) -> tuple[Candidate, list[Candidate]]:
+    """The best layout, and all that were priced, best first.
+
+    Args:
+        axes: the program's logical axes.
+        roles: their roles.
+        cost: prices time.
+        memory: prices memory.
+        devices: how many there are.
+        limit: bytes of one device.
+        mesh: mesh axis -> size if the mesh is given; it is never split further.
+        pin: writes what the user fixed into a layout.
+
+    Returns:
+        The candidate to use (if none fits, the one of the smallest peak) and every candidate.
+    """
+    layouts = list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices))
+    for _, layout in layouts:
+        pin(layout)
+    priced = [price(name, layout, cost, memory) for name, layout in layouts]
+    fitting = [c for c in priced if c.fits(limit)]
+    best = (
+        min(fitting, key=lambda c: round(c.cost.step_time_us, 3)) if fitting else min(priced, key=lambda c: c.peak_bytes)
+    )
+    return best, sorted(priced, key=lambda c: c.cost.step_time_us)
+
+
+def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:
+    """A layout with its cost."""
+    peak, kinds = memory(layout)
+    return Candidate(name, layout, cost(layout), peak, kinds)
+
+
+def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
+    for request in seeds(roles, devices):
+        yield str(request), lay_out(axes, roles, request)
+
+
+def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
+    """Every way to give the axes of a named mesh to the kinds of parallelism that the program has."""
+    useful = [k for k in KINDS if classes_for(k, roles, frozenset())]
+    for kinds in product(useful or ["dp"], repeat=len(mesh)):
+        for flags in [frozenset[str](), frozenset({"seq"})] if "tp" in kinds and roles.sequence else [frozenset[str]()]:
+            owners = dict(zip(mesh, kinds, strict=True))
+            table = {a: classes_for(kind, roles, flags) for a, kind in owners.items()}
+            for everything in (False, True):
+                storage = storage_for(kinds, owners, everything)
+                words = Request({f"{a}={k}": mesh[a] for a, k in owners.items()}, flags, everything)
+                yield str(words), Layout(axes, roles, mesh, table, storage)
+
+

@@ -1,0 +1,171 @@
+"""How one operator is cut over each mesh axis, given where its operands are and where its results are wanted.
+
+For each mesh axis the choices are: one of the operator's factors, or none (every device of that axis does the same).
+A choice costs
+
+    bytes moved = sum over operands of what takes it from where it is to where the choice needs it
+                + what takes each result from where the choice leaves it to where it is wanted
+    all-gather of a local part of `b` bytes over `n` devices      (n - 1) b
+    all-to-all of it                                              (n - 1) / n b
+    reduce-scatter of a partial of `b` bytes                      (n - 1) / n b
+    all-reduce of it                                            2 (n - 1) / n b
+    taking one's own part of something whole                      0
+
+plus, for none, the repeated work, turned into bytes by `flops_per_byte` (what the machine computes while one byte
+crosses a link). Ties go to the factor that stands first, so every process makes the same choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from autoshard.sharding.layout import Spec
+from autoshard.spmdrules.rule import Dims, Rule
+
+MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective that an operator needs.
+
+    Attributes:
+        kind: what kind it is.
+        axis: over which mesh axis.
+        array: which operand (0, 1, ...) or result (-1, -2, ...) moves.
+        wire_bytes: bytes that leave each device.
+    """
+
+    kind: MoveKind
+    axis: str
+    array: int
+    wire_bytes: float
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The factor that each mesh axis cuts (None: none), and the collectives that follow."""
+
+    factors: Mapping[str, str | None]
+    moves: tuple[Move, ...]
+
+    def spec(self, dims: Dims) -> Spec:
+        """The sharding of an operand or result made of `dims` under this strategy."""
+        return tuple(tuple(a for f in dim for a, g in self.factors.items() if g == f) for dim in dims)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """An operator's operands (or results): their dims, bytes whole, and specs."""
+
+    dims: Sequence[Dims]
+    nbytes: Sequence[float]
+    specs: Sequence[Spec]
+
+    @cached_property
+    def places(self) -> list[dict[str, str]]:
+        """For each array: mesh axis -> the factor that it cuts."""
+        return [_factor_of_axis(dims, spec) for dims, spec in zip(self.dims, self.specs, strict=True)]
+
+
+def _factor_of_axis(dims: Dims, spec: Spec) -> dict[str, str]:
+    return {a: dim[0] if dim else "" for dim, axes in zip(dims, spec, strict=True) for a in axes}
+
+
+def choose(
+    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], flops: float, flops_per_byte: float
+) -> Strategy:
+    """The cheapest cut for each mesh axis.
+
+    Args:
+        rule: the operator's rule.
+        operands: where its operands are.
+        results: where its results are wanted.
+        mesh: mesh axis -> size.
+        flops: the operator's work, whole.
+        flops_per_byte: see the module's head.
+    """
+    chosen: dict[str, str | None] = {}
+    moves: list[Move] = []
+    cut: dict[str, int] = {}
+    for axis, n in mesh.items():
+        options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.places if p.get(axis))
+        able = [f for f in options if _fits(rule, f, cut, n)]
+        best: tuple[float, str | None, list[Move]] | None = None
+        for factor in [*able, None] if options else [None]:
+            made = _moves(rule, operands, results, mesh, axis, factor)
+            cost = sum(m.wire_bytes for m in made)
+            if factor is None:
+                cost += flops * (n - 1) / n / math.prod(cut.values() or [1]) / flops_per_byte if options else 0.0
+            if best is None or cost < best[0] * (1 - 1e-9):
+                best = (cost, factor, made)
+        assert best is not None
+        chosen[axis] = best[1]
+        if best[1] is not None:
+            cut[best[1]] = cut.get(best[1], 1) * n
+        moves += best[2]
+    return Strategy(chosen, tuple(moves))
+
+
+def _fits(rule: Rule, name: str, cut: Mapping[str, int], n: int) -> bool:
+    factor = rule.by_name[name]
+    return factor.kind not in ("whole", "halo") and bool(factor.size) and factor.size % (cut.get(name, 1) * n) == 0
+
+
+def _moves(
+    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], axis: str, factor: str | None
+) -> list[Move]:
+    """The collectives over one mesh axis if it cuts `factor`."""
+    n = mesh[axis]
+    out: list[Move] = []
+
+    def add(kind: MoveKind, array: int, nbytes: float) -> None:
+        if nbytes:
+            out.append(Move(kind, axis, array, nbytes))
+
+    for i, (dims, size, spec, place) in enumerate(
+        zip(operands.dims, operands.nbytes, operands.specs, operands.places, strict=True)
+    ):
+        at = place.get(axis)
+        if at is None or at == factor:
+            continue
+        local = size / math.prod(mesh[a] for dim in spec for a in dim)
+        if factor is not None and _has(dims, factor):
+            add("all-to-all", i, local * (n - 1) / n)
+        else:
+            add("all-gather", i, local * (n - 1))
+    for i, (dims, size, spec, place) in enumerate(
+        zip(results.dims, results.nbytes, results.specs, results.places, strict=True)
+    ):
+        wanted = place.get(axis)
+        local = size / math.prod(mesh[a] for dim in spec for a in dim if a != axis)  # whole over this axis
+        if factor is None or wanted == factor:
+            continue
+        if _has(dims, factor):
+            if wanted is None:
+                add("all-gather", -1 - i, local / n * (n - 1))
+            else:
+                add("all-to-all", -1 - i, local / n * (n - 1) / n)
+        elif rule.partial(factor, i) is not None:
+            kind = "all-reduce" if wanted is None else "reduce-scatter"
+            add(kind, -1 - i, local * (n - 1) / n * (2 if wanted is None else 1))
+    return out
+
+
+def _has(dims: Dims, factor: str) -> bool:
+    return any(factor in dim for dim in dims)
+
+
+def flops_of(op: Any) -> float:
+    """Floating-point operations of one equation on one device's worth of whole operands."""
+    rule = op.rule
+    if rule is None:
+        return 0.0
+    sizes = {f.name: f.size or 1 for f in rule.factors}
+    if op.name in ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"):
+        return 2.0 * math.prod(sizes.values())
+    return float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))

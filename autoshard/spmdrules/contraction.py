@@ -1,0 +1,141 @@
+"""Products of two arrays summed over common dimensions: matrix products and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from autoshard._compat import primitive
+from autoshard.spmdrules.build import Build, Dim, drops_sharding
+from autoshard.spmdrules.registry import rule
+from autoshard.spmdrules.rule import Dims, Rule, Shard
+from autoshard.spmdrules.window import window_count
+
+_EITHER = ((0,), (1,))
+
+
+@rule(lax.dot_general_p)
+def dot_general(x: Any, y: Any, *, dimension_numbers: Any, out_sharding: Any = None, **_: Any) -> Rule:
+    """``b m k, b k n -> b m n; reduce k; linear 0; linear 1``: batch, free and contracted dimensions.
+
+    https://openxla.org/stablehlo/spec#dot_general
+    """
+    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+    build = Build()
+    batch = [build.dim("b", x.shape[d]) for d in x_batch]
+    summed = [build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract]
+    lhs, x_free = _place(build, "m", x.shape, [(x_batch, batch), (x_contract, summed)])
+    rhs, y_free = _place(build, "n", y.shape, [(y_batch, batch), (y_contract, summed)])
+    return build.rule([lhs, rhs], [(*batch, *x_free, *y_free)], _EITHER, local=drops_sharding(out_sharding))
+
+
+def _place(
+    build: Build, stem: str, shape: Sequence[int], placed: Sequence[tuple[Sequence[int], Sequence[Dim]]]
+) -> tuple[Dims, list[Dim]]:
+    """An operand's dimensions, some of which are given; the others are made, and returned alone too."""
+    known = {d: dim for where, dims in placed for d, dim in zip(where, dims, strict=True)}
+    free = {d: build.dim(stem, size) for d, size in enumerate(shape) if d not in known}
+    return tuple(known[d] if d in known else free[d] for d in range(len(shape))), list(free.values())
+
+
+@rule(primitive("ragged_dot_general"))
+def ragged_dot_general(
+    x: Any, y: Any, sizes: Any, *offset: Any, ragged_dot_dimension_numbers: Any, out_sharding: Any = None, **_: Any
+) -> Rule:
+    """``w k, w1 k n, w2 -> w n; reduce k; whole w w1 w2; linear 0; linear 1``: rows in groups, each with its matrix.
+
+    The ragged dimension and that of the groups are whole: a shard of one would need its own group sizes.
+
+    https://openxla.org/stablehlo/spec#ragged_dot
+    """
+    numbers = ragged_dot_dimension_numbers
+    (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
+    ragged = set(numbers.lhs_ragged_dimensions)
+    build = Build()
+    batch = [build.whole(x.shape[d]) if d in ragged else build.dim("b", x.shape[d]) for d in x_batch]
+    summed = [
+        build.whole(x.shape[d]) if d in ragged else build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract
+    ]
+    rows = sorted(ragged - {*x_batch, *x_contract})
+    whole = [build.whole(x.shape[d]) for d in rows]
+    lhs, _free = _place(build, "m", x.shape, [(x_batch, batch), (x_contract, summed), (rows, whole)])
+    free = [dim for d, dim in enumerate(lhs) if d not in (*x_batch, *x_contract)]
+    groups = [build.whole(y.shape[d]) for d in numbers.rhs_group_dimensions]
+    placed = [(y_batch, batch), (y_contract, summed), (numbers.rhs_group_dimensions, groups)]
+    rhs, y_free = _place(build, "n", y.shape, placed)
+    counts = [tuple(build.whole(n) for n in a.shape) for a in (sizes, *offset)]
+    by_group = [build.whole(sizes.shape[-1])] if ragged & set(x_contract) else []
+    result = (*by_group, *batch, *free, *y_free)
+    return build.rule([lhs, rhs, *counts], [result], _EITHER, local=drops_sharding(out_sharding))
+
+
+@rule(lax.conv_general_dilated_p)
+def conv_general_dilated(
+    x: Any,
+    kernel: Any,
+    *,
+    dimension_numbers: Any,
+    window_strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    out_sharding: Any = None,
+    **_: Any,
+) -> Rule:
+    """``n c s, o c x -> n o t; reduce c; whole s x t; linear 0; linear 1``: batch, features in and out.
+
+    With feature groups ``n (g c) s, (g o) c x -> n (g o) t``, with batch groups ``(g n) c s, (g o) c x -> n (g o) t``.
+    Spatial dimensions are whole. The kernel's must be: the partitioner returns wrong gradients where one is cut.
+
+    https://openxla.org/stablehlo/spec#convolution
+    """
+    lhs, rhs, out = dimension_numbers
+    build = Build()
+    features, batches = feature_group_count, batch_group_count
+    group = build.dim("g", max(features, batches))
+    n = build.dim("n", x.shape[lhs[0]] // batches)
+    c = build.dim("c", kernel.shape[rhs[1]], "reduce", "sum")
+    o = build.dim("o", kernel.shape[rhs[0]] // max(features, batches))
+    in_batch, in_feature = (group + n, c) if batches > 1 else (n, group + c)
+    spatial = [
+        _slid(build, x.shape[d], kernel.shape[k], *slid)
+        for d, k, *slid in zip(lhs[2:], rhs[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
+    ]
+    x_dims = _arrange(lhs, [in_batch, in_feature, *(s[0] for s in spatial)])
+    kernel_dims = _arrange(rhs, [group + o, c, *(s[1] for s in spatial)])
+    result = _arrange(out, [n, group + o, *(s[2] for s in spatial)])
+
+    def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
+        cut = shard.count(group[0]) if group else 1
+        return {
+            **params,
+            "feature_group_count": features // cut if features > 1 else 1,
+            "batch_group_count": batches // cut if batches > 1 else 1,
+            "out_sharding": None,
+        }
+
+    needs_local = group or out_sharding is not None
+    return build.rule([x_dims, kernel_dims], [result], _EITHER, local=local if needs_local else None)
+
+
+def _slid(
+    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int
+) -> tuple[Dim, Dim, Dim]:
+    """A spatial dimension of input, kernel and result; it passes where each window is one element."""
+    if (window, stride, tuple(padding), base) == (1, 1, (0, 0), 1):
+        dim = build.dim("s", size)
+        return dim, (), dim
+    counted = window_count(size, window, stride, padding, base, dilation)
+    return build.whole(size, "s"), build.whole(window, "x"), build.whole(counted, "t")
+
+
+def _arrange(spec: Sequence[int], dims: Sequence[Dim]) -> Dims:
+    """Puts dimensions where a convolution's dimension numbers say that they stand."""
+    placed: list[Dim] = [()] * len(spec)
+    for where, dim in zip(spec, dims, strict=True):
+        placed[where] = dim
+    return tuple(placed)

@@ -1,0 +1,134 @@
+"""Operators that fold a dimension away, and those that run along one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from autoshard.spmdrules.build import Build, drops_sharding
+from autoshard.spmdrules.registry import rule
+from autoshard.spmdrules.rule import Dims, Kind, Reduction, Rule
+
+
+def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
+    """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum."""
+    kept, build = _along(x.shape, axes, "reduce", op)
+    result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
+    return build.rule([kept], [result], ((0,),) if op == "sum" else (), local=drops_sharding(sharding))
+
+
+def _along(
+    shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None
+) -> tuple[Dims, Build]:
+    """Dimensions for `shape` of which `axes` are of another kind than pass, and their builder."""
+    build = Build()
+    stem = "r" if kind == "reduce" else "w"
+    kept = iter(build.dims([n for d, n in enumerate(shape) if d not in axes]))
+    return tuple(build.dim(stem, n, kind, op) if d in axes else next(kept) for d, n in enumerate(shape)), build
+
+
+@rule(lax.reduce_sum_p)
+def reduce_sum(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r; linear 0``: the sum over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "sum", out_sharding)
+
+
+@rule(lax.reduce_max_p)
+def reduce_max(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:max``: the largest element over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "max", out_sharding)
+
+
+@rule(lax.reduce_min_p)
+def reduce_min(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:min``: the smallest element over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "min", out_sharding)
+
+
+@rule(lax.reduce_prod_p)
+def reduce_prod(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:mul``: the product over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "mul", out_sharding)
+
+
+@rule(lax.reduce_and_p)
+def reduce_and(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:and``: the bitwise or logical and over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "and", out_sharding)
+
+
+@rule(lax.reduce_or_p)
+def reduce_or(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:or``: the bitwise or logical or over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "or", out_sharding)
+
+
+@rule(lax.reduce_xor_p)
+def reduce_xor(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:xor``: the bitwise exclusive or over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "xor", out_sharding)
+
+
+@rule(lax.argmax_p, lax.argmin_p)
+def arg_reduction(x: Any, *, axes: Sequence[int], **_: Any) -> Rule:
+    """``a w -> a; whole w``: where the largest element is; the positions alone of two halves cannot be compared.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmax.html
+    """
+    dims, build = _along(x.shape, axes, "whole")
+    return build.rule([dims], [tuple(dim for d, dim in enumerate(dims) if d not in axes)])
+
+
+@rule(lax.reduce_p)
+def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
+    """``a w, [] -> a; whole w``: a fold by the user's own function of one or more operands and initial values.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    arrays = len(avals) // 2
+    dims, build = _along(avals[0].shape, dimensions, "whole")
+    result = tuple(dim for d, dim in enumerate(dims) if d not in dimensions)
+    return build.rule([dims] * arrays + [()] * arrays, [result] * arrays)
+
+
+@rule(lax.cumsum_p)
+def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
+    """``a w -> a w; whole w; linear 0``: running sums.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
+    """
+    dims, build = _along(x.shape, (axis,), "whole")
+    return build.rule([dims], [dims], ((0,),))
+
+
+@rule(lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p)
+def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
+    """``a w -> a w; whole w``: running products, extremes, log-sum-exps.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
+    """
+    dims, build = _along(x.shape, (axis,), "whole")
+    return build.rule([dims], [dims])

@@ -1,0 +1,309 @@
+"""What the sharding of an operator's operands means for its results, as data.
+
+A `Rule` gives each dimension of each operand and result the factors that it is made of, major to minor. A factor
+that stands in two places is sharded in both in the same way; its kind says what sharding it means:
+
+    pass      nothing to do: the result is sharded in the same way
+    reduce    the result is partial under an operation (sum, max, ...) until it is reduced
+    whole     the operator needs the whole dimension
+    halo      neighbours exchange borders
+    index     the dimension is addressed by values: masked locally; partial sums where the result lacks it
+    offset    the shard needs to know where it starts (iota, random bits)
+
+The text form says all of it: ``b m k, b k n -> b m n; reduce k``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+Kind = Literal["pass", "reduce", "whole", "halo", "index", "offset"]
+Reduction = Literal["sum", "max", "min", "mul", "and", "or", "xor", "argmax", "argmin"]
+Dims = tuple[tuple[str, ...], ...]  # for each dimension its factors, major to minor; () is a dimension of size 1
+
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+_CLAUSES = ("reduce", "whole", "halo", "index", "offset", "linear", "moves", "where")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class RuleError(ValueError):
+    """A rule that says nothing, contradicts itself, or does not fit its operands."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One axis of an operator's iteration space: its name, its size (None: not known yet) and its kind."""
+
+    name: str
+    size: int | None = None
+    kind: Kind = "pass"
+    op: Reduction | None = None
+
+    def __post_init__(self):
+        if (self.kind == "reduce") != (self.op is not None):
+            raise RuleError(f"factor '{self.name}': a reduction needs an operation, other kinds have none")
+
+    @property
+    def shardable(self) -> bool:
+        """Whether a shard of this factor can be computed at all without the others."""
+        return self.kind != "whole"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard's view of a rule: how many ways each factor is cut, and which piece this is.
+
+    `index` may hold traced integers; `axes` names the mapped axis of each cut factor where there is one.
+    """
+
+    rule: Rule
+    counts: Mapping[str, int]
+    index: Mapping[str, Any]
+    axes: Mapping[str, str] = field(default_factory=dict)
+
+    def count(self, name: str) -> int:
+        """The number of pieces that factor `name` is cut into."""
+        return self.counts.get(name, 1)
+
+    def size(self, name: str) -> int:
+        """The size of factor `name` on this shard, in elements."""
+        size = self.rule.factor(name).size
+        assert size is not None, f"factor {name} has no size"
+        return size // self.count(name)
+
+    def offset(self, name: str) -> Any:
+        """Where this shard starts along factor `name`, in elements."""
+        return self.index.get(name, 0) * self.size(name)
+
+    def shape(self, dims: Dims) -> tuple[int, ...]:
+        """The local shape of an operand or result made of `dims`."""
+        return tuple(math.prod(self.size(f) for f in dim) for dim in dims)
+
+
+LocalParams = Callable[[Mapping[str, Any], Shard], Mapping[str, Any]]
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A factor map, and where a shard cannot simply run the operator, how it runs it instead.
+
+    Attributes:
+        operands: for each operand, for each dimension, its factors.
+        results: the same for each result.
+        factors: every factor that occurs, in order of first appearance.
+        linear: groups of operands in which the operator is jointly linear: if exactly these are partial sums, so are
+            the results.
+        moves: operands whose elements are only moved and copied: partials of any kind pass through.
+        local: rewrites the parameters for a shard (shapes).
+        body: replaces the operator on a shard: `body(shard, *operand_shards)`.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    factors: tuple[Factor, ...]
+    linear: tuple[tuple[int, ...], ...] = ()
+    moves: tuple[int, ...] = ()
+    local: LocalParams | None = field(default=None, compare=False, repr=False)
+    body: Body | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        known = {f.name for f in self.factors}
+        if len(known) != len(self.factors):
+            raise RuleError(f"a factor is declared twice: {self.text}")
+        for side, arrays in (("operand", self.operands), ("result", self.results)):
+            for i, dims in enumerate(arrays):
+                flat = [f for dim in dims for f in dim]
+                if len(set(flat)) != len(flat):
+                    twice = next(f for f in flat if flat.count(f) > 1)
+                    raise RuleError(f"{side} {i} names factor '{twice}' twice: {self.text}. Give each dimension a name.")
+                if unknown := set(flat) - known:
+                    raise RuleError(f"{side} {i} uses factors without a declaration: {sorted(unknown)}")
+        for group in (*self.linear, self.moves):
+            if any(not 0 <= i < len(self.operands) for i in group):
+                raise RuleError(f"linear/moves names operand {max(group)}, there are {len(self.operands)}: {self.text}")
+
+    def factor(self, name: str) -> Factor:
+        """The factor called `name`."""
+        for f in self.factors:
+            if f.name == name:
+                return f
+        raise KeyError(name)
+
+    @property
+    def by_name(self) -> dict[str, Factor]:
+        """The factors by name."""
+        return {f.name: f for f in self.factors}
+
+    def where(self, **changes: Any) -> Rule:
+        """This rule with other attributes."""
+        return replace(self, **changes)
+
+    def partial(self, name: str, result: int) -> Reduction | None:
+        """Under which operation result number `result` is partial where factor `name` is sharded; None: it is not."""
+        factor = self.factor(name)
+        if any(name in dim for dim in self.results[result]):
+            return None
+        if factor.kind == "reduce":
+            return factor.op
+        return "sum" if factor.kind == "index" else None
+
+    def bind(self, *avals: Any) -> Rule:
+        """This rule with the sizes of its factors read off the operands.
+
+        Args:
+            *avals: anything with a `shape`, one for each operand.
+
+        Raises:
+            RuleError: the ranks or sizes disagree.
+        """
+        if len(avals) != len(self.operands):
+            raise RuleError(f"{self.text}: takes {len(self.operands)} operands, got {len(avals)}")
+        sizes = {f.name: f.size for f in self.factors if f.size is not None}
+        for i, (aval, dims) in enumerate(zip(avals, self.operands, strict=True)):
+            shape = tuple(aval.shape)
+            if len(shape) != len(dims):
+                raise RuleError(f"{self.text}: operand {i} has {len(dims)} dimensions, the argument's shape is {shape}")
+            for d, (size, dim) in enumerate(zip(shape, dims, strict=True)):
+                _solve(sizes, dim, size, f"{self.text}: operand {i} dimension {d} (of {shape})")
+        return self.where(factors=tuple(replace(f, size=sizes.get(f.name)) for f in self.factors))
+
+    @property
+    def text(self) -> str:
+        """The text form; `Rule.parse` reads it back."""
+        kinds: dict[str, list[str]] = {}
+        for f in self.factors:
+            if f.kind == "reduce":
+                kinds.setdefault("reduce", []).append(f.name if f.op == "sum" else f"{f.name}:{f.op}")
+            elif f.kind != "pass":
+                kinds.setdefault(f.kind, []).append(f.name)
+        clauses = [f"{kind} {' '.join(kinds[kind])}" for kind in _CLAUSES[:5] if kind in kinds]
+        clauses += [f"linear {' '.join(map(str, group))}" for group in self.linear]
+        if self.moves:
+            clauses.append(f"moves {' '.join(map(str, self.moves))}")
+        compound = [f for a in (*self.operands, *self.results) for dim in a if len(dim) > 1 for f in dim]
+        sized = [f"{f.name}={f.size}" for f in self.factors if f.size is not None and f.name in compound]
+        if sized:
+            clauses.append(f"where {' '.join(sized)}")
+        head = f"{', '.join(map(_dims_text, self.operands))} -> {', '.join(map(_dims_text, self.results))}"
+        return "; ".join([head.strip(), *clauses])
+
+    __str__ = text.fget  # type: ignore[assignment]
+
+    @classmethod
+    def parse(cls, text: str, *avals: Any, local: LocalParams | None = None, body: Body | None = None) -> Rule:
+        """Reads a rule from its text form.
+
+        Args:
+            text: such as ``"b m k, b k n -> b m n; reduce k"``; see the module's head.
+            *avals: the operands' shapes, if the sizes are to be bound.
+            local: see `Rule`.
+            body: see `Rule`.
+
+        Raises:
+            RuleError: the text does not parse, or does not fit the operands.
+        """
+        head, *clauses = (part.strip() for part in text.split(";"))
+        if head.count("->") != 1:
+            raise RuleError(f"rule '{text}': expected one '->' between operands and results")
+        left, right = head.split("->")
+        operands, results = _parse_arrays(left, text), _parse_arrays(right, text)
+        names = dict.fromkeys(f for a in (*operands, *results) for dim in a for f in dim)
+        factors = {name: Factor(name) for name in names}
+        linear: list[tuple[int, ...]] = []
+        moves: tuple[int, ...] = ()
+        for clause in filter(None, clauses):
+            word, *items = clause.split()
+            if word not in _CLAUSES:
+                raise RuleError(f"rule '{text}': unknown clause '{word}'; known: {', '.join(_CLAUSES)}")
+            if word in ("linear", "moves"):
+                group = _parse_operands(items, text)
+                linear, moves = ([*linear, group], moves) if word == "linear" else (linear, group)
+            else:
+                for item in items:
+                    _apply_clause(factors, word, item, text)
+        rule = cls(operands, results, tuple(factors.values()), tuple(linear), moves, local, body)
+        return rule.bind(*avals) if avals else rule
+
+
+def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> None:
+    """Fills in the one unknown size of a dimension, or checks that all of them agree with it."""
+    unknown = [f for f in dim if f not in sizes]
+    known = math.prod(sizes[f] for f in dim if f in sizes)
+    if len(unknown) > 1:
+        raise RuleError(f"{where}: the sizes of {' and '.join(unknown)} are open; say one with 'where {unknown[0]}=...'")
+    if unknown and known and size % known == 0:
+        sizes[unknown[0]] = size // known
+    elif unknown or known != size:
+        raise RuleError(f"{where} has size {size}, but {' x '.join(dim) or '1'} is {known}")
+
+
+def _dims_text(dims: Dims) -> str:
+    if not dims:
+        return "[]"
+    return " ".join("1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims)
+
+
+def _parse_arrays(text: str, whole: str) -> tuple[Dims, ...]:
+    if not text.strip():
+        return ()
+    return tuple(_parse_dims(part, whole) for part in text.split(","))
+
+
+def _parse_dims(text: str, whole: str) -> Dims:
+    tokens = re.findall(r"\[\]|[()]|[^\s()]+", text)
+    if tokens == ["[]"]:
+        return ()
+    if not tokens:
+        raise RuleError(f"rule '{whole}': an empty operand; a scalar is written []")
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for token in tokens:
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group is not None:
+            dims.append(tuple(group))
+            group = None
+        elif token == "1" and group is None:
+            dims.append(())
+        elif not _NAME.fullmatch(token):
+            raise RuleError(f"rule '{whole}': cannot read '{token}' in '{text.strip()}'")
+        elif group is None:
+            dims.append((token,))
+        else:
+            group.append(token)
+    if group is not None:
+        raise RuleError(f"rule '{whole}': a parenthesis is not closed in '{text.strip()}'")
+    return tuple(dims)
+
+
+def _parse_operands(items: Iterable[str], text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(i) for i in items)
+    except ValueError:
+        raise RuleError(f"rule '{text}': linear and moves take operand numbers") from None
+
+
+def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -> None:
+    name, _, detail = item.partition("=" if word == "where" else ":")
+    if name not in factors:
+        raise RuleError(f"rule '{text}': '{word} {item}' names a factor that stands nowhere")
+    factor = factors[name]
+    if word == "where":
+        if not detail.isdigit():
+            raise RuleError(f"rule '{text}': '{item}' should be a size, such as {name}=16")
+        factors[name] = replace(factor, size=int(detail))
+        return
+    if factor.kind != "pass":
+        raise RuleError(f"rule '{text}': factor '{name}' has two kinds, {factor.kind} and {word}")
+    if word == "reduce":
+        op = detail or "sum"
+        if op not in REDUCTIONS:
+            raise RuleError(f"rule '{text}': unknown reduction '{op}'; known: {', '.join(REDUCTIONS)}")
+        factors[name] = replace(factor, kind="reduce", op=op)  # type: ignore[arg-type]
+    else:
+        factors[name] = replace(factor, kind=word)  # type: ignore[arg-type]

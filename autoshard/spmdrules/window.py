@@ -1,0 +1,109 @@
+"""Operators on windows that slide over some dimensions. A dimension with windows of one element passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from autoshard._compat import primitive, primitives
+from autoshard.spmdrules.build import Build, like
+from autoshard.spmdrules.registry import rule
+from autoshard.spmdrules.rule import Dims, Rule
+
+
+def window_count(
+    size: int, window: int, stride: int = 1, padding: Sequence[int] = (0, 0), base: int = 1, dilation: int = 1
+) -> int:
+    """How many windows fit into a dimension of `size`: the result's size."""
+    padded = ((size - 1) * base + 1 if size else 0) + sum(padding)
+    extent = (window - 1) * dilation + 1
+    return 0 if padded < extent else (padded - extent) // stride + 1
+
+
+def _windows(
+    shape: Sequence[int],
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    base_dilation: Sequence[int] | None = None,
+    window_dilation: Sequence[int] | None = None,
+) -> tuple[Build, Dims, Dims]:
+    """A builder, the dimensions that the windows slide over, and those that count the windows."""
+    ones = (1,) * len(shape)
+    slid = list(
+        zip(
+            window_dimensions, window_strides, map(tuple, padding), base_dilation or ones, window_dilation or ones,
+            strict=True,
+        )
+    )  # fmt: skip
+    passes = [window[:4] == (1, 1, (0, 0), 1) for window in slid]
+    build, rest = like([n if same else 1 for n, same in zip(shape, passes, strict=True)])
+    whole, counted = list(rest), list(rest)
+    for d, size in enumerate(shape):
+        if not passes[d]:
+            whole[d], counted[d] = build.whole(size), build.whole(window_count(size, *slid[d]), "t")
+    return build, tuple(whole), tuple(counted)
+
+
+@rule(primitive("reduce_window_sum"))
+def reduce_window_sum(x: Any, **params: Any) -> Rule:
+    """``a w -> a t; whole w t; linear 0``: sums over windows.
+
+    https://openxla.org/stablehlo/spec#reduce_window
+    """
+    build, dims, counted = _windows(x.shape, **params)
+    return build.rule([dims], [counted], ((0,),))
+
+
+@rule(*primitives("reduce_window_max", "reduce_window_min"))
+def reduce_window_extreme(x: Any, **params: Any) -> Rule:
+    """``a w -> a t; whole w t``: the largest or smallest elements of windows.
+
+    https://openxla.org/stablehlo/spec#reduce_window
+    """
+    build, dims, counted = _windows(x.shape, **params)
+    return build.rule([dims], [counted])
+
+
+@rule(lax.reduce_window_p)
+def reduce_window(*avals: Any, jaxpr: Any = None, consts: Any = (), **params: Any) -> Rule:
+    """``a w, [] -> a t; whole w t``: folds of windows by the user's own function.
+
+    https://openxla.org/stablehlo/spec#reduce_window
+    """
+    arrays = len(avals) // 2
+    build, dims, counted = _windows(avals[0].shape, **params)
+    return build.rule([dims] * arrays + [()] * arrays, [counted] * arrays)
+
+
+@rule(primitive("select_and_scatter_add"))
+def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
+    """``a t, a w -> a w; whole w t; linear 0``: the gradient of pooling by the largest element.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    build, dims, counted = _windows(operand.shape, **params)
+    return build.rule([counted, dims], [dims], ((0,),))
+
+
+@rule(primitive("select_and_gather_add"))
+def select_and_gather_add(tangents: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
+    """``a w, a w -> a t; whole w t; linear 0``: the tangent of pooling by the largest element.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    build, dims, counted = _windows(operand.shape, **params)
+    return build.rule([dims, dims], [counted], ((0,),))
+
+
+@rule(primitive("select_and_scatter"))
+def select_and_scatter(operand: Any, source: Any, init: Any, **params: Any) -> Rule:
+    """``a w, a t, [] -> a w; whole w t``: values of the source added where the window's chosen element stands.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    kept = {k: params[k] for k in ("window_dimensions", "window_strides", "padding")}
+    build, dims, counted = _windows(operand.shape, **kept)
+    return build.rule([dims, counted, ()], [dims])

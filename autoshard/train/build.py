@@ -1,0 +1,135 @@
+"""From names in the config to a model and data: built in, or the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from autoshard.errors import ConfigError
+from autoshard.models import GPT, GPTConfig
+from autoshard.train.config import TrainConfig, replaced
+from autoshard.train.data import Source, TokenSource, text_source
+from autoshard.train.optimizer import learning_rate_schedule, make_optimizer
+from autoshard.train.state import Program, make_program
+from autoshard.train.step import TrainStep, make_train_step
+
+VOCAB_MULTIPLE = 64
+"""A vocabulary that the data makes larger than the config's is padded to a multiple of this, which shards well."""
+
+
+def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
+    """The config with a vocabulary that holds the data's."""
+    if vocab_size <= config.gpt.vocab:
+        return config
+    padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return replaced(config, "gpt", gpt=replaced(config.gpt, "gpt", vocab=padded))
+
+
+def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
+    """What makes the model from random streams.
+
+    Raises:
+        ConfigError: The factory cannot be found, or does not return an `nnx.Module` or a `GPTConfig`.
+    """
+    if config.model == "gpt":
+        return lambda rngs: GPT(config.gpt, rngs=rngs)
+    factory = load_function(config.model, "--model")
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        given = {"rngs": rngs, "vocab": config.gpt.vocab, "context": config.gpt.context}
+        model = factory(**_taken(factory, given))
+        if isinstance(model, GPTConfig):
+            model = GPT(model, rngs=rngs)
+        if not isinstance(model, nnx.Module):
+            raise ConfigError(f"--model {config.model} returned {type(model).__name__}, not an nnx.Module")
+        return model
+
+    return build
+
+
+def make_program_of(config: TrainConfig) -> Program:
+    """The model and the optimizer of a run.
+
+    Raises:
+        ConfigError: An unknown factory, a glob to freeze that matches nothing, or a warm-up longer than the run.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema_decay=config.ema_decay)
+
+
+def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
+    """The train step of a run."""
+    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
+
+
+def make_source(config: TrainConfig) -> Source:
+    """The data of a run.
+
+    Raises:
+        DataError: Missing, empty or binary data.
+        ConfigError: The function cannot be found, or returns neither token arrays nor a source.
+    """
+    batch = {"batch_size": config.batch_size, "eval_batch_size": config.microbatch_size}
+    if not is_function(config.data):
+        return text_source(
+            config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer, **batch
+        )
+    assert config.data is not None
+    made = load_function(config.data, "--data")(config)
+    if isinstance(made, Source):
+        return made
+    tokens = [np.asarray(part) for part in made] if isinstance(made, tuple | list) else []
+    if len(tokens) != 2 or any(part.ndim != 1 or part.dtype.kind not in "iu" for part in tokens):
+        raise ConfigError(
+            f"--data {config.data} returned {type(made).__name__}: return (training tokens, held-out tokens) as "
+            "one-dimensional integer arrays, or an autoshard.train.data.Source"
+        )
+    vocab_size = max(int(part.max(initial=0)) + 1 for part in tokens)
+    return TokenSource(*tokens, vocab_size=vocab_size, context=config.gpt.context, seed=config.seed, **batch)
+
+
+def is_function(name: str | None) -> bool:
+    """Whether a name is package.module:function and not a path that exists."""
+    if name is None or ":" not in name or Path(name).exists():
+        return False
+    module, _, function = name.partition(":")
+    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def load_function(name: str, option: str) -> Callable[..., Any]:
+    """The function that package.module:function names; modules in the working folder are found too.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not is_function(name):
+        raise ConfigError(f"{option} {name!r} is unknown: give package.module:function" + (
+            ", or gpt for the built-in model" if option == "--model" else ""
+        ))
+    module_name, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+    if not callable(getattr(module, function, None)):
+        raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
+    return getattr(module, function)
+
+
+def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in given.items() if name in names}

@@ -1,0 +1,40 @@
+"""How fast a run is."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Clock:
+    """Rates since the last time they were asked for, pauses not counted."""
+
+    def __init__(self, tokens_per_step: int, peak_seconds_per_step: float | None) -> None:
+        """Start.
+
+        Args:
+            tokens_per_step: Tokens in a step's batch.
+            peak_seconds_per_step: Time of a step at the devices' peak; None where it is not known.
+        """
+        self._tokens = tokens_per_step
+        self._peak_seconds = peak_seconds_per_step
+        self._since = time.perf_counter()
+        self._step: int | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in the `with` block is not counted."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    def rates(self, step: int, steps: int) -> dict[str, float]:
+        """Tokens per second, MFU where known, and ETA; nothing for the first step, which was compiled too."""
+        now, first = time.perf_counter(), self._step is None
+        seconds = (now - self._since) / max(step - (self._step or 0), 1)
+        self._since, self._step = now, step
+        if first or seconds <= 0:
+            return {}
+        rates = {"tokens_per_second": self._tokens / seconds, "eta_seconds": seconds * (steps - step)}
+        return rates if self._peak_seconds is None else rates | {"mfu": self._peak_seconds / seconds}

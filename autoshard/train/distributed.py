@@ -1,0 +1,92 @@
+"""Several processes as one run: started from the environment, where there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from autoshard.errors import ConfigError
+
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+def set_virtual_devices(count: int | None, explicit: bool) -> None:
+    """Split the CPU into devices; takes effect only before JAX first looks at its devices.
+
+    Args:
+        count: Number of devices; None leaves the environment as it is.
+        explicit: Whether the user asked for the number, which then replaces one in the environment.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if count is None or (_DEVICE_FLAG in flags and not explicit):
+        return
+    others = re.sub(rf"{_DEVICE_FLAG}=\d+", "", flags)
+    os.environ["XLA_FLAGS"] = f"{others} {_DEVICE_FLAG}={count}".strip()
+
+
+def initialize() -> None:
+    """Start `jax.distributed` where the environment describes more than one process.
+
+    That is `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or a cluster that JAX knows by itself
+    (Slurm, Open MPI, a TPU pod).
+
+    Raises:
+        ConfigError: Some of the three variables are set, but not all, or they are not numbers.
+    """
+    if jax.distributed.is_initialized():
+        return
+    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    if given:
+        missing = [name for name in _VARIABLES if name not in given]
+        if missing:
+            raise ConfigError(f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all three or none")
+        address, processes, process = given.values()
+        if not (processes.isdigit() and process.isdigit()):
+            raise ConfigError(f"JAX_NUM_PROCESSES={processes} and JAX_PROCESS_ID={process} must be numbers")
+        _use_cpu_collectives()
+        jax.distributed.initialize(address, int(processes), int(process))
+    elif _in_cluster():
+        _use_cpu_collectives()
+        jax.distributed.initialize()
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return jax.process_index() == 0
+
+
+def agree(value: int) -> int:
+    """The main process's value, in every process."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def barrier(name: str) -> None:
+    """Wait until every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in some process; every process must ask at the same step."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+
+
+def _in_cluster() -> bool:
+    """Whether the environment of a launcher says that there are more processes than this one."""
+    sizes = (os.environ.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    return any(size.isdigit() and int(size) > 1 for size in sizes) or len(hosts) > 1
+
+
+def _use_cpu_collectives() -> None:
+    # Only says what CPU devices of several processes would talk over; other platforms do not read it.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -1,0 +1,227 @@
+"""A training run from its config to its last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from autoshard.ckpt import Checkpointer
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.models import flops_per_token
+from autoshard.train import distributed, rundir
+from autoshard.train.build import fit_vocab, make_program_of, make_source, train_step_of
+from autoshard.train.clock import Clock
+from autoshard.train.config import TrainConfig, checkpoint_config, differences, from_dict, identity, to_dict
+from autoshard.train.data import Source
+from autoshard.train.evaluate import Evaluation, evaluate
+from autoshard.train.interrupt import Interrupts
+from autoshard.train.metrics import Reporter, peak_flops, read_metrics
+from autoshard.train.placement import PlacedEvalStep, PlacedStep, place_eval_step, place_step
+from autoshard.train.plot import plot_loss
+from autoshard.train.prefetch import Prefetcher, place_batch
+from autoshard.train.sample import sample_text
+from autoshard.train.state import Program, TrainState
+from autoshard.train.step import eval_params, make_eval_step
+from autoshard.train.tokens import load_codec
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        run_dir: Folder of the run.
+        step: Steps done.
+        evaluation: The last evaluation; None where the run was interrupted.
+        interrupted_by: Name of the signal that stopped it; None where none did.
+    """
+
+    run_dir: Path
+    step: int
+    evaluation: Evaluation | None
+    interrupted_by: str | None
+
+
+class Trainer:
+    """One run; `run()` does it all."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Read the data, claim the run's folder and plan the steps.
+
+        Raises:
+            AutoshardError: Something in the config, the data or the folder that cannot be used.
+        """
+        self.source: Source = make_source(config)
+        self.config = config = fit_vocab(config, self.source.vocab_size)
+        self.program: Program = make_program_of(config)
+        self._check_run_dir()
+        self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config)
+        self._eval_step: PlacedEvalStep | None = None
+        self.run_dir = self._claim_run_dir()
+
+    def run(self) -> Result:
+        """Train to the last step, or until a signal asks to stop."""
+        checkpoints = Checkpointer(self.run_dir / rundir.CHECKPOINTS, keep=self.config.keep_checkpoints or None)
+        with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
+            state = self._first_state(checkpoints)
+            start = int(state.step)
+            reporter = Reporter(
+                self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main()
+            )
+            stack.callback(reporter.close)
+            self._introduce(reporter, start)
+            interrupts = stack.enter_context(Interrupts())
+            step, state = self._steps(state, start, checkpoints, reporter, interrupts)
+            evaluation = None
+            if interrupts.received is None:
+                evaluation = self._evaluate(state, step, reporter, batches=0)
+            if checkpoints.latest() != step:
+                checkpoints.save(step, state, config=checkpoint_config(self.config), block=True)
+            reporter.close()
+            self._conclude(state, step, reporter, interrupts.received)
+        return Result(self.run_dir, step, evaluation, interrupts.received)
+
+    def _check_run_dir(self) -> None:
+        """Refuse a folder that holds another run; nothing is written before everything is known to fit."""
+        run_dir, config = self.config.run_dir, self.config
+        if run_dir is None or not rundir.is_taken(run_dir):
+            if config.resume:
+                raise ConfigError(f"--resume: {str(run_dir)!r} holds no run")
+            return
+        if not config.resume:
+            raise ConfigError(
+                f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another --run-dir"
+            )
+        stored = identity(from_dict(rundir.read_config(run_dir), str(run_dir)))
+        changed = differences(stored, identity(config))
+        if changed:
+            raise ConfigError(
+                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another --run-dir"
+            )
+
+    def _claim_run_dir(self) -> Path:
+        run_dir = self.config.run_dir or rundir.fresh(self.config.preset, distributed.agree(int(time.time())))
+        # Every process has checked the folder by now, and found it as the others did.
+        distributed.barrier("claim run folder")
+        if distributed.is_main():
+            rundir.write_config(run_dir, to_dict(replace(self.config, run_dir=run_dir, resume=False)))
+        return run_dir
+
+    def _first_state(self, checkpoints: Checkpointer) -> TrainState:
+        if self.config.resume and checkpoints.latest() is not None:
+            return checkpoints.restore(self.placed.state_shapes, config=checkpoint_config(self.config))
+        return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
+
+    def _introduce(self, reporter: Reporter, start: int) -> None:
+        reporter.say(str(self.placed.plan))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen)))
+        origin = f"continues from step {start}" if self.config.resume else "starts"
+        reporter.say(
+            f"{parameters:,} parameters on {jax.device_count()} {jax.devices()[0].platform} devices; "
+            f"the run {origin} in {self.run_dir}"
+        )
+        if distributed.is_main():
+            (self.run_dir / rundir.PLAN_TEXT).write_text(str(self.placed.plan) + "\n")
+
+    def _batches(self, start: int) -> Prefetcher:
+        def make(step: int) -> tuple[int, dict[str, jax.Array]]:
+            placed = self.placed
+            return step, place_batch(
+                lambda rows: self.source.batch(step, rows), placed.batch_shapes, placed.batch_shardings
+            )
+
+        return Prefetcher(range(start, self.config.steps), make, self.config.prefetch)
+
+    def _steps(
+        self, state: TrainState, start: int, checkpoints: Checkpointer, reporter: Reporter, interrupts: Interrupts
+    ) -> tuple[int, TrainState]:
+        config, done, last_loss = self.config, start, None
+        clock = Clock(self._tokens_per_step(), self._flops_per_step())
+        reporter.start()
+        with self._batches(start) as batches:
+            for step, batch in batches:
+                state, metrics = self.placed.step(state, batch)
+                # One step is in flight while the next one is dispatched, and no more: a signal is heard at once.
+                jax.block_until_ready(last_loss)
+                done, last_loss = step + 1, metrics["loss"]
+                reporter.advance(done)
+                if done % config.log_every == 0 or done in (start + 1, config.steps):
+                    self._log(done, metrics, clock, reporter)
+                if config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps:
+                    with clock.paused():
+                        checkpoints.save(done, state, config=checkpoint_config(config))
+                if config.eval_every and done % config.eval_every == 0 and done < config.steps:
+                    with clock.paused():
+                        self._evaluate(state, done, reporter, config.eval_batches)
+                if self._should_stop(done, interrupts):
+                    break
+        return done, state
+
+    def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
+        # Processes must stop at the same step: they ask each other, but not at every step, as it costs a round trip.
+        if jax.process_count() > 1 and done % self.config.log_every:
+            return False
+        if not distributed.any_process(interrupts.received is not None):
+            return False
+        interrupts.received = interrupts.received or "a signal in another process"
+        return True
+
+    def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
+        if not math.isfinite(values["loss"]):
+            raise AutoshardError(
+                f"the loss is {values['loss']} at step {step}: try a lower --optimizer.learning-rate "
+                f"(it is {self.config.optimizer.learning_rate}); checkpoints are in {self.run_dir}"
+            )
+        reporter.record(step, values | clock.rates(step, self.config.steps))
+
+    def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
+        parts = (eval_params(state), state.frozen, state.variables)
+        if self._eval_step is None:
+            self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
+        found = evaluate(self._eval_step, parts, self.source, batches=batches, prefetch=self.config.prefetch)
+        reporter.record(step, found.metrics())
+        return found
+
+    def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
+        if interrupted_by is None and self.config.sample_tokens:
+            text = sample_text(
+                self.program, state, load_codec(self.config.tokenizer), self.config.prompt, self.config.sample_tokens
+            )
+            reporter.say(f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one.")
+            if text is not None and distributed.is_main():
+                (self.run_dir / rundir.SAMPLE).write_text(text)
+        if distributed.is_main():
+            plot_loss(read_metrics(self.run_dir / rundir.METRICS), self.run_dir / rundir.PLOT)
+        ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
+        more = f"; continue by --run-dir {self.run_dir} --resume" if interrupted_by else ""
+        reporter.say(
+            f"{ended} at step {step}/{self.config.steps}. Checkpoint, metrics and {rundir.PLOT} are in "
+            f"{self.run_dir}{more}"
+        )
+
+    def _tokens_per_step(self) -> int:
+        return self.config.batch_size * self.config.gpt.context
+
+    def _flops_per_step(self) -> float | None:
+        """FLOPs of a step as a share of the devices' peak in a second; None where either is not known."""
+        peak = peak_flops(jax.devices()[0].device_kind)
+        if peak is None or self.config.model != "gpt":
+            return None
+        return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * jax.device_count())
+
+
+def train(config: TrainConfig) -> Result:
+    """Train as the config says.
+
+    Raises:
+        AutoshardError: Something in the config, the data or the run's folder that cannot be used.
+    """
+    distributed.initialize()
+    return Trainer(config).run()
+

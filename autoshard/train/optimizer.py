@@ -1,0 +1,103 @@
+"""The optimizer: clipping by the global norm, AdamW or SGD, warm-up and cosine decay."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+
+from autoshard.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters are updated."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Which optimizer."""
+    learning_rate: float = 1e-3
+    """Peak learning rate, reached after the warm-up."""
+    min_learning_rate: float = 1e-4
+    """Learning rate at the last step, where the cosine decay ends."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    epsilon: float = 1e-8
+    """AdamW: added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """AdamW: decoupled weight decay, of matrices only."""
+    no_decay: tuple[str, ...] = ("*bias", "*scale", "*norm*", "*/b[qkvo]", "*/b_*")
+    """Globs over parameter paths that are not decayed (vectors never are)."""
+    momentum: float = 0.0
+    """SGD: momentum."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A pytree key path as `layers/0/attention/kernel`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a path matches one of the globs; `*` matches across `/` too."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up to the peak, then a cosine to the minimum at the last step; never zero."""
+    if config.warmup_steps >= steps > 0:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: use fewer warm-up steps"
+        )
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (config.warmup_steps + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(steps, 1),
+        end_value=config.min_learning_rate,
+    )
+
+
+def decay_mask(params: Any, no_decay: Sequence[str]) -> Any:
+    """True for each parameter that is decayed: matrices whose path matches none of the globs.
+
+    The globs are what tells stacked vectors (a norm's scale of every scanned layer, `[layers, embed]`) from matrices.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.ndim >= 2 and not matches(path_name(path), no_decay), params
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The chain of transformations that turns gradients into updates.
+
+    Args:
+        config: What to use.
+        steps: Length of the run, where the learning rate's decay ends.
+
+    Raises:
+        ConfigError: The warm-up is longer than the run.
+    """
+    schedule = learning_rate_schedule(config, steps)
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
+    if config.name == "sgd":
+        return optax.chain(clip, optax.sgd(schedule, momentum=config.momentum or None))
+    return optax.chain(
+        clip,
+        optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=lambda params: decay_mask(params, config.no_decay),
+        ),
+    )

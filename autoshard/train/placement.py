@@ -1,0 +1,113 @@
+"""Where the trainer meets the planner: its steps, sharded, and where state and batches lie on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import autoshard
+from autoshard.errors import ConfigError
+from autoshard.train.config import TrainConfig
+from autoshard.train.state import Program, TrainState
+from autoshard.train.step import EvalStep, TrainStep, batch_shapes
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A train step under its plan.
+
+    Attributes:
+        step: The sharded step; it donates its state.
+        plan: What was planned for it.
+        state_shapes: Shapes, dtypes and shardings of the state.
+        batch_shapes: Shapes and dtypes of a batch.
+        batch_shardings: Where a batch goes.
+    """
+
+    step: Any
+    plan: Any
+    state_shapes: TrainState
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    batch_shardings: dict[str, NamedSharding]
+
+
+@dataclass(frozen=True)
+class PlacedEvalStep:
+    """An evaluation step that reads the train state where it lies."""
+
+    step: Any
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    batch_shardings: dict[str, NamedSharding]
+
+
+def plan_options(config: TrainConfig) -> dict[str, Any]:
+    """What the config says to the planner."""
+    options = {
+        "mesh": parse_mesh(config.mesh),
+        "target": config.target,
+        "memory_limit_bytes": config.memory_limit_bytes,
+        "plan": config.plan,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def parse_mesh(text: str | None) -> dict[str, int] | None:
+    """`data=4,model=2` as axis names and sizes.
+
+    Raises:
+        ConfigError: It is not written so.
+    """
+    if text is None:
+        return None
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        name, _, size = part.partition("=")
+        if not (name.isidentifier() and size.isdigit() and int(size) > 0) or name in axes:
+            raise ConfigError(f"--mesh {text!r}: write axis names and sizes, such as data=4,model=2")
+        axes[name] = int(size)
+    return axes
+
+
+def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> PlacedStep:
+    """Plan the train step and say where everything goes; makes no array."""
+    step = autoshard.auto_shard(train_step, donate_argnums=0, **plan_options(config))
+    shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
+    plan = step.plan(shapes, batch)
+    state_shardings, batch_shardings = shardings(plan)
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, state_shardings
+    )
+    return PlacedStep(step, plan, placed, batch, batch_shardings)
+
+
+def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
+    """Plan the evaluation step around the train state's arrays, which stay where they are."""
+    step = autoshard.auto_shard(eval_step)
+    batch = batch_shapes(config.microbatch_size, config.gpt.context)
+    mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
+    batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
+    return PlacedEvalStep(step, batch, batch_shardings)
+
+
+def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
+    """The plan's shardings of each argument, on the devices of this machine."""
+    mesh = mesh or concrete_mesh(plan)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), plan.in_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
+def concrete_mesh(plan: Any) -> Mesh:
+    """The plan's mesh, over the devices of this machine."""
+    sizes, devices = plan.mesh.axis_sizes, jax.devices()
+    needed = int(np.prod(sizes))
+    if needed > len(devices):
+        raise ConfigError(f"the plan needs {needed} devices, this machine has {len(devices)}: plan for fewer")
+    kinds = (AxisType.Auto,) * len(sizes)
+    return Mesh(np.asarray(devices[:needed]).reshape(sizes), plan.mesh.axis_names, axis_types=kinds)

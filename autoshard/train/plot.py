@@ -1,0 +1,45 @@
+"""The loss of a run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SMOOTHING = 0.8
+"""Share of the moving average that one more point keeps."""
+
+
+def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw training loss (raw and smoothed) and validation loss over steps, in nats per token.
+
+    Args:
+        metrics: Lines of a metrics file.
+        path: PNG file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    train = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
+    validation = [(line["step"], line["val_loss"]) for line in metrics if "val_loss" in line]
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
+        axes.plot(steps, _smoothed(losses), color="tab:blue", label="training (smoothed)")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", label="validation")
+    if train or validation:
+        axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    mean, means = values[0], []
+    for value in values:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+        means.append(mean)
+    return means

@@ -1,0 +1,50 @@
+"""Text written by a model."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from autoshard.errors import ConfigError
+from autoshard.models import GPT, generate
+from autoshard.train.state import Program, TrainState
+from autoshard.train.step import eval_params
+from autoshard.train.tokens import Codec
+
+
+def sample_text(
+    program: Program,
+    state: TrainState,
+    codec: Codec,
+    prompt: str,
+    tokens: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+) -> str | None:
+    """Continue a prompt; None for a model that is not the built-in one.
+
+    Args:
+        program: The model.
+        state: Its arrays.
+        codec: Between text and tokens.
+        prompt: Text to continue.
+        tokens: How many tokens to add.
+        seed: Decides the choices.
+        temperature: What logits are divided by; 0 takes the likeliest token.
+        top_k: Choose among so many likeliest tokens; all where None.
+
+    Raises:
+        ConfigError: An empty prompt.
+    """
+    model = program.model(eval_params(state), state.frozen, state.variables, None)
+    if not isinstance(model, GPT):
+        return None
+    start = codec.encode(prompt).astype(np.int32)
+    if not len(start):
+        raise ConfigError("the prompt is empty: give at least one character")
+    # NumPy arguments are the same in every process of a run.
+    key = jax.random.wrap_key_data(np.asarray(jax.random.key_data(jax.random.key(seed))))
+    written = generate(model, start[None], tokens, key=key, temperature=temperature, top_k=top_k)
+    return codec.decode(np.asarray(jax.device_get(written))[0])

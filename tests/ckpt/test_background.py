@@ -1,0 +1,120 @@
+"""Saving behind the next steps: what is written is the state at the moment of the call."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from autoshard.ckpt import CheckpointError, Checkpointer
+
+LEAVES = 6
+
+
+def state_at(step: int) -> dict[str, np.ndarray]:
+    return {f"w{i}": np.full((256, 128), 1000 * i + step, np.float32) for i in range(LEAVES)}
+
+
+@pytest.fixture
+def held_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Keeps Orbax from looking at what it is given until the event is set."""
+    go, save = threading.Event(), ocp.save_checkpointables
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        assert go.wait(60)
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(ocp, "save_checkpointables", late)
+    return go
+
+
+def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, held_writer: threading.Event) -> None:
+    sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
+    advance = jax.jit(
+        lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0, out_shardings=sharding
+    )
+    state = jax.device_put(state_at(0), sharding)
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, config={})
+        for _ in range(5):  # the writer reads nothing before these have reused the buffers
+            given, state = state, advance(state)
+            assert all(leaf.is_deleted() for leaf in given.values())
+        jax.block_until_ready(state)
+        assert checkpoints.steps() == []
+        held_writer.set()
+        restored = checkpoints.restore(template)
+    for name, want in state_at(0).items():
+        np.testing.assert_array_equal(restored[name], want)
+
+
+def test_host_arrays_may_be_overwritten_at_once(tmp_path: Path, held_writer: threading.Event) -> None:
+    state = state_at(0)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, config={})
+        for leaf in state.values():
+            leaf[:] = -1
+        held_writer.set()
+        restored = checkpoints.restore(state)
+    np.testing.assert_array_equal(restored["w3"], state_at(0)["w3"])
+
+
+def test_saves_overtaking_each_other(tmp_path: Path, mesh8: Mesh) -> None:
+    sharding = NamedSharding(mesh8, PartitionSpec("model"))
+    advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = jax.device_put(state_at(0), sharding)
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        for step in range(6):
+            checkpoints.save(step, state, config={})
+            state = advance(state)
+        for step in range(6):
+            np.testing.assert_array_equal(checkpoints.restore(state, step=step)["w2"], state_at(step)["w2"])
+
+
+def test_blocking_means_committed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(4, {"w": jnp.ones(3)}, config={}, block=True)
+        assert checkpoints.latest() == 4
+
+
+def test_leaving_the_with_block_finishes_the_save(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(4, {"w": jnp.ones(3)}, config={})
+        raise KeyError
+    assert Checkpointer(tmp_path).steps() == [4]
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)}, config={}, block=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp, "save_checkpointables", full)
+            checkpoints.save(2, {"w": jnp.ones(3)}, config={})
+            with pytest.raises(CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"):
+                checkpoints.wait()
+        checkpoints.wait()  # told once
+        checkpoints.save(3, {"w": jnp.ones(3)}, config={}, block=True)
+        assert checkpoints.steps() == [1, 3]
+
+
+def test_leftovers_of_killed_saves_are_removed_by_the_next_writer(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)}, config={})
+    for name in ("step_00000002.orbax-checkpoint-tmp", "step_00000003.orbax-checkpoint-tmp-17", "removed.step_00000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("half")
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1]
+        assert len(list(tmp_path.iterdir())) == 5, "reading removes nothing"
+        checkpoints.save(2, {"w": jnp.ones(3)}, config={})
+    assert sorted(path.name for path in tmp_path.iterdir())[1:] == ["step_00000001", "step_00000002"]

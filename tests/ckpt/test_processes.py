@@ -1,0 +1,111 @@
+"""Two `jax.distributed` processes save and restore together; one alone reads what they wrote."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.ckpt import Checkpointer
+
+WORKER = """
+import sys, jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from autoshard.ckpt import CheckpointError, Checkpointer, CheckpointWarning, DamagedCheckpointError
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+
+@jax.jit
+def values(seed):
+    w = jnp.arange(64.0 * 96).reshape(64, 96) + seed
+    put = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+    return {"w": put(w, "data", "model"), "r": put(w[0], "model"), "whole": put(w[1]), "key": jax.random.key(seed)}
+
+advance = jax.jit(lambda w: w + 1, donate_argnums=0)
+state = {**values(0), "host": np.arange(3), "local": jnp.float32(2)}
+describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+template = jax.tree.map(describe, state)
+
+def same(restored, step):
+    for shard in restored["w"].addressable_shards:
+        whole = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + step
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+    assert (jax.random.key_data(restored["key"]).addressable_data(0) == jax.random.key_data(jax.random.key(0))).all()
+    assert restored["local"] == 2 and (restored["host"] == np.arange(3)).all()
+
+with Checkpointer(directory, keep=None) as checkpoints:
+    for step in (0, 1):
+        checkpoints.save(step, state, config={"model": 1})
+        state = {**state, "w": advance(state["w"])}
+    checkpoints.wait()
+    assert checkpoints.steps() == [0, 1]
+    same(checkpoints.restore(template, config={"model": 1}), 1)
+    try:
+        checkpoints.save(1, state, config={})
+    except CheckpointError as error:
+        assert "has step 1 already" in str(error)
+    else:
+        raise AssertionError("a committed step was overwritten")
+    # What only one process finds wrong stops both.
+    from autoshard.ckpt import restore, storage
+    read = storage.read_arrays
+    def broken(path, wanted):
+        if index == 1 and path.name.endswith("1"):
+            raise OSError("only here")
+        return read(path, wanted)
+    storage.read_arrays = broken
+    import warnings
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same(checkpoints.restore(template, fallback=True), 0)
+    text = str([w.message for w in caught if issubclass(w.category, CheckpointWarning)][0])
+    assert ("only here" if index == 1 else "process 1 failed") in text, text
+print("done", index)
+"""
+
+
+@pytest.mark.multiprocess
+def test_two_processes_then_one(tmp_path: Path, root: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(tmp_path / "run"), str(port), str(index)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=90) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], [err[-2500:] for _, err in outputs]
+
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+    wanted = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + 1
+    template = {
+        "w": jax.ShapeDtypeStruct((64, 96), np.float32, sharding=sharding),
+        "r": jax.ShapeDtypeStruct((96,), np.float32),
+        "whole": np.zeros(96, np.float32),
+        "key": jax.random.key(1),
+        "host": np.zeros(3, int),
+        "local": jax.ShapeDtypeStruct((), np.float32),
+    }
+    restored = Checkpointer(tmp_path / "run").restore(template, config={"model": 1})
+    np.testing.assert_array_equal(restored["w"], wanted)
+    assert restored["w"].sharding == sharding
+    np.testing.assert_array_equal(restored["whole"], wanted[1] - 1)
+    assert (jax.random.key_data(restored["key"]) == jax.random.key_data(jax.random.key(0))).all()

@@ -1,0 +1,208 @@
+"""Bad input: one clear error each, and nothing on disk changes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.ckpt import CheckpointError, Checkpointer, MismatchError
+from autoshard.errors import AutoshardError
+
+STATE = {"params": {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, "step": jnp.int32(1), "rng": jax.random.key(0)}
+CONFIG = {"model": {"width": 8, "layers": 2, "head": {"tied": True}}, "train": {"steps": 5}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE, config=CONFIG)
+    return tmp_path
+
+
+def test_errors_are_the_package_s_own() -> None:
+    assert issubclass(MismatchError, CheckpointError) and issubclass(CheckpointError, AutoshardError)
+
+
+def test_every_difference_of_structure_shape_and_dtype_in_one_error(saved: Path) -> None:
+    template = {
+        "params": {"w": jnp.ones((4, 16)), "c": np.zeros(3)},
+        "step": jnp.float32(1),
+        "rng": jax.random.key(0, impl="rbg"),
+    }
+    with Checkpointer(saved) as checkpoints, pytest.raises(MismatchError) as caught:
+        checkpoints.restore(template)
+    text = str(caught.value)
+    assert "is a checkpoint of another model: 5 of 5 leaves differ" in text and str(saved) in text
+    for line in (
+        "params/w: saved float32[4, 8], wanted float32[4, 16]",
+        "params/c: not in the checkpoint, wanted float64[3]",
+        "params/b: saved float32[8], not in the wanted state",
+        "step: saved int32[], wanted float32[]",
+        "rng: saved key<fry>[], wanted key<rbg>[]",
+    ):
+        assert line in text
+
+
+def test_a_typed_key_is_not_its_bits(saved: Path) -> None:
+    with Checkpointer(saved) as checkpoints, pytest.raises(MismatchError, match=r"rng: saved key<fry>\[\]"):
+        checkpoints.restore(STATE | {"rng": jax.random.PRNGKey(0)})
+
+
+def test_a_long_list_is_cut(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {f"w{i:02}": jnp.ones(2) for i in range(25)}, config={})
+        with pytest.raises(MismatchError, match="25 of 25 leaves differ") as caught:
+            checkpoints.restore({f"w{i:02}": jnp.ones(3) for i in range(25)})
+    assert str(caught.value).count("saved float32[2]") == 10 and "and 15 more" in str(caught.value)
+
+
+def test_a_config_of_another_model(saved: Path) -> None:
+    with Checkpointer(saved) as checkpoints:
+        other = {"model": {"width": 16, "head": {"tied": True}, "bias": False}, "train": {"steps": 5}}
+        with pytest.raises(MismatchError) as caught:
+            checkpoints.restore(STATE, config=other)
+        text = str(caught.value)
+        assert "model.width: saved 8, wanted 16" in text and "differs in 3 keys" in text
+        assert "model.layers: saved 2, wanted nothing" in text and "model.bias: saved nothing, wanted False" in text
+        assert "tied" not in text
+        # Only the model's section counts where there is one; without one, everything.
+        checkpoints.restore(STATE, config=CONFIG | {"train": {"steps": 99}})
+        with pytest.raises(MismatchError, match=r"train\.steps: saved 5, wanted 6"):
+            checkpoints.restore(STATE, config={"train": {"steps": 6}})
+
+
+def test_tuples_in_a_config_are_the_lists_they_become(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE, config={"model": {"shape": (1, 2)}})
+        checkpoints.restore(STATE, config={"model": {"shape": (1, 2)}})
+
+
+def test_a_step_that_exists_is_never_overwritten(saved: Path, files_of: Callable[[Path], Any]) -> None:
+    before = files_of(saved)
+    with Checkpointer(saved) as checkpoints, pytest.raises(CheckpointError, match="has step 1 already"):
+        checkpoints.save(1, STATE, config={})
+    assert files_of(saved) == before
+
+
+def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with Checkpointer(saved) as checkpoints, pytest.raises(CheckpointError, match="no step 7 in .*: it has 1"):
+        checkpoints.restore(STATE, step=7)
+    nowhere = tmp_path_factory.mktemp("empty") / "new"
+    with Checkpointer(nowhere) as checkpoints:
+        assert checkpoints.steps() == [] and checkpoints.latest() is None
+        for call in (checkpoints.config, checkpoints.verify, lambda: checkpoints.restore(STATE)):
+            with pytest.raises(CheckpointError, match="no checkpoint in"):
+                call()
+    assert not nowhere.exists()
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path: Path, files_of: Callable[[Path], Any]) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"not a checkpoint directory of autoshard: it holds thesis\.tex"):
+        Checkpointer(tmp_path)
+    assert files_of(tmp_path) == {"thesis.tex": b"mine"}
+
+
+def test_a_directory_that_becomes_foreign_before_the_first_save(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "mine").write_text("x")
+        with pytest.raises(CheckpointError, match="it holds mine"):
+            checkpoints.save(1, STATE, config={})
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        Checkpointer(tmp_path / "file")
+    with Checkpointer(tmp_path / "file" / "below") as checkpoints, pytest.raises(CheckpointError, match="cannot"):
+        checkpoints.save(1, STATE, config={})
+
+
+def test_a_newer_or_broken_marker(saved: Path) -> None:
+    marker = saved / "autoshard.json"
+    marker.write_text(json.dumps({"format": "autoshard checkpoints", "version": 99}))
+    with pytest.raises(CheckpointError, match="newer version"):
+        Checkpointer(saved)
+    marker.write_text("{")
+    with pytest.raises(CheckpointError, match="not as autoshard writes it"):
+        Checkpointer(saved)
+
+
+def test_one_writer_at_a_time(saved: Path) -> None:
+    with Checkpointer(saved) as first, Checkpointer(saved) as second:
+        first.save(2, STATE, config={})
+        with pytest.raises(CheckpointError, match="another run is writing"):
+            second.save(3, STATE, config={})
+        first.close()
+        second.save(3, STATE, config={})
+        second.wait()
+        assert first.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None])
+def test_steps_are_natural_numbers(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="0 or more"):
+        checkpoints.save(step, STATE, config={})
+    assert not (tmp_path / "run").exists()
+
+
+def test_keep_is_positive(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="keep=0"):
+        Checkpointer(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), np.array(["a"]), np.array([None])], ids=repr)
+def test_leaves_that_cannot_be_saved(tmp_path: Path, leaf: Any) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match="leaf 'a/1' is a"):
+            checkpoints.save(1, {"a": [jnp.ones(2), leaf]}, config={})
+        assert checkpoints.steps() == []
+
+
+def test_a_state_without_leaves_and_a_config_that_is_no_json(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match="no leaves"):
+            checkpoints.save(1, {"a": None}, config={})
+        with pytest.raises(CheckpointError, match="JSON"):
+            checkpoints.save(1, STATE, config={"a": object()})
+        assert checkpoints.steps() == []
+
+
+def test_a_state_donated_before_the_save(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(8)}
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(state)
+    with Checkpointer(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="donated before the save:\n  w"):
+        checkpoints.save(1, state, config={})
+
+
+def test_a_sharding_that_does_not_divide(tmp_path: Path, mesh_of: Any) -> None:
+    sharding = NamedSharding(mesh_of(x=8), PartitionSpec("x"))
+    template = {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding) for name in "ab"}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(6), "b": jnp.ones(6)}, config={})
+        with pytest.raises(CheckpointError, match="cannot be placed") as caught:
+            checkpoints.restore(template)
+    assert "a: shape (6,)" in str(caught.value) and "b: shape (6,)" in str(caught.value)
+
+
+def test_no_value_is_cut_silently(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        wide = jax.ShapeDtypeStruct((), jnp.int64)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"count": np.int64(2**40)}, config={})
+        with pytest.raises(CheckpointError, match="needs jax_enable_x64"):
+            checkpoints.restore({"count": wide})
+        assert checkpoints.restore({"count": 0}) == {"count": 2**40}
+
+
+def test_the_bare_name_is_no_second_package(root: Path, run_python: Callable[..., Any]) -> None:
+    done = run_python(f"import sys; sys.path.insert(0, {str(root / 'autoshard')!r}); import ckpt")
+    assert done.returncode == 1 and "import autoshard.ckpt" in done.stderr

@@ -1,0 +1,165 @@
+"""What is saved comes back: every kind of leaf, on any mesh, bit for bit."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from autoshard.ckpt import Checkpointer
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_every_kind_of_leaf(
+    tmp_path: Path, mesh8: Mesh, make_state: Any, abstract: Any, assert_same: Any, config: Any, block: bool
+) -> None:
+    state = make_state(mesh8)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, state, config=config, block=block)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3] and checkpoints.latest() == 3
+        assert checkpoints.config() == checkpoints.config(3) == config
+        assert checkpoints.verify() == []
+        restored = checkpoints.restore(abstract(state), config=config)
+        assert checkpoints.restored_step == 3
+    assert_same(restored, state)
+    for have, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        if isinstance(want, jax.Array):
+            assert have.sharding.is_equivalent_to(want.sharding, want.ndim)
+    assert jax.random.bits(restored["typed"]) == jax.random.bits(state["typed"])
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 1), (1, 8), (8, 1), (1, 2)], ids=str)
+def test_onto_another_mesh(
+    tmp_path: Path, mesh8: Mesh, mesh_of: Any, make_state: Any, abstract: Any, assert_same: Any,
+    shape: tuple[int, int],
+) -> None:  # fmt: skip
+    state = make_state(mesh8)
+    template = abstract(make_state(mesh_of(data=shape[0], model=shape[1])))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, config={})
+        restored = checkpoints.restore(template)
+    assert_same(restored, state)
+    assert restored["params"]["w"].sharding == template["params"]["w"].sharding
+    assert len(restored["params"]["w"].sharding.device_set) == shape[0] * shape[1]
+
+
+def test_without_shardings_onto_one_device(tmp_path: Path, mesh8: Mesh, make_state: Any, assert_same: Any) -> None:
+    state = make_state(mesh8)
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf, state
+    )
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, config={})
+        restored = checkpoints.restore(template)
+    assert_same(restored, state)
+    assert restored["params"]["w"].sharding == SingleDeviceSharding(jax.local_devices()[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Loop:
+    model: Any
+    opt_state: Any
+    rng: jax.Array
+    step: jax.Array
+
+
+def test_dataclasses_nnx_and_optax(tmp_path: Path, assert_same: Any) -> None:
+    model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(1)))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    _, model_state = nnx.split(model)
+    state = Loop(model_state, nnx.state(optimizer), jax.random.key(0), jnp.int32(1))
+    plain = TrainState.create(apply_fn=abs, params={"w": jnp.ones((4, 4))}, tx=optax.adam(1e-3))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, (state, plain), config={})
+        assert_same(checkpoints.restore((state, plain)), (state, plain))
+
+
+def test_explicit_axes(tmp_path: Path, assert_same: Any) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    state = {"w": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, PartitionSpec("x")))}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, config={})
+        restored = checkpoints.restore(state)
+    assert_same(restored, state)
+    assert restored["w"].sharding == state["w"].sharding
+
+
+def test_a_single_array_is_a_state_too(tmp_path: Path, assert_same: Any) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, jnp.arange(5), config={})
+        assert_same(checkpoints.restore(jnp.zeros(5, jnp.int32)), jnp.arange(5))
+
+
+def test_the_newest_steps_stay(tmp_path: Path) -> None:
+    def state(step: int) -> dict[str, jax.Array]:
+        return {"w": jnp.full(4, step, jnp.float32)}
+
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        for step in (1, 5, 20, 100):
+            checkpoints.save(step, state(step), config={"step": step})
+        checkpoints.wait()
+        assert checkpoints.steps() == [20, 100]
+        assert checkpoints.restore(state(0), step=20)["w"][0] == 20
+        assert checkpoints.config(20) == {"step": 20}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "autoshard.json", "step_00000020", "step_00000100"
+    ]  # fmt: skip
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        checkpoints.save(101, state(101), config={}, block=True)
+        assert checkpoints.steps() == [20, 100, 101]
+
+
+def test_plain_orbax_reads_the_arrays(tmp_path: Path) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.arange(4.0)}}, config={"a": 1}, block=True)
+    loaded = ocp.load_checkpointables(tmp_path / "step_00000001")["state"]
+    np.testing.assert_array_equal(loaded["params"]["w"], np.arange(4.0))
+
+
+def test_the_manifest_tells_who_wrote(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)}, config={}, block=True)
+    text = (tmp_path / "step_00000001" / "_CHECKPOINT_METADATA").read_text()
+    body = json.loads(text)["custom_metadata"]["autoshard"]
+    assert body["written_by"]["devices"] == 8 and body["written_by"]["versions"]["jax"] == jax.__version__
+
+
+def test_eight_devices_to_four_to_one_in_fresh_processes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    """Real device counts, as on another machine; the digests and the values are compared in each."""
+    code = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={count}"
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from autoshard.ckpt import Checkpointer
+assert jax.device_count() == {count}
+mesh = Mesh(np.array(jax.devices()).reshape(-1, {model}), ("data", "model"))
+make = jax.jit(lambda key: dict(w=jax.random.normal(key, (16, 24)), key=key), out_shardings=dict(
+    w=NamedSharding(mesh, P("model", "data")), key=NamedSharding(mesh, P())))
+state = make(jax.random.key(0))
+with Checkpointer({path!r}) as checkpoints:
+    if not checkpoints.steps():
+        checkpoints.save(0, state, config=dict(model=1))
+    restored = checkpoints.restore(state, step=0, config=dict(model=1))
+assert restored["w"].sharding == state["w"].sharding
+print(np.asarray(restored["w"]).tobytes().hex(), jax.random.key_data(restored["key"]).tolist())
+"""
+    shapes = [(8, 2), (4, 4), (1, 1)]
+    outputs = [
+        run_python(code.format(count=count, model=model, path=str(tmp_path / "run"))) for count, model in shapes
+    ]
+    assert [output.returncode for output in outputs] == [0, 0, 0], [output.stderr[-2000:] for output in outputs]
+    assert len({output.stdout for output in outputs}) == 1

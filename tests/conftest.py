@@ -1,0 +1,128 @@
+"""What every test shares: 8 virtual CPU devices, a compilation cache, our own warnings as errors, helpers."""
+
+import hashlib
+import importlib.util
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in XLA_FLAGS:
+    os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  it reads both variables when it is imported
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE_LIMIT_BYTES = 1 << 30
+
+# No deadline: the first example of a test compiles. Derandomised: a red run is red again.
+hypothesis.settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("autoshard")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs between runs, under pytest's own cache (`pytest --cache-clear` empties it)."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or config.cache is None:
+        return
+    folder = config.cache.mkdir("jax") / _machine()
+    if not hasattr(config, "workerinput") and _size_bytes(folder) > CACHE_LIMIT_BYTES:
+        shutil.rmtree(folder, ignore_errors=True)
+    # By jax.config and not by the environment: the processes that tests start compile for themselves.
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Two programs that differ in source lines only are two: audits and plans report those lines.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def _machine() -> str:
+    """A name for what compiled code depends on and the cache's key leaves out: the processor's features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return f"{jax.__version__}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*")) if folder.exists() else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what this machine cannot run, and says why."""
+    needs = {
+        "tpu_compile": (importlib.util.find_spec("libtpu") is not None, "needs the extra aot-tpu"),
+        "cuda_compile": (
+            importlib.util.find_spec("jax_cuda13_plugin") is not None,
+            "needs the extra aot-cuda",
+        ),
+        "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
+    }
+    for item in items:
+        for marker, (is_here, reason) in needs.items():
+            if not is_here and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def own_warnings_are_errors() -> Iterator[None]:
+    """A warning of ours that a test does not expect (`pytest.warns`) fails it."""
+    from autoshard.errors import AutoshardWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoshardWarning)
+        yield
+
+
+@pytest.fixture
+def strict_numerics() -> Iterator[None]:
+    """No implicit promotion of dtypes or ranks. For our own modules; optax and foreign code need both."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def mesh_of() -> Callable[..., jax.sharding.Mesh]:
+    """Makes a mesh with Auto axes over the first devices: `mesh_of(data=2, model=4)`."""
+
+    def make(**axes: int) -> jax.sharding.Mesh:
+        kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+        devices = jax.devices()[: math.prod(axes.values())]
+        return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mesh8(mesh_of: Callable[..., jax.sharding.Mesh]) -> jax.sharding.Mesh:
+    """Eight devices, `data` 2 x `model` 4."""
+    return mesh_of(data=2, model=4)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python code in a fresh interpreter: `run_python("import autoshard", cwd=tmp_path)`."""
+
+    def run(code: str, *, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+    return run

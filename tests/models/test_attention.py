@@ -1,0 +1,218 @@
+"""`attention` against a NumPy softmax written out, its two paths against each other, and the memory they take."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from autoshard.models.attention import AUTO_BLOCKWISE_KEYS, attention
+
+MASKS = {"none": None, "keys": (2, 1, 1, True), "heads": (1, 4, True, True), "rows": (1, 1, True, 1)}
+
+
+@partial(jax.jit, static_argnames=("causal", "impl", "block_size"))
+def run(q, k, v, mask=None, **how):
+    return attention(q, k, v, mask=mask, **how)
+
+
+def qkv(seed, seq, keys=None, *, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32):
+    keys = seq if keys is None else keys
+    a, b, c = jax.random.split(jax.random.key(seed), 3)
+    q = jax.random.normal(a, (batch, seq, heads, head_dim), dtype)
+    k = jax.random.normal(b, (batch, keys, kv_heads, head_dim), dtype)
+    return q, k, jax.random.normal(c, k.shape, dtype)
+
+
+def make_mask(kind, seq, keys):
+    """Half of the pairs, and every second row of the last kind sees nothing."""
+    if MASKS[kind] is None:
+        return None
+    shape = tuple(n if flag is True else flag for flag, n in zip(MASKS[kind], (2, 4, seq, keys), strict=True))
+    if kind == "rows":
+        return (jnp.arange(seq) % 2 == 0).reshape(shape)
+    return jax.random.bernoulli(jax.random.key(9), 0.5, shape)
+
+
+def by_hand(q, k, v, causal, mask):
+    """Loops over batch, heads and rows, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    batch, seq, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    seen = np.ones((batch, heads, seq, k.shape[1]), bool)
+    if mask is not None:
+        seen &= np.asarray(mask)
+    if causal:
+        seen &= np.tril(np.ones((seq, k.shape[1]), bool))
+    out = np.zeros_like(q)
+    for b, h, i in np.ndindex(batch, heads, seq):
+        chosen = seen[b, h, i]
+        if chosen.any():
+            scores = k[b, chosen, h // group] @ q[b, i, h] / np.sqrt(head_dim)
+            weights = np.exp(scores - scores.max())
+            out[b, i, h] = weights @ v[b, chosen, h // group] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("impl, block", [("plain", 512), ("blockwise", 3), ("blockwise", 512)])
+def test_matches_softmax_written_out(impl, block, causal, kind):
+    q, k, v = qkv(0, 8)
+    mask = make_mask(kind, 8, 8)
+    out = run(q, k, v, mask, causal=causal, impl=impl, block_size=block)
+    np.testing.assert_allclose(out, by_hand(q, k, v, causal, mask), atol=2e-6)
+
+
+@settings(max_examples=10)
+@given(
+    seq=st.integers(1, 17),
+    keys=st.integers(1, 17),
+    block=st.integers(1, 20),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    kind=st.sampled_from(["none", "keys", "heads", "rows"]),
+    causal=st.booleans(),
+)
+def test_blockwise_equals_plain_with_gradients(seq, keys, block, kv_heads, kind, causal):
+    keys = seq if causal else keys
+    operands = qkv(1, seq, keys, kv_heads=kv_heads)
+    mask = make_mask(kind, seq, keys)
+    weight = jax.random.normal(jax.random.key(2), operands[0].shape)
+
+    def value_and_grads(impl):
+        def total(*qkv):
+            return jnp.sum(weight * attention(*qkv, causal=causal, impl=impl, block_size=block, mask=mask))
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*operands)
+
+    (plain, plain_grads), (blockwise, blockwise_grads) = (
+        value_and_grads("plain"),
+        value_and_grads("blockwise"),
+    )
+    np.testing.assert_allclose(blockwise, plain, rtol=1e-5, atol=1e-5)
+    for a, b in zip(blockwise_grads, plain_grads, strict=True):
+        assert np.all(np.isfinite(a))
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_gradients_match_finite_differences():
+    q, k, v = qkv(3, 5, batch=1, head_dim=4)
+    weight = jax.random.normal(jax.random.key(4), q.shape)
+    for impl in ("plain", "blockwise"):
+
+        def total(q, k, v, impl=impl):
+            return jnp.sum(weight * attention(q, k, v, causal=True, impl=impl, block_size=2))
+
+        check_grads(jax.jit(total), (q, k, v), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("impl", ["plain", "blockwise"])
+def test_grouped_heads_equal_repeated_ones(impl):
+    q, k, v = qkv(5, 6, heads=6, kv_heads=2)
+    grouped = run(q, k, v, causal=True, impl=impl, block_size=4)
+    repeated = run(q, jnp.repeat(k, 3, 2), jnp.repeat(v, 3, 2), causal=True, impl=impl, block_size=4)
+    np.testing.assert_allclose(grouped, repeated, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["plain", "blockwise"])
+def test_large_scores_and_bfloat16_stay_finite(impl):
+    q, k, v = qkv(6, 8, dtype=jnp.bfloat16)
+
+    def total(q, k, v):
+        out = attention(100 * q, 100 * k, v, causal=True, impl=impl, block_size=3)
+        assert out.dtype == jnp.bfloat16
+        return jnp.sum(out.astype(jnp.float32))
+
+    value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(q, k, v)
+    assert np.isfinite(value)
+    for grad in grads:
+        assert grad.dtype == jnp.bfloat16 and bool(jnp.all(jnp.isfinite(grad)))
+
+
+def temp_bytes(impl, seq, *, grad=True):
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(0, 1, batch=1, heads=2, head_dim=8))
+    q, k, v = (jax.ShapeDtypeStruct((1, seq, *x.shape[2:]), x.dtype) for x in (q, k, v))
+
+    def total(q, k, v):
+        return jnp.sum(attention(q, k, v, causal=True, impl=impl, block_size=128))
+
+    fn = jax.grad(total, argnums=(0, 1, 2)) if grad else total
+    return jax.jit(fn).lower(q, k, v).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_blockwise_memory_is_linear_and_plain_is_quadratic(grad):
+    blockwise = [temp_bytes("blockwise", seq, grad=grad) for seq in (1024, 4096)]
+    plain = [temp_bytes("plain", seq, grad=grad) for seq in (1024, 4096)]
+    assert blockwise[1] < 5 * blockwise[0]
+    assert plain[1] > 8 * plain[0]
+    assert blockwise[1] < plain[1] / 8
+
+
+def test_blockwise_memory_stays_linear_under_a_layers_remat_policy():
+    """A policy that keeps dots without a batch dimension must not keep a block's scores."""
+
+    def temp(seq):
+        x = jax.ShapeDtypeStruct((1, seq, 16), jnp.float32)
+        w = jax.ShapeDtypeStruct((3, 16, 2, 8), jnp.float32)
+
+        def layer(x, w):
+            q, k, v = jnp.einsum("bse,nehd->nbshd", x, w)
+            return jnp.sum(attention(q, k, v, causal=True, impl="blockwise", block_size=128))
+
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        return (
+            jax.jit(jax.grad(layer, argnums=(0, 1)))
+            .lower(x, w)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+
+    assert temp(4096) < 5 * temp(1024)
+
+
+def test_auto_goes_by_the_number_of_keys():
+    def scans(keys):
+        q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(0, 1, keys, batch=1))
+        return "scan" in str(jax.make_jaxpr(lambda *qkv: attention(*qkv, causal=False))(q, k, v))
+
+    assert scans(AUTO_BLOCKWISE_KEYS) and not scans(AUTO_BLOCKWISE_KEYS - 1)
+
+
+def test_scale_replaces_the_default():
+    q, k, v = qkv(7, 4)
+    explicit = attention(q, k, v, causal=True, scale=8**-0.5)
+    np.testing.assert_array_equal(explicit, attention(q, k, v, causal=True))
+    uniform = attention(q, k, v, causal=False, scale=0.0)
+    np.testing.assert_allclose(uniform[:, 0, 0], jnp.mean(v, axis=1)[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"heads": 3}, "3 query heads are not a multiple of 2 kv heads"),
+        ({"keys": 5}, "causal=True needs as many keys as queries"),
+        ({"impl": "flash"}, "choose 'auto', 'plain' or 'blockwise'"),
+        ({"block_size": 0}, "at least 1"),
+        ({"mask": jnp.ones((2, 1, 4, 4))}, "mask must be boolean"),
+        ({"mask": jnp.ones((2, 3, 4, 4), bool)}, "or 1 in any of them"),
+        ({"mask": jnp.ones((4, 4), bool)}, "or 1 in any of them"),
+    ],
+)
+def test_misuse_says_what_and_what_to_do(change, said):
+    shape = {name: change.pop(name) for name in ("heads", "keys") if name in change}
+    with pytest.raises(ValueError, match=said):
+        attention(*qkv(0, 4, **shape), causal=True, **change)
+
+
+def test_k_and_v_must_match():
+    q, k, v = qkv(0, 4)
+    with pytest.raises(ValueError, match="both"):
+        attention(q, k, v[:, :2], causal=True)
+    with pytest.raises(ValueError, match="agree in batch"):
+        attention(q[:1], k, v, causal=True)

@@ -1,0 +1,419 @@
+"""The GPT: what it computes, that its variants agree, and what its errors say."""
+
+import dataclasses
+import inspect
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from autoshard.models import (
+    GPT,
+    REMAT_POLICIES,
+    GPTConfig,
+    attention,
+    flops_per_token,
+    loss_fn,
+    parameter_count,
+    restack,
+)
+from autoshard.models.gpt import Norm, _dropout, _dropout_keys, _rotate, _run_blocks
+
+TINY = GPTConfig(vocab=32, layers=2, heads=4, kv_heads=2, width=16, ffn=24, context=12)
+GPT2 = dataclasses.replace(
+    TINY, kv_heads=None, norm="layernorm", positions="learned", mlp="gelu", bias=True, tie_head=False
+)
+VARIANTS = {
+    "llama": TINY,
+    "gpt2": GPT2,
+    "unrolled": dataclasses.replace(TINY, scan_layers=False),
+    "blockwise": dataclasses.replace(TINY, attention="blockwise", block_size=4),
+    "gpt2-tied-unrolled": dataclasses.replace(GPT2, tie_head=True, scan_layers=False),
+}
+
+
+@cache
+def born(cfg, seed, moved):
+    """The parameters, made in one jit; `moved` by noise, so that biases and scales are seen to matter."""
+
+    def create():
+        state = nnx.state(GPT(cfg, rngs=nnx.Rngs(seed)))
+        leaves, tree = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(5), len(leaves))
+        noise = [0.1 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
+        return jax.tree.map(jnp.add, state, jax.tree.unflatten(tree, noise)) if moved else state
+
+    return jax.jit(create)()
+
+
+def make(cfg, seed=0, moved=False):
+    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(seed))))
+    return nnx.merge(graph, born(cfg, seed, moved))
+
+
+def perturbed(cfg):
+    return make(cfg, moved=True)
+
+
+@partial(nnx.jit, static_argnames="deterministic")
+def logits_of(model, inputs, rngs=None, deterministic=True):
+    return model(inputs, deterministic=deterministic, rngs=rngs)
+
+
+def tokens(shape=(2, 9), vocab=32, seed=1):
+    return jax.random.randint(jax.random.key(seed), shape, 0, vocab)
+
+
+def loss_and_grads(model, *, key=None, inputs=None):
+    graph, params = nnx.split(model, nnx.Param)
+    inputs = tokens() if inputs is None else inputs
+
+    def loss(params):
+        total, count = loss_fn(
+            nnx.merge(graph, params), inputs, inputs[:, ::-1], deterministic=key is None, rngs=key
+        )
+        return total / count
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return value, nnx.to_pure_dict(grads)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    """Each leaf by the norm of the difference over the larger of its norm and a millionth of the whole's."""
+    whole = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(b)))
+    jax.tree.map_with_path(
+        lambda path, x, y: np.testing.assert_array_less(
+            np.linalg.norm(x - y), tolerance * max(np.linalg.norm(y), 1e-2 * whole), err_msg=str(path)
+        ),
+        a,
+        b,
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_future_token_does_not_change_past_logits(name):
+    model = perturbed(VARIANTS[name])
+    before = tokens()
+    after = before.at[:, 5].set((before[:, 5] + 1) % 32)
+    a, b = logits_of(model, before), logits_of(model, after)
+    np.testing.assert_array_equal(a[:, :5], b[:, :5])
+    assert np.all(np.max(np.abs(a[:, 5:] - b[:, 5:]), axis=-1) > 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "blockwise"])
+def test_gradients_match_finite_differences(name):
+    model = perturbed(VARIANTS[name])
+    graph, params = nnx.split(model, nnx.Param)
+    inputs = tokens((1, 6))
+
+    def loss(params):
+        total, count = loss_fn(nnx.merge(graph, params), inputs, inputs[:, ::-1])
+        return total / count
+
+    # Leaf by leaf along its own gradient, where the slope is the gradient's norm and rounding matters least.
+    loss = jax.jit(loss)
+    leaves, tree = jax.tree.flatten(params)
+    for index, grad in enumerate(jax.tree.leaves(jax.jit(jax.grad(loss))(params))):
+        norm = np.linalg.norm(grad)
+        ends = []
+        for step in (1e-2, -1e-2):
+            moved = [x + step * grad / max(norm, 1e-30) if i == index else x for i, x in enumerate(leaves)]
+            ends.append(loss(jax.tree.unflatten(tree, moved)))
+        np.testing.assert_allclose((ends[0] - ends[1]) / 2e-2, norm, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_scanned_and_unrolled_are_the_same_model(name, dropout):
+    cfg = dataclasses.replace(VARIANTS[name], dropout=dropout, layers=3)
+    scanned = perturbed(cfg)
+    unrolled = restack(scanned, scan_layers=False)
+    assert not unrolled.cfg.scan_layers and len(unrolled.blocks) == 3
+    key = jax.random.key(7) if dropout else None
+    loss, grads = loss_and_grads(scanned, key=key)
+    other, other_grads = loss_and_grads(unrolled, key=key)
+    np.testing.assert_allclose(loss, other, rtol=1e-6)
+    layers = [other_grads["blocks"][i] for i in range(3)]
+    other_grads["blocks"] = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+    assert_close(grads, other_grads)
+
+
+def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_layout():
+    scanned, unrolled = make(TINY), make(dataclasses.replace(TINY, scan_layers=False))
+    for a, b in [
+        (restack(scanned, scan_layers=False), unrolled),
+        (restack(unrolled, scan_layers=True), scanned),
+        (restack(scanned, scan_layers=True), scanned),
+    ]:
+        assert a.cfg == b.cfg
+        jax.tree.map(
+            np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(a)), nnx.to_pure_dict(nnx.state(b))
+        )
+
+
+@pytest.mark.parametrize(
+    "policy, scan",
+    [(name, True) for name in REMAT_POLICIES if name != "none"] + [("full", False), ("dots", False)],
+)
+def test_remat_changes_neither_loss_nor_gradients(policy, scan):
+    cfg = dataclasses.replace(TINY, dropout=0.2, scan_layers=scan)
+    expected = loss_and_grads(make(cfg), key=jax.random.key(2))
+    loss, grads = loss_and_grads(make(dataclasses.replace(cfg, remat=policy)), key=jax.random.key(2))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_close(grads, expected[1])
+
+
+def test_remat_policies_order_the_memory():
+    def temp(policy):
+        cfg = dataclasses.replace(TINY, layers=8, context=64, remat=policy)
+        graph, params = nnx.split(nnx.eval_shape(lambda: make(cfg)), nnx.Param)
+        inputs = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+        step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0])
+        return jax.jit(step).lower(params, inputs).compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, full = temp("none"), temp("dots"), temp("full")
+    assert full < dots < none
+
+
+def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
+    tied = perturbed(TINY)
+    untied = make(dataclasses.replace(TINY, tie_head=False))
+    values = nnx.to_pure_dict(nnx.state(tied)) | {"head": tied.embed[...].T}
+    state = nnx.state(untied)
+    nnx.replace_by_pure_dict(state, values)
+    nnx.update(untied, state)
+    loss, grads = loss_and_grads(tied)
+    other, other_grads = loss_and_grads(untied)
+    np.testing.assert_allclose(loss, other, rtol=1e-6)
+    assert_close(grads["embed"], other_grads["embed"] + other_grads["head"].T)
+    assert "head" not in grads and np.abs(other_grads["embed"]).max() > 0
+
+
+def test_dropout_is_a_function_of_its_key():
+    model, inputs = make(dataclasses.replace(TINY, dropout=0.5)), tokens()
+    key = jax.random.key(0)
+    drop = partial(logits_of, model, inputs, deterministic=False)
+    first = drop(key)
+    np.testing.assert_array_equal(first, drop(key))
+    assert np.abs(first - drop(jax.random.key(1))).max() > 1e-3
+    plain = logits_of(model, inputs)
+    assert np.abs(first - plain).max() > 1e-3
+    np.testing.assert_array_equal(plain, logits_of(make(TINY), inputs))
+
+
+def test_dropout_from_rngs_advances_its_stream():
+    model, inputs, rngs = make(dataclasses.replace(TINY, dropout=0.5)), tokens(), nnx.Rngs(dropout=3)
+    drop = partial(logits_of, model, inputs, deterministic=False)
+    first, second = drop(rngs), drop(rngs)
+    assert np.abs(first - second).max() > 1e-3
+    np.testing.assert_array_equal(first, drop(nnx.Rngs(dropout=3)))
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((64, 64))
+    dropped = _dropout(x, 0.25, jax.random.key(0))
+    assert abs(float(dropped.mean()) - 1.0) < 0.03
+    assert abs(float((dropped == 0).mean()) - 0.25) < 0.03
+
+
+def test_layers_drop_different_elements():
+    model = make(dataclasses.replace(TINY, dropout=0.5, layers=2))
+    graph, params = nnx.split(model.blocks)
+    same = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), params)
+    layer = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
+    keys = _dropout_keys(model.cfg, False, jax.random.key(0))[1:]
+    x = jax.random.normal(jax.random.key(1), (2, 9, 16))
+    one_key_twice = layer(layer(x, keys[0]), keys[0])
+    np.testing.assert_allclose(
+        _run_blocks(model.cfg, nnx.merge(graph, same), x, keys), layer(layer(x, keys[0]), keys[1]), atol=1e-6
+    )
+    assert np.abs(one_key_twice - layer(layer(x, keys[0]), keys[1])).max() > 1e-3
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_under_nnx_transforms_gradients_are_those_of_split_and_merge(scan):
+    model = make(dataclasses.replace(TINY, scan_layers=scan))
+    inputs = tokens()
+
+    @nnx.jit
+    def step(model):
+        def loss(model):
+            total, count = loss_fn(model, inputs, inputs[:, ::-1])
+            return total / count
+
+        return nnx.value_and_grad(loss)(model)
+
+    value, grads = step(model)
+    expected, expected_grads = loss_and_grads(model, inputs=inputs)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert_close(nnx.to_pure_dict(grads), expected_grads)
+
+
+def test_grouped_queries_equal_repeated_heads():
+    grouped = perturbed(TINY)
+    values = nnx.to_pure_dict(nnx.state(grouped))
+    for name in ("wk", "wv"):
+        values["blocks"]["attention"][name] = jnp.repeat(values["blocks"]["attention"][name], 2, axis=2)
+    full = make(dataclasses.replace(TINY, kv_heads=4))
+    state = nnx.state(full)
+    nnx.replace_by_pure_dict(state, values)
+    nnx.update(full, state)
+    np.testing.assert_allclose(logits_of(full, tokens()), logits_of(grouped, tokens()), atol=1e-5)
+
+
+def test_rotary_sees_distances_and_learned_sees_positions():
+    """With one token everywhere, rotary attention averages equal values: each position's logits are the same."""
+    same = jnp.full((1, 9), 3, jnp.int32)
+    rotary, learned = (logits_of(perturbed(cfg), same) for cfg in (TINY, GPT2))
+    np.testing.assert_allclose(rotary[:, 1:], rotary[:, :-1], atol=1e-5)
+    assert np.abs(learned[:, 1:] - learned[:, :-1]).max() > 1e-2
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    rows_q, rows_k = (_rotate(jnp.tile(x, (1, 6, 1, 1)), 100.0)[0, :, 0] for x in (q, k))
+    scores = rows_q @ rows_k.T
+    np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-5)
+    assert np.abs(scores[0, 1:] - scores[0, :-1]).max() > 1e-2
+    np.testing.assert_allclose(jnp.linalg.norm(rows_q, axis=-1), jnp.linalg.norm(q), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_against_their_definitions(kind):
+    norm = Norm(dataclasses.replace(GPT2, norm=kind))
+    for i, param in enumerate(
+        jax.tree.leaves(nnx.state(norm), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    ):
+        param[...] = jax.random.normal(jax.random.key(i), param.shape)
+    x = np.asarray(3 + 2 * jax.random.normal(jax.random.key(0), (2, 3, 16)))
+    centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...])
+    expected = expected + (np.asarray(norm.bias[...]) if kind == "layernorm" else 0)
+    np.testing.assert_allclose(norm(x), expected, atol=1e-5)
+    assert (norm.bias is not None) == (kind == "layernorm")
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
+    model = make(dataclasses.replace(TINY, dtype="bfloat16"))
+    assert logits_of(model, tokens()).dtype == jnp.bfloat16
+    loss, grads = loss_and_grads(model)
+    assert loss.dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    expected, _ = loss_and_grads(make(TINY))
+    np.testing.assert_allclose(loss, expected, rtol=1e-2)
+    half = make(dataclasses.replace(TINY, param_dtype="bfloat16"))
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_counts(name):
+    cfg = VARIANTS[name]
+    model = make(cfg)
+    sizes = {
+        jax.tree_util.keystr(p): x.size
+        for p, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    }
+    assert parameter_count(model) == sum(sizes.values())
+    weights = sum(size for path, size in sizes.items() if "'w" in path) + cfg.vocab * cfg.width
+    assert flops_per_token(cfg, 8) == 6 * weights + 12 * cfg.layers * cfg.width * 8
+    assert flops_per_token(cfg) == flops_per_token(cfg, cfg.context)
+
+
+def test_flops_agree_with_the_compilers_count():
+    cfg = dataclasses.replace(
+        TINY, layers=1, width=64, heads=4, kv_heads=4, ffn=256, vocab=256, scan_layers=False
+    )
+    graph, params = nnx.split(nnx.eval_shape(lambda: make(cfg)), nnx.Param)
+    x = jax.ShapeDtypeStruct((2, 12), jnp.int32)
+    step = jax.jit(jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0]))
+    analysis = step.lower(params, x).compile().cost_analysis()
+    assert 0.95 < analysis["flops"] / (24 * flops_per_token(cfg, 12)) < 1.15
+
+
+def test_initialisation_has_gpt2_deviations():
+    model = make(dataclasses.replace(GPT2, layers=8, width=64, ffn=256, vocab=256))
+    residual = 0.02 / 16**0.5
+    for weight, std in [
+        (model.embed, 0.02),
+        (model.head, 0.02),
+        (model.blocks.attention.wq, 0.02),
+        (model.blocks.attention.wo, residual),
+        (model.blocks.mlp.w_up, 0.02),
+        (model.blocks.mlp.w_down, residual),
+    ]:
+        np.testing.assert_allclose(weight[...].std(), std, rtol=0.03)
+    assert np.all(np.std(model.blocks.attention.wq[...], axis=(1, 2, 3)) > 0)
+    assert np.abs(model.blocks.attention.wq[0] - model.blocks.attention.wq[1]).max() > 0.01
+    uniform, _ = loss_and_grads(model, inputs=tokens(vocab=256))
+    np.testing.assert_allclose(uniform, np.log(256), rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"norm": "batchnorm"}, "norm is 'batchnorm'; choose one of rmsnorm, layernorm"),
+        ({"remat": "some"}, "remat is 'some'; choose one of none, full, dots"),
+        ({"width": 18}, "width 18 is not a multiple of heads 4"),
+        ({"width": 12}, "make it even, or set positions='learned'"),
+        ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"heads": 0}, "heads is 0; it must be at least 1"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_so(change, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(TINY, **change)
+
+
+def test_a_config_names_every_problem_at_once():
+    with pytest.raises(ValueError, match="mlp is 'relu'.*vocab is 0.*dropout is -1"):
+        dataclasses.replace(TINY, mlp="relu", vocab=0, dropout=-1.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_more_tokens_than_context_is_an_error(name):
+    with pytest.raises(ValueError, match=r"13 positions \(dim 1\), more than the context of 12.*larger"):
+        make(VARIANTS[name])(tokens((1, 13)))
+
+
+def test_other_misuse_of_a_call():
+    model = make(dataclasses.replace(TINY, dropout=0.1))
+    with pytest.raises(ValueError, match="pass rngs="):
+        model(tokens(), deterministic=False)
+    with pytest.raises(ValueError, match=r"integers \[batch, seq\], not float32\[2, 9\]"):
+        model(tokens().astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"int32\[9\]"):
+        model(tokens((9,)))
+
+
+def test_a_token_outside_the_vocabulary_is_loud():
+    assert np.all(np.isnan(logits_of(make(TINY), jnp.array([[32]]))))
+    assert np.all(np.isnan(logits_of(make(TINY), jnp.array([[-1]]))))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_promotion_is_implicit(name, dtype, strict_numerics):
+    cfg = dataclasses.replace(VARIANTS[name], dtype=dtype, dropout=0.1)
+    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
+
+    def loss(params, inputs, key):
+        return loss_fn(nnx.merge(graph, params), inputs, inputs, inputs > 0, deterministic=False, rngs=key)[0]
+
+    grads = jax.eval_shape(jax.grad(loss), params, jax.ShapeDtypeStruct((2, 9), jnp.int32), jax.random.key(0))
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+def test_no_sharding_annotation():
+    source = Path(inspect.getfile(GPT)).read_text() + Path(inspect.getfile(attention)).read_text()
+    for word in (
+        "PartitionSpec",
+        "with_partitioning",
+        "with_sharding_constraint",
+        "NamedSharding",
+        "out_sharding",
+    ):
+        assert word not in source

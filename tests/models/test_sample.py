@@ -1,0 +1,78 @@
+"""`generate`: what it keeps, what it samples, beyond the context too."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from autoshard.models import GPT, GPTConfig, generate
+
+CFG = GPTConfig(vocab=16, layers=1, heads=2, width=16, context=6)
+
+
+def make(**change):
+    cfg = dataclasses.replace(CFG, **change)
+    model = nnx.jit(lambda: GPT(cfg, rngs=nnx.Rngs(0)))()
+    model.embed[...] = (
+        50 * model.embed[...]
+    )  # at initialisation every token is about as likely: make it decided
+    return model
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_greedy_is_the_argmax_of_the_last_window_step_by_step(positions):
+    model = make(positions=positions)
+    run = nnx.jit(lambda model, x: model(x))
+    prompt = jnp.array([[1, 2, 3], [4, 5, 6]])
+    out = generate(model, prompt, 7, key=jax.random.key(0), temperature=0.0)
+    expected = prompt
+    for _ in range(7):
+        window = jnp.pad(expected[:, -6:], ((0, 0), (0, max(0, 6 - expected.shape[1]))))
+        logits = run(model, window)[:, min(expected.shape[1], 6) - 1]
+        expected = jnp.concatenate([expected, jnp.argmax(logits, -1)[:, None]], axis=1)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_top_1_is_greedy_and_sampling_depends_on_the_key():
+    model, prompt = make(), jnp.zeros((4, 1), jnp.int32)
+    greedy = generate(model, prompt, 8, key=jax.random.key(0), temperature=0.0)
+    np.testing.assert_array_equal(generate(model, prompt, 8, key=jax.random.key(1), top_k=1), greedy)
+    a, b, again = (generate(model, prompt, 8, key=jax.random.key(s), temperature=5.0) for s in (1, 2, 1))
+    np.testing.assert_array_equal(a, again)
+    assert np.any(np.asarray(a) != np.asarray(b))
+    assert np.any(np.asarray(a[0]) != np.asarray(a[1]))  # rows of a batch are sampled apart
+
+
+def test_samples_follow_the_models_distribution():
+    model, prompt = make(), jnp.full((4000, 1), 3, jnp.int32)
+    drawn = generate(model, prompt, 1, key=jax.random.key(0), temperature=3.0)[:, 1]
+    expected = jax.nn.softmax(model(prompt[:1])[0, 0] / 3.0)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=16) / 4000, expected, atol=0.03)
+    top = generate(model, prompt, 1, key=jax.random.key(0), temperature=3.0, top_k=3)[:, 1]
+    assert set(np.unique(top)) <= set(np.argsort(-np.asarray(expected))[:3])
+
+
+def test_a_prompt_longer_than_the_context_and_nothing_to_add():
+    model, prompt = make(), jnp.arange(9, dtype=jnp.int32)[None]
+    out = generate(model, prompt, 2, key=jax.random.key(0))
+    assert out.shape == (1, 11) and out.dtype == prompt.dtype
+    np.testing.assert_array_equal(out[:, :9], prompt)
+    np.testing.assert_array_equal(generate(model, prompt, 0, key=jax.random.key(0)), prompt)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"prompt": jnp.zeros((1, 0), jnp.int32)}, "at least one token"),
+        ({"n": -1}, "n is -1"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_k": 17}, "from 1 to the vocabulary's 16"),
+    ],
+)
+def test_misuse(change, said):
+    arguments = {"prompt": jnp.zeros((1, 1), jnp.int32), "n": 1, "key": jax.random.key(0)} | change
+    with pytest.raises(ValueError, match=said):
+        generate(make(), **arguments)
