@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("autoshard")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs, under pytest's own cache (`pytest --cache-clear` empties it)."""
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or config.cache is None:
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or getattr(config, "cache", None) is None:
         return
     folder = config.cache.mkdir("jax") / _machine()
     if not hasattr(config, "workerinput") and _size_bytes(folder) > CACHE_LIMIT_BYTES:

@@ -68,11 +68,16 @@ class Checkpointer:
         return self._directory.path
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
+        """Committed steps, ascending; the one that is being written is not among them."""
         return self._directory.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, None where there is none."""
+        """The newest step, None where there is none; one that is being written is waited for.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.wait()
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, *, config: Mapping[str, Any], block: bool = False) -> None:

@@ -71,11 +71,7 @@ def read_arrays(path: Any, wanted: Mapping[Key, Any]) -> dict[Key, Any]:
 
 def read_one(path: Any, key: Key) -> np.ndarray:
     """One leaf alone, into host memory."""
-    context = ocp.Context()
-    context.pytree_options.loading.partial_load = True
-    with context:
-        loaded = _load(path, {_STATE: nest({key: np.ndarray})})
-    return unnest(loaded[_STATE], [key])[key]
+    return unnest(_load(path, {_STATE: nest({key: np.ndarray})}, partial=True)[_STATE], [key])[key]
 
 
 def explained(error: BaseException, path: Any) -> tuple[str | None, str]:
@@ -95,9 +91,18 @@ def explained(error: BaseException, path: Any) -> tuple[str | None, str]:
     return None, " ".join(str(chain[-1] if str(chain[-1]) else error).split())
 
 
-def _load(path: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    context = ocp.Context()
+    context.pytree_options.loading.partial_load = partial
+    if jax.process_count() > 1:
+        # Each process reads for itself: where one fails, Orbax would let the others wait for it.
+        me = jax.process_index()
+        context.multiprocessing_options.primary_host = me
+        context.multiprocessing_options.active_processes = {me}
+        context.multiprocessing_options.barrier_sync_key_prefix = f"autoshard_process_{me}"
     try:
-        return ocp.load_checkpointables(path, wanted)
+        with context:
+            return ocp.load_checkpointables(path, wanted)
     except Exception:
         # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
         logging.getLogger("asyncio").addFilter(_not_orbax)

@@ -28,8 +28,8 @@ class PlanCommand(TrainConfig):
 def run(arguments: Sequence[str]) -> int:
     """Plan; see `autoshard plan --help`."""
     config = parse_config(arguments, PlanCommand, "autoshard plan", _DESCRIPTION)
-    from autoshard.train.distributed import set_virtual_devices
     from autoshard.commands.train import names_virtual_devices
+    from autoshard.train.distributed import set_virtual_devices
 
     set_virtual_devices(config.virtual_devices, explicit=names_virtual_devices(arguments))
     plan = plan_train_step(config)

@@ -22,7 +22,9 @@ def run(arguments: Sequence[str]) -> int:
 
     from autoshard import spmdrules
 
-    rows = [row for row in spmdrules.table() if not given.name or given.name in row[0] or given.name in row[1]]
+    rows = [
+        row for row in spmdrules.table() if not given.name or given.name in row[0] or given.name in row[1]
+    ]
     if not rows:
         raise ConfigError(f"no operator or family contains {given.name!r}: `autoshard rules` lists them all")
     table = Table("operator", "family", "rule", "note")

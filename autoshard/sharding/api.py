@@ -137,7 +137,7 @@ class PureFunction:
     def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a plan depends on: structure, shapes, dtypes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        return tree, tuple((jax.numpy.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x))) for x in leaves)
+        return tree, tuple((jax.numpy.shape(x), _dtype(x)) for x in leaves)
 
     @staticmethod
     def misplaced(entry: Entry, args: tuple[Any, ...]) -> bool:
@@ -188,7 +188,8 @@ def _choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any
 
 
 def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
+    dtype = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 class AutoSharded:

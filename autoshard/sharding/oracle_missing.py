@@ -16,6 +16,7 @@ from autoshard.spmdrules.rule import Rule, Shard
 
 _WAYS = 2
 _NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
+Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
 _REDUCTIONS = ("sum", "max", "min", "mul", "and", "or")
 
 
@@ -44,9 +45,9 @@ def _joins(case: Case, rule: Rule, name: str, trials: Sequence[Sequence[np.ndarr
     if all(axis is None for axis in axes):
         return None
     ways: list[set[str]] | None = None
-    for operands in trials:
+    told = [(operands, whole) for operands in trials if _tells(whole := case.run(operands))]
+    for operands, whole in told if len(told) > 1 else ():
         try:
-            whole = case.run(operands)
             pieces = _run_pieces(case, rule, name, axes, operands)
         except Exception:  # noqa: BLE001 - an operator that cannot run on pieces offers no strategy
             return None
@@ -55,6 +56,12 @@ def _joins(case: Case, rule: Rule, name: str, trials: Sequence[Sequence[np.ndarr
         if not all(ways):
             return None
     return ", ".join(min(way) for way in ways) if ways else None
+
+
+def _tells(results: Sequence[np.ndarray]) -> bool:
+    """Whether results are evidence of anything: finite numbers, and not all the same."""
+    exact = [np.asarray(x, np.complex128) for x in results]
+    return all(np.isfinite(x).all() for x in exact) and any(x.size and (x != x.flat[0]).any() for x in exact)
 
 
 def _axis(rule: Rule, dims: Any, name: str) -> int | None:
@@ -129,7 +136,7 @@ def check_linear(case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]])
             found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass"))
     known = {frozenset(g) for g in (*rule.linear, rule.moves)}
     for group in _possible_groups(case):
-        if frozenset(group) not in known and _additive(case, group, trials, _NO_ROUNDING):
+        if frozenset(group) not in known and _surely_additive(case, group, trials):
             found.append(("missing", f"is linear in operands {_listed(group)}"))
     return found
 
@@ -152,53 +159,53 @@ def _possible_groups(case: Case) -> list[tuple[int, ...]]:
     return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
 
 
-def _additive(
-    case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]], tolerance: float | None = None
-) -> bool:
-    return all(_holds(case, group, operands, _sum_terms, "sum", tolerance) for operands in trials[:3])
+def _additive(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
+    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in trials[:3])
+
+
+def _surely_additive(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
+    """Linear beyond rounding, and seen on values that tell."""
+    runs = [_run_terms(case, group, operands, _rough_terms) for operands in trials[:3]]
+    told = [terms for terms in runs if all(_tells(term) for term in terms)]
+    return bool(told) and all(_agree(terms, "sum", _NO_ROUNDING) for terms in told)
 
 
 def _monotone(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
-    if any(is_key(case.avals[i].dtype) for i in group) or any(is_key(a.dtype) for a in case.results):
+    if any(is_key(a.dtype) for a in (*case.results, *(case.avals[i] for i in group))):
         return True
-    return all(_holds(case, group, operands, _max_terms, "max") for operands in trials)
+    return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in trials)
 
 
-def _holds(
-    case: Case,
-    group: Sequence[int],
-    operands: Sequence[np.ndarray],
-    split: Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]],
-    op: str,
-    tolerance: float | None = None,
-) -> bool:
-    """Whether the operator of each of two terms, reduced, is the operator of the reduced terms."""
+def _run_terms(case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split) -> list[list[np.ndarray]]:
+    """The results for each of two terms of the operands in `group`, and for both together."""
     rng = np.random.default_rng(3)
     splits = {i: split(operands[i], rng) for i in group}
-    runs = [
-        case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)
-    ]
-    for first, second, whole in zip(*runs, strict=True):
-        if whole.dtype == np.bool_ and op == "max":
-            together = first | second
-        else:
-            together = reduce_pieces([first, second], op)
-        if difference(whole, together, tolerance):
+    return [case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)]
+
+
+def _agree(terms: Sequence[Sequence[np.ndarray]], op: str, tolerance: float | None = None) -> bool:
+    """Whether the results for two terms, reduced, are those for both together."""
+    for first, second, whole in zip(*terms, strict=True):
+        joined = "or" if whole.dtype == np.bool_ and op == "max" else op
+        if difference(whole, reduce_pieces([first, second], joined), tolerance):
             return False
     return True
 
 
-def _sum_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Two uneven terms of different sign, and their sum."""
-    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
-        first = (rng.uniform(0.2, 0.8, x.shape) * np.minimum(x, 100)).astype(x.dtype)
-        return first, (np.minimum(x, 100) - first).astype(x.dtype), np.minimum(x, 100).astype(x.dtype)
+def _exact_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Two uneven terms of different sign, and their sum, which no type rounds: what differs is the operator's."""
     if jnp.issubdtype(x.dtype, jnp.integer):
-        first, second = random_like(x, rng), random_like(x, rng)
-        return first, (-3 * second).astype(x.dtype), (first - 3 * second).astype(x.dtype)
-    # Multiples of a quarter: their sum is exact in every type, so that only the operator can be what is not linear.
+        unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+        first, second = random_like(x, rng), random_like(x, rng) * (1 if unsigned else -3)
+        return first, second.astype(x.dtype), (first + second).astype(x.dtype)
     first = np.asarray(rng.integers(-24, 25, x.shape) / 4).astype(x.dtype)
     second = np.asarray(rng.integers(-8, 9, x.shape) / -4).astype(x.dtype)
+    return first, second, np.asarray(first + second).astype(x.dtype)
+
+
+def _rough_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Two random terms and their sum."""
+    first, second = random_like(x, rng), random_like(x, rng)
     return first, second, np.asarray(first + second).astype(x.dtype)
 
 

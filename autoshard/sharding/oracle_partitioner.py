@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import _compat
 from autoshard.sharding.oracle_cases import Case, is_key, plain, typed
+from autoshard.sharding.oracle_faults import known_fault
 from autoshard.sharding.oracle_shards import device_mesh
 from autoshard.sharding.oracle_values import difference
 from autoshard.spmdrules.rule import Dims, Rule
@@ -28,9 +29,6 @@ _COLLECTIVE = re.compile(
     r"collective-broadcast|ragged-all-to-all)(?:-start)?\("
 )
 _MESH = (2, 2)
-
-# (primitive, kind of factor) -> what the installed partitioners do with it. A test checks that they still do.
-KNOWN_PARTITIONER_FAULTS: dict[tuple[str, str], str] = {}
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,11 @@ class Strategy:
 
 
 def check_partitioner(
-    case: Case, rule: Rule, counts: Sequence[Mapping[str, int]], operands: Sequence[np.ndarray]
+    case: Case,
+    rule: Rule,
+    counts: Sequence[Mapping[str, int]],
+    operands: Sequence[np.ndarray],
+    known: bool = True,
 ) -> list[tuple[tuple[str, ...], str]]:
     """Compiles an operator with the shardings of several strategies, runs it and counts its collectives.
 
@@ -57,29 +59,29 @@ def check_partitioner(
         rule: its rule.
         counts: the strategies, how many ways each factor is cut; those that no `PartitionSpec` can say are left out.
         operands: whole operands to run it on.
+        known: leave out what is among the known faults.
 
     Returns:
         For each fault its factors and what is wrong.
     """
     mesh = device_mesh(_MESH)
     assert mesh is not None
-    found = [s for c in counts if (s := _strategy(rule, c)) and not _known(case, rule, s)]
+    fault_of = functools.partial(known_fault, case.name, case.eqn.params, rule)
     groups: dict[str, list[Strategy]] = {}
-    for strategy in found:
-        groups.setdefault(_price(rule, strategy), []).append(strategy)
+    for strategy in filter(None, (_strategy(rule, c) for c in counts)):
+        if known and fault_of(strategy.factors, "wrong", "crash"):
+            continue
+        dear = known and fault_of(strategy.factors, "dear")
+        groups.setdefault("anything" if dear else _price(rule, strategy), []).append(strategy)
     whole = case.run(operands)
     faults = []
-    for strategies in groups.values():
+    for price, strategies in groups.items():
         # Compiling is what takes the time: all at once, and one by one only where something is wrong.
-        if len(strategies) > 1 and not _faults(case, rule, strategies, operands, whole, mesh):
+        if len(strategies) > 1 and not _faults(case, rule, strategies, operands, whole, mesh, price):
             continue
         for s in strategies:
-            faults += [(s.factors, fault) for fault in _faults(case, rule, [s], operands, whole, mesh)]
+            faults += [(s.factors, fault) for fault in _faults(case, rule, [s], operands, whole, mesh, price)]
     return faults
-
-
-def _known(case: Case, rule: Rule, strategy: Strategy) -> bool:
-    return any((case.name, rule.factor(f).kind) in KNOWN_PARTITIONER_FAULTS for f in strategy.factors)
 
 
 def _price(rule: Rule, strategy: Strategy) -> str:
@@ -127,6 +129,7 @@ def _faults(
     operands: Sequence[np.ndarray],
     whole: Sequence[np.ndarray],
     mesh: Mesh,
+    price: str,
 ) -> list[str]:
     """What is wrong with one program that runs the operator once for each strategy."""
     sharded = functools.partial(NamedSharding, mesh)
@@ -153,7 +156,7 @@ def _faults(
         for r, (value, expected) in enumerate(zip(outputs, whole, strict=True)):
             if wrong := difference(expected, plain(value)):
                 faults.append(f"the partitioned program is silently wrong: result {r} has {wrong}")
-    return faults + _excess(rule, strategies, operands, compiled.as_text())
+    return faults + _excess(rule, strategies, operands, price, compiled.as_text())
 
 
 def _place(x: Any, sharding: NamedSharding) -> Any:
@@ -161,10 +164,11 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(x if is_key(x.dtype) else np.asarray(x), sharding)
 
 
-def _excess(rule: Rule, strategies: Sequence[Strategy], operands: Sequence[np.ndarray], text: str) -> list[str]:
+def _excess(
+    rule: Rule, strategies: Sequence[Strategy], operands: Sequence[np.ndarray], price: str, text: str
+) -> list[str]:
     """Collectives that the rule does not account for."""
     found = [(m["op"], m["type"]) for m in _COLLECTIVE.finditer(text)]
-    price = _price(rule, strategies[0])
     names = [op for op, _ in found]
     if price == "nothing" and names:
         return [f"it should be free, but the partitioner makes {_counted(names)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -62,6 +62,10 @@ class Plan:
         fingerprint: digest of the program that the plan fits.
         chosen: the words of the candidate that was chosen, or of the request.
         candidates: the plans that were compared: (words, step time in microseconds, peak bytes).
+        function: the name of the function.
+        axis_sizes: logical axis -> its size in elements.
+        limit_bytes: what one device may hold; 0 if unknown.
+        alone: what the same step would cost on one device that holds everything; None if unknown.
     """
 
     mesh: AbstractMesh
@@ -78,6 +82,10 @@ class Plan:
     fingerprint: str = ""
     chosen: str = ""
     candidates: tuple[tuple[str, float, float], ...] = ()
+    function: str = ""
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    limit_bytes: float = 0.0
+    alone: Estimate | None = None
     bound: Any = field(default=None, repr=False, compare=False)  # planner.Bound: the function and its layout
 
     @property
@@ -161,7 +169,7 @@ class Plan:
             "storage": self.storage,
             "inputs": [leaf(x) for x in self.inputs],
             "outputs": [leaf(x) for x in self.outputs],
-            "estimate": {k: getattr(self.estimate, k) for k in Estimate.__dataclass_fields__},
+            "estimate": asdict(self.estimate),
             "target": self.target,
             "traffic": self.traffic,
             "unknown": self.unknown,
@@ -170,6 +178,10 @@ class Plan:
             "fingerprint": self.fingerprint,
             "chosen": self.chosen,
             "candidates": self.candidates,
+            "function": self.function,
+            "axis_sizes": self.axis_sizes,
+            "limit_bytes": self.limit_bytes,
+            "alone": self.alone and asdict(self.alone),
         }
         return json.dumps(data, indent=1, default=dict)
 
@@ -199,6 +211,10 @@ class Plan:
                 fingerprint=data["fingerprint"],
                 chosen=data["chosen"],
                 candidates=tuple(tuple(c) for c in data["candidates"]),
+                function=data["function"],
+                axis_sizes=data["axis_sizes"],
+                limit_bytes=data["limit_bytes"],
+                alone=Estimate(**data["alone"]) if data["alone"] else None,
             )
         except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {error!r}. Plan.to_json() writes one.") from error

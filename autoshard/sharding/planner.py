@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -251,14 +251,17 @@ class Planner:
     def _requested(self, text: str) -> Layout:
         asked = requests.parse_request(text)
         sizes = self.machine.sizes
-        if sizes is not None and any(asked.sizes.get(k) != n for k, n in sizes.items()):
-            if sorted(asked.sizes.values()) != sorted(sizes.values()) or len(set(sizes.values())) != len(sizes):
-                raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: name its axes in a table, such as "
-                                f'{{"{next(iter(sizes))}": ["batch"]}}')  # fmt: skip
+        if sizes is not None and dict(asked.sizes) != dict(sizes):
+            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what each of its axes is for, such as "
+                            f"'{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or give no mesh")  # fmt: skip
+        if sizes is not None:
+            asked = replace(asked, sizes=sizes, fixed_mesh=True)
         if asked.devices != self.machine.target.devices:
             raise PlanError(f"plan '{text}' takes {asked.devices} devices, {self.machine.target.name} has "
                             f"{self.machine.target.devices}")  # fmt: skip
-        missing = [k for k in asked.sizes if asked.sizes[k] > 1 and not requests.classes_for(k, self.roles, asked.flags)]
+        missing = [
+            k for a, k in asked.kinds.items() if asked.sizes[a] > 1 and not requests.classes_for(k, self.roles, asked.flags)
+        ]  # fmt: skip
         if missing:
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}; its logical axes are "
                             f"{', '.join(sorted(set(self.axes.names.values())))}")  # fmt: skip
@@ -312,10 +315,7 @@ class Planner:
                     self.program.outputs, self.traced.out_paths, self.traced.out_avals, outputs, strict=True
                 )
             ),
-            estimate=Estimate(
-                best.cost.step_time_us, best.cost.compute_us, best.cost.comm_us, best.cost.comm_bytes, best.peak_bytes,
-                dict(best.memory),
-            ),  # fmt: skip
+            estimate=_estimate(best),
             target=self.machine.target.name,
             traffic=tuple((kind, axis, size, line) for (kind, axis, line), size in ranked),
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
@@ -323,6 +323,10 @@ class Planner:
             fingerprint=self.traced.fingerprint,
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
+            function=self.traced.name,
+            axis_sizes={axes.name(c): axes.sizes[c] for c in axes.classes if c in axes.names},
+            limit_bytes=self.limit,
+            alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
             bound=Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh),
         )
 
@@ -359,6 +363,12 @@ class Planner:
         }
         bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh)
         return plan.where(bound=bound)
+
+
+def _estimate(candidate: Candidate) -> Estimate:
+    cost = candidate.cost
+    return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
+                    dict(candidate.memory))  # fmt: skip
 
 
 def _first_difference(plan: Plan, traced: Traced) -> str:

@@ -6,6 +6,7 @@ Words of a request, `fsdp:8 tp:4 seq`:
     zero1:N   dp, the optimizer's state in N parts          fsdp:N   dp, parameters too in N parts (ZeRO-3)
     tp:N      heads, ffn, vocabulary, ... over N devices     seq      with tp: the sequence between them too
     ep:N      experts over N devices                         cp:N     the sequence over N devices
+    state     parameters and optimizer in as many parts as there are devices, whatever the words say
 
 A table names logical axes for each mesh axis instead: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
 """
@@ -17,6 +18,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from autoshard.errors import AutoshardError
 from autoshard.sharding.axes import LogicalAxes
@@ -24,7 +26,7 @@ from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Role, Roles
 
 KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp talks most, so it gets the nearest devices
-FLAGS = ("seq",)
+FLAGS = ("seq", "state")
 STATE: tuple[Role, ...] = ("parameter", "optimizer")
 
 
@@ -34,15 +36,23 @@ class PlanRequestError(AutoshardError):
 
 @dataclass(frozen=True)
 class Request:
-    """A plan by its words: how many devices each kind of parallelism takes, and flags."""
+    """A plan by its words: the mesh axes, what each is for, and flags.
+
+    Attributes:
+        sizes: mesh axis -> devices.
+        kinds: mesh axis -> the kind of parallelism it serves.
+        flags: `seq`, `state` (state in as many parts as there are devices).
+        fixed_mesh: the axes are given and must not be split.
+    """
 
     sizes: Mapping[str, int]
+    kinds: Mapping[str, str]
     flags: frozenset[str] = frozenset()
-    shard_all_state: bool = False  # state in as many parts as there are devices
+    fixed_mesh: bool = False
 
     def __str__(self) -> str:
-        words = [f"{kind}:{n}" for kind, n in self.sizes.items()]
-        return " ".join([*words, *sorted(self.flags), *(["+state"] if self.shard_all_state else [])]) or "one device"
+        words = [f"{k}:{n}" if a == (k := self.kinds[a]) else f"{a}={k}:{n}" for a, n in self.sizes.items()]
+        return " ".join([*words, *sorted(self.flags)])
 
     @property
     def devices(self) -> int:
@@ -50,33 +60,43 @@ class Request:
         return math.prod(self.sizes.values())
 
 
+def request(sizes: Mapping[str, int], *flags: str) -> Request:
+    """A request whose mesh axes are called after what they are for."""
+    return Request(sizes, {k: k for k in sizes}, frozenset(flags))
+
+
 def parse_request(text: str) -> Request:
-    """Reads `"fsdp:8 tp:4 seq"`.
+    """Reads `"fsdp:8 tp:4 seq"`; with other names for the mesh axes, `"data=fsdp:8 model=tp:4"`.
 
     Raises:
         PlanRequestError: a word is unknown or a size is missing.
     """
     sizes: dict[str, int] = {}
+    kinds: dict[str, str] = {}
     flags: set[str] = set()
     for word in text.replace(",", " ").split():
-        kind, colon, size = word.partition(":")
-        if kind in FLAGS and not colon:
-            flags.add(kind)
+        if word in FLAGS:
+            flags.add(word)
             continue
+        name, equals, rest = word.rpartition("=")
+        kind, _, size = rest.partition(":")
+        axis = name if equals else kind
         if kind not in KINDS:
             near = difflib.get_close_matches(kind, [*KINDS, *FLAGS], n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise PlanRequestError(
-                f"plan '{text}': unknown word '{word}'; known: {', '.join(f'{k}:N' for k in KINDS)}, seq.{hint}"
+                f"plan '{text}': unknown word '{word}'; known: {', '.join(f'{k}:N' for k in KINDS)}, "
+                f"{', '.join(FLAGS)}.{hint}"
             )
         if not re.fullmatch(r"[1-9]\d*", size):
             raise PlanRequestError(f"plan '{text}': '{word}' needs a number of devices, such as {kind}:8")
-        if kind in sizes:
-            raise PlanRequestError(f"plan '{text}': '{kind}' stands twice")
-        sizes[kind] = int(size)
+        if axis in sizes:
+            raise PlanRequestError(f"plan '{text}': '{axis}' stands twice")
+        sizes[axis], kinds[axis] = int(size), kind
     if not sizes:
         raise PlanRequestError(f"plan '{text}' names no parallelism; such as 'fsdp:8' or 'dp:2 tp:4 seq'")
-    return Request({k: sizes[k] for k in KINDS if k in sizes}, frozenset(flags))
+    ordered = sorted(sizes, key=lambda a: KINDS.index(kinds[a])) if all(a == k for a, k in kinds.items()) else list(sizes)
+    return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), any(a != k for a, k in kinds.items()))
 
 
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
@@ -91,8 +111,8 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     return listed + (roles.sequence if "seq" in flags else ())
 
 
-def storage_for(kinds: Sequence[str], owners: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
-    """Which mesh axes store which state; `owners` says which kind each mesh axis belongs to."""
+def storage_for(owners: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
+    """Which mesh axes store which state; `owners` says which kind of parallelism each mesh axis serves."""
     if everything:
         return {role: tuple(owners) for role in STATE}
     full = tuple(a for a, kind in owners.items() if kind == "fsdp")
@@ -100,33 +120,36 @@ def storage_for(kinds: Sequence[str], owners: Mapping[str, str], everything: boo
     return {role: axes for role, axes in (("parameter", full), ("optimizer", moments)) if axes}  # type: ignore[misc]
 
 
-def lay_out(axes: LogicalAxes, roles: Roles, request: Request) -> Layout:
+def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
     """The layout that a request means for a program.
 
-    A kind's mesh axis is split in two where one of its logical axes is divisible only by a part of it (two key-value
-    heads over four devices); `split_axes` says which names belong together.
+    Unless the mesh is fixed, a mesh axis is split where one of its logical axes is divisible only by a part of it (two
+    key-value heads over four devices): `tp` becomes `tp` and `tp_1`.
     """
     mesh: dict[str, int] = {}
     owners: dict[str, str] = {}
     table: dict[str, tuple[int, ...]] = {}
-    for kind, size in request.sizes.items():
-        if size == 1 and len(request.sizes) > 1:
-            continue
-        classes = classes_for(kind, roles, request.flags)
-        for i, part in enumerate(_parts(size, [axes.sizes[c] for c in classes])):
-            name = f"{kind}_{i}" if i else kind
+    for axis, size in asked.sizes.items():
+        kind = asked.kinds[axis]
+        classes = classes_for(kind, roles, asked.flags)
+        parts = [size] if asked.fixed_mesh else _parts(size, [axes.sizes[c] for c in classes])
+        for i, part in enumerate(parts):
+            name = f"{axis}_{i}" if i else axis
             mesh[name], owners[name], table[name] = part, kind, classes
-    storage = storage_for(list(request.sizes), owners, request.shard_all_state)
-    return Layout(axes, roles, mesh, table, storage)
+    return Layout(axes, roles, mesh, table, storage_for(owners, "state" in asked.flags))
 
 
 def _parts(size: int, class_sizes: Sequence[int]) -> list[int]:
-    """A mesh axis of `size` in the coarsest factors that let each class use as many of them as divide it."""
+    """A mesh axis of `size` in the coarsest factors of which every class can use as many as divide it."""
     parts = [size]
     for n in class_sizes:
+        most = math.gcd(size, n)
+        if any(math.prod(some) == most for k in range(len(parts) + 1) for some in combinations(parts, k)):
+            continue
         out: list[int] = []
         for part in parts:
-            shared = math.gcd(part, n // math.gcd(n, math.prod(out)) if n else part)
+            shared = math.gcd(part, most)
+            most //= shared
             out += [shared, part // shared] if 1 < shared < part else [part]
         parts = out
     return parts
@@ -142,10 +165,10 @@ def seeds(roles: Roles, devices: int) -> Iterator[Request]:
                 inner = {k: n for k, n in (("cp", cp), ("ep", ep), ("tp", tp)) if n > 1}
                 for sizes in _batch_kinds(rest) if roles.batch is not None or rest == 1 else []:
                     whole = {**sizes, **inner} or {"dp": 1}
-                    for flags in [frozenset[str](), frozenset({"seq"})] if tp > 1 and roles.sequence else [frozenset[str]()]:
-                        yield Request(whole, flags)
+                    for flags in [[], ["seq"]] if tp > 1 and roles.sequence else [[]]:
+                        yield request(whole, *flags)
                         if len(whole) > 1 or "fsdp" not in whole:
-                            yield Request(whole, flags, shard_all_state=True)
+                            yield request(whole, *flags, "state")
 
 
 def _batch_kinds(n: int) -> list[dict[str, int]]:

@@ -10,6 +10,7 @@ sequence    axes of the data other than batch
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Roles:
     parallel: tuple[int, ...]
     experts: tuple[int, ...]
     vocabulary: tuple[int, ...]
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  # with the query groups of each key-value head behind them
 
 
 def nbytes(aval: Any) -> int:
@@ -76,6 +77,9 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     ordered = _major_first(ordered, axes, parameters)
     able = (shared | use.indexed | use.experts) - {residual} - use.inner
     parallel = tuple(c for c in ordered if c in able)
+    groups = {
+        c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
+    }  # fmt: skip
     data = [v for v, role in inputs.items() if role == "data"]
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in dim
@@ -89,7 +93,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
         parallel=parallel,
         experts=tuple(c for c in ordered if c in use.experts),
         vocabulary=tuple(c for c in ordered if c in use.indexed),
-        heads=tuple(c for c in parallel if c in use.heads),
+        heads=tuple(c for c in parallel if c in use.heads or c in groups),
     )
 
 

@@ -17,7 +17,7 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
-from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, seeds, storage_for
+from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, seeds
 from autoshard.sharding.roles import Roles
 
 
@@ -79,20 +79,15 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Ca
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
-    for request in seeds(roles, devices):
-        yield str(request), lay_out(axes, roles, request)
+    for asked in seeds(roles, devices):
+        yield str(asked), lay_out(axes, roles, asked)
 
 
 def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
     """Every way to give the axes of a named mesh to the kinds of parallelism that the program has."""
-    useful = [k for k in KINDS if classes_for(k, roles, frozenset())]
-    for kinds in product(useful or ["dp"], repeat=len(mesh)):
-        for flags in [frozenset[str](), frozenset({"seq"})] if "tp" in kinds and roles.sequence else [frozenset[str]()]:
-            owners = dict(zip(mesh, kinds, strict=True))
-            table = {a: classes_for(kind, roles, flags) for a, kind in owners.items()}
-            for everything in (False, True):
-                storage = storage_for(kinds, owners, everything)
-                words = Request({f"{a}={k}": mesh[a] for a, k in owners.items()}, flags, everything)
-                yield str(words), Layout(axes, roles, mesh, table, storage)
-
-
+    useful = [k for k in KINDS if classes_for(k, roles, frozenset())] or ["dp"]
+    for kinds in product(useful, repeat=len(mesh)):
+        sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
+        for flags in [[*seq, *state] for seq in sequences for state in ([], ["state"])]:
+            asked = Request(mesh, dict(zip(mesh, kinds, strict=True)), frozenset(flags), fixed_mesh=True)
+            yield str(asked), lay_out(axes, roles, asked)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,10 @@ import numpy as np
 from autoshard import _compat
 from autoshard.errors import AutoshardError
 from autoshard.spmdrules.program import Program, build
+
+
+# Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
+OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)
 
 
 class StateChangedError(AutoshardError):
@@ -119,7 +124,11 @@ def trace(
         out.append(tree)
         return result
 
-    closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
+    token = OUTER_PLAN.set(True)
+    try:
+        closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
+    finally:
+        OUTER_PLAN.reset(token)
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
     owners = [k[1].idx if k[0].idx == 0 else -1 for k, _ in flat]  # type: ignore[attr-defined]
     in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
@@ -151,9 +160,11 @@ def _match_state(
     used: set[int] = set()
     for owner in sorted(set(owners)):
         leaves = {relative[i]: i for i, o in enumerate(owners) if o == owner}
-        if owner < 0 or (len(leaves) == 1 and owner not in donated and len(out_keys) == 1):
-            continue  # a lone array that becomes a lone array is as likely an activation
+        if owner < 0:
+            continue
         fits = [part for part in parts.values() if part.keys() == leaves.keys() and not used & set(part.values())]
+        if len(leaves) == 1 and owner not in donated:  # a lone array: an activation, unless it stands where it stood
+            fits = [part for part in fits if len(out_keys) > 1 and _stands_at(out_keys[min(part.values())], owner)]
         same = [p for p in fits if all(_same(avals[leaves[k]], out_avals[p[k]]) for k in leaves)]
         if same:
             pairs += [(leaves[k], same[0][k]) for k in leaves]
@@ -161,6 +172,10 @@ def _match_state(
         elif owner in donated and fits and len(leaves) > 1:
             _complain(name, owner, leaves, fits[0], avals, out_avals)
     return pairs
+
+
+def _stands_at(keys: Any, owner: int) -> bool:
+    return len(keys) > 0 and getattr(keys[0], "idx", None) == owner
 
 
 def _same(a: Any, b: Any) -> bool:

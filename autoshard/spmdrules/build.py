@@ -1,4 +1,4 @@
-"""What the families share: giving dimensions their factors, and the parameters and bodies that many have alike."""
+"""What the families share: giving dimensions their factors, and what many do to parameters."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Build:
 
     def __init__(self) -> None:
         self.factors: dict[str, Factor] = {}
+        self.lettered = 0
 
     def dim(self, stem: str, size: int, kind: Kind = "pass", op: Reduction | None = None) -> Dim:
         """A new dimension of one factor: `stem`, or `stem1`, ... where that is taken.
@@ -42,7 +43,9 @@ class Build:
 
     def next(self, size: int, kind: Kind = "pass") -> Dim:
         """A new dimension, called by the next free letter."""
-        return self.dim(_LETTERS[len(self.factors) % 26], size, kind)
+        dim = self.dim(_LETTERS[self.lettered % 26], size, kind)
+        self.lettered += len(dim)
+        return dim
 
     def dims(self, shape: Sequence[int]) -> Dims:
         """New pass-through dimensions, called by letters in order."""

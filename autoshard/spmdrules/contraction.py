@@ -11,7 +11,7 @@ from autoshard._compat import primitive
 from autoshard.spmdrules.build import Build, Dim, drops_sharding
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, Rule, Shard
-from autoshard.spmdrules.window import window_count
+from autoshard.spmdrules.window import slide
 
 _EITHER = ((0,), (1,))
 
@@ -89,7 +89,8 @@ def conv_general_dilated(
     """``n c s, o c x -> n o t; reduce c; whole s x t; linear 0; linear 1``: batch, features in and out.
 
     With feature groups ``n (g c) s, (g o) c x -> n (g o) t``, with batch groups ``(g n) c s, (g o) c x -> n (g o) t``.
-    Spatial dimensions are whole. The kernel's must be: the partitioner returns wrong gradients where one is cut.
+    Spatial dimensions are whole, but for patches that do not overlap: ``n c (t x), o c x -> n o t``. The kernel's
+    always are: the partitioner returns wrong gradients where one is cut.
 
     https://openxla.org/stablehlo/spec#convolution
     """
@@ -102,7 +103,7 @@ def conv_general_dilated(
     o = build.dim("o", kernel.shape[rhs[0]] // max(features, batches))
     in_batch, in_feature = (group + n, c) if batches > 1 else (n, group + c)
     spatial = [
-        _slid(build, x.shape[d], kernel.shape[k], *slid)
+        slide(build, x.shape[d], kernel.shape[k], *slid, stem="s")
         for d, k, *slid in zip(lhs[2:], rhs[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ]
     x_dims = _arrange(lhs, [in_batch, in_feature, *(s[0] for s in spatial)])
@@ -120,17 +121,6 @@ def conv_general_dilated(
 
     needs_local = group or out_sharding is not None
     return build.rule([x_dims, kernel_dims], [result], _EITHER, local=local if needs_local else None)
-
-
-def _slid(
-    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int
-) -> tuple[Dim, Dim, Dim]:
-    """A spatial dimension of input, kernel and result; it passes where each window is one element."""
-    if (window, stride, tuple(padding), base) == (1, 1, (0, 0), 1):
-        dim = build.dim("s", size)
-        return dim, (), dim
-    counted = window_count(size, window, stride, padding, base, dilation)
-    return build.whole(size, "s"), build.whole(window, "x"), build.whole(counted, "t")
 
 
 def _arrange(spec: Sequence[int], dims: Sequence[Dim]) -> Dims:

@@ -248,11 +248,11 @@ def scatter_sub(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_mul"))
 def scatter_mul(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:mul; index v``: rows multiplied onto those at given positions.
+    """``v d, n, n d -> v d; reduce n:mul; index v; linear 0``: rows multiplied onto those at given positions.
 
     https://openxla.org/stablehlo/spec#scatter
     """
-    return _scatter("scatter_mul", (x, indices, updates), params, "reduce", "mul", 1)
+    return _scatter("scatter_mul", (x, indices, updates), params, "reduce", "mul", 1).where(linear=((0,),))
 
 
 @rule(primitive("scatter_min"))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from autoshard.spmdrules.build import Build, drops_sharding
 from autoshard.spmdrules.registry import rule
-from autoshard.spmdrules.rule import Dims, Kind, Reduction, Rule
+from autoshard.spmdrules.rule import Dims, Kind, Reduction, Rule, Shard
 
 
 def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
@@ -92,14 +93,34 @@ def reduce_xor(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: An
     return reduced(x, axes, "xor", out_sharding)
 
 
-@rule(lax.argmax_p, lax.argmin_p)
-def arg_reduction(x: Any, *, axes: Sequence[int], **_: Any) -> Rule:
-    """``a w -> a; whole w``: where the largest element is; the positions alone of two halves cannot be compared.
+@rule(lax.argmax_p)
+def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
+    """``a r -> a; reduce r:argmax``: where the largest element is, each shard's own in the whole dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmax.html
     """
-    dims, build = _along(x.shape, axes, "whole")
-    return build.rule([dims], [tuple(dim for d, dim in enumerate(dims) if d not in axes)])
+    return _position(lax.argmax, x, axes, index_dtype, "argmax")
+
+
+@rule(lax.argmin_p)
+def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
+    """``a r -> a; reduce r:argmin``: where the smallest element is, each shard's own in the whole dimension.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmin.html
+    """
+    return _position(lax.argmin, x, axes, index_dtype, "argmin")
+
+
+def _position(find: Callable[..., Any], x: Any, axes: Sequence[int], index_dtype: Any, op: Reduction) -> Rule:
+    made = reduced(x, axes, op)
+    (axis,) = axes
+    searched = made.operands[0][axis]
+
+    def body(shard: Shard, x: Any) -> Any:
+        here = find(x, axis, index_dtype)
+        return here + jnp.asarray(shard.offset(searched[0]), index_dtype) if searched else here
+
+    return made.where(body=body)
 
 
 @rule(lax.reduce_p)

@@ -1,4 +1,4 @@
-"""Operators on windows that slide over some dimensions. A dimension with windows of one element passes."""
+"""Operators on windows that slide over some dimensions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from autoshard._compat import primitive, primitives
-from autoshard.spmdrules.build import Build, like
+from autoshard.spmdrules.build import Build, Dim
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, Rule
 
@@ -22,6 +22,25 @@ def window_count(
     return 0 if padded < extent else (padded - extent) // stride + 1
 
 
+def slide(
+    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int, stem: str = "w"
+) -> tuple[Dim, Dim, Dim]:
+    """A dimension over which windows slide, the window's own, and the one that counts windows.
+
+    Windows of one element pass. Those that neither overlap nor leave anything out make two factors of the dimension,
+    which windows and which element of one. All others need it whole.
+    """
+    simple = (tuple(padding), base) == ((0, 0), 1)
+    if simple and window == stride == 1:
+        dim = build.next(size)
+        return dim, (), dim
+    if simple and window == stride and dilation == 1 and size and size % window == 0:
+        counted, element = build.dim("t", size // window), build.whole(window, "x")
+        return counted + element, element, counted
+    counted = window_count(size, window, stride, padding, base, dilation)
+    return build.whole(size, stem), build.whole(window, "x"), build.whole(counted, "t")
+
+
 def _windows(
     shape: Sequence[int],
     window_dimensions: Sequence[int],
@@ -32,19 +51,15 @@ def _windows(
 ) -> tuple[Build, Dims, Dims]:
     """A builder, the dimensions that the windows slide over, and those that count the windows."""
     ones = (1,) * len(shape)
-    slid = list(
-        zip(
-            window_dimensions, window_strides, map(tuple, padding), base_dilation or ones, window_dilation or ones,
+    build = Build()
+    slid = [
+        slide(build, *along)
+        for along in zip(
+            shape, window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones,
             strict=True,
         )
-    )  # fmt: skip
-    passes = [window[:4] == (1, 1, (0, 0), 1) for window in slid]
-    build, rest = like([n if same else 1 for n, same in zip(shape, passes, strict=True)])
-    whole, counted = list(rest), list(rest)
-    for d, size in enumerate(shape):
-        if not passes[d]:
-            whole[d], counted[d] = build.whole(size), build.whole(window_count(size, *slid[d]), "t")
-    return build, tuple(whole), tuple(counted)
+    ]  # fmt: skip
+    return build, tuple(full for full, _, _ in slid), tuple(counted for _, _, counted in slid)
 
 
 @rule(primitive("reduce_window_sum"))

@@ -67,7 +67,9 @@ def make_program_of(config: TrainConfig) -> Program:
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """The train step of a run."""
-    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
+    return make_train_step(
+        program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation
+    )
 
 
 def make_source(config: TrainConfig) -> Source:
@@ -111,16 +113,19 @@ def load_function(name: str, option: str) -> Callable[..., Any]:
         ConfigError: There is none.
     """
     if not is_function(name):
-        raise ConfigError(f"{option} {name!r} is unknown: give package.module:function" + (
-            ", or gpt for the built-in model" if option == "--model" else ""
-        ))
+        raise ConfigError(
+            f"{option} {name!r} is unknown: give package.module:function"
+            + (", or gpt for the built-in model" if option == "--model" else "")
+        )
     module_name, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+        raise ConfigError(
+            f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?"
+        ) from error
     if not callable(getattr(module, function, None)):
         raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
     return getattr(module, function)

@@ -33,7 +33,12 @@ class Evaluation:
 
 
 def evaluate(
-    placed: PlacedEvalStep, state_parts: tuple[Tree, Tree, Tree], source: Source, *, batches: int = 0, prefetch: int = 2
+    placed: PlacedEvalStep,
+    state_parts: tuple[Tree, Tree, Tree],
+    source: Source,
+    *,
+    batches: int = 0,
+    prefetch: int = 2,
 ) -> Evaluation:
     """Measure the loss over held-out batches; sums are added up in double precision on the host.
 

@@ -66,7 +66,9 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the last step, or until a signal asks to stop."""
-        checkpoints = Checkpointer(self.run_dir / rundir.CHECKPOINTS, keep=self.config.keep_checkpoints or None)
+        checkpoints = Checkpointer(
+            self.run_dir / rundir.CHECKPOINTS, keep=self.config.keep_checkpoints or None
+        )
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             state = self._first_state(checkpoints)
             start = int(state.step)
@@ -119,7 +121,10 @@ class Trainer:
 
     def _introduce(self, reporter: Reporter, start: int) -> None:
         reporter.say(str(self.placed.plan))
-        parameters = sum(leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen)))
+        parameters = sum(
+            leaf.size
+            for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
+        )
         origin = f"continues from step {start}" if self.config.resume else "starts"
         reporter.say(
             f"{parameters:,} parameters on {jax.device_count()} {jax.devices()[0].platform} devices; "
@@ -138,7 +143,12 @@ class Trainer:
         return Prefetcher(range(start, self.config.steps), make, self.config.prefetch)
 
     def _steps(
-        self, state: TrainState, start: int, checkpoints: Checkpointer, reporter: Reporter, interrupts: Interrupts
+        self,
+        state: TrainState,
+        start: int,
+        checkpoints: Checkpointer,
+        reporter: Reporter,
+        interrupts: Interrupts,
     ) -> tuple[int, TrainState]:
         config, done, last_loss = self.config, start, None
         clock = Clock(self._tokens_per_step(), self._flops_per_step())
@@ -191,9 +201,15 @@ class Trainer:
     def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
         if interrupted_by is None and self.config.sample_tokens:
             text = sample_text(
-                self.program, state, load_codec(self.config.tokenizer), self.config.prompt, self.config.sample_tokens
+                self.program,
+                state,
+                load_codec(self.config.tokenizer),
+                self.config.prompt,
+                self.config.sample_tokens,
             )
-            reporter.say(f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one.")
+            reporter.say(
+                f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one."
+            )
             if text is not None and distributed.is_main():
                 (self.run_dir / rundir.SAMPLE).write_text(text)
         if distributed.is_main():
@@ -224,4 +240,3 @@ def train(config: TrainConfig) -> Result:
     """
     distributed.initialize()
     return Trainer(config).run()
-

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autoshard
 from autoshard.errors import ConfigError
+from autoshard.sharding.machine import device_mesh, mesh_sizes
 from autoshard.train.config import TrainConfig
 from autoshard.train.state import Program, TrainState
 from autoshard.train.step import EvalStep, TrainStep, batch_shapes
@@ -81,12 +81,16 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> 
     plan = step.plan(shapes, batch)
     state_shardings, batch_shardings = shardings(plan)
     placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, state_shardings
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings,
     )
     return PlacedStep(step, plan, placed, batch, batch_shardings)
 
 
-def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
+def place_eval_step(
+    eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig
+) -> PlacedEvalStep:
     """Plan the evaluation step around the train state's arrays, which stay where they are."""
     step = autoshard.auto_shard(eval_step)
     batch = batch_shapes(config.microbatch_size, config.gpt.context)
@@ -96,18 +100,14 @@ def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], c
 
 
 def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
-    """The plan's shardings of each argument, on the devices of this machine."""
-    mesh = mesh or concrete_mesh(plan)
+    """The plan's shardings of each argument, over a mesh of devices: the plan's own over this machine's by default.
+
+    Raises:
+        PlanError: The plan's mesh has more devices than this machine.
+    """
+    mesh = mesh or device_mesh(mesh_sizes(plan.mesh))
     return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), plan.in_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        lambda spec: NamedSharding(mesh, spec),
+        plan.in_specs,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
-
-
-def concrete_mesh(plan: Any) -> Mesh:
-    """The plan's mesh, over the devices of this machine."""
-    sizes, devices = plan.mesh.axis_sizes, jax.devices()
-    needed = int(np.prod(sizes))
-    if needed > len(devices):
-        raise ConfigError(f"the plan needs {needed} devices, this machine has {len(devices)}: plan for fewer")
-    kinds = (AxisType.Auto,) * len(sizes)
-    return Mesh(np.asarray(devices[:needed]).reshape(sizes), plan.mesh.axis_names, axis_types=kinds)

@@ -29,7 +29,8 @@ def _gpt2(name: str, layers: int, heads: int, width: int) -> TrainConfig:
         ),
         optimizer=OptimizerConfig(learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000),
         steps=100_000,
-        batch_size=480,
+        batch_size=512,
+        accumulation=8,
         eval_every=1000,
         checkpoint_every=1000,
     )
@@ -40,7 +41,9 @@ PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
         # A first run: minutes on two cores, split into eight virtual devices.
         "quick": TrainConfig(
             gpt=GPTConfig(layers=4, heads=4, width=128, context=128),
-            optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=25, beta2=0.99),
+            optimizer=OptimizerConfig(
+                learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=25, beta2=0.99
+            ),
             steps=250,
             batch_size=64,
             virtual_devices=8,
@@ -81,6 +84,7 @@ PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
             optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
             steps=100_000,
             batch_size=512,
+            accumulation=2,
             eval_every=1000,
             checkpoint_every=1000,
         ),

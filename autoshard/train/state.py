@@ -157,4 +157,6 @@ def _check_freeze(model: nnx.Module, freeze: tuple[str, ...]) -> None:
             f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: {', '.join(names)}"
         )
     if all(matches(name, freeze) for name in names):
-        raise ConfigError(f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some to train")
+        raise ConfigError(
+            f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some to train"
+        )

@@ -98,7 +98,9 @@ def files_of() -> Callable[[Path], dict[str, bytes]]:
 
     def read(directory: Path) -> dict[str, bytes]:
         return {
-            str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()
+            str(file.relative_to(directory)): file.read_bytes()
+            for file in directory.rglob("*")
+            if file.is_file()
         }
 
     return read

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt import CheckpointError, Checkpointer
+from autoshard.ckpt import Checkpointer, CheckpointError
 
 LEAVES = 6
 
@@ -82,6 +82,12 @@ def test_blocking_means_committed(tmp_path: Path) -> None:
         assert checkpoints.latest() == 4
 
 
+def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(4, {"w": jnp.ones(3)}, config={})
+        assert checkpoints.latest() == 4
+
+
 def test_leaving_the_with_block_finishes_the_save(tmp_path: Path) -> None:
     with pytest.raises(KeyError), Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(4, {"w": jnp.ones(3)}, config={})
@@ -100,7 +106,9 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
         with monkeypatch.context() as patch:
             patch.setattr(ocp, "save_checkpointables", full)
             checkpoints.save(2, {"w": jnp.ones(3)}, config={})
-            with pytest.raises(CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"):
+            with pytest.raises(
+                CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"
+            ):
                 checkpoints.wait()
         checkpoints.wait()  # told once
         checkpoints.save(3, {"w": jnp.ones(3)}, config={}, block=True)
@@ -110,7 +118,11 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
 def test_leftovers_of_killed_saves_are_removed_by_the_next_writer(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)}, config={})
-    for name in ("step_00000002.orbax-checkpoint-tmp", "step_00000003.orbax-checkpoint-tmp-17", "removed.step_00000000"):
+    for name in (
+        "step_00000002.orbax-checkpoint-tmp",
+        "step_00000003.orbax-checkpoint-tmp-17",
+        "removed.step_00000000",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part").write_text("half")
     with Checkpointer(tmp_path) as checkpoints:

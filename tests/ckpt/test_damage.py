@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.ckpt import CheckpointError, Checkpointer, CheckpointWarning, DamagedCheckpointError
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -30,11 +30,17 @@ def large_state(mesh: Mesh, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
     leaves = {f"w{i}": rng.normal(size=(64, 256)).astype(np.float32) for i in range(3)}
-    return {"params": jax.device_put(leaves, sharding), "host": rng.normal(size=2000), "step": jnp.int32(seed)}
+    return {
+        "params": jax.device_put(leaves, sharding),
+        "host": rng.normal(size=2000),
+        "step": jnp.int32(seed),
+    }
 
 
 def payload_files(step: Path) -> list[Path]:
-    return [file for file in sorted((step / "state").rglob("*")) if file.is_file() and file.parent.name == "d"]
+    return [
+        file for file in sorted((step / "state").rglob("*")) if file.is_file() and file.parent.name == "d"
+    ]
 
 
 def flip(file: Path, bit: int) -> None:
@@ -55,7 +61,7 @@ def run(tmp_path: Path, mesh8: Mesh) -> tuple[Checkpointer, dict[int, Any]]:
 
 
 def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: Any) -> None:
-    """Random bits over all payload bytes: each is found, or lies where nothing is read and changes nothing."""
+    """Random bits over all payload bytes: each is found, or lies where nothing is read."""
     checkpoints, states = run
     rng = random.Random(SEED)
     files = payload_files(tmp_path / "step_00000003")
@@ -99,7 +105,13 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
             assert "step 3" in str(error)
             outcomes[str(file.relative_to(step))] = "found"
         file.write_bytes(whole)
-    roots = ("_CHECKPOINT_METADATA", "state/manifest.ocdbt", "digests/manifest.ocdbt", "state/d/", "digests/d/")
+    roots = (
+        "_CHECKPOINT_METADATA",
+        "state/manifest.ocdbt",
+        "digests/manifest.ocdbt",
+        "state/d/",
+        "digests/d/",
+    )
     assert all(what == "found" for file, what in outcomes.items() if file.startswith(roots)), outcomes
     assert "found" in [what for file, what in outcomes.items() if file.startswith("state/ocdbt.process_0/d/")]
     assert_same(checkpoints.restore(states[3], step=3), states[3])
@@ -117,7 +129,9 @@ def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
     assert checkpoints.verify(2) == []
 
 
-def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_differ_from_their_digest(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What Orbax reads without complaint is still compared."""
     from autoshard.ckpt import storage
 
@@ -130,7 +144,9 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
         return arrays
 
     monkeypatch.setattr(storage, "read_arrays", wrong)
-    with pytest.raises(DamagedCheckpointError, match="other values than were saved in 1 leaves:\n  params/w1\nNo earlier"):
+    with pytest.raises(
+        DamagedCheckpointError, match="other values than were saved in 1 leaves:\n  params/w1\nNo earlier"
+    ):
         checkpoints.restore(states[3])
 
 
@@ -181,7 +197,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpoints:
     for step in range(10_000):
         checkpoints.save(step, state, config={})
         state = advance(state)
-        print(checkpoints.latest(), flush=True)
+        print(max(checkpoints.steps(), default=None), flush=True)
 """
 
 

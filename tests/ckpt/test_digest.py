@@ -86,7 +86,9 @@ def test_order_counts() -> None:
 
 def test_blocks_of_constants_differ() -> None:
     """A plain weighted sum would keep only the exponent's bits of these."""
-    digests = {digest.host_digest(np.full(4096, value, np.float32)) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 4.0)}
+    digests = {
+        digest.host_digest(np.full(4096, value, np.float32)) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 4.0)
+    }
     assert len(digests) == 6
 
 

@@ -26,18 +26,23 @@ mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 def values(seed):
     w = jnp.arange(64.0 * 96).reshape(64, 96) + seed
     put = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
-    return {"w": put(w, "data", "model"), "r": put(w[0], "model"), "whole": put(w[1]), "key": jax.random.key(seed)}
+    sharded = {"w": put(w, "data", "model"), "r": put(w[0], "model")}
+    return sharded | {"whole": put(w[1]), "key": jax.random.key(seed)}
 
 advance = jax.jit(lambda w: w + 1, donate_argnums=0)
 state = {**values(0), "host": np.arange(3), "local": jnp.float32(2)}
-describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+
+def describe(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+
 template = jax.tree.map(describe, state)
 
 def same(restored, step):
     for shard in restored["w"].addressable_shards:
         whole = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + step
         np.testing.assert_array_equal(shard.data, whole[shard.index])
-    assert (jax.random.key_data(restored["key"]).addressable_data(0) == jax.random.key_data(jax.random.key(0))).all()
+    bits = jax.random.key_data(restored["key"]).addressable_data(0)
+    assert (bits == jax.random.key_data(jax.random.key(0))).all()
     assert restored["local"] == 2 and (restored["host"] == np.arange(3)).all()
 
 with Checkpointer(directory, keep=None) as checkpoints:

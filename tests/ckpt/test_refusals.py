@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.ckpt import CheckpointError, Checkpointer, MismatchError
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.errors import AutoshardError
 
 STATE = {"params": {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, "step": jnp.int32(1), "rng": jax.random.key(0)}
@@ -69,7 +69,10 @@ def test_a_config_of_another_model(saved: Path) -> None:
             checkpoints.restore(STATE, config=other)
         text = str(caught.value)
         assert "model.width: saved 8, wanted 16" in text and "differs in 3 keys" in text
-        assert "model.layers: saved 2, wanted nothing" in text and "model.bias: saved nothing, wanted False" in text
+        assert (
+            "model.layers: saved 2, wanted nothing" in text
+            and "model.bias: saved nothing, wanted False" in text
+        )
         assert "tied" not in text
         # Only the model's section counts where there is one; without one, everything.
         checkpoints.restore(STATE, config=CONFIG | {"train": {"steps": 99}})
@@ -91,7 +94,10 @@ def test_a_step_that_exists_is_never_overwritten(saved: Path, files_of: Callable
 
 
 def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with Checkpointer(saved) as checkpoints, pytest.raises(CheckpointError, match="no step 7 in .*: it has 1"):
+    with (
+        Checkpointer(saved) as checkpoints,
+        pytest.raises(CheckpointError, match="no step 7 in .*: it has 1"),
+    ):
         checkpoints.restore(STATE, step=7)
     nowhere = tmp_path_factory.mktemp("empty") / "new"
     with Checkpointer(nowhere) as checkpoints:
@@ -104,7 +110,9 @@ def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPa
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path, files_of: Callable[[Path], Any]) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"not a checkpoint directory of autoshard: it holds thesis\.tex"):
+    with pytest.raises(
+        CheckpointError, match=r"not a checkpoint directory of autoshard: it holds thesis\.tex"
+    ):
         Checkpointer(tmp_path)
     assert files_of(tmp_path) == {"thesis.tex": b"mine"}
 
@@ -122,7 +130,10 @@ def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file"):
         Checkpointer(tmp_path / "file")
-    with Checkpointer(tmp_path / "file" / "below") as checkpoints, pytest.raises(CheckpointError, match="cannot"):
+    with (
+        Checkpointer(tmp_path / "file" / "below") as checkpoints,
+        pytest.raises(CheckpointError, match="cannot"),
+    ):
         checkpoints.save(1, STATE, config={})
 
 
@@ -179,7 +190,10 @@ def test_a_state_without_leaves_and_a_config_that_is_no_json(tmp_path: Path) -> 
 def test_a_state_donated_before_the_save(tmp_path: Path) -> None:
     state = {"w": jnp.ones(8)}
     jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(state)
-    with Checkpointer(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="donated before the save:\n  w"):
+    with (
+        Checkpointer(tmp_path) as checkpoints,
+        pytest.raises(CheckpointError, match="donated before the save:\n  w"),
+    ):
         checkpoints.save(1, state, config={})
 
 

@@ -1,0 +1,110 @@
+"""Rows for the tables of rules: a call, its operands, and the map that its main equation must have.
+
+`test_<family>.py` holds the table `ROWS` of a family; every row is also run by the oracle (`test_oracle_rows.py`).
+Dimensions that can be sharded are divisible by 4, so that 2 and 2 x 2 devices fit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard import _compat
+from autoshard.spmdrules import Rule, rule_for
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        primitive: the primitive whose equation is looked at, the first one of that name.
+        fn: a function that uses it.
+        args: its arguments: arrays, and `ShapeDtypeStruct`s where any value will do.
+        expected: the text form of the rule.
+        note: what sets it apart from other rows of the same primitive.
+    """
+
+    primitive: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    expected: str
+    note: str = ""
+
+    @property
+    def id(self) -> str:
+        """What pytest calls the row."""
+        return f"{self.primitive}-{self.note}".rstrip("-").replace(" ", "_")
+
+    def rule(self) -> Rule:
+        """The rule of the row's main equation."""
+        eqn = self.equation()
+        rule = rule_for(eqn.primitive, tuple(v.aval for v in eqn.invars), eqn.params)
+        assert rule is not None, f"{self.primitive} has no rule"
+        return rule
+
+    def equation(self) -> Any:
+        """The row's main equation."""
+        jaxpr = _compat.open_jaxpr(jax.make_jaxpr(self.fn)(*self.args))
+        found = next((e for e in _equations(jaxpr) if e.primitive.name == self.primitive), None)
+        assert found is not None, f"{self.id}: no {self.primitive} in {jaxpr}"
+        return found
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            if _compat.is_jaxpr(value) and eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
+                yield from _equations(_compat.open_jaxpr(value))
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    """Any floats."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Any values of a type."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def below(n: int, *shape: int, dtype: Any = np.int32) -> np.ndarray:
+    """Positions in a dimension of size `n`."""
+    return np.random.default_rng(n + len(shape)).integers(0, n, shape).astype(dtype)
+
+
+def distinct(n: int, count: int) -> np.ndarray:
+    """Positions in a dimension of size `n`, none twice."""
+    return np.random.default_rng(n).permutation(n)[:count].astype(np.int32)
+
+
+def numbers(*shape: int, low: float = -2.0, high: float = 2.0) -> np.ndarray:
+    """Floats in a range."""
+    return np.random.default_rng(len(shape)).uniform(low, high, shape).astype(np.float32)
+
+
+def keys(*shape: int) -> jax.Array:
+    """Random keys."""
+    return jax.random.split(jax.random.key(7), shape) if shape else jax.random.key(7)
+
+
+def exists(name: str) -> bool:
+    """Whether the installed JAX has a primitive."""
+    return _compat.primitive(name) is not None
+
+
+def all_rows() -> list[Row]:
+    """The rows of every family."""
+    rows: list[Row] = []
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        if path.stem not in ("test_oracle_rows", "test_rule"):
+            rows += getattr(importlib.import_module(f"tests.spmdrules.{path.stem}"), "ROWS", [])
+    return rows

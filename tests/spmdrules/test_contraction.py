@@ -1,0 +1,84 @@
+"""The table of matrix products and convolutions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.spmdrules.rows import Row, f32, of
+
+_PRODUCT = "reduce k; linear 0; linear 1"
+_GROUPS = np.array([3, 1, 0, 4], np.int32)
+
+
+def _dot(numbers):
+    return lambda x, y: lax.dot_general(x, y, numbers)
+
+
+def _conv(groups=1, strides=(1, 1), padding="SAME", layout=("NHWC", "HWIO", "NHWC"), batch_groups=1):
+    def conv(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, strides, padding, dimension_numbers=layout, feature_group_count=groups,
+            batch_group_count=batch_groups,
+        )  # fmt: skip
+
+    return conv
+
+
+def _kernel_gradient(conv):
+    return lambda x, kernel: jax.grad(lambda kernel: jnp.sum(jnp.sin(conv(x, kernel))))(kernel)
+
+
+def _ragged(contracting, ragged, group):
+    numbers = lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, group)
+    return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
+
+
+ROWS = [
+    Row("dot_general", jnp.matmul, (f32(4, 8), f32(8, 12)), f"m k, k n -> m n; {_PRODUCT}"),
+    Row("dot_general", jnp.matmul, (f32(4, 8, 4), f32(4, 4, 12)), f"b m k, b k n -> b m n; {_PRODUCT}", "batched"),
+    Row("dot_general", _dot((((0, 2), (1, 0)), ((), ()))), (f32(4, 8, 4), f32(4, 4, 12)),
+        "k m k1, k1 k n -> m n; reduce k k1; linear 0; linear 1", "over two"),
+    Row("dot_general", lambda q, k: jnp.einsum("bshd,bthd->bhst", q, k), (f32(4, 8, 4, 4), f32(4, 12, 4, 4)),
+        f"b m b1 k, b n b1 k -> b b1 m n; {_PRODUCT}", "attention"),
+    Row("dot_general", jnp.outer, (f32(4), f32(8)), "m 1, n 1 -> m n; linear 0; linear 1", "outer"),
+    Row("dot_general", jnp.dot, (f32(8), f32(8)), f"k, k -> []; {_PRODUCT}", "inner"),
+    Row("dot_general", jnp.matmul, (f32(4, 0), f32(0, 8)), "m k, k n -> m n; whole k; linear 0; linear 1", "nothing"),
+    Row("dot_general", lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32),
+        (of(jnp.bfloat16, 4, 8), of(jnp.bfloat16, 8, 4)), f"m k, k n -> m n; {_PRODUCT}", "bf16"),
+    Row("ragged_dot_general", lax.ragged_dot, (f32(8, 4), f32(4, 4, 12), _GROUPS),
+        "w k, w1 k n, w2 -> w n; reduce k; whole w w1 w2; linear 0; linear 1"),
+    Row("ragged_dot_general", _ragged(((0,), (0,)), (0,), ()), (f32(8, 4), f32(8, 12), _GROUPS),
+        "w m, w n, w1 -> w2 m n; whole w w1 w2; linear 0; linear 1", "summed"),
+    Row("conv_general_dilated", _conv(), (f32(4, 6, 6, 4), f32(3, 3, 4, 8)),
+        "n s s1 c, x x1 c o -> n t t1 o; reduce c; whole s s1 x x1 t t1; linear 0; linear 1"),
+    Row("conv_general_dilated", _conv(), (f32(4, 6, 6, 4), f32(1, 1, 4, 8)),
+        "n a b c, 1 1 c o -> n a b o; reduce c; linear 0; linear 1", "1 x 1"),
+    Row("conv_general_dilated", _conv(strides=(2, 2), padding="VALID"), (f32(4, 8, 8, 3), f32(2, 2, 3, 8)),
+        "n (t x) (t1 x1) c, x x1 c o -> n t t1 o; reduce c; whole x x1; linear 0; linear 1; where t=4 x=2 t1=4 x1=2",
+        "patches"),
+    Row("conv_general_dilated", _conv(groups=8), (f32(4, 6, 6, 8), f32(3, 3, 1, 8)),
+        "n s s1 g, x x1 1 g -> n t t1 g; whole s s1 x x1 t t1; linear 0; linear 1", "depthwise"),
+    Row("conv_general_dilated", _conv(groups=4), (f32(4, 6, 6, 8), f32(3, 3, 2, 16)),
+        "n s s1 (g c), x x1 c (g o) -> n t t1 (g o); reduce c; whole s s1 x x1 t t1; linear 0; linear 1; "
+        "where g=4 c=2 o=4", "grouped"),
+    Row("conv_general_dilated", _conv(batch_groups=4), (f32(8, 6, 6, 3), f32(3, 3, 3, 16)),
+        "(g n) s s1 c, x x1 c (g o) -> n t t1 (g o); reduce c; whole s s1 x x1 t t1; linear 0; linear 1; "
+        "where g=4 n=2 o=4", "batch groups"),
+    Row("conv_general_dilated", _conv(strides=(2, 1)), (f32(4, 8, 6, 4), f32(3, 3, 4, 8)),
+        "n s s1 c, x x1 c o -> n t t1 o; reduce c; whole s s1 x x1 t t1; linear 0; linear 1", "strided"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_expected_map(row):
+    assert row.rule().text == row.expected
+
+
+def test_a_kernels_spatial_dimensions_are_never_cut():
+    for row in ROWS:
+        if row.primitive == "conv_general_dilated":
+            rule, numbers = row.rule(), row.equation().params["dimension_numbers"]
+            spatial = [f for d in numbers.rhs_spec[2:] for f in rule.operands[1][d]]
+            assert all(rule.factor(f).kind == "whole" for f in spatial), row.id

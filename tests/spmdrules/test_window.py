@@ -1,0 +1,57 @@
+"""The table of operators on sliding windows."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.spmdrules.window import window_count
+from tests.spmdrules.rows import Row, f32
+
+X = f32(4, 8, 4)
+_SLID = "a w c -> a t c; whole w t"
+
+
+def _window(x, init, op, padding="SAME", size=3, stride=1):
+    return lax.reduce_window(x, init, op, (1, size, 1), (1, stride, 1), padding)
+
+
+def _own(x):
+    return _window(x, 1.0, lambda a, b: a * b + 0.5 * a)
+
+
+def _max_pool(x):
+    return _window(x, -jnp.inf, lax.max).sum()
+
+
+ROWS = [
+    Row("reduce_window_sum", lambda x: _window(x, 0.0, lax.add), (X,),
+        "a w b -> a t b; whole w t; linear 0"),
+    Row("reduce_window_sum", lambda x: _window(x, 0.0, lax.add, "VALID", 2, 2), (X,),
+        "a (t x) b -> a t b; whole x; linear 0; where t=4 x=2", "of parts"),
+    Row("reduce_window_max", lambda x: _window(x, -jnp.inf, lax.max), (X,), "a w b -> a t b; whole w t"),
+    Row("reduce_window_max", lambda x: _window(x, -jnp.inf, lax.max, "VALID", 2, 2), (X,),
+        "a (t x) b -> a t b; whole x; where t=4 x=2", "of parts"),
+    Row("reduce_window_min", lambda x: _window(x, jnp.inf, lax.min, "VALID"), (X,), "a w b -> a t b; whole w t"),
+    Row("reduce_window", _own, (X,), "a w b, [] -> a t b; whole w t"),
+    Row("select_and_scatter_add", jax.grad(_max_pool), (X,), "a t b, a w b -> a w b; whole t w; linear 0"),
+    Row("select_and_gather_add", lambda x: jax.jvp(_max_pool, (x,), (x,)), (X,),
+        "a w b, a w b -> a t b; whole w t; linear 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_expected_map(row):
+    assert row.rule().text == row.expected
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "stride", "padding", "base", "dilation"),
+    [(8, 3, 1, (1, 1), 1, 1), (8, 2, 2, (0, 0), 1, 1), (7, 3, 2, (1, 0), 2, 2), (2, 5, 1, (0, 0), 1, 1), (0, 1, 1, (2, 2), 1, 1)],
+)  # fmt: skip
+def test_window_count_is_what_jax_counts(size, window, stride, padding, base, dilation):
+    result = jax.eval_shape(
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (window,), (stride,), (padding,), (base,), (dilation,)),
+        f32(size),
+    )
+    assert window_count(size, window, stride, padding, base, dilation) == result.shape[0]
