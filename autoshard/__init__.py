@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoshard.sharding.api import auto_shard as auto_shard
     from autoshard.sharding.oracle import check_rule as check_rule
     from autoshard.sharding.plan import Plan as Plan
-    from autoshard.sharding.planner import plan as plan
+    from autoshard.sharding.api import plan as plan
     from autoshard.spmdrules.operator import operator as operator
     from autoshard.spmdrules.propagate import Propagation as Propagation
     from autoshard.spmdrules.propagate import propagate as propagate
@@ -30,7 +30,7 @@ _PLACES = {
     "auto_shard": "sharding.api",
     "check_rule": "sharding.oracle",
     "Plan": "sharding.plan",
-    "plan": "sharding.planner",
+    "plan": "sharding.api",
     "operator": "spmdrules.operator",
     "Propagation": "spmdrules.propagate",
     "propagate": "spmdrules.propagate",

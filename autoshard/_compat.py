@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax import lax
 from jax._src import ad_checkpoint, ad_util, core, custom_derivatives, dispatch, pjit, shard_map, source_info_util
 from jax._src import mesh as mesh_lib
@@ -187,3 +187,42 @@ def split_graph(create: Any) -> tuple[Any, Any]:
         return state
 
     return pure, lambda state: state if kept[0] is None else nnx.merge(kept[0], state)
+
+
+def annotations(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> list[Any]:
+    """For every array leaf, in flat order, the `PartitionSpec` that its owner wrote on it, None where there is none.
+
+    Read are `linen.Partitioned` boxes (logical names through the rules in force) and the metadata of nnx variables.
+    """
+    found: list[Any] = []
+    is_node = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, linen.Partitioned))  # noqa: E731
+    with nnx.split_context() as context:
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_node):
+            if graph and isinstance(leaf, nnx.Pytree):
+                _, state = context.split(leaf)
+                found += [_written_on(variable) for _, variable in nnx.to_flat_state(state)]
+            else:
+                found += [_written_on(leaf)] * len(jax.tree.leaves(leaf))
+    return found
+
+
+def _written_on(leaf: Any) -> Any:
+    names: Any = None
+    if isinstance(leaf, linen.LogicallyPartitioned):
+        names = linen.logical_to_mesh_axes(leaf.names)
+    elif isinstance(leaf, linen.Partitioned):
+        names = leaf.names
+    elif isinstance(leaf, nnx.Variable):
+        names = leaf.get_metadata().get("out_sharding")
+    return None if names is None or not any(names) else jax.sharding.PartitionSpec(*names)
+
+
+@contextlib.contextmanager
+def auto_axes() -> Iterator[None]:
+    """Traces as if every axis of the mesh in force were Auto."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.are_all_axes_auto or under_trace():
+        yield
+    else:
+        with jax.sharding.use_abstract_mesh(all_axes_auto(mesh)):
+            yield

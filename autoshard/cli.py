@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 
 from autoshard.errors import AutoshardError
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    warnings.showwarning = _show_warning
     try:
         return importlib.import_module(f"autoshard.commands.{name}").run(arguments)
     except AutoshardError as error:
@@ -69,6 +71,11 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         sys.stderr.close()
         return 0
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    """A warning as one line; where in our code it was raised is nothing to a user of the command."""
+    print(f"autoshard: {category.__name__}: {message}", file=sys.stderr)
 
 
 def _version() -> str:

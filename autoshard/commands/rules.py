@@ -22,13 +22,12 @@ def run(arguments: Sequence[str]) -> int:
 
     from autoshard import spmdrules
 
-    rows = [
-        row for row in spmdrules.table() if not given.name or given.name in row[0] or given.name in row[1]
-    ]
+    wanted = given.name or ""
+    rows = [row for row in spmdrules.table() if wanted in row.primitive or wanted in row.family]
     if not rows:
         raise ConfigError(f"no operator or family contains {given.name!r}: `autoshard rules` lists them all")
     table = Table("operator", "family", "rule", "note")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(row.primitive, row.family, row.text, row.note)
     Console(highlight=False, markup=False).print(table)
     return 0

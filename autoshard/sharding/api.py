@@ -93,6 +93,64 @@ def auto_shard(
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
 
 
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike | None = None,
+    target: str | None = None,
+    memory_limit_bytes: float | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    plan: PlanLike | None = None,
+    variants: Mapping[str, Sequence[Any]] | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    verify: int = 0,
+    strict: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Plans how to shard a function.
+
+    Args:
+        fn: a function of pytrees of arrays.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s: nothing is computed.
+        mesh: a `Mesh`, an `AbstractMesh`, sizes such as `{"data": 4, "model": 2}`, or None: choose.
+        target: a machine, such as "v5p:4x4x4"; default: the attached devices.
+        memory_limit_bytes: memory that one device may use; default: what the machine has.
+        fixed: `{path glob: PartitionSpec}` on a named mesh, or `{path glob: names of logical axes}`.
+        plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
+        variants: `{static keyword: values}`: the best of them is planned.
+        donate_argnums: arguments whose buffers the results may take.
+        static_argnums: arguments that are not arrays.
+        verify: how many of the best plans to compile for the target; must be 0 in this version.
+        strict: a primitive without a rule is an error instead of a warning.
+        **kwargs: arguments by keyword.
+
+    Returns:
+        The plan, bound to `fn`.
+
+    Raises:
+        PlanError: the request cannot be read, or nothing fits.
+
+    Example:
+        >>> import jax, autoshard
+        >>> x = jax.ShapeDtypeStruct((64, 32), "float32")
+        >>> w = jax.ShapeDtypeStruct((32, 16), "float32")
+        >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
+        8
+    """
+    if verify:
+        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
+    options = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict)
+    return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)
+
+
+def bind(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Plan:
+    """See `Plan.bind`."""
+    if not args:
+        raise PlanError("Plan.bind needs the function's arguments or their shapes: plan.bind(fn, state, batch)")
+    return globals()["plan"](fn, *args, plan=plan, target=plan.target, **options)
+
+
 class Entry:
     """One planned signature: the plan, the function jitted by it, and the shardings of its inputs."""
 
@@ -117,7 +175,7 @@ class PureFunction:
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
         self.entries: dict[Any, Entry] = {}
         self.last: Entry | None = None
-        self.path_names: Callable[[], list[str]] | None = None
+        self.originals: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # nnx objects behind the pure arguments
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,17 +222,18 @@ class PureFunction:
         key = self.signature(args, kwargs)
         found = self.entries.get(key)
         if found is None:
-            names = self.path_names() if self.path_names is not None else None
-            found = self.entries[key] = self.make(args, kwargs, names)
+            found = self.entries[key] = self.make(args, kwargs)
             self.last = found
         return found
 
-    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str] | None) -> Entry:
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Traces and plans."""
-        made = []
+        made, originals = [], self.originals
+        names = _compat.nnx_paths(*originals) if originals is not None else None
+        written = _compat.annotations(*(originals or (args, kwargs)), graph=originals is not None)
         for choice in _choices(self.variants):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, self.donate, names)
+            traced = trace(fn, args, kwargs, self.donate, names, written)
             made.append((plan_traced(traced, (args, kwargs), **self.options), traced))
         return Entry(*min(made, key=lambda pair: pair[0].estimate.step_time_us))
 
@@ -313,6 +372,7 @@ class GraphFunction:
     """A function of nnx objects, with the semantics of `nnx.jit`; its pure part is planned."""
 
     def __init__(self, fn: Callable[..., Any], make: Callable[[Callable[..., Any]], PureFunction]):
+        self.fn = fn
         self.wrapped, self.pure = _compat.nnx_jit(fn, make)
 
     @property
@@ -321,14 +381,21 @@ class GraphFunction:
         return self.pure.last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.pure.last is None:
-            self.pure.path_names = lambda: _compat.nnx_paths(args, kwargs)
-        return self.wrapped(*args, **kwargs)
+        self.pure.originals = (args, kwargs)
+        try:
+            return self.wrapped(*args, **kwargs)
+        finally:
+            self.pure.originals = None
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """The plan for these arguments."""
-        self.pure.path_names = lambda: _compat.nnx_paths(args, kwargs)
-        return _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
+        self.pure.originals = (args, kwargs)
+        try:
+            found = _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
+        finally:
+            self.pure.originals = None
+        found.plan.bound.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
+        return found
 
 
 def born_sharded(entry: Entry, create: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:

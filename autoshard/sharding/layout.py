@@ -156,6 +156,11 @@ def to_partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def without_unconstrained(spec: PartitionSpec) -> PartitionSpec:
+    """A spec whose open entries are None."""
+    return PartitionSpec(*(None if e is PartitionSpec.UNCONSTRAINED else e for e in tuple(spec)))
+
+
 def from_partition_spec(spec: Any, rank: int) -> Spec:
     """The spec that a `PartitionSpec` means for an array of `rank` dimensions."""
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in tuple(spec)]

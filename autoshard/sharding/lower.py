@@ -105,6 +105,8 @@ class Lowering:
         """The results of one operator."""
         if op.blocks:
             return self.nested(op, args)
+        if op.name == "sharding_constraint":
+            return self.own_constraint(op, args[0])
         if not decides(op):
             results = _compat.bind(op.eqn, op.eqn.params, *args)
             return self.after_cast(op, results)
@@ -115,6 +117,13 @@ class Lowering:
             args = [self.constrain(x, plan.spec(d)) for x, d in zip(args, rule.operands, strict=True)]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         return [self.constrain(x, wanted(self.layout, op, v)) for x, v in zip(results, op.results, strict=True)]
+
+    def own_constraint(self, op: Op, x: Any) -> list[Any]:
+        """A constraint that the program brought along, on this mesh."""
+        sharding = op.eqn.params["sharding"]
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+            return [x]
+        return [lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))]
 
     def after_cast(self, op: Op, results: list[Any]) -> list[Any]:
         """Keeps a stored parameter where it is stored through its cast to the compute type."""

@@ -111,20 +111,21 @@ class Plan:
 
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """The function, annotated and jitted over these devices (default: the attached ones)."""
-        return self._bound().jit(self, devices)
+        bound = self._bound()
+        return bound.wrap(bound.jit(self, devices))
 
     def bind(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         """This plan for a function.
 
         Args:
             fn: the function.
-            *args: its arguments, arrays or shapes; without them `fn` is planned when it is first called.
+            *args: its arguments, arrays or shapes.
             **options: `donate_argnums`, `static_argnums` as for `plan`.
 
         Raises:
             PlanError: the function's structure or shapes are not those that the plan was made for.
         """
-        from autoshard.sharding.planner import bind
+        from autoshard.sharding.api import bind
 
         return bind(self, fn, args, **options)
 

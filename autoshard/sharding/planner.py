@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,20 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding import request as requests
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.cost import CostModel
-from autoshard.sharding.layout import Layout, Spec, from_partition_spec, to_partition_spec
+from autoshard.sharding.layout import (
+    Layout,
+    Spec,
+    from_partition_spec,
+    to_partition_spec,
+    without_unconstrained,
+)
 from autoshard.sharding.lower import Lowering
 from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
@@ -39,6 +44,7 @@ class Bound:
     layout: Layout
     flops_per_byte: float
     mesh: Any = None
+    wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
 
     def mesh_over(self, plan: Plan, devices: Any) -> Any:
         """The plan's mesh over these devices; those that the plan was made on, if none are given."""
@@ -51,7 +57,7 @@ class Bound:
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
     def jit(self, plan: Plan, devices: Any = None) -> Callable[..., Any]:
-        """See `Plan.jit`."""
+        """See `Plan.jit`; of pure arguments, without `wrap`."""
         mesh = self.mesh_over(plan, devices)
         ins, outs = plan.shardings(mesh)
         lowered, traced = self.run(mesh), self.traced
@@ -83,82 +89,6 @@ def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:
             raise NewSignature
 
 
-def plan(
-    fn: Callable[..., Any],
-    *args: Any,
-    mesh: MeshLike | None = None,
-    target: str | None = None,
-    memory_limit_bytes: float | None = None,
-    fixed: Mapping[str, Any] | None = None,
-    plan: PlanLike | None = None,
-    variants: Mapping[str, Sequence[Any]] | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    verify: int = 0,
-    strict: bool = False,
-    **kwargs: Any,
-) -> Plan:
-    """Plans how to shard a function.
-
-    Args:
-        fn: a function of pytrees of arrays.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s: nothing is computed.
-        mesh: a `Mesh`, an `AbstractMesh`, sizes such as `{"data": 4, "model": 2}`, or None: choose.
-        target: a machine, such as "v5p:4x4x4"; default: the attached devices.
-        memory_limit_bytes: memory that one device may use; default: what the machine has.
-        fixed: `{path glob: PartitionSpec}` on a named mesh, or `{path glob: names of logical axes}`.
-        plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
-        variants: `{static keyword: values}`: the best of them is planned.
-        donate_argnums: arguments whose buffers the results may take.
-        static_argnums: arguments that are not arrays.
-        verify: how many of the best plans to compile for the target; must be 0 in this version.
-        strict: a primitive without a rule is an error instead of a warning.
-        **kwargs: arguments by keyword.
-
-    Returns:
-        The plan, bound to `fn`.
-
-    Raises:
-        PlanError: the request cannot be read, or nothing fits.
-
-    Example:
-        >>> import jax, autoshard
-        >>> x = jax.ShapeDtypeStruct((64, 32), "float32")
-        >>> w = jax.ShapeDtypeStruct((32, 16), "float32")
-        >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
-        8
-    """
-    if verify:
-        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
-    fn, args = freeze_static(fn, args, static_argnums)
-    donate = argnums(donate_argnums, static_argnums)
-    options = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict)
-    if variants:
-        plans = [
-            plan_traced(trace(partial(fn, **dict(zip(variants, values, strict=True))), args, kwargs, donate), args,
-                        **options).where(notes=(f"variant: {dict(zip(variants, values, strict=True))}",))
-            for values in itertools.product(*variants.values())
-        ]  # fmt: skip
-        return min(plans, key=lambda p: p.estimate.step_time_us)
-    return plan_traced(trace(fn, args, kwargs, donate), (args, kwargs), **options)
-
-
-def freeze_static(fn: Callable[..., Any], args: tuple[Any, ...], static: int | Sequence[int]) -> tuple[Any, tuple]:
-    """A function of the arrays alone, and these."""
-    numbers = [static] if isinstance(static, int) else list(static)
-    if not numbers:
-        return fn, args
-    numbers = [n % len(args) for n in numbers]
-    fixed = {n: args[n] for n in numbers}
-
-    def call(*arrays: Any, **kwargs: Any) -> Any:
-        rest = iter(arrays)
-        return fn(*(fixed[i] if i in fixed else next(rest) for i in range(len(args))), **kwargs)
-
-    call.__name__ = getattr(fn, "__name__", "function")
-    return call, tuple(a for i, a in enumerate(args) if i not in fixed)
-
-
 def argnums(donate: int | Sequence[int], static: int | Sequence[int]) -> tuple[int, ...]:
     """Donated argument numbers as they are once the static ones are gone."""
     donated = [donate] if isinstance(donate, int) else list(donate)
@@ -178,9 +108,10 @@ def plan_traced(
     strict: bool = False,
 ) -> Plan:
     """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
-    pinned_mesh, held = placed(jax.tree.leaves(args)) if mesh is None and target is None else (None, {})
-    machine = find_machine(pinned_mesh if pinned_mesh is not None else mesh, target)
-    planner = Planner(traced, machine, memory_limit_bytes)
+    held_mesh, held = placed(jax.tree.leaves(args)) if mesh is None and target is None else (None, {})
+    if mesh is None and target is None:
+        mesh = next((m for m in (held_mesh, constraint_mesh(traced), _compat.current_mesh()) if m is not None), None)
+    planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes)
     planner.complain_of_unknown(strict)
     if isinstance(plan, Plan):
         return planner.rebind(plan)
@@ -278,7 +209,13 @@ class Planner:
         return [dict(zip(names, s, strict=True)) for s in split(self.machine.target.devices, len(names))]
 
     def _pin(self, layout: Layout, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
-        layout.pins = {**held, **fixed_pins(self.traced, self.axes, layout, fixed)}
+        written = {self.traced.in_paths[i]: spec for i, spec in self.traced.written.items()}
+        layout.pins = {
+            **fixed_pins(self.traced, self.axes, layout, written, "annotated"),
+            **held,
+            **fixed_pins(self.traced, self.axes, layout, fixed, "fixed"),
+        }
+        check_constraints(self.traced, layout)
 
     def _complain_of_memory(self, best: Candidate, asked: Any) -> None:
         over = best.peak_bytes - self.limit
@@ -386,8 +323,38 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
     return [layout.stored(back[v]) if v in back else layout.spec(v) for v in program.outputs]
 
 
-def fixed_pins(traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any]) -> dict[int, Spec]:
-    """The specs that the user fixed, by value.
+def constraint_mesh(traced: Traced) -> Any:
+    """The mesh that the program's own sharding constraints are written for, None where there are none."""
+    for op in traced.program.ops():
+        sharding = op.eqn.params.get("sharding") if op.name == "sharding_constraint" else None
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def check_constraints(traced: Traced, layout: Layout) -> None:
+    """Checks that the program's own sharding constraints can be kept on the plan's mesh.
+
+    Raises:
+        PlanError: naming every constraint that cannot.
+    """
+    wrong = []
+    for op in traced.program.ops():
+        sharding = op.eqn.params.get("sharding") if op.name == "sharding_constraint" else None
+        if not isinstance(sharding, NamedSharding):
+            continue
+        names = [a for dim in from_partition_spec(without_unconstrained(sharding.spec), len(sharding.spec)) for a in dim]
+        if missing := [a for a in names if a not in layout.mesh]:
+            wrong.append(f"the constraint {sharding.spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, "
+                         f"the plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for")
+    if wrong:
+        raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
+
+
+def fixed_pins(
+    traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any], word: str
+) -> dict[int, Spec]:
+    """The specs that the user fixed, by value; `word` is how messages call them.
 
     Raises:
         PlanError: every pattern that matches nothing and every spec that cannot hold.
@@ -397,11 +364,11 @@ def fixed_pins(traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping
     for pattern, what in fixed.items():
         found = [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
         if not found:
-            wrong.append(f"fixed '{pattern}' matches no input; inputs are {', '.join(traced.in_paths[:6])}, ...")
+            wrong.append(f"{word} '{pattern}' matches no input; inputs are {', '.join(traced.in_paths[:6])}, ...")
         for i in found:
             value, aval = traced.program.inputs[i], traced.in_avals[i]
             try:
-                pins[value] = _fixed_spec(what, aval, traced.in_paths[i], layout, axes, value)
+                pins[value] = _fixed_spec(what, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
             except PlanError as error:
                 wrong.append(str(error))
     if wrong:
@@ -409,41 +376,32 @@ def fixed_pins(traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping
     return pins
 
 
-def _fixed_spec(what: Any, aval: Any, path: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
+def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
     if not isinstance(what, PartitionSpec):
         names = {name: c for c, name in axes.names.items()}
         asked = [names.get(n) for n in what]
         if unknown := [n for n in what if n is not None and n not in names]:
-            raise PlanError(f"fixed '{path}' names {unknown}, which is no logical axis; there are {sorted(names)}")
+            raise PlanError(f"{where} names {unknown}, which is no logical axis; there are {sorted(names)}")
         spec = layout.spec(value)
         return tuple(
             spec[d] if d < len(asked) and asked[d] is not None and asked[d] in axes.of_value[value][d] else ()
             for d in range(aval.ndim)
         )
     if len(what) > aval.ndim:
-        raise PlanError(f"fixed '{path}': {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}")
+        raise PlanError(f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}")
     spec = from_partition_spec(what, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
-        raise PlanError(f"fixed '{path}': {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
+        raise PlanError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
                         "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"fixed '{path}': {what} uses mesh axis {twice[0]!r} twice")
+        raise PlanError(f"{where}: {what} uses mesh axis {twice[0]!r} twice")
     for d, dim in enumerate(spec):
         n = layout.ways(dim)
         if aval.shape[d] % n:
-            raise PlanError(f"fixed '{path}' dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
+            raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
                             f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
     return spec
-
-
-def bind(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Plan:
-    """See `Plan.bind`."""
-    shapes = args or tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.inputs)
-    static = options.get("static_argnums", ())
-    fn, shapes = freeze_static(fn, shapes, static)
-    traced = trace(fn, shapes, {}, argnums(options.get("donate_argnums", ()), static))
-    return plan_traced(traced, (), plan=plan, target=plan.target)
 
 
 def human_bytes(n: float) -> str:

@@ -45,6 +45,7 @@ class Traced:
         state: pairs (input leaf, output leaf) of what comes back.
         owners: the number of the argument that each input leaf belongs to, -1 for keywords.
         donated: input leaves whose buffers the results may take.
+        written: input leaf -> the `PartitionSpec` that its owner wrote on it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Traced:
     state: list[tuple[int, int]]
     owners: list[int]
     donated: frozenset[int]
+    written: dict[int, Any]
 
     @cached_property
     def program(self) -> Program:
@@ -99,6 +101,7 @@ def trace(
     kwargs: dict[str, Any],
     donate_argnums: Sequence[int] = (),
     input_paths: list[str] | None = None,
+    written: Sequence[Any] = (),
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -108,6 +111,7 @@ def trace(
         kwargs: the same by keyword.
         donate_argnums: arguments whose buffers the results may take.
         input_paths: names of the input leaves, where their key paths would say nothing.
+        written: the `PartitionSpec` written on each input leaf by its owner, or None.
 
     Raises:
         StateChangedError: a donated argument comes back with other shapes or dtypes.
@@ -126,7 +130,8 @@ def trace(
 
     token = OUTER_PLAN.set(True)
     try:
-        closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
+        with _compat.auto_axes():
+            closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
     finally:
         OUTER_PLAN.reset(token)
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
@@ -138,7 +143,8 @@ def trace(
     )
     donated = frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums)
     return Traced(name, closed, in_tree, out[-1], input_paths or keys, [path_of(k) for k, _ in out_keys], in_avals,
-                  list(out_shapes), state, owners, donated)  # fmt: skip
+                  list(out_shapes), state, owners, donated,
+                  {i: spec for i, spec in enumerate(written) if spec is not None})  # fmt: skip
 
 
 def _match_state(

@@ -22,7 +22,7 @@ from autoshard.train.state import Program, make_program
 from autoshard.train.step import TrainStep, make_train_step
 
 VOCAB_MULTIPLE = 64
-"""A vocabulary that the data makes larger than the config's is padded to a multiple of this, which shards well."""
+"""A vocabulary that the data makes larger than the config's becomes a multiple of this, which shards well."""
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -59,7 +59,7 @@ def make_program_of(config: TrainConfig) -> Program:
     """The model and the optimizer of a run.
 
     Raises:
-        ConfigError: An unknown factory, a glob to freeze that matches nothing, or a warm-up longer than the run.
+        ConfigError: An unknown factory, a glob that matches nothing, or a warm-up longer than the run.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     return make_program(model_builder(config), optimizer, freeze=config.freeze, ema_decay=config.ema_decay)
@@ -91,8 +91,8 @@ def make_source(config: TrainConfig) -> Source:
     tokens = [np.asarray(part) for part in made] if isinstance(made, tuple | list) else []
     if len(tokens) != 2 or any(part.ndim != 1 or part.dtype.kind not in "iu" for part in tokens):
         raise ConfigError(
-            f"--data {config.data} returned {type(made).__name__}: return (training tokens, held-out tokens) as "
-            "one-dimensional integer arrays, or an autoshard.train.data.Source"
+            f"--data {config.data} returned {type(made).__name__}: return (training tokens, held-out tokens) "
+            "as one-dimensional integer arrays, or an autoshard.train.data.Source"
         )
     vocab_size = max(int(part.max(initial=0)) + 1 for part in tokens)
     return TokenSource(*tokens, vocab_size=vocab_size, context=config.gpt.context, seed=config.seed, **batch)

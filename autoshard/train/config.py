@@ -1,4 +1,4 @@
-"""The trainer's settings: typed, from a preset, a TOML file and the command line, each overriding the one before."""
+"""The trainer's settings: typed, from a preset, a TOML file and the command line, the later ones first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autoshard.models import GPTConfig
 from autoshard.train.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan virtual_devices log_every eval_every "
-    "eval_batches checkpoint_every keep_checkpoints sample_tokens prompt prefetch".split()
+    "preset config run_dir resume steps mesh target memory_limit_bytes plan virtual_devices log_every "
+    "eval_every eval_batches checkpoint_every keep_checkpoints sample_tokens prompt prefetch".split()
 )
 """Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
 
@@ -36,12 +36,13 @@ class TrainConfig:
     """Continue the run in --run-dir (default: the newest of this preset) from its last checkpoint."""
 
     model: str = "gpt"
-    """`gpt` (see --gpt.*), or package.module:factory. It is called with those of rngs, vocab and context that it
-    takes, and returns an nnx.Module that maps tokens [batch, seq] to logits, or has a method loss(batch) that
-    returns the sum of losses and its weight."""
+    """`gpt` (see --gpt.*), or package.module:factory. It is called with those of rngs, vocab and context that
+    it takes, and returns an nnx.Module that maps tokens [batch, seq] to logits, or has a method loss(batch)
+    that returns the sum of losses and its weight."""
     data: str | None = None
-    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. It is called
-    with the config and returns (training tokens, held-out tokens) as integer arrays, or an autoshard.train.data.Source."""
+    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. It is
+    called with the config and returns (training tokens, held-out tokens) as integer arrays, or an
+    autoshard.train.data.Source."""
     tokenizer: Path | None = None
     """`tokenizers` JSON file. Default: a token is a byte."""
 

@@ -1,7 +1,7 @@
 """Text as token windows: which files are read, which are held out, and what the batch of a step is.
 
-A batch is a pure function of (seed, step): it needs no iterator state, so a run resumes on the same stream on any
-number of devices and hosts, and each host makes only the rows that its own devices hold.
+A batch is a pure function of (seed, step): it needs no iterator state, so a run resumes on the same stream on
+any number of devices and hosts, and each host makes only the rows that its own devices hold.
 """
 
 from __future__ import annotations
@@ -33,13 +33,24 @@ _SKIPPED_STDLIB_FOLDERS = {"test", "tests", "idle_test"}
 class Source(Protocol):
     """What the trainer asks of data; `--data package.module:function` may return one.
 
-    A batch is `{"inputs", "targets": int32, "mask": float32}`, each `[rows, context]`; the mask is 0 where a target
-    is padding. Rows are a range of the global batch, so that a host makes only its own.
+    A batch is `{"inputs", "targets": int32, "mask": float32}`, each `[rows, context]`; the mask is 0 where a
+    target is padding. Rows are a range of the global batch, so that a host makes only its own.
     """
 
-    vocab_size: int
-    held_out_batches: int
-    bytes_per_token: float | None
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    @property
+    def held_out_batches(self) -> int:
+        """Batches that cover the held-out set once."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the held-out text, to tell bits per byte; None where unknown."""
+        ...
 
     def batch(self, step: int, rows: range) -> Batch:
         """Rows of the training batch of a step."""
@@ -82,8 +93,8 @@ class TokenSource:
         ):
             if len(tokens) < needed:
                 raise DataError(
-                    f"the {name} text has {len(tokens)} tokens, but context {self.context} needs at least {needed}: "
-                    "give more text or a shorter context"
+                    f"the {name} text has {len(tokens)} tokens, but context {self.context} needs at least "
+                    f"{needed}: give more text or a shorter context"
                 )
 
     @property
@@ -173,7 +184,7 @@ def read_split(path: str | os.PathLike | None) -> tuple[str, str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a folder's file is held out: decided by its relative path alone, so that it never changes sides."""
+    """Whether a folder's file is held out: by its relative path alone, so that it never changes sides."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
@@ -213,7 +224,7 @@ def _read_folder(
     if len(texts) == 1:
         return _split_text(next(iter(texts.values())))
     held_out = [name for name in texts if is_held_out(name)]
-    # A small folder may have no file below the threshold (or all of them): one file, always the same, is held out.
+    # A small folder may have no such file, or nothing else: then one file, always the same, is held out.
     if len(held_out) in (0, len(texts)):
         held_out = [min(texts, key=lambda name: hashlib.sha256(name.encode()).digest())]
     train = [text for name, text in texts.items() if name not in set(held_out)]
@@ -221,7 +232,7 @@ def _read_folder(
 
 
 def _folder_texts(root: Path, suffix: str, skipped: frozenset[str] | set[str]) -> Iterator[tuple[str, str]]:
-    """Relative name and text of each text file, in sorted order; hidden files and installed packages are skipped."""
+    """Relative name and text of each text file, in order; hidden files and installed packages are skipped."""
     skipped = _SKIPPED_FOLDERS | skipped
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(

@@ -32,8 +32,8 @@ def set_virtual_devices(count: int | None, explicit: bool) -> None:
 def initialize() -> None:
     """Start `jax.distributed` where the environment describes more than one process.
 
-    That is `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or a cluster that JAX knows by itself
-    (Slurm, Open MPI, a TPU pod).
+    That is `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or a cluster that JAX knows
+    by itself (Slurm, Open MPI, a TPU pod).
 
     Raises:
         ConfigError: Some of the three variables are set, but not all, or they are not numbers.

@@ -97,13 +97,15 @@ class Trainer:
             return
         if not config.resume:
             raise ConfigError(
-                f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another --run-dir"
+                f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another "
+                "--run-dir"
             )
         stored = identity(from_dict(rundir.read_config(run_dir), str(run_dir)))
         changed = differences(stored, identity(config))
         if changed:
             raise ConfigError(
-                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another --run-dir"
+                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another "
+                "--run-dir"
             )
 
     def _claim_run_dir(self) -> Path:
@@ -156,7 +158,7 @@ class Trainer:
         with self._batches(start) as batches:
             for step, batch in batches:
                 state, metrics = self.placed.step(state, batch)
-                # One step is in flight while the next one is dispatched, and no more: a signal is heard at once.
+                # One step is in flight while the next is dispatched, and no more: a signal is heard at once.
                 jax.block_until_ready(last_loss)
                 done, last_loss = step + 1, metrics["loss"]
                 reporter.advance(done)
@@ -173,7 +175,7 @@ class Trainer:
         return done, state
 
     def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
-        # Processes must stop at the same step: they ask each other, but not at every step, as it costs a round trip.
+        # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.
         if jax.process_count() > 1 and done % self.config.log_every:
             return False
         if not distributed.any_process(interrupts.received is not None):

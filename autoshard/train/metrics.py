@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 
 from autoshard.train import rundir
 
-# Dense bf16 (TPU, GPU) peak per device in FLOP/s, by a part of JAX's device kind; from the vendors' data sheets.
+# Dense bf16 peak of a device in FLOP/s, by a part of JAX's device kind; from the vendors' data sheets.
 _PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,

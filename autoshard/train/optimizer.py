@@ -55,7 +55,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     """Linear warm-up to the peak, then a cosine to the minimum at the last step; never zero."""
     if config.warmup_steps >= steps > 0:
         raise ConfigError(
-            f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: use fewer warm-up steps"
+            f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: "
+            "use fewer warm-up steps"
         )
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
@@ -69,7 +70,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def decay_mask(params: Any, no_decay: Sequence[str]) -> Any:
     """True for each parameter that is decayed: matrices whose path matches none of the globs.
 
-    The globs are what tells stacked vectors (a norm's scale of every scanned layer, `[layers, embed]`) from matrices.
+    The globs are what tells stacked vectors (a norm's scale of every scanned layer, `[layers, embed]`) from
+    matrices.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim >= 2 and not matches(path_name(path), no_decay), params

@@ -100,7 +100,7 @@ def place_eval_step(
 
 
 def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
-    """The plan's shardings of each argument, over a mesh of devices: the plan's own over this machine's by default.
+    """The plan's shardings of each argument, over a mesh of devices: its own over this machine's by default.
 
     Raises:
         PlanError: The plan's mesh has more devices than this machine.

@@ -30,12 +30,14 @@ def place_batch(rows_of: Rows, shapes: Shapes, shardings: Shardings) -> dict[str
         if (start, stop) not in made:
             made[start, stop] = rows_of(range(start, stop))
         part = made[start, stop][name][(slice(None), *index[1:])]
-        # A copy of our own: on CPU the array may alias the buffer, and its maker may write the next batch into it.
+        # A copy of our own: on CPU the array may alias the buffer, and its maker may write into it again.
         return np.array(part, dtype=shapes[name].dtype)
 
     return {
         name: jax.make_array_from_callback(
-            spec.shape, shardings[name], lambda index, name=name, spec=spec: block(name, spec.shape, index)
+            spec.shape,
+            shardings[name],
+            lambda index, name=name, spec=spec: block(name, spec.shape, index or ()),
         )
         for name, spec in shapes.items()
     }
@@ -44,8 +46,8 @@ def place_batch(rows_of: Rows, shapes: Shapes, shardings: Shardings) -> dict[str
 class Prefetcher:
     """Iterates over `make(item)` for each item, made by a thread up to `depth` ahead.
 
-    An exception in the thread is raised at the place in the iteration where its batch would have been. Leaving the
-    `with` block ends the thread, whether or not everything was consumed.
+    An exception in the thread is raised at the place in the iteration where its batch would have been.
+    Leaving the `with` block ends the thread, whether or not everything was consumed.
     """
 
     def __init__(self, items: Iterable[Any], make: Callable[[Any], Any], depth: int = 2) -> None:

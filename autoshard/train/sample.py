@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard.errors import ConfigError
@@ -44,7 +45,12 @@ def sample_text(
     start = codec.encode(prompt).astype(np.int32)
     if not len(start):
         raise ConfigError("the prompt is empty: give at least one character")
-    # NumPy arguments are the same in every process of a run.
-    key = jax.random.wrap_key_data(np.asarray(jax.random.key_data(jax.random.key(seed))))
-    written = generate(model, start[None], tokens, key=key, temperature=temperature, top_k=top_k)
+    written = generate(
+        model,
+        jnp.asarray(start[None]),
+        tokens,
+        key=jax.random.key(seed),
+        temperature=temperature,
+        top_k=top_k,
+    )
     return codec.decode(np.asarray(jax.device_get(written))[0])

@@ -1,8 +1,8 @@
 """The train state as a pytree of arrays, and the program that turns it into a model and back.
 
 A Flax NNX module is split once: what is static (its graph) stays in `Program`, what is an array goes into
-`TrainState`. Random streams are not state: they are derived from the run's key and the step, so that dropout masks
-are a pure function of both, whatever the mesh.
+`TrainState`. Random streams are not state: they are derived from the run's key and the step, so that dropout
+masks are a pure function of both, whatever the mesh.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Program:
         return jax.eval_shape(self.create_state, jax.random.key(0))
 
     def model(self, params: Tree, frozen: Tree, variables: Tree, key: jax.Array | None) -> Any:
-        """The model with these arrays: training with random streams from `key`, or evaluating where it is None."""
+        """The model with these arrays, to train with streams from `key`, or to evaluate where it is None."""
         streams = fill_streams(self.streams, jax.random.key(0) if key is None else key)
         model = cast(nnx.Module, nnx.merge(self.graph, params, frozen, streams, variables))
         model.eval() if key is None else model.train()
@@ -154,7 +154,8 @@ def _check_freeze(model: nnx.Module, freeze: tuple[str, ...]) -> None:
     unmatched = [pattern for pattern in freeze if not any(matches(name, [pattern]) for name in names)]
     if unmatched:
         raise ConfigError(
-            f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: {', '.join(names)}"
+            f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: "
+            f"{', '.join(names)}"
         )
     if all(matches(name, freeze) for name in names):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The train step and the evaluation step, as functions of arrays, and the one place where they become sharded."""
+"""The train step and the evaluation step, as functions of arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EvalStep = Callable[[Tree, Tree, Tree, Batch], tuple[jax.Array, jax.Array]]
 
 
 def batch_shapes(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch: tokens in, tokens to predict, and 1 where a prediction counts, each `[batch, seq]`."""
+    """Shapes of a batch: tokens, what follows them, and 1 where a prediction counts, each `[batch, seq]`."""
     shape = (batch_size, context)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     return {"inputs": tokens, "targets": tokens, "mask": weights}
@@ -54,8 +54,8 @@ def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[ja
 def make_train_step(program: Program, schedule: optax.Schedule, accumulation: int = 1) -> TrainStep:
     """The function `(state, batch) -> (state, metrics)`.
 
-    Its gradient is that of the token-weighted mean of the whole batch, however many microbatches it is made of:
-    sums of losses, of gradients and of weights are accumulated, and divided once.
+    Its gradient is that of the token-weighted mean of the whole batch, however many microbatches it is made
+    of: sums of losses, of gradients and of weights are accumulated, and divided once.
 
     Args:
         program: The model and its optimizer.
@@ -117,7 +117,7 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
 
 
 def make_eval_step(program: Program) -> EvalStep:
-    """The function `(params, frozen, variables, batch) -> (sum of losses, weight)`: no dropout, nothing changed."""
+    """The function `(params, frozen, variables, batch) -> (sum of losses, weight)`, without dropout."""
 
     def eval_step(params: Tree, frozen: Tree, variables: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss_and_weight(program.model(params, frozen, variables, None), batch, None)
@@ -133,7 +133,7 @@ def eval_params(state: TrainState) -> Tree:
 def _microbatches(leaf: jax.Array, count: int) -> jax.Array:
     """`[batch, ...]` as `[count, batch / count, ...]`, microbatch i made of rows i, i + count, ...
 
-    Each microbatch is then spread over devices just as the batch is: with consecutive rows it would lie on a few.
+    Each is then spread over devices just as the batch is: consecutive rows would lie on a few of them.
     """
     if leaf.shape[0] % count:
         raise ConfigError(

@@ -1,6 +1,5 @@
 """The table of matrix products and convolutions."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,10 +25,6 @@ def _conv(groups=1, strides=(1, 1), padding="SAME", layout=("NHWC", "HWIO", "NHW
     return conv
 
 
-def _kernel_gradient(conv):
-    return lambda x, kernel: jax.grad(lambda kernel: jnp.sum(jnp.sin(conv(x, kernel))))(kernel)
-
-
 def _ragged(contracting, ragged, group):
     numbers = lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, group)
     return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
@@ -42,7 +37,7 @@ ROWS = [
         "k m k1, k1 k n -> m n; reduce k k1; linear 0; linear 1", "over two"),
     Row("dot_general", lambda q, k: jnp.einsum("bshd,bthd->bhst", q, k), (f32(4, 8, 4, 4), f32(4, 12, 4, 4)),
         f"b m b1 k, b n b1 k -> b b1 m n; {_PRODUCT}", "attention"),
-    Row("dot_general", jnp.outer, (f32(4), f32(8)), "m 1, n 1 -> m n; linear 0; linear 1", "outer"),
+    Row("dot_general", _dot((((), ()), ((), ()))), (f32(4), f32(8)), "m, n -> m n; linear 0; linear 1", "outer"),
     Row("dot_general", jnp.dot, (f32(8), f32(8)), f"k, k -> []; {_PRODUCT}", "inner"),
     Row("dot_general", jnp.matmul, (f32(4, 0), f32(0, 8)), "m k, k n -> m n; whole k; linear 0; linear 1", "nothing"),
     Row("dot_general", lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32),

@@ -95,7 +95,7 @@ ROWS = [
     Row("add_any", _bind("add_any"), (X, X), _JOINT),
     Row("complex", lax.complex, (X, X), _JOINT),
     Row("mul", lax.mul, (X, X), "a b, a b -> a b; linear 0; linear 1"),
-    Row("mul", lambda x: 2.0 * x, (X,), "a b, [] -> a b; linear 0; linear 1", "a scalar"),
+    Row("mul", lambda x: 2.0 * x, (X,), "[], a b -> a b; linear 0; linear 1", "a scalar"),
     Row("mul", lambda x, y: x * y, (X, f32(1, 8)), "a b, 1 b -> a b; linear 0; linear 1", "a row"),
     Row("mul", lax.mul, (f32(0, 8), f32(0, 8)), "a b, a b -> a b; whole a; linear 0; linear 1", "nothing"),
     Row("div", lax.div, (X, numbers(4, 8, low=1, high=2)), "a b, a b -> a b; linear 0"),

@@ -1,0 +1,93 @@
+"""A train step under its plan, timed against the same step under a hand-written `jax.jit`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard.train.build import make_program_of, train_step_of
+from autoshard.train.config import TrainConfig
+from autoshard.train.placement import place_step
+from autoshard.train.prefetch import place_batch
+from autoshard.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median times of a step in seconds, and their paired ratio.
+
+    Attributes:
+        planned_seconds: Through `auto_shard`.
+        by_hand_seconds: Through `jax.jit` with the same input and state shardings, and no constraint inside.
+        ratio: Median over pairs of planned by by-hand.
+        tokens: Tokens in a step.
+        plan: Name of the plan.
+    """
+
+    planned_seconds: float
+    by_hand_seconds: float
+    ratio: float
+    tokens: int
+    plan: str
+
+    def __str__(self) -> str:
+        """One line for each way."""
+        lines = (("auto_shard", self.planned_seconds), ("jax.jit by hand", self.by_hand_seconds))
+        rows = [f"{name:<16}{1e3 * s:10.2f} ms a step{self.tokens / s:14,.0f} tokens/s" for name, s in lines]
+        return "\n".join([f"plan: {self.plan}", *rows, f"ratio (median of pairs): {self.ratio:.3f}"])
+
+
+def time_steps(config: TrainConfig, rounds: int) -> Timing:
+    """Time both in turn, so that what else the machine does meets both alike.
+
+    Args:
+        config: The run whose step is timed.
+        rounds: Pairs of steps.
+    """
+    program = make_program_of(config)
+    train_step = train_step_of(config, program)
+    placed = place_step(train_step, program, config)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, placed.state_shapes)
+    by_hand = jax.jit(
+        train_step,
+        in_shardings=(shardings, placed.batch_shardings),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
+    tokens = np.random.default_rng(config.seed).integers(
+        0, config.gpt.vocab, (config.batch_size, config.gpt.context)
+    )
+    rows = {"inputs": tokens, "targets": tokens, "mask": np.ones(tokens.shape)}
+    batch = place_batch(
+        lambda wanted: {name: rows[name][wanted.start : wanted.stop] for name in rows},
+        placed.batch_shapes,
+        placed.batch_shardings,
+    )
+    states = [placed.step.init(program.create_state, jax.random.key(config.seed)) for _ in range(2)]
+    seconds: list[list[float]] = [[], []]
+    for turn in range(rounds + 1):
+        for way, step in enumerate((placed.step, by_hand)):
+            states[way], elapsed = _timed(step, states[way], batch)
+            if turn:  # the first one is compiled
+                seconds[way].append(elapsed)
+    pairs = zip(*seconds, strict=True)
+    return Timing(
+        planned_seconds=statistics.median(seconds[0]),
+        by_hand_seconds=statistics.median(seconds[1]),
+        ratio=statistics.median(planned / hand for planned, hand in pairs),
+        tokens=tokens.size,
+        plan=placed.plan.chosen,
+    )
+
+
+def _timed(step: Callable[..., Any], state: TrainState, batch: Any) -> tuple[TrainState, float]:
+    start = time.perf_counter()
+    state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    return state, time.perf_counter() - start

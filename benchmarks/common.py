@@ -1,0 +1,161 @@
+"""What the benchmarks share: eight virtual devices, paired timing, a small GPT's train step, one form of result."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax  # noqa: E402  the devices are set up first
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from autoshard.models.gpt import GPT, GPTConfig  # noqa: E402
+from autoshard.models.loss import cross_entropy  # noqa: E402
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: a median with its 95 % interval where it was measured often, and what it should not exceed."""
+
+    name: str
+    value: float
+    unit: str
+    target: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.target is None:
+            return ""
+        return "met" if self.value <= self.target else "missed"
+
+
+def summary(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval by order statistics, which assume nothing of the distribution."""
+    ordered = np.sort(np.asarray(samples, float))
+    count = len(ordered)
+    spread = 0.98 * count**0.5
+    low, high = int(max(np.floor((count - 1) / 2 - spread), 0)), int(min(np.ceil((count - 1) / 2 + spread), count - 1))
+    return float(np.median(ordered)), float(ordered[low]), float(ordered[high])
+
+
+def measured(name: str, samples: Sequence[float], unit: str, target: float | None = None, note: str = "") -> Row:
+    """A row from samples."""
+    value, low, high = summary(samples)
+    return Row(name, value, unit, target, low, high, note)
+
+
+def paired(
+    first: Callable[[], float], second: Callable[[], float], *, rounds: int, warm_up: int = 3
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times of two things measured in turn, first and second swapped each round: drift meets both alike.
+
+    Args:
+        first: does one of them once and returns its seconds.
+        second: the same of the other.
+        rounds: pairs.
+        warm_up: pairs that do not count.
+    """
+    times = []
+    for number in range(warm_up + rounds):
+        if number % 2:
+            b, a = second(), first()
+        else:
+            a, b = first(), second()
+        times.append((a, b))
+    pairs = np.asarray(times[warm_up:])
+    return pairs[:, 0], pairs[:, 1]
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """How long something takes, once."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def gpt_step(config: GPTConfig, batch: int) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
+    """A train step (AdamW, clipping) of a GPT, written for one device.
+
+    Returns:
+        The step `(state, tokens) -> (state, loss)`, the function that creates the state from a key, and the shapes
+        of the state and of the tokens `[batch, context + 1]`.
+    """
+    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
+
+    def create(key: jax.Array) -> dict[str, Any]:
+        params = nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key))))
+        return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        total, count = cross_entropy(nnx.merge(graph, _as_state(params))(tokens[:, :-1]), tokens[:, 1:])
+        return total / count
+
+    def train_step(state: dict[str, Any], tokens: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"], tokens)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
+
+    def _as_state(params: Any) -> nnx.State:
+        state = nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+        nnx.replace_by_pure_dict(state, params)
+        return state
+
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    return train_step, create, shapes, jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
+
+
+def report(name: str, rows: Sequence[Row], **context: Any) -> None:
+    """Prints a table and writes `results/NAME.json`."""
+    table = Table(title=name, title_justify="left")
+    for column in ("", "median", "95 % interval", "target", "", ""):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        interval = "" if row.low is None else f"{_shown(row.low)} .. {_shown(row.high)}"
+        target = "" if row.target is None else f"<= {_shown(row.target)} {row.unit}"
+        table.add_row(row.name, f"{_shown(row.value)} {row.unit}", interval, target, row.verdict, row.note)
+    Console(width=140).print(table)
+    RESULTS.mkdir(exist_ok=True)
+    body = {
+        "benchmark": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "devices": str(jax.devices()[0].platform)},
+        "context": context,
+        "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def smaller(row: Row, **changes: Any) -> Row:
+    """A row with some fields changed."""
+    return replace(row, **changes)

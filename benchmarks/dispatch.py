@@ -1,0 +1,110 @@
+"""What a call through `auto_shard` costs before the devices have it, beside `jax.jit` and `nnx.jit`.
+
+    python benchmarks/dispatch.py
+
+The same function, the same shardings, 200 leaves; a call is timed until it returns, and the devices are waited for
+outside the timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import Row, measured, paired, report
+from flax import nnx
+
+from autoshard import auto_shard
+
+LEAVES, ROUNDS, CALLS = 200, 150, 5
+PLANS = ("dp:1", "dp:8")
+
+
+class Many(nnx.Module):
+    """A model of 200 small parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(LEAVES // 2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + sum(jnp.sum(layer.kernel[...]) + jnp.sum(layer.bias[...]) for layer in self.layers)
+
+
+def bump(state: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+    """The cheapest step that touches every leaf."""
+    return {name: leaf + jnp.mean(x) for name, leaf in state.items()}
+
+
+def bump_model(model: Many, x: jax.Array) -> jax.Array:
+    """The same on an nnx model, updated in place."""
+    for layer in model.layers:
+        layer.bias[...] += jnp.mean(x)
+    return jnp.mean(x)
+
+
+def timer(call: Callable[[], Any]) -> Callable[[], float]:
+    """Seconds per call until it returns; what it dispatched is waited for between calls."""
+
+    def once() -> float:
+        spent = 0.0
+        for _ in range(CALLS):
+            begin = time.perf_counter()
+            result = call()
+            spent += time.perf_counter() - begin
+            jax.block_until_ready(result)
+        return spent / CALLS
+
+    return once
+
+
+def dict_rows(plan: str) -> list[Row]:
+    """`auto_shard` over `jax.jit` on a dict."""
+    step = auto_shard(bump, plan=plan)
+    state, x = {f"w{i}": jnp.full((8, 4), i, jnp.float32) for i in range(LEAVES)}, jnp.ones((8, 4))
+    state = step(state, x)
+    x = jax.device_put(x, jax.tree.leaves(input_shardings(step, state, x))[-1])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, x))
+    plain = jax.jit(bump, in_shardings=shardings, out_shardings=shardings[0])
+    ours, theirs = paired(timer(lambda: step(state, x)), timer(lambda: plain(state, x)), rounds=ROUNDS)
+    name = f"dict of {LEAVES} leaves, {plan}"
+    return [
+        measured(f"{name}: jax.jit", 1e6 * theirs, "us"),
+        measured(f"{name}: auto_shard - jax.jit", 1e6 * (ours - theirs), "us", 50),
+    ]
+
+
+def input_shardings(step: Any, *args: Any) -> Any:
+    """Where the planned function has its arguments."""
+    return step.lower(*args).compile().input_shardings[0]
+
+
+def nnx_rows(plan: str) -> list[Row]:
+    """`auto_shard` over `nnx.jit` on a module."""
+    x = jnp.ones((8, 4))
+    mine, yours = Many(nnx.Rngs(0)), Many(nnx.Rngs(0))
+    step, plain = auto_shard(bump_model, plan=plan), nnx.jit(bump_model)
+    step(mine, x)
+    # The same arrays in the same places for both.
+    nnx.update(yours, jax.tree.map(lambda leaf: leaf, nnx.state(mine)))
+    ours, theirs = paired(timer(lambda: step(mine, x)), timer(lambda: plain(yours, x)), rounds=ROUNDS)
+    np.testing.assert_allclose(mine.layers[0].bias[...], yours.layers[0].bias[...], rtol=1e-6)
+    name = f"nnx model of {LEAVES} leaves, {plan}"
+    return [
+        measured(f"{name}: nnx.jit", 1e6 * theirs, "us"),
+        measured(f"{name}: auto_shard / nnx.jit - 1", 100 * (ours / theirs - 1), "%", 10),
+    ]
+
+
+def main() -> None:
+    """Measures and reports."""
+    rows = [row for plan in PLANS for make in (dict_rows, nnx_rows) for row in make(plan)]
+    report("dispatch", rows, leaves=LEAVES, rounds=ROUNDS, calls=CALLS, devices=common.jax.device_count())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What planning costs beyond one trace, which planning and lowering share.
+
+    python benchmarks/planning_time.py
+
+All from shapes: no array is made. Each figure is the best of a few fresh runs, as one process plans once.
+"""
+
+from __future__ import annotations
+
+import jax
+from common import GPTConfig, Row, gpt_step, report, seconds
+
+from autoshard import plan
+
+SCANNED = GPTConfig(layers=24, heads=8, width=512, vocab=32_000, context=512)
+RUNS, BATCH = 3, 64
+
+
+def times(config: GPTConfig) -> tuple[float, float, float]:
+    """Seconds to trace, to lower what was traced, and to plan (tracing included)."""
+    best = [float("inf")] * 3
+    for _ in range(RUNS):
+        train_step, _, state, tokens = gpt_step(config, BATCH)
+        jitted = jax.jit(train_step)
+        traced = []
+        trace_s = seconds(lambda jitted=jitted, out=traced, args=(state, tokens): out.append(jitted.trace(*args)))
+        lower_s = seconds(traced[0].lower)
+        train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, so that nothing is cached
+        plan_s = seconds(lambda fn=train_step, args=(state, tokens): plan(fn, *args, donate_argnums=0))
+        best = [min(old, new) for old, new in zip(best, (trace_s, lower_s, plan_s), strict=True)]
+    return best[0], best[1], best[2]
+
+
+def rows_of(name: str, config: GPTConfig, limit_s: float | None) -> list[Row]:
+    """The figures of one model; without `limit_s` the target is twice tracing and lowering."""
+    trace_s, lower_s, plan_s = times(config)
+    target = 2 * (trace_s + lower_s) if limit_s is None else limit_s
+    return [
+        Row(f"{name}: tracing", trace_s, "s"),
+        Row(f"{name}: lowering", lower_s, "s"),
+        Row(f"{name}: planning beyond the trace", max(plan_s - trace_s, 0.0), "s", target),
+    ]
+
+
+def main() -> None:
+    """Measures and reports."""
+    unrolled = GPTConfig(**(vars(SCANNED) | {"scan_layers": False}))
+    rows = [*rows_of("scanned, 24 layers", SCANNED, 2.0), *rows_of("unrolled, 24 layers", unrolled, None)]
+    report("planning_time", rows, batch=BATCH, model=vars(SCANNED), devices=jax.device_count(), runs=RUNS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The table of random keys and bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autoshard import _compat
+from autoshard.spmdrules import Shard
+from tests.spmdrules.rows import Row, below, exists, f32, keys
+
+WORDS = below(1000, 8, dtype=np.uint32)
+
+
+def _bind(name):
+    found = _compat.primitive(name)
+    return lambda *operands, **params: found.bind(*operands, **params)  # type: ignore[union-attr]
+
+
+ROWS = [
+    Row("random_bits", lambda k: jax.random.bits(k, (4, 8)), (keys(),), "[] -> a b; offset a b"),
+    Row("random_bits", lambda k: jax.vmap(jax.random.uniform)(k), (keys(4),), "k -> k", "of keys"),
+    Row("random_bits", lambda k: jax.vmap(lambda k: jax.random.bits(k, (8,)))(k), (keys(4),),
+        "k -> k a; offset a", "of each key"),
+    Row("random_split", lambda k: jax.random.split(k, 4), (keys(),), "[] -> a; offset a"),
+    Row("random_seed", lambda x: jax.vmap(jax.random.key)(x), (WORDS,), "a -> a"),
+    Row("random_wrap", jax.random.wrap_key_data, (below(1000, 4, 2, dtype=np.uint32),), "a w -> a; whole w"),
+    Row("random_unwrap", jax.random.key_data, (keys(4),), "a -> a w; whole w"),
+    Row("random_fold_in", lambda k, x: jax.vmap(jax.random.fold_in, (None, 0))(k, x), (keys(), WORDS), "[], a -> a"),
+    Row("random_gamma", lambda k, a: _bind("random_gamma")(k, a, log_space=True), (keys(4), f32(4, 2)),
+        "k, k w -> k w; whole w"),
+    Row("threefry2x32", lambda *x: _bind("threefry2x32")(*x), (WORDS, WORDS, WORDS, WORDS), "a, a, a, a -> a, a"),
+    Row("iota_2x32_shape", lambda: _bind("iota_2x32_shape")(shape=(4, 8)), (), "-> a b, a b; offset a b"),
+    Row("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (4, 8)), (below(1000, 4, dtype=np.uint32),),
+        "w -> w, a b; whole w; offset a b"),
+    *(Row("rng_uniform", lambda: lax.rng_uniform(jnp.float32(0), jnp.float32(1), (4,)), (), "[], [] -> w; whole w")
+      for _ in range(exists("rng_uniform"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_expected_map(row):
+    assert row.rule().text == row.expected
+
+
+def test_a_shards_bits_are_those_of_the_whole():
+    row = ROWS[0]
+    rule, whole = row.rule(), np.asarray(row.fn(keys()))
+    for i in range(2):
+        for j in range(4):
+            part = rule.body(Shard(rule, {"a": 2, "b": 4}, {"a": i, "b": j}), keys())
+            np.testing.assert_array_equal(part, whole[2 * i : 2 * i + 2, 2 * j : 2 * j + 2])
