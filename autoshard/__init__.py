@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from autoshard.errors import AutoshardError as AutoshardError
     from autoshard.errors import AutoshardWarning as AutoshardWarning
     from autoshard.sharding.api import auto_shard as auto_shard
+    from autoshard.sharding.api import plan as plan
     from autoshard.sharding.oracle import check_rule as check_rule
     from autoshard.sharding.plan import Plan as Plan
-    from autoshard.sharding.api import plan as plan
     from autoshard.spmdrules.operator import operator as operator
     from autoshard.spmdrules.propagate import Propagation as Propagation
     from autoshard.spmdrules.propagate import propagate as propagate

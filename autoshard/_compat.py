@@ -12,11 +12,32 @@ from typing import Any
 
 import jax
 from flax import linen, nnx
+from flax.linen import spmd as linen_spmd
 from jax import lax
-from jax._src import ad_checkpoint, ad_util, core, custom_derivatives, dispatch, pjit, shard_map, source_info_util
+from jax._src import (
+    ad_checkpoint,
+    ad_util,
+    core,
+    custom_derivatives,
+    dispatch,
+    dtypes,
+    pjit,
+    shard_map,
+    source_info_util,
+)
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import partial_eval as pe
-from jax._src.lax import ann, control_flow, convolution, fft, linalg, parallel, slicing, special, windowed_reductions
+from jax._src.lax import (
+    ann,
+    control_flow,
+    convolution,
+    fft,
+    linalg,
+    parallel,
+    slicing,
+    special,
+    windowed_reductions,
+)
 from jax._src.lax import lax as lax_internal
 from jax._src.random import prng
 from jax.extend.core import ClosedJaxpr, Primitive
@@ -145,13 +166,13 @@ def has_graph_nodes(tree: Any) -> bool:
 def nnx_jit(fn: Any, make: Any) -> tuple[Any, Any]:
     """`nnx.jit(fn)` whose inner pure function is `make(pure)` instead of `jax.jit(pure)`, and that inner function."""
     wrapped = nnx.jit(fn)
-    pure = make(wrapped.jitted_fn.__wrapped__)
-    wrapped.jitted_fn = pure
+    pure = make(wrapped.jitted_fn.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped.jitted_fn = pure  # pyright: ignore[reportAttributeAccessIssue]
     return wrapped, pure
 
 
 def nnx_pure_call(wrapped: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call(pure_args, pure_kwargs)`, inside the context in which `wrapped` (from `nnx_jit`) would call its function."""
+    """`call(pure_args, pure_kwargs)`, in the context in which `wrapped` (from `nnx_jit`) would call its function."""
     args, kwargs = nnx.clone((args, kwargs))
     with nnx.update_context(wrapped):
         pure_args, pure_kwargs = wrapped._get_pure_args_kwargs(args, kwargs)
@@ -189,7 +210,7 @@ def split_graph(create: Any) -> tuple[Any, Any]:
     return pure, lambda state: state if kept[0] is None else nnx.merge(kept[0], state)
 
 
-def annotations(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> list[Any]:
+def written_specs(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> list[Any]:
     """For every array leaf, in flat order, the `PartitionSpec` that its owner wrote on it, None where there is none.
 
     Read are `linen.Partitioned` boxes (logical names through the rules in force) and the metadata of nnx variables.
@@ -209,7 +230,7 @@ def annotations(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> l
 def _written_on(leaf: Any) -> Any:
     names: Any = None
     if isinstance(leaf, linen.LogicallyPartitioned):
-        names = linen.logical_to_mesh_axes(leaf.names)
+        names = linen_spmd.logical_to_mesh_axes(leaf.names)
     elif isinstance(leaf, linen.Partitioned):
         names = leaf.names
     elif isinstance(leaf, nnx.Variable):
@@ -226,3 +247,18 @@ def auto_axes() -> Iterator[None]:
     else:
         with jax.sharding.use_abstract_mesh(all_axes_auto(mesh)):
             yield
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether a dtype is one of JAX's own (a typed random key)."""
+    return dtypes.issubdtype(dtype, dtypes.extended)
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether a dtype is a floating one."""
+    return dtypes.issubdtype(dtype, jax.numpy.floating)
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value stands for one in somebody's trace."""
+    return isinstance(value, core.Tracer)

@@ -8,13 +8,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,6 +28,9 @@ from rich.table import Table  # noqa: E402
 
 from autoshard.models.gpt import GPT, GPTConfig  # noqa: E402
 from autoshard.models.loss import cross_entropy  # noqa: E402
+
+if not os.environ.get("JAX_PLATFORMS"):
+    jax.config.update("jax_platforms", "cpu")  # not by the environment: a benchmark may have imported jax before
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -97,8 +99,15 @@ def seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def gpt_step(config: GPTConfig, batch: int) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
+def gpt_step(
+    config: GPTConfig, batch: int, used: Callable[[Any], Any] = lambda params: params
+) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
     """A train step (AdamW, clipping) of a GPT, written for one device.
+
+    Args:
+        config: the model.
+        batch: sequences in a batch.
+        used: what the model makes of its parameters before it computes; a place for constraints by hand.
 
     Returns:
         The step `(state, tokens) -> (state, loss)`, the function that creates the state from a key, and the shapes
@@ -112,7 +121,7 @@ def gpt_step(config: GPTConfig, batch: int) -> tuple[Callable[..., Any], Callabl
         return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
-        total, count = cross_entropy(nnx.merge(graph, _as_state(params))(tokens[:, :-1]), tokens[:, 1:])
+        total, count = cross_entropy(nnx.merge(graph, _as_state(used(params)))(tokens[:, :-1]), tokens[:, 1:])
         return total / count
 
     def train_step(state: dict[str, Any], tokens: jax.Array) -> tuple[dict[str, Any], jax.Array]:
@@ -145,7 +154,12 @@ def report(name: str, rows: Sequence[Row], **context: Any) -> None:
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "devices": str(jax.devices()[0].platform)},
+        "machine": {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "devices": f"{jax.device_count()} {jax.devices()[0].platform}",
+            "load": os.getloadavg()[0],
+        },
         "context": context,
         "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
     }
@@ -154,8 +168,3 @@ def report(name: str, rows: Sequence[Row], **context: Any) -> None:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def smaller(row: Row, **changes: Any) -> Row:
-    """A row with some fields changed."""
-    return replace(row, **changes)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,10 @@ from flax import nnx
 from autoshard import auto_shard
 
 LEAVES, ROUNDS, CALLS = 200, 150, 5
-PLANS = ("dp:1", "dp:8")
+PLACES = {
+    "1 device": {"mesh": jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])},
+    "8 devices": {"mesh": {"data": 8}},
+}
 
 
 class Many(nnx.Module):
@@ -62,16 +64,16 @@ def timer(call: Callable[[], Any]) -> Callable[[], float]:
     return once
 
 
-def dict_rows(plan: str) -> list[Row]:
+def dict_rows(place: str, **options: Any) -> list[Row]:
     """`auto_shard` over `jax.jit` on a dict."""
-    step = auto_shard(bump, plan=plan)
+    step = auto_shard(bump, **options)
     state, x = {f"w{i}": jnp.full((8, 4), i, jnp.float32) for i in range(LEAVES)}, jnp.ones((8, 4))
     state = step(state, x)
     x = jax.device_put(x, jax.tree.leaves(input_shardings(step, state, x))[-1])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, x))
     plain = jax.jit(bump, in_shardings=shardings, out_shardings=shardings[0])
     ours, theirs = paired(timer(lambda: step(state, x)), timer(lambda: plain(state, x)), rounds=ROUNDS)
-    name = f"dict of {LEAVES} leaves, {plan}"
+    name = f"dict of {LEAVES} leaves, {place}"
     return [
         measured(f"{name}: jax.jit", 1e6 * theirs, "us"),
         measured(f"{name}: auto_shard - jax.jit", 1e6 * (ours - theirs), "us", 50),
@@ -83,17 +85,17 @@ def input_shardings(step: Any, *args: Any) -> Any:
     return step.lower(*args).compile().input_shardings[0]
 
 
-def nnx_rows(plan: str) -> list[Row]:
+def nnx_rows(place: str, **options: Any) -> list[Row]:
     """`auto_shard` over `nnx.jit` on a module."""
     x = jnp.ones((8, 4))
     mine, yours = Many(nnx.Rngs(0)), Many(nnx.Rngs(0))
-    step, plain = auto_shard(bump_model, plan=plan), nnx.jit(bump_model)
+    step, plain = auto_shard(bump_model, **options), nnx.jit(bump_model)
     step(mine, x)
     # The same arrays in the same places for both.
     nnx.update(yours, jax.tree.map(lambda leaf: leaf, nnx.state(mine)))
     ours, theirs = paired(timer(lambda: step(mine, x)), timer(lambda: plain(yours, x)), rounds=ROUNDS)
     np.testing.assert_allclose(mine.layers[0].bias[...], yours.layers[0].bias[...], rtol=1e-6)
-    name = f"nnx model of {LEAVES} leaves, {plan}"
+    name = f"nnx model of {LEAVES} leaves, {place}"
     return [
         measured(f"{name}: nnx.jit", 1e6 * theirs, "us"),
         measured(f"{name}: auto_shard / nnx.jit - 1", 100 * (ours / theirs - 1), "%", 10),
@@ -102,8 +104,10 @@ def nnx_rows(plan: str) -> list[Row]:
 
 def main() -> None:
     """Measures and reports."""
-    rows = [row for plan in PLANS for make in (dict_rows, nnx_rows) for row in make(plan)]
-    report("dispatch", rows, leaves=LEAVES, rounds=ROUNDS, calls=CALLS, devices=common.jax.device_count())
+    rows = [
+        row for place, options in PLACES.items() for make in (dict_rows, nnx_rows) for row in make(place, **options)
+    ]
+    report("dispatch", rows, leaves=LEAVES, rounds=ROUNDS, calls=CALLS, devices=jax.device_count())
 
 
 if __name__ == "__main__":

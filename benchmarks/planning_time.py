@@ -12,8 +12,8 @@ from common import GPTConfig, Row, gpt_step, report, seconds
 
 from autoshard import plan
 
-SCANNED = GPTConfig(layers=24, heads=8, width=512, vocab=32_000, context=512)
-RUNS, BATCH = 3, 64
+SCANNED = GPTConfig(layers=24, heads=8, width=512, vocab=8192, context=128)
+RUNS, BATCH = 3, 16
 
 
 def times(config: GPTConfig) -> tuple[float, float, float]:

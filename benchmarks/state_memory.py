@@ -1,6 +1,6 @@
 """Bytes of state on each device, measured from the arrays: under fsdp, and under a memory limit that forces sharding.
 
-    python benchmarks/state_memory.py
+python benchmarks/state_memory.py
 """
 
 from __future__ import annotations

@@ -9,27 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import jax
 
-
 from autoshard import _compat
-
 from autoshard.sharding.machine import MeshLike
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import NewSignature, PlanLike, argnums, plan_traced
-from autoshard.sharding.tracing import Traced, abstract, path_of, trace
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-@overload
-def auto_shard(obj: F, /, **options: Any) -> Any: ...
-
-
-@overload
-def auto_shard(obj: None = None, /, **options: Any) -> Callable[[Any], Any]: ...
+from autoshard.sharding.tracing import Traced, path_of, trace
 
 
 def auto_shard(
@@ -140,7 +128,9 @@ def plan(
     """
     if verify:
         raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
-    options = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict)
+    options = dict(
+        mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict
+    )
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)
 
 
@@ -171,7 +161,13 @@ class Entry:
 class PureFunction:
     """A function of pytrees of arrays that plans each signature once."""
 
-    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], donate: tuple[int, ...], variants: Any = None):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Mapping[str, Any],
+        donate: tuple[int, ...],
+        variants: Any = None,
+    ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
         self.entries: dict[Any, Entry] = {}
         self.last: Entry | None = None
@@ -179,6 +175,7 @@ class PureFunction:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, planned for these arguments."""
         entry = self.last
         if entry is None or kwargs or len(self.entries) > 1:
             return self.look(args, kwargs)
@@ -209,8 +206,16 @@ class PureFunction:
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with the arguments looked at: plans what is new, moves what lies elsewhere."""
         leaves = jax.tree.leaves((args, kwargs))
+        traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
+        if traced and not _compat.under_trace():
+            path = path_of(jax.tree_util.tree_flatten_with_path((args, kwargs))[0][traced[0]][0][1:])
+            raise PlanError(
+                f"auto_shard({getattr(self, '__name__', 'function')}): argument '{path}' is a leaked tracer "
+                f"({leaves[traced[0]].aval.str_short()}): a value of a function that was being traced was kept outside "
+                "of it. Return it from that function instead"
+            )
         entry = self.entry(args, kwargs)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):  # somebody's trace: only constrain
+        if traced:  # somebody's trace: only constrain
             run = entry.plan.bound.run(entry.mesh)
             return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))
@@ -230,7 +235,7 @@ class PureFunction:
         """Traces and plans."""
         made, originals = [], self.originals
         names = _compat.nnx_paths(*originals) if originals is not None else None
-        written = _compat.annotations(*(originals or (args, kwargs)), graph=originals is not None)
+        written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
         for choice in _choices(self.variants):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
@@ -248,7 +253,7 @@ def _choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any
 
 def _dtype(x: Any) -> Any:
     dtype = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
-    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+    return dtype if _compat.is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 class AutoSharded:
@@ -273,6 +278,7 @@ class AutoSharded:
         self._graph: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, planned for these arguments."""
         return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -337,9 +343,8 @@ class AutoSharded:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """What `jax.jit(...).lower` gives, for these arguments (arrays or shapes)."""
         entry = self._entry(args, kwargs)
-        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, jax.tree.leaves(abstract(
-            jax.tree.unflatten(entry.traced.in_tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entry.traced.in_avals])
-        )))  # fmt: skip
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entry.traced.in_avals]
+        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
         return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
 
     def init(self, create: Callable[..., Any], *args: Any) -> Any:
@@ -381,6 +386,7 @@ class GraphFunction:
         return self.pure.last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, planned for these arguments."""
         self.pure.originals = (args, kwargs)
         try:
             return self.wrapped(*args, **kwargs)
@@ -421,6 +427,3 @@ def born_sharded(entry: Entry, create: Callable[..., Any], args: tuple[Any, ...]
         f"({', '.join(path_of(k) for k, _ in wanted[:4])}, ...), which fit none of the planned arguments ({have}). "
         "It must return one of them, with the same structure, shapes and dtypes"
     )
-
-
-

@@ -17,6 +17,7 @@ from autoshard.spmdrules.program import Block, Op, Program
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
 
 _JOINED_BY_NOTHING = 0
+REFINEMENTS = 3
 
 
 @dataclass(eq=False)
@@ -92,7 +93,10 @@ def _join_factors(nodes: _Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[st
     if op.rule is None:
         return made
     sizes = {f.name: f.size for f in op.rule.factors}
-    arrays = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+    arrays = [
+        *zip(op.operands, op.rule.operands, strict=True),
+        *zip(op.results, op.rule.results, strict=True),
+    ]
     for value, array in arrays:
         if value < 0:
             continue
@@ -168,7 +172,11 @@ class _Nodes:
 
 
 def _collect(
-    program: Program, nodes: _Nodes, dims: list[tuple[int, ...]], factors: list[dict[str, int]], stacked: list[int]
+    program: Program,
+    nodes: _Nodes,
+    dims: list[tuple[int, ...]],
+    factors: list[dict[str, int]],
+    stacked: list[int],
 ) -> LogicalAxes:
     numbers: dict[int, int] = {}
     sizes: list[int] = []
@@ -186,7 +194,64 @@ def _collect(
 
     of_value = [tuple(map(classes, value)) for value in dims]
     of_op = [{name: classes(node) for name, node in made.items()} for made in factors]
-    return LogicalAxes(program, sizes, of_value, of_op, frozenset(c for n in stacked for c in classes(n)))
+    steps = frozenset(c for n in stacked for c in classes(n))
+    return _merge_alike(LogicalAxes(program, sizes, of_value, of_op, steps))
+
+
+def _merge_alike(found: LogicalAxes) -> LogicalAxes:
+    """Makes one class of the classes that repeated layers use alike: the `ffn` of layer 1 is that of layer 2.
+
+    Colours classes by size, then twice by the operators that they stand in and the colours beside them there (colour
+    refinement). Classes of one colour become one, unless two of them stand in one value.
+    """
+    colour: list[int] = list(found.sizes)
+    operators = [
+        ((op.name, id(op.rule)), tuple(factors.items()))
+        for op, factors in zip(found.program.ops(), found.of_op, strict=True) if factors
+    ]  # fmt: skip
+    for _ in range(REFINEMENTS):
+        seen: list[dict[int, int]] = [{} for _ in colour]
+        palette: dict[Any, int] = {}
+        for key, factors in operators:
+            around = tuple(tuple(colour[c] for c in classes) for _, classes in factors)
+            for name, classes in factors:
+                for part, c in enumerate(classes):
+                    use = palette.setdefault((key, around, name, part), len(palette))
+                    seen[c][use] = seen[c].get(use, 0) + 1
+        shades: dict[Any, int] = {}
+        colour = [
+            shades.setdefault((colour[c], c in found.stacked, frozenset(seen[c].items())), len(shades))
+            for c in range(len(colour))
+        ]
+    together = {colour[c] for leaves in set(found.of_value) for c in _twice(leaves, colour)}
+    first: dict[int, int] = {}
+    number: dict[int, int] = {}
+    sizes: list[int] = []
+    for c, shade in enumerate(colour):
+        if shade in together or shade not in first:
+            first[shade] = number[c] = len(sizes)
+            sizes.append(found.sizes[c])
+        else:
+            number[c] = first[shade]
+
+    def renumber(classes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number[c] for c in classes)
+
+    memo = {leaves: tuple(map(renumber, leaves)) for leaves in set(found.of_value)}
+    return LogicalAxes(
+        found.program,
+        sizes,
+        [memo[leaves] for leaves in found.of_value],
+        [{name: renumber(classes) for name, classes in factors.items()} for factors in found.of_op],
+        frozenset(number[c] for c in found.stacked),
+    )
+
+
+def _twice(leaves: Leaves, colour: list[int]) -> list[int]:
+    """Classes of a value that share their colour with another class of it."""
+    classes = {c for dim in leaves for c in dim}
+    shades = [colour[c] for c in classes]
+    return [c for c in classes if shades.count(colour[c]) > 1]
 
 
 def describe(axes: LogicalAxes, value: int) -> str:

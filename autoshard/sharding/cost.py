@@ -4,8 +4,8 @@
     comm_us    = sum over collectives of latency + wire bytes / link bandwidth, times the trips
     step_us    = compute_us + comm_us - OVERLAP * min(compute_us, comm_us)
 
-flops are those of contractions and convolutions; bytes are an operator's operands and results where it is a contraction,
-a gather or a reduction, and FUSED of its results elsewhere (XLA fuses elementwise chains). What moves is what
+flops are those of contractions and convolutions; bytes are an operator's operands and results where it is a
+contraction, a gather or a reduction, and FUSED of its results elsewhere (XLA fuses elementwise chains). What moves is what
 `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a logical axis of
 an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
 """
@@ -80,7 +80,9 @@ class CostModel:
             time, moves = self._price(number, g, layout)
             compute += time * g.runs
             for move in moves:
-                share = len(g.values[move.array]) / g.count if move.array >= 0 else 1.0  # one gather serves all its users
+                share = (
+                    len(g.values[move.array]) / g.count if move.array >= 0 else 1.0
+                )  # one gather serves all its users
                 collectives.append(self._collective(layout, g.op, move, g.runs * share))
         collectives += self._state_moves(layout)
         comm = sum(c.time_us for c in collectives)
@@ -118,9 +120,7 @@ class CostModel:
         moved = out_bytes + sum(nbytes(v.aval) for v in op.eqn.invars)
         return max(flops_of(op) / peak, moved / chip.memory_bandwidth) / ways * 1e6, plan.moves
 
-    def _plain_moves(
-        self, op: Op, layout: Layout, specs: tuple[Spec, ...], outs: tuple[Spec, ...]
-    ) -> tuple[Move, ...]:
+    def _plain_moves(self, op: Op, layout: Layout, specs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> tuple[Move, ...]:
         """What moves between an activation's layout before and after an operator at which nothing is decided."""
         batch, moves = self.roles.batch, []
         if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
@@ -174,13 +174,13 @@ def _class_of_axis(layout: Layout, value: int, spec: Spec) -> dict[str, int]:
 def group(axes: LogicalAxes) -> list[Group]:
     """The operators of a program, those that no layout can tell apart counted together."""
     groups: dict[Any, Group] = {}
-    held = axes.held
+    held, inputs = axes.held, set(axes.program.inputs)
     for op in axes.program.ops():
         if op.rule is None:
             continue
         leaves = tuple(axes.of_value[v] if v >= 0 else None for v in (*op.operands, *op.results))
         stored = tuple(axes.of_value[held[v]] if v in held else None for v in op.operands)
-        key = (op.name, id(op.rule), leaves, stored, tuple(v in axes.program.inputs for v in op.operands[:3]))
+        key = (op.name, id(op.rule), leaves, stored, tuple(v in inputs for v in op.operands[:3]))
         g = groups.setdefault(key, Group(op, 0.0, [set() for _ in op.operands]))
         g.runs += op.trips
         g.count += 1

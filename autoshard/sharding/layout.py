@@ -72,7 +72,12 @@ class Layout:
         return tuple(tuple(a for part in sorted(parts) for a in parts[part]) for parts in given)
 
     def _spot(
-        self, leaves: Leaves, given: list[dict[int, tuple[str, ...]]], cls: int, size: int, sizes: Sequence[int]
+        self,
+        leaves: Leaves,
+        given: list[dict[int, tuple[str, ...]]],
+        cls: int,
+        size: int,
+        sizes: Sequence[int],
     ) -> tuple[int, int] | None:
         """Where a mesh axis of `size` can go on class `cls`: its size divides and the major parts are fully cut."""
         for d, dim in enumerate(leaves):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import dtypes, lax
+from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
@@ -81,7 +81,7 @@ class Lowering:
 
     def constrain(self, x: Any, spec: Spec) -> Any:
         """`x` with the sharding `spec`; arrays without dimensions and typed keys as they are."""
-        if not getattr(x, "ndim", 0) or dtypes.issubdtype(x.dtype, dtypes.extended):
+        if not getattr(x, "ndim", 0) or _compat.is_extended(x.dtype):
             return x
         self.constraints += 1
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, to_partition_spec(spec)))

@@ -53,7 +53,9 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
         return dict(zip(map(str, mesh.axis_names), _sizes(mesh), strict=True))
     if isinstance(mesh, Mapping) and mesh and all(isinstance(n, int) and n > 0 for n in mesh.values()):
         return {str(k): int(v) for k, v in mesh.items()}
-    raise PlanError(f'mesh is {mesh!r}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}')
+    raise PlanError(
+        f'mesh is {mesh!r}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}'
+    )
 
 
 def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:

@@ -45,7 +45,9 @@ class ModuleCalls:
         self.functions: dict[Any, AutoSharded] = {}
         self.told = False
 
-    def function(self, statics: tuple[tuple[Any, Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> AutoSharded:
+    def function(
+        self, statics: tuple[tuple[Any, Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AutoSharded:
         """The planned function for these non-array arguments, planned for training if it is new."""
         found = self.functions.get(statics)
         if found is None:
@@ -64,9 +66,13 @@ class ModuleCalls:
         statics = tuple(sorted((k, v) for k, v in kwargs.items() if k not in arrays))
         if _compat.under_trace() and not self.told:
             self.told = True
-            warnings.warn(f"auto_shard({self.name}): first called under somebody's trace (jit, grad, ...): its calls are "
-                          "constrained, its parameters stay where they are. Decorate that function, or make the module "
-                          f"with {self.name}.sharded(...)", AutoshardWarning, stacklevel=4)  # fmt: skip
+            warnings.warn(
+                f"auto_shard({self.name}): first called under somebody's trace (jit, grad, ...): its calls are "
+                "constrained, its parameters stay where they are. Decorate that function, or make the module with "
+                f"{self.name}.sharded(...)",
+                AutoshardWarning,
+                stacklevel=4,
+            )
         function = self.function(statics, args, arrays)
         result = function(*args, **arrays)
         return function.plan(*args, **arrays), result
@@ -111,7 +117,7 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
         return result
 
     @classmethod
-    def sharded(klass: Any, *args: Any, example: tuple[Any, ...], **kwargs: Any) -> Any:
+    def sharded(cls: Any, *args: Any, example: tuple[Any, ...], **kwargs: Any) -> Any:
         """Makes the module with its parameters born sharded.
 
         Args:
@@ -123,7 +129,7 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
 
         def create(inputs: Any) -> Any:
             a, k = nnx.merge(graphdef, inputs)
-            return klass(*a, **k), (a, k)
+            return cls(*a, **k), (a, k)
 
         abstract = nnx.eval_shape(lambda s: create(s)[0], state)
         function = calls.function((), (abstract, *example), {})
@@ -170,6 +176,3 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
     cls.apply, cls.init, cls.autoshard_plan = apply, init, None
     cls.__wrapped__ = original_apply
     return cls
-
-
-

@@ -22,7 +22,7 @@ import numpy as np
 from autoshard.sharding.oracle_cases import Case, collect
 from autoshard.sharding.oracle_missing import check_linear, missing_factors, subsets
 from autoshard.sharding.oracle_partitioner import check_partitioner
-from autoshard.sharding.oracle_shards import Disagreement, join, run_shards
+from autoshard.sharding.oracle_shards import Disagreement, Grid, join, run_strategies
 from autoshard.sharding.oracle_values import difference, trials
 from autoshard.spmdrules.registry import rule_for
 from autoshard.spmdrules.rule import Rule, Shard
@@ -98,20 +98,20 @@ def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
     try:
         rule = _rule(case)
     except Exception as error:  # noqa: BLE001 - whatever a rule raises is the finding
-        return [_finding(case, None, "wrong", (), {}, f"its rule cannot be made: {_brief(error)}")]
+        return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {_brief(error)}")]
     if rule is None:
-        return [_finding(case, None, "unknown", (), {}, "there is no rule for it")]
+        return [_finding(case, None, "unknown", {}, "there is no rule for it")]
     if mismatch := _shape_mismatch(case, rule):
-        return [_finding(case, rule, "wrong", (), {}, mismatch)]
+        return [_finding(case, rule, "wrong", {}, mismatch)]
     operands = trials(case)
     findings = list(_check_shards(case, rule, operands))
-    findings += [_finding(case, rule, kind, (), {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
+    findings += [_finding(case, rule, kind, {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
     for name, how in missing_factors(case, rule, operands):
         text = f"'{name}' is whole in the rule, but pieces can be joined: {how}"
-        findings.append(_finding(case, rule, "missing", (name,), {name: 2}, text))
+        findings.append(_finding(case, rule, "missing", {name: 2}, text))
     if partitioner and not any(f.kind == "wrong" for f in findings):
         for factors, fault in check_partitioner(case, rule, strategies(rule), operands[1]):
-            findings.append(_finding(case, rule, "partitioner", factors, dict.fromkeys(factors, 2), fault))
+            findings.append(_finding(case, rule, "partitioner", dict.fromkeys(factors, 2), fault))
     return findings
 
 
@@ -152,42 +152,44 @@ def _shape_mismatch(case: Case, rule: Rule) -> str | None:
 
 
 def _check_shards(case: Case, rule: Rule, operands: Sequence[Sequence[np.ndarray]]) -> Iterator[Finding]:
+    tried = strategies(rule)
     wholes = [case.run(x) for x in operands]
     guilty: set[str] = set()
-    for counts in strategies(rule):
+    for counts, outcome in zip(tried, run_strategies(case, rule, tried, operands), strict=True):
         if guilty & set(counts):
             continue  # said already
-        # What two factors can do to each other does not depend on the values: fewer sets of them will do.
-        few = slice(None) if len(counts) == 1 else slice(1, 2)
-        for x, whole in zip(operands[few], wholes[few], strict=True):
-            if wrong := _disagreement(case, rule, counts, x, whole):
-                guilty |= set(counts)
-                yield _finding(case, rule, "wrong", tuple(counts), counts, wrong)
-                break
+        if wrong := _disagreement(rule, counts, outcome, operands, wholes):
+            guilty |= set(counts)
+            yield _finding(case, rule, "wrong", counts, wrong)
 
 
 def _disagreement(
-    case: Case, rule: Rule, counts: Mapping[str, int], operands: Sequence[np.ndarray], whole: Sequence[np.ndarray]
+    rule: Rule,
+    counts: Mapping[str, int],
+    outcome: list[list[Grid]] | Exception,
+    operands: Sequence[Sequence[np.ndarray]],
+    wholes: Sequence[Sequence[np.ndarray]],
 ) -> str | None:
-    """How one strategy's results, put together, differ from the whole ones."""
+    """How the results of one strategy's shards, put together, differ from the whole ones."""
+    if isinstance(outcome, Disagreement):
+        return str(outcome)
+    if isinstance(outcome, Exception):
+        return f"the operator cannot run on these shards: {_brief(outcome)}"
     try:
-        grids = run_shards(case, rule, operands, counts)
-        joined = [join(grid, rule, r, counts, operands) for r, grid in enumerate(grids)]
+        for grids, x, whole in zip(outcome, operands, wholes, strict=True):
+            for r, expected in enumerate(whole):
+                if wrong := difference(expected, join(grids[r], rule, r, counts, x)):
+                    return f"the shards put together are not the whole result {r}: {wrong}"
     except Disagreement as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - whatever an operator raises on its shards is the finding
-        return f"the operator cannot run on these shards: {_brief(error)}"
-    for r, (expected, value) in enumerate(zip(whole, joined, strict=True)):
-        if wrong := difference(expected, value):
-            return f"the shards put together are not the whole result {r}: {wrong}"
     return None
 
 
 def _finding(
-    case: Case, rule: Rule | None, kind: FindingKind, factors: tuple[str, ...], counts: Mapping[str, int], text: str
+    case: Case, rule: Rule | None, kind: FindingKind, counts: Mapping[str, int], text: str
 ) -> Finding:
     mesh = "x".join(map(str, counts.values()))
-    return Finding(kind, case.name, factors, mesh, text.rstrip("."), rule.text if rule else "", case.source)
+    return Finding(kind, case.name, tuple(counts), mesh, text.rstrip("."), rule.text if rule else "", case.source)
 
 
 def _brief(error: Exception) -> str:

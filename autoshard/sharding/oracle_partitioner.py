@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard import _compat
 from autoshard.sharding.oracle_cases import Case, is_key, plain, typed
 from autoshard.sharding.oracle_faults import known_fault
-from autoshard.sharding.oracle_shards import device_mesh
+from autoshard.sharding.oracle_shards import QUICK, device_mesh
 from autoshard.sharding.oracle_values import difference
 from autoshard.spmdrules.rule import Dims, Rule
 
@@ -146,7 +146,7 @@ def _faults(
     # Each strategy has its own copy of the operands, or the compiler would run the operator once for all.
     copies = [list(arrays) for _ in strategies]
     try:
-        compiled = jitted.lower(*copies).compile()
+        compiled = jitted.lower(*copies).compile(compiler_options=QUICK)
         placed = [[_place(x, sharded(spec)) for x, spec in zip(arrays, s.operands, strict=True)] for s in strategies]
         results = compiled(*placed)
     except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the finding

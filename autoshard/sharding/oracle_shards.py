@@ -17,6 +17,9 @@ from autoshard.sharding.oracle_cases import Case, plain, typed
 from autoshard.sharding.oracle_values import difference
 from autoshard.spmdrules.rule import Dims, Rule, Shard
 
+# The oracle compiles much and runs it once.
+QUICK: Any = {"xla_backend_optimization_level": 0}
+
 Grid = dict[tuple[int, ...], Any]  # place along each cut factor -> what that shard holds
 
 _COMBINE = {
@@ -34,14 +37,24 @@ def places(counts: Mapping[str, int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(n) for n in counts.values())))
 
 
-def cut(x: np.ndarray, rule: Rule, dims: Dims, counts: Mapping[str, int]) -> Grid:
-    """Cuts an array along every dimension that holds a cut factor, at the factor's place in the dimension."""
+def cut(
+    x: np.ndarray, rule: Rule, dims: Dims, counts: Mapping[str, int], wanted: Sequence[tuple[int, ...]] | None = None
+) -> Grid:
+    """Cuts an array along every dimension that holds a cut factor, at the factor's place in the dimension.
+
+    Args:
+        x: the whole array.
+        rule: what gives the factors their sizes.
+        dims: the array's dimensions.
+        counts: how many ways each factor is cut.
+        wanted: the places of the shards to cut out, all if not given.
+    """
     factors = [f for dim in dims for f in dim]
     sizes = [_size(rule, f) for f in factors]
     tail = x.shape[len(dims) :]  # the words of PRNG keys
     spread = x.reshape((*sizes, *tail))
     grid = {}
-    for place in places(counts):
+    for place in places(counts) if wanted is None else wanted:
         at = dict(zip(counts, place, strict=True))
         slices = []
         for f, size in zip(factors, sizes, strict=True):
@@ -135,57 +148,103 @@ def _join_positions(pieces: list[np.ndarray], op: str, operand: np.ndarray, dims
     return best
 
 
-def run_shards(case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int]) -> list[Grid]:
-    """Runs every shard of one strategy.
+def run_strategies(
+    case: Case, rule: Rule, strategies: Sequence[Mapping[str, int]], trials: Sequence[Sequence[np.ndarray]]
+) -> list[list[list[Grid]] | Exception]:
+    """Runs every shard of several strategies, compiled as one program: compiling is what takes the time.
+
+    Args:
+        case: the operator.
+        rule: its rule.
+        strategies: how many ways each factor is cut.
+        trials: sets of whole operands.
 
     Returns:
-        For each result, the shards' results.
+        For each strategy, for each trial, for each result the shards' results; or what the operator raised.
     """
-    grids = [cut(x, rule, dims, counts) for x, dims in zip(operands, rule.operands, strict=True)]
-    if rule.body is not None and any(rule.factor(f).kind == "halo" for f in counts):
-        return _run_mapped(case, rule, grids, counts)
-    results: list[Grid] = [{} for _ in case.results]
-    for place in places(counts):
-        shards = [grid[place] for grid in grids]
-        for r, value in enumerate(_run_one(case, rule, shards, counts, place)):
-            results[r][place] = value
-    return results
+    outcomes: list[list[list[Grid]] | Exception | None] = []
+    for counts in strategies:
+        mapped = rule.body is not None and any(rule.factor(f).kind == "halo" for f in counts)
+        try:
+            outcomes.append(_run_mapped(case, rule, trials, counts) if mapped else _traced(case, rule, trials[0], counts))
+        except Exception as error:  # noqa: BLE001 - whatever an operator raises on its shards is the outcome
+            outcomes.append(error)
+    waiting = [i for i, outcome in enumerate(outcomes) if outcome is None]
+    try:
+        found = _run_batch(case, rule, [strategies[i] for i in waiting], trials)
+    except Exception:  # noqa: BLE001 - one of them is guilty: each for itself then
+        found = [_run_alone(case, rule, strategies[i], trials) for i in waiting]
+    for i, outcome in zip(waiting, found, strict=True):
+        outcomes[i] = outcome
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _run_one(
-    case: Case, rule: Rule, shards: list[np.ndarray], counts: Mapping[str, int], place: tuple[int, ...]
-) -> list[np.ndarray]:
+def _traced(case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int]) -> None:
+    """Raises what the operator or the body raises on shards of these shapes."""
+    first = places(counts)[0]
+    jax.eval_shape(_on_shard(case, rule, counts), _position(first), *_shards_at(case, rule, operands, counts, first))
+
+
+def _run_alone(
+    case: Case, rule: Rule, counts: Mapping[str, int], trials: Sequence[Sequence[np.ndarray]]
+) -> list[list[Grid]] | Exception:
+    try:
+        return _run_batch(case, rule, [counts], trials)[0]
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _run_batch(
+    case: Case, rule: Rule, strategies: Sequence[Mapping[str, int]], trials: Sequence[Sequence[np.ndarray]]
+) -> list[list[list[Grid]]]:
+    """One program that runs one shard of each strategy, called as often as there are shards."""
+    if not strategies:
+        return []
+    functions = [_on_shard(case, rule, counts) for counts in strategies]
+
+    def run(inputs: list[tuple[Any, ...]]) -> list[list[Any]]:
+        return [function(*shards) for function, shards in zip(functions, inputs, strict=True)]
+
+    compiled = jax.jit(run, compiler_options=QUICK)
+    orders = [places(counts) for counts in strategies]
+    outcomes: list[list[list[Grid]]] = [[[{} for _ in case.results] for _ in trials] for _ in strategies]
+    for t, operands in enumerate(trials):
+        for turn in range(max(map(len, orders))):
+            at = [order[turn % len(order)] for order in orders]
+            inputs = [
+                (_position(place), *_shards_at(case, rule, operands, counts, place))
+                for counts, place in zip(strategies, at, strict=True)
+            ]
+            for s, results in enumerate(compiled(inputs)):
+                for r, value in enumerate(results):
+                    outcomes[s][t][r][at[s]] = plain(value)
+    return outcomes
+
+
+def _on_shard(case: Case, rule: Rule, counts: Mapping[str, int]) -> Any:
+    """The operator on one shard, as a function of where that is and of its operands.
+
+    As under `shard_map`, a body learns only at run time which shard it is.
+    """
     if rule.body is None:
-        shard = Shard(rule, counts, dict(zip(counts, place, strict=True)))
+        shard = Shard(rule, counts, {})
         params = rule.local(case.eqn.params, shard) if rule.local else case.eqn.params
-        return case.run(shards, params)
-    arrays = [typed(x, like) for x, like in zip(shards, case.operands, strict=True)]
-    run = _jitted_body(rule.body, _Same(rule), tuple(counts.items()))
-    return [plain(x) for x in run(tuple(map(np.int32, place)), *arrays)]
+        return lambda position, *shards: case.call(shards, params)
+    body = rule.body
+    return lambda position, *shards: _as_list(body(Shard(rule, counts, dict(zip(counts, position))), *shards))
 
 
-class _Same:
-    """A key that is the object itself: two rules may be equal and differ in their bodies."""
-
-    def __init__(self, rule: Rule):
-        self.rule = rule
-
-    def __hash__(self) -> int:
-        return id(self.rule)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.rule is self.rule
+def _position(place: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(map(np.int32, place))
 
 
-@functools.lru_cache(maxsize=64)
-def _jitted_body(body: Any, key: _Same, counts: tuple[tuple[str, int], ...]) -> Any:
-    """The body compiled once for all shards: as under `shard_map`, where a shard is, is known at run time only."""
-
-    def run(place: tuple[Any, ...], *shards: Any) -> list[Any]:
-        index = dict(zip(dict(counts), place, strict=True))
-        return _as_list(body(Shard(key.rule, dict(counts), index), *shards))
-
-    return jax.jit(run)
+def _shards_at(
+    case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int], place: tuple[int, ...]
+) -> list[Any]:
+    return [
+        typed(cut(x, rule, dims, counts, [place])[place], like)
+        for x, dims, like in zip(operands, rule.operands, case.operands, strict=True)
+    ]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -201,12 +260,14 @@ def device_mesh(sizes: Sequence[int]) -> Mesh | None:
     return Mesh(devices, tuple("abcd"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _run_mapped(case: Case, rule: Rule, grids: list[Grid], counts: Mapping[str, int]) -> list[Grid]:
+def _run_mapped(
+    case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]], counts: Mapping[str, int]
+) -> list[list[Grid]]:
     """Runs the body on real devices, where neighbours can talk."""
     body, mesh = rule.body, device_mesh(tuple(counts.values()))
     assert body is not None
     if mesh is None:
-        raise Disagreement(f"needs {math.prod(counts.values())} devices, there are {jax.device_count()}: start more")
+        raise Disagreement(f"it needs {math.prod(counts.values())} devices, there are {jax.device_count()}")
     names = mesh.axis_names
     axes = dict(zip(counts, names, strict=True))
     spec = PartitionSpec(names)
@@ -215,9 +276,13 @@ def _run_mapped(case: Case, rule: Rule, grids: list[Grid], counts: Mapping[str, 
         index = {f: jax.lax.axis_index(axis) for f, axis in axes.items()}
         return [x[None] for x in _as_list(body(Shard(rule, counts, index, axes), *(x[0] for x in stacked)))]
 
-    stacked = [
-        typed(np.stack(list(grid.values())), like) for grid, like in zip(grids, case.operands, strict=True)
-    ]
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    results = [plain(x) for x in jax.jit(mapped)(*stacked)]
-    return [dict(zip(places(counts), x, strict=True)) for x in results]
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    outcomes = []
+    for operands in trials:
+        grids = [cut(x, rule, dims, counts) for x, dims in zip(operands, rule.operands, strict=True)]
+        stacked = [
+            typed(np.stack(list(grid.values())), like) for grid, like in zip(grids, case.operands, strict=True)
+        ]
+        results = [plain(x) for x in mapped(*stacked)]
+        outcomes.append([dict(zip(places(counts), x, strict=True)) for x in results])
+    return outcomes

@@ -31,7 +31,7 @@ from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.roles import Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
-from autoshard.sharding.tracing import Traced, trace
+from autoshard.sharding.tracing import Traced
 
 PlanLike = str | Mapping[str, Sequence[str]] | Plan
 
@@ -183,7 +183,7 @@ class Planner:
         asked = requests.parse_request(text)
         sizes = self.machine.sizes
         if sizes is not None and dict(asked.sizes) != dict(sizes):
-            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what each of its axes is for, such as "
+            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what its axes are for, such as "
                             f"'{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or give no mesh")  # fmt: skip
         if sizes is not None:
             asked = replace(asked, sizes=sizes, fixed_mesh=True)
@@ -191,7 +191,8 @@ class Planner:
             raise PlanError(f"plan '{text}' takes {asked.devices} devices, {self.machine.target.name} has "
                             f"{self.machine.target.devices}")  # fmt: skip
         missing = [
-            k for a, k in asked.kinds.items() if asked.sizes[a] > 1 and not requests.classes_for(k, self.roles, asked.flags)
+            k for a, k in asked.kinds.items()
+            if asked.sizes[a] > 1 and not requests.classes_for(k, self.roles, asked.flags)
         ]  # fmt: skip
         if missing:
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}; its logical axes are "
@@ -223,8 +224,9 @@ class Planner:
         text = (
             f"auto_shard({self.traced.name}): {'the plan asked for' if asked else 'no plan'} fits "
             f"{human_bytes(self.limit)} a device on {self.machine.target.name}: the "
-            f"{'plan' if asked else 'smallest'} ({best.name}) needs {human_bytes(best.peak_bytes)}, {human_bytes(over)} "
-            f"too much ({kinds}). A limit of {human_bytes(best.peak_bytes)} would do, or more devices, or a smaller batch"
+            f"{'plan' if asked else 'smallest'} ({best.name}) needs {human_bytes(best.peak_bytes)}, "
+            f"{human_bytes(over)} too much ({kinds}). A limit of {human_bytes(best.peak_bytes)} would do, or more "
+            "devices, or a smaller batch"
         ).replace("the plan asked for fits", "the plan asked for does not fit")
         if self.limit_given:
             raise PlanError(text)
@@ -277,7 +279,7 @@ class Planner:
             n = layout.mesh[axis]
             odd = [c for c in classes if self.axes.sizes[c] % n]
             notes += [
-                f"{self.axes.name(c)} ({self.axes.sizes[c]}) is not divisible by mesh axis '{axis}' ({n}): kept whole there; "
+                f"{self.axes.name(c)} ({self.axes.sizes[c]}) is not divisible by mesh axis '{axis}' ({n}): whole there; "
                 f"{-(-self.axes.sizes[c] // n) * n} would be"
                 for c in odd
             ]
@@ -343,10 +345,14 @@ def check_constraints(traced: Traced, layout: Layout) -> None:
         sharding = op.eqn.params.get("sharding") if op.name == "sharding_constraint" else None
         if not isinstance(sharding, NamedSharding):
             continue
-        names = [a for dim in from_partition_spec(without_unconstrained(sharding.spec), len(sharding.spec)) for a in dim]
+        names = [
+            a for dim in from_partition_spec(without_unconstrained(sharding.spec), len(sharding.spec)) for a in dim
+        ]
         if missing := [a for a in names if a not in layout.mesh]:
-            wrong.append(f"the constraint {sharding.spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, "
-                         f"the plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for")
+            wrong.append(
+                f"the constraint {sharding.spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, "
+                f"the plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
+            )
     if wrong:
         raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
 

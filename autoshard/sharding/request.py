@@ -25,7 +25,14 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Role, Roles
 
-KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp talks most, so it gets the nearest devices
+KINDS = (
+    "dp",
+    "zero1",
+    "fsdp",
+    "cp",
+    "ep",
+    "tp",
+)  # outermost first: tp talks most, so it gets the nearest devices
 FLAGS = ("seq", "state")
 STATE: tuple[Role, ...] = ("parameter", "optimizer")
 
@@ -95,7 +102,9 @@ def parse_request(text: str) -> Request:
         sizes[axis], kinds[axis] = int(size), kind
     if not sizes:
         raise PlanRequestError(f"plan '{text}' names no parallelism; such as 'fsdp:8' or 'dp:2 tp:4 seq'")
-    ordered = sorted(sizes, key=lambda a: KINDS.index(kinds[a])) if all(a == k for a, k in kinds.items()) else list(sizes)
+    ordered = (
+        sorted(sizes, key=lambda a: KINDS.index(kinds[a])) if all(a == k for a, k in kinds.items()) else list(sizes)
+    )
     return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), any(a != k for a, k in kinds.items()))
 
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jax import dtypes
 from jax import numpy as jnp
 
+from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.spmdrules.program import Op, Program
 
@@ -43,14 +43,14 @@ class Roles:
 
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype; a typed key counts its words."""
-    if dtypes.issubdtype(aval.dtype, dtypes.extended):
+    if _compat.is_extended(aval.dtype):
         return math.prod(aval.shape) * 8
     return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize
 
 
 def is_float(aval: Any) -> bool:
     """Whether the value is of a floating type."""
-    return dtypes.issubdtype(aval.dtype, jnp.floating)
+    return _compat.is_floating(aval.dtype)
 
 
 def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -> Roles:

@@ -67,7 +67,9 @@ def search(
     priced = [price(name, layout, cost, memory) for name, layout in layouts]
     fitting = [c for c in priced if c.fits(limit)]
     best = (
-        min(fitting, key=lambda c: round(c.cost.step_time_us, 3)) if fitting else min(priced, key=lambda c: c.peak_bytes)
+        min(fitting, key=lambda c: round(c.cost.step_time_us, 3))
+        if fitting
+        else min(priced, key=lambda c: c.peak_bytes)
     )
     return best, sorted(priced, key=lambda c: c.cost.step_time_us)
 

@@ -77,7 +77,12 @@ def _factor_of_axis(dims: Dims, spec: Spec) -> dict[str, str]:
 
 
 def choose(
-    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], flops: float, flops_per_byte: float
+    rule: Rule,
+    operands: Arrays,
+    results: Arrays,
+    mesh: Mapping[str, int],
+    flops: float,
+    flops_per_byte: float,
 ) -> Strategy:
     """The cheapest cut for each mesh axis.
 

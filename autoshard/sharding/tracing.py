@@ -20,7 +20,6 @@ from autoshard import _compat
 from autoshard.errors import AutoshardError
 from autoshard.spmdrules.program import Program, build
 
-
 # Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
 OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)
 

@@ -20,7 +20,7 @@ _UNARY = (
     "sin", "sinh", "sqrt", "square", "tan", "tanh",
 )  # fmt: skip
 _MOVED = ("copy", "stop_gradient", "name")
-_CONSTRAINTS = ("sharding_constraint", "reshard", "layout_constraint", "relayout")
+_CONSTRAINTS = ("sharding_constraint", "reshard", "layout_constraint")
 _LINEAR = ("neg", "real", "imag", "conj")
 _SEVERAL = (
     "atan2", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma", "igammac",
@@ -216,19 +216,10 @@ def _each(xs: tuple[Any, ...]) -> Rule:
 
 @rule(primitive("tie"))
 def tie(x: Any, y: Any, **_: Any) -> Rule:
-    """``a b, c d -> c d; linear 1; moves 1``: the second operand, once the first is there.
+    """``a b, c d -> c d; linear 1; linear 0 1; moves 1``: the second operand, once the first is there.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
     build = Build()
     first, second = build.dims(x.shape), build.dims(y.shape)
-    return build.rule([first, second], [second], ((1,),), (1,))
-
-
-@rule(*primitives("zeros_like"))
-def zeros_like(x: Any, **_: Any) -> Rule:
-    """``a b -> a b``: zeros of the operand's shape.
-
-    https://docs.jax.dev/en/latest/_autosummary/jax.lax.full_like.html
-    """
-    return pointwise(x)
+    return build.rule([first, second], [second], ((1,), (0, 1)), (1,))

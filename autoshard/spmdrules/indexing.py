@@ -34,7 +34,14 @@ def _starts_at(shard: Shard, dim: Dim) -> Any:
 
 @rule(lax.gather_p)
 def gather(
-    x: Any, indices: Any, *, dimension_numbers: Any, slice_sizes: Sequence[int], mode: Any, fill_value: Any = None, **_: Any
+    x: Any,
+    indices: Any,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any = None,
+    **_: Any,
 ) -> Rule:
     """``v d, b -> b d; index v; linear 0; moves 0``: rows picked by position.
 
@@ -110,9 +117,7 @@ def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill
     def body(shard: Shard, x: Any, indices: Any) -> Any:
         whole = _full(shard, dims)
         outside, mine, local = _locate(shard, dims, _wide(indices), numbers.start_index_map, sizes, whole, x.shape)
-        out = lax.gather(
-            x, local, numbers, _local_sizes(shard, dims, sizes, whole), mode=_CLIP, unique_indices=False
-        )
+        out = lax.gather(x, local, numbers, _local_sizes(shard, dims, sizes, whole), mode=_CLIP, unique_indices=False)
         rows = [n for d, n in enumerate(out.shape) if d not in numbers.offset_dims]
         assert tuple(rows) == mine.shape
         spread = _spread(out.shape, numbers.offset_dims)
@@ -294,10 +299,11 @@ def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) ->
     https://openxla.org/stablehlo/spec#dynamic_slice
     """
     build, rest = like([n if n == taken else 1 for n, taken in zip(x.shape, slice_sizes, strict=True)])
-    kind: Kind = "index" if is_number(x.dtype) else "whole"
     operand, result = [], []
     for dim, size, taken in zip(rest, x.shape, slice_sizes, strict=True):
-        operand.append(dim if taken == size else build.dim("v", size, kind))
+        if taken != size:
+            dim = build.dim("v", size, "index") if is_number(x.dtype) else build.whole(size)
+        operand.append(dim)
         result.append(dim if taken == size else build.whole(taken))
     dims = tuple(operand)
 

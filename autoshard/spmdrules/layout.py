@@ -219,21 +219,21 @@ def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
 
 @rule(lax.pad_p)
 def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], **_: Any) -> Rule:
-    """``a w, [] -> a w1; whole w w1; linear 0 1; moves 0 1``: padded dimensions are whole, the others pass.
+    """``a w, [] -> a w1; whole w w1; linear 0 1; moves 0 1``: padded dimensions are whole, others pass.
 
     https://openxla.org/stablehlo/spec#pad
     """
-    sizes = [low + high + n + max(n - 1, 0) * inner for n, (low, high, inner) in zip(x.shape, padding_config, strict=True)]
-    build, operand, result = _resized(x.shape, sizes, [c == (0, 0, 0) for c in map(tuple, padding_config)])
-    return build.rule([operand, ()], [result], ((0, 1),), (0, 1))
-
-
-def _resized(old: Sequence[int], new: Sequence[int], passes: Sequence[bool]) -> tuple[Build, Dims, Dims]:
-    """Operand and result dimensions: those that pass are the same, the others two that are whole."""
-    build, dims = like([n if same else 1 for n, same in zip(old, passes, strict=True)])
-    before = tuple(dim if same else build.whole(n) for dim, n, same in zip(dims, old, passes, strict=True))
-    after = tuple(dim if same else build.whole(n) for dim, n, same in zip(dims, new, passes, strict=True))
-    return build, before, after
+    padding = [tuple(p) for p in padding_config]
+    adds = any(n > 0 for p in padding for n in p)
+    build, dims = like([n if p == (0, 0, 0) else 1 for n, p in zip(x.shape, padding, strict=True)])
+    operand, result = list(dims), list(dims)
+    for d, (n, p) in enumerate(zip(x.shape, padding, strict=True)):
+        if p != (0, 0, 0):
+            low, high, inner = p
+            operand[d] = build.whole(n)
+            result[d] = build.whole(low + high + n + max(n - 1, 0) * inner)
+    linear = ((0, 1),) if adds else ((0,), (0, 1))
+    return build.rule([tuple(operand), ()], [tuple(result)], linear, (0, 1) if adds else (0,))
 
 
 @rule(lax.rev_p)
@@ -253,20 +253,34 @@ def slice_(
 ) -> Rule:
     """``a w -> a w1; whole w w1; linear 0; moves 0``: dimensions taken in full pass, those cut are whole.
 
+    Of a dimension of which every n-th element is taken, to its end, the blocks of n pass: ``(t x) -> t; whole x``.
+
     https://openxla.org/stablehlo/spec#slice
     """
+    build = Build()
     steps = strides or (1,) * len(x.shape)
-    cuts = list(zip(start_indices, limit_indices, steps, strict=True))
-    sizes = [max(0, -((start - limit) // step)) for start, limit, step in cuts]
-    passes = [cut == (0, n, 1) for cut, n in zip(cuts, x.shape, strict=True)]
-    build, operand, result = _resized(x.shape, sizes, passes)
+    cuts = list(zip(x.shape, start_indices, limit_indices, steps, strict=True))
+    pairs = [_sliced(build, *along) for along in cuts]
+    operand = tuple(before for before, _ in pairs)
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
         here = shard.shape(operand)
-        limits = tuple(n if same else limit for n, same, limit in zip(here, passes, limit_indices, strict=True))
-        return {**params, "limit_indices": limits}
+        limits = (limit if n == size else n for n, (size, _, limit, _) in zip(here, cuts, strict=True))
+        return {**params, "limit_indices": tuple(limits)}
 
-    return build.rule([operand], [result], _FIRST, (0,), local)
+    return build.rule([operand], [tuple(after for _, after in pairs)], _FIRST, (0,), local)
+
+
+def _sliced(build: Build, size: int, start: int, limit: int, step: int) -> tuple[Dim, Dim]:
+    """A dimension before and after it is sliced."""
+    count = max(0, -((start - limit) // step))
+    if (start, count, step) == (0, size, 1):
+        dim = build.next(size)
+        return dim, dim
+    if count and count * step == size:
+        blocks = build.dim("t", count)
+        return blocks + build.whole(step, "x"), blocks
+    return build.whole(size), build.whole(count)
 
 
 @rule(lax.iota_p)
@@ -276,10 +290,7 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
     https://openxla.org/stablehlo/spec#iota
     """
     build = Build()
-    dims = tuple(
-        build.next(n, "offset" if d == dimension else "pass")
-        for d, n in enumerate(shape)
-    )
+    dims = tuple(build.next(n, "offset" if d == dimension else "pass") for d, n in enumerate(shape))
     counted = dims[dimension]
 
     def body(shard: Shard, *_: Any) -> Any:
@@ -289,7 +300,7 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
     return build.rule([()] * len(dynamic), [dims], local=sets_shape(dims, "shape"), body=body)
 
 
-@rule(*primitives("empty", "empty2"))
+@rule(*primitives("empty"))
 def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
     """``-> a b``: memory that nobody has written.
 

@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from autoshard._compat import primitive, primitives
-from autoshard.spmdrules.build import Build, Dim, like
+from autoshard.spmdrules.build import Build, like
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, Rule
 
@@ -44,13 +44,33 @@ def cholesky_update(x: Any, vector: Any, **_: Any) -> Rule:
     return _batched((x, vector), (2,), [x.shape[-2:]])
 
 
-@rule(primitive("symmetric_product"), primitive("ormqr"))
-def like_last(x: Any, *xs: Any, **_: Any) -> Rule:
-    """``a w w1, a w2 w3 -> a w4 w5; whole w w1 w2 w3 w4 w5``: matrices of the last operand's shape.
+@rule(primitive("symmetric_product"))
+def symmetric_product(x: Any, y: Any, **_: Any) -> Rule:
+    """``a w w1, a w2 w3 -> a w4 w5; whole w w1 w2 w3 w4 w5``: a multiple of x x^T added to one of y.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.symmetric_product.html
     """
-    return _batched((x, *xs), (2,), [xs[-1].shape[-2:]])
+    return _batched((x, y), (2,), [y.shape[-2:]])
+
+
+@rule(primitive("ormqr"))
+def ormqr(x: Any, taus: Any, y: Any, *, left: bool, **_: Any) -> Rule:
+    """``a w w1, a w2, a w3 n -> a w3 n; whole w w1 w2 w3; linear 2``: reflectors applied to the columns of y.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.ormqr.html
+    """
+    build, batch = like(x.shape[:-2])
+    operands = [_whole(build, batch, a.shape[len(batch) :]) for a in (x, taus)]
+    sides = _sides(build, batch, y.shape[-2:], left)
+    return build.rule([*operands, sides], [sides], ((2,),))
+
+
+def _sides(build: Build, batch: Dims, core: Core, left: bool) -> Dims:
+    """What a matrix is applied to from the left (each column by itself) or from the right (each row)."""
+    rows, columns = core
+    if left:
+        return (*batch, build.whole(rows), build.dim("n", columns))
+    return (*batch, build.dim("n", rows), build.whole(columns))
 
 
 @rule(primitive("eig"))
@@ -173,11 +193,8 @@ def triangular_solve(x: Any, y: Any, *, left_side: bool = False, **_: Any) -> Ru
     https://openxla.org/stablehlo/spec#triangular_solve
     """
     build, batch = like(x.shape[:-2])
-    rows, columns = y.shape[-2:]
     operand = _whole(build, batch, x.shape[-2:])
-    last: tuple[Dim, Dim]
-    last = (build.whole(rows), build.dim("n", columns)) if left_side else (build.dim("n", rows), build.whole(columns))
-    sides = (*batch, *last)
+    sides = _sides(build, batch, y.shape[-2:], left_side)
     return build.rule([operand, sides], [sides], ((1,),))
 
 

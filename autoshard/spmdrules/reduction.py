@@ -20,9 +20,7 @@ def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) ->
     return build.rule([kept], [result], ((0,),) if op == "sum" else (), local=drops_sharding(sharding))
 
 
-def _along(
-    shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None
-) -> tuple[Dims, Build]:
+def _along(shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None) -> tuple[Dims, Build]:
     """Dimensions for `shape` of which `axes` are of another kind than pass, and their builder."""
     build = Build()
     stem = "r" if kind == "reduce" else "w"

@@ -63,14 +63,14 @@ def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, 
     fn = _RULES.get(primitive)
     if fn is None:
         return None
+    key = (primitive, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
     try:
-        key = (primitive, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
-        return _CACHE[key]
-    except (KeyError, TypeError) as miss:
-        made = fn(*avals, **params)
-        if isinstance(miss, KeyError):
-            _CACHE[key] = made
-        return made
+        found = _CACHE.get(key)
+    except TypeError:  # a parameter that cannot be hashed
+        return fn(*avals, **params)
+    if found is None:
+        found = _CACHE[key] = fn(*avals, **params)
+    return found
 
 
 def replicated(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:

@@ -120,7 +120,9 @@ class Rule:
                 flat = [f for dim in dims for f in dim]
                 if len(set(flat)) != len(flat):
                     twice = next(f for f in flat if flat.count(f) > 1)
-                    raise RuleError(f"{side} {i} names factor '{twice}' twice: {self.text}. Give each dimension a name.")
+                    raise RuleError(
+                        f"{side} {i} names factor '{twice}' twice: {self.text}. Give each dimension a name."
+                    )
                 if unknown := set(flat) - known:
                     raise RuleError(f"{side} {i} uses factors without a declaration: {sorted(unknown)}")
         for group in (*self.linear, self.moves):
@@ -235,7 +237,9 @@ def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> 
     unknown = [f for f in dim if f not in sizes]
     known = math.prod(sizes[f] for f in dim if f in sizes)
     if len(unknown) > 1:
-        raise RuleError(f"{where}: the sizes of {' and '.join(unknown)} are open; say one with 'where {unknown[0]}=...'")
+        raise RuleError(
+            f"{where}: the sizes of {' and '.join(unknown)} are open; say one with 'where {unknown[0]}=...'"
+        )
     if unknown and known and size % known == 0:
         sizes[unknown[0]] = size // known
     elif unknown or known != size:

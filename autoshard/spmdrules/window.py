@@ -111,14 +111,3 @@ def select_and_gather_add(tangents: Any, operand: Any, *, select_prim: Any = Non
     """
     build, dims, counted = _windows(operand.shape, **params)
     return build.rule([dims, dims], [counted], ((0,),))
-
-
-@rule(primitive("select_and_scatter"))
-def select_and_scatter(operand: Any, source: Any, init: Any, **params: Any) -> Rule:
-    """``a w, a t, [] -> a w; whole w t``: values of the source added where the window's chosen element stands.
-
-    https://openxla.org/stablehlo/spec#select_and_scatter
-    """
-    kept = {k: params[k] for k in ("window_dimensions", "window_strides", "padding")}
-    build, dims, counted = _windows(operand.shape, **kept)
-    return build.rule([dims, counted, ()], [dims])

@@ -133,7 +133,8 @@ class Trainer:
             f"the run {origin} in {self.run_dir}"
         )
         if distributed.is_main():
-            (self.run_dir / rundir.PLAN_TEXT).write_text(str(self.placed.plan) + "\n")
+            (self.run_dir / rundir.PLAN_TEXT).write_text(f"{self.placed.plan}\n")
+            (self.run_dir / rundir.PLAN_JSON).write_text(self.placed.plan.to_json() + "\n")
 
     def _batches(self, start: int) -> Prefetcher:
         def make(step: int) -> tuple[int, dict[str, jax.Array]]:

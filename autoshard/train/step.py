@@ -100,7 +100,7 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss * scale,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": optax.tree.norm(gradients),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "weight": weight,
         }

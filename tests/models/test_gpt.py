@@ -36,27 +36,21 @@ VARIANTS = {
 }
 
 
-@cache
-def born(cfg, seed, moved):
-    """The parameters, made in one jit; `moved` by noise, so that biases and scales are seen to matter."""
+def make(cfg):
+    """A model whose parameters all differ, biases and scales too; filled by NumPy, which compiles nothing."""
+    rng = np.random.default_rng(0)
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
 
-    def create():
-        state = nnx.state(GPT(cfg, rngs=nnx.Rngs(seed)))
-        leaves, tree = jax.tree.flatten(state)
-        keys = jax.random.split(jax.random.key(5), len(leaves))
-        noise = [0.1 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
-        return jax.tree.map(jnp.add, state, jax.tree.unflatten(tree, noise)) if moved else state
+    def fill(path, x):
+        centre = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(rng.normal(centre, 0.1, x.shape), x.dtype)
 
-    return jax.jit(create)()
+    return nnx.merge(graph, jax.tree.map_with_path(fill, state))
 
 
-def make(cfg, seed=0, moved=False):
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(seed))))
-    return nnx.merge(graph, born(cfg, seed, moved))
-
-
-def perturbed(cfg):
-    return make(cfg, moved=True)
+def born(cfg):
+    """A model as it is initialised."""
+    return nnx.jit(lambda: GPT(cfg, rngs=nnx.Rngs(0)))()
 
 
 @partial(nnx.jit, static_argnames="deterministic")
@@ -82,6 +76,11 @@ def loss_and_grads(model, *, key=None, inputs=None):
     return value, nnx.to_pure_dict(grads)
 
 
+@cache
+def measured(cfg, seed=None):
+    return loss_and_grads(make(cfg), key=None if seed is None else jax.random.key(seed))
+
+
 def assert_close(a, b, tolerance=1e-5):
     """Each leaf by the norm of the difference over the larger of its norm and a millionth of the whole's."""
     whole = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(b)))
@@ -96,7 +95,7 @@ def assert_close(a, b, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_future_token_does_not_change_past_logits(name):
-    model = perturbed(VARIANTS[name])
+    model = make(VARIANTS[name])
     before = tokens()
     after = before.at[:, 5].set((before[:, 5] + 1) % 32)
     a, b = logits_of(model, before), logits_of(model, after)
@@ -106,7 +105,7 @@ def test_a_future_token_does_not_change_past_logits(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "blockwise"])
 def test_gradients_match_finite_differences(name):
-    model = perturbed(VARIANTS[name])
+    model = make(VARIANTS[name])
     graph, params = nnx.split(model, nnx.Param)
     inputs = tokens((1, 6))
 
@@ -130,7 +129,7 @@ def test_gradients_match_finite_differences(name):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_scanned_and_unrolled_are_the_same_model(name, dropout):
     cfg = dataclasses.replace(VARIANTS[name], dropout=dropout, layers=3)
-    scanned = perturbed(cfg)
+    scanned = make(cfg)
     unrolled = restack(scanned, scan_layers=False)
     assert not unrolled.cfg.scan_layers and len(unrolled.blocks) == 3
     key = jax.random.key(7) if dropout else None
@@ -180,7 +179,7 @@ def test_remat_policies_order_the_memory():
 
 
 def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
-    tied = perturbed(TINY)
+    tied = make(TINY)
     untied = make(dataclasses.replace(TINY, tie_head=False))
     values = nnx.to_pure_dict(nnx.state(tied)) | {"head": tied.embed[...].T}
     state = nnx.state(untied)
@@ -254,7 +253,7 @@ def test_under_nnx_transforms_gradients_are_those_of_split_and_merge(scan):
 
 
 def test_grouped_queries_equal_repeated_heads():
-    grouped = perturbed(TINY)
+    grouped = make(TINY)
     values = nnx.to_pure_dict(nnx.state(grouped))
     for name in ("wk", "wv"):
         values["blocks"]["attention"][name] = jnp.repeat(values["blocks"]["attention"][name], 2, axis=2)
@@ -268,7 +267,7 @@ def test_grouped_queries_equal_repeated_heads():
 def test_rotary_sees_distances_and_learned_sees_positions():
     """With one token everywhere, rotary attention averages equal values: each position's logits are the same."""
     same = jnp.full((1, 9), 3, jnp.int32)
-    rotary, learned = (logits_of(perturbed(cfg), same) for cfg in (TINY, GPT2))
+    rotary, learned = (logits_of(make(cfg), same) for cfg in (TINY, GPT2))
     np.testing.assert_allclose(rotary[:, 1:], rotary[:, :-1], atol=1e-5)
     assert np.abs(learned[:, 1:] - learned[:, :-1]).max() > 1e-2
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from autoshard import _compat
-from tests.spmdrules.rows import Row, below, exists, f32, keys, numbers, of
+from tests.spmdrules.rows import Row, below, exists, f32, numbers, of
 
 X = f32(4, 8)
 I = of(jnp.int32, 4, 8)
@@ -32,7 +33,7 @@ _UNARY = {
 _BINARY = {
     "atan2": lax.atan2, "eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge,
     "igamma": lax.igamma, "igammac": lax.igammac, "igamma_grad_a": lax.igamma_grad_a, "max": lax.max, "min": lax.min,
-    "nextafter": lax.nextafter, "pow": lax.pow, "rem": lax.rem, "zeta": lax.zeta,
+    "pow": lax.pow, "rem": lax.rem, "zeta": lax.zeta,
 }  # fmt: skip
 _INTEGERS = {
     "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor, "mulhi": getattr(lax, "mulhi", None),
@@ -48,9 +49,16 @@ def _bind(name):
     return lambda *operands, **params: found.bind(*operands, **params)  # type: ignore[union-attr]
 
 
+def _on_one(axis_type):
+    return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",), axis_types=(axis_type,)), PartitionSpec())
+
+
 def _constrained(x):
-    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    return lax.with_sharding_constraint(x, _on_one(AxisType.Auto))
+
+
+def _resharded(x):
+    return reshard(x, _on_one(AxisType.Explicit))
 
 
 ROWS = [
@@ -58,7 +66,10 @@ ROWS = [
     *(Row(name, fn, (X, X), _TWO) for name, fn in _BINARY.items()),
     *(Row(name, fn, (I, below(5, 4, 8)), _TWO) for name, fn in _INTEGERS.items() if fn),
     *(Row(name, _bind(name), (X, X), _TWO) for name in _TOTAL_ORDER if exists(name)),
-    *(Row(name, _bind(name), (X,), _SAME) for name in ("log2", "one_minus_square") if exists(name)),
+    *(Row("log2", lambda x: _bind("log2")(x, accuracy=None), (X,), _SAME) for _ in range(exists("log2"))),
+    *(Row("one_minus_square", _bind("one_minus_square"), (X,), _SAME) for _ in range(exists("one_minus_square"))),
+    # In a type so narrow that the step to the next number is none of rounding.
+    Row("nextafter", lax.nextafter, (of(jnp.bfloat16, 4, 8), of(jnp.bfloat16, 4, 8)), _TWO),
     Row("not", lax.bitwise_not, (of(jnp.bool_, 4, 8),), _SAME),
     Row("clz", lax.clz, (I,), _SAME),
     Row("population_count", lax.population_count, (I,), _SAME),
@@ -75,12 +86,14 @@ ROWS = [
     *(Row("stop_gradient", _bind("stop_gradient"), (X,), _MOVED) for _ in range(exists("stop_gradient"))),
     Row("name", lambda x: checkpoint_name(x, "kept"), (X,), _MOVED),
     Row("sharding_constraint", _constrained, (X,), _MOVED),
+    Row("reshard", _resharded, (X,), _MOVED),
+    Row("layout_constraint", lambda x: with_layout_constraint(x, Layout((1, 0))), (X,), _MOVED),
     Row("device_put", jax.device_put, (X,), _MOVED),
     Row("optimization_barrier", lax.optimization_barrier, (X,), _MOVED),
     Row("optimization_barrier", lambda *xs: lax.optimization_barrier(xs), (X, f32(4), f32()),
         "a b, c, [] -> a b, c, []; linear 0 1 2; moves 0 1 2", "several"),
     *(
-        Row("tie", _bind("tie"), (f32(4), X), "a, b c -> b c; linear 1; moves 1")
+        Row("tie", _bind("tie"), (f32(4), X), "a, b c -> b c; linear 1; linear 0 1; moves 1")
         for _ in range(exists("tie"))
     ),
     Row("neg", lax.neg, (X,), _LINEAR),

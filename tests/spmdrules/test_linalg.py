@@ -32,7 +32,7 @@ ROWS = [
     Row("symmetric_product", _bind("symmetric_product", alpha=1.0, beta=1.0), (TALL, f32(4, 5, 5)),
         f"a w w1, a w2 w3 -> a w4 w5; {_whole(6)}"),
     *(Row("ormqr", _bind("ormqr", left=True, transpose=False), (TALL, f32(4, 3), f32(4, 5, 2)),
-          f"a w w1, a w2, a w3 w4 -> a w5 w6; {_whole(7)}") for _ in range(exists("ormqr"))),
+          f"a w w1, a w2, a w3 n -> a w3 n; {_whole(4)}; linear 2") for _ in range(exists("ormqr"))),
     Row("eig", lax.linalg.eig, (SQUARE,), f"a w w1 -> a w2, a w3 w4, a w5 w6; {_whole(7)}"),
     Row("eigh", lambda x: lax.linalg.eigh(x, symmetrize_input=False), (POSITIVE,),
         f"a w w1 -> a w2 w3, a w4; {_whole(5)}"),

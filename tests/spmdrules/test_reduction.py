@@ -12,7 +12,9 @@ B = of(jnp.bool_, 4, 8)
 
 
 def _fold(x, y):
-    return lax.reduce((x, y), (jnp.float32(1), jnp.float32(0)), lambda a, b: (a[0] * b[0] + 1, a[1] - b[1] * a[0]), (1,))
+    return lax.reduce(
+        (x, y), (jnp.float32(1), jnp.float32(0)), lambda a, b: (a[0] * b[0] + 1, a[1] - b[1] * a[0]), (1,)
+    )
 
 
 ROWS = [

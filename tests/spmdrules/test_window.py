@@ -17,7 +17,7 @@ def _window(x, init, op, padding="SAME", size=3, stride=1):
 
 
 def _own(x):
-    return _window(x, 1.0, lambda a, b: a * b + 0.5 * a)
+    return _window(x, 1.0, lambda a, b: a * b + 0.5 * a + 0.1)
 
 
 def _max_pool(x):

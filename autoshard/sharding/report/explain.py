@@ -1,0 +1,216 @@
+"""Why an input is sharded as it is: `plan.explain(path)`.
+
+The reasons are those of `layout`: a mesh axis goes to the first logical axis of its list that the tensor has and that
+it divides; state is then stored over further mesh axes; what is fixed or already placed overrides both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from autoshard.sharding.report.moves import traffic_of
+from autoshard.sharding.report.summary import AxisNames, Group, entries, groups, leaf_bytes, mesh_sizes, ways
+from autoshard.sharding.report.text import INDENT, WIDTH
+from autoshard.sharding.report.units import bytes_text, spec_text
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Leaf, Plan
+
+SHOWN = 6  # of anything that a long list would bury
+
+
+def explain(plan: Plan, path: str) -> str:
+    """Why the inputs or results at `path` are sharded as they are.
+
+    Args:
+        plan: the plan.
+        path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. Of several inputs with one ending the
+            parameter is meant.
+
+    Raises:
+        PlanError: nothing is there, or the ending fits several.
+    """
+    found = find_leaves(plan, path)
+    names = AxisNames(plan)
+    some = groups(plan, found)
+    parts = [_explain_group(plan, group, names) for group in some[:SHOWN]]
+    if len(some) > SHOWN:
+        parts.append([f"and {len(some) - SHOWN} other kinds of input: {', '.join(g.label for g in some[SHOWN:])}"])
+    return "\n\n".join("\n".join(_wrapped(line) for line in part) for part in parts)
+
+
+def _wrapped(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, WIDTH, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False)
+
+
+def find_leaves(plan: Plan, path: str) -> list[Leaf]:
+    """The inputs, else the results, that a path, its end or a glob means; see `explain`."""
+    from autoshard.sharding.plan import PlanError
+
+    path = path.strip("/")
+    for leaves in (plan.inputs, plan.outputs):
+        exact = [leaf for leaf in leaves if leaf.path == path]
+        if exact:
+            return exact
+        if any(c in path for c in "*?["):
+            matching = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, path)]
+            if matching:
+                return matching
+        ending = [leaf for leaf in leaves if path and leaf.path.endswith(f"/{path}")]
+        chosen = [leaf for leaf in ending if leaf.role == "parameter"] or ending
+        if len(chosen) > 1:
+            raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: {_some(x.path for x in chosen)}. "
+                            "Give more of it, or a glob for all of them")  # fmt: skip
+        if chosen:
+            return chosen
+    raise PlanError(f"explain: no input or result is called '{path}'. {_near(plan, path)}")
+
+
+def _near(plan: Plan, path: str) -> str:
+    paths = list(dict.fromkeys(leaf.path for leaf in (*plan.inputs, *plan.outputs)))
+    if not paths:
+        return "The plan has none at all"
+    last = path.rpartition("/")[2].lower()
+    by_last = {p.rpartition("/")[2].lower(): p for p in reversed(paths)}
+    near = [p for p in paths if last and last in p.lower()][:3]
+    near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=3)]
+    depth = path.count("/") + 1
+    tails = {"/".join(p.split("/")[-depth:]): p for p in reversed(paths)}
+    near += [tails[name] for name in difflib.get_close_matches(path, tails, n=3)]
+    near = list(dict.fromkeys(near))[:4]
+    return f"Near it: {', '.join(near)}" if near else f"There are {_some(paths)}"
+
+
+def _some(words: Iterable[str]) -> str:
+    words = list(words)
+    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+
+
+def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
+    leaf, sizes = group.first, mesh_sizes(plan)
+    lines = [leaf.path]
+    if len(group.leaves) > 1:
+        others = _some(x.path for x in group.leaves[1:])
+        lines.append(f"{INDENT}and {len(group.leaves) - 1} like it: {others}")
+    whole = leaf_bytes(leaf)
+    lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(whole)}; "
+                 f"{bytes_text(whole / ways(leaf.spec, sizes))} on each device")  # fmt: skip
+    lines.append(f"{INDENT}{names.list(leaf.axes)} -> {spec_text(leaf.spec)}")
+    lines += [f"{INDENT}{axis}: {reason}" for axis in sizes for reason in _reasons(plan, leaf, axis, names)]
+    lines += [INDENT + line for line in _use(plan, leaf)]
+    if leaf.role in ("parameter", "optimizer"):
+        lines += [INDENT + line for line in _traffic_lines(plan, group)]
+    return lines
+
+
+def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
+    """What became of one mesh axis in one tensor."""
+    n = mesh_sizes(plan)[axis]
+    spec = entries(leaf.spec, len(leaf.shape))
+    ruled = plan.axis_rules.get(axis, ())
+    mine = [name for dim in leaf.axes for name in dim.split("*")]
+    here = [name for name in ruled if name in mine]
+    place = next((d for d, dim in enumerate(spec) if axis in dim), None)
+    order = ", ".join(map(names.short, ruled)) or "nothing"
+    parts = leaf.axes[place].split("*") if place is not None and place < len(leaf.axes) else []
+    winner = next((name for name in here if name in parts), None)
+    stored = leaf.role in plan.storage and axis in plan.storage[leaf.role]
+    if place is None:
+        if not here:
+            reason = f"shards {order}, {'none of which' if len(ruled) > 1 else 'which'} this tensor {'has' if len(ruled) > 1 else 'does not have'}"
+        else:
+            reason = f"is not used: {'; '.join(_refusal(plan, leaf, axis, name, names) for name in here)}"
+        if stored:
+            reason += f"; it should store the {leaf.role} too, but divides no dimension that is left"
+        return [reason]
+    if winner is None:
+        what = names.short(leaf.axes[place]) if place < len(leaf.axes) else "?"
+        if stored:
+            lead = f"between steps only (ZeRO), as the largest that it divides; in compute it shards {order}"
+        else:
+            lead = "as it was fixed, or as the array was already placed; by the rules it shards " + order
+        return [f"cuts dimension {place}, {what}, into {n}: {lead}"]
+    before = [_refusal(plan, leaf, axis, name, names) for name in here[: here.index(winner)]]
+    after = [names.short(name) for name in here[here.index(winner) + 1 :]]
+    rank = f"it shards {order}" if len(ruled) == 1 else f"the first of ({order}) that this tensor has"
+    reason = f"cuts dimension {place}, {names.short(winner)}, into {n}: {rank}"
+    if before:
+        reason = f"cuts dimension {place}, {names.short(winner)}, into {n}: of ({order}), {'; '.join(before)}"
+    if after:
+        reason += f"; {' and '.join(after)}, which it has as well, {'come' if len(after) > 1 else 'comes'} later"
+    return [reason]
+
+
+def _refusal(plan: Plan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> str:
+    """Why a mesh axis does not shard a logical axis that the tensor has."""
+    sizes = mesh_sizes(plan)
+    n, spec = sizes[axis], entries(leaf.spec, len(leaf.shape))
+    short, size = names.short(name), names.sizes.get(name, 0)
+    place = next((d for d, dim in enumerate(leaf.axes) if name in dim.split("*")), None)
+    if place is None:
+        return f"{short} is not in this tensor"
+    parts = leaf.axes[place].split("*")
+    if len(parts) == 1 and place < len(leaf.shape):
+        size = leaf.shape[place]
+    if size % n:
+        return f"{short} has {size}, not divisible by {n}"
+    others = [a for a in (spec[place] if place < len(spec) else ()) if a != axis]
+    taken = math.prod(sizes.get(a, 1) for a in others)
+    if taken > 1 and size % (taken * n):
+        return f"{short} has {size}, cut into {taken} by {' and '.join(others)} and no further by {n}"
+    if parts.index(name):
+        return (
+            f"{short} stands behind {' and '.join(map(names.short, parts[: parts.index(name)]))} in dimension {place}"
+        )
+    return f"{short} would be next, but this array is fixed or was already placed"
+
+
+def _use(plan: Plan, leaf: Leaf) -> list[str]:
+    """How a tensor that is stored over more mesh axes than the rules say is used."""
+    extra = [a for a in plan.storage.get(leaf.role, ()) if a not in _ruled_axes(plan, leaf)]
+    extra = [a for a in extra if any(a in dim for dim in entries(leaf.spec, len(leaf.shape)))]
+    if not extra:
+        return []
+    used = [tuple(a for a in dim if a not in extra) for dim in entries(leaf.spec, len(leaf.shape))]
+    while used and not used[-1]:
+        used.pop()
+    spec = spec_text([dim[0] if len(dim) == 1 else dim or None for dim in used])
+    over = " and ".join(extra)
+    if leaf.role == "optimizer":
+        return [f"stored over {over}: its gradient is scattered to it, and it is updated where it stands"]
+    return [f"stored over {over}: gathered to {spec} for each use, after the cast to the compute type"]
+
+
+def _ruled_axes(plan: Plan, leaf: Leaf) -> set[str]:
+    """The mesh axes that the rules, and not the storage, put into a spec."""
+    found = set()
+    for names, dim in zip(leaf.axes, entries(leaf.spec, len(leaf.shape)), strict=False):
+        found |= {a for a in dim if set(names.split("*")) & set(plan.axis_rules.get(a, ()))}
+    return found
+
+
+def _traffic_lines(plan: Plan, group: Group) -> list[str]:
+    """What moves because of the tensors of a group."""
+    if plan.bound is None:
+        return ["traffic: bind the plan to its function to see what each tensor causes"]
+    moved: dict[tuple[str, str, str, str], float] = {}
+    for leaf in group.leaves:
+        for key, size in traffic_of(plan, plan.inputs.index(leaf)).items() if leaf in plan.inputs else ():
+            moved[key] = moved.get(key, 0.0) + size
+    if not moved:
+        return ["traffic: none of its own"]
+    ranked = sorted(moved.items(), key=lambda item: (-item[1], item[0]))
+    lines = [f"traffic a step, bytes that leave each device{' (all of them)' if len(group.leaves) > 1 else ''}:"]
+    lines += [
+        f"{INDENT}{kind} of {what} over {axis}, {bytes_text(size)}, {line}"
+        for (kind, axis, what, line), size in ranked[:SHOWN]
+    ]
+    if rest := ranked[SHOWN:]:
+        lines.append(f"{INDENT}and {len(rest)} smaller ones, {bytes_text(sum(size for _, size in rest))}")
+    return lines

@@ -1,0 +1,74 @@
+"""Which traffic each input of a plan causes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from autoshard import _compat
+from autoshard.sharding.lower import decides, strategy
+from autoshard.sharding.report.summary import leaf_bytes
+from autoshard.sharding.report.units import line_text
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Plan
+
+
+def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float]:
+    """Bytes that leave each device in a step because of one input of a bound plan: (kind, mesh axis, what, line) -> bytes.
+
+    A gradient is known by its axes: where several tensors have the same, each is given an equal part.
+    """
+    layout, per_byte = plan.bound.layout, plan.bound.flops_per_byte
+    axes, program = layout.axes, layout.axes.program
+    source = program.inputs[number]
+    leaves = axes.of_value[source]
+    parameters = [v for v, role in layout.roles.inputs.items() if role == "parameter"]
+    known = {key for v in parameters for key in _slices(axes, v)}
+    slices = _slices(axes, source)
+    # a contraction may leave a gradient transposed
+    slices |= {t for key in slices for t in itertools.permutations(key)} - known if len(leaves) <= 5 else set()
+    alike = max(sum(axes.of_value[v] == leaves for v in parameters), 1)
+    is_parameter = source in parameters
+    found: dict[tuple[str, str, str, str], float] = {}
+    gathered: set[Any] = set()
+    for op in program.ops():
+        if not decides(op) or not _touches(op, source, slices, axes, is_parameter):
+            continue
+        for move in strategy(layout, op, per_byte).moves:
+            value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
+            share = 1.0
+            if move.array >= 0 and (value == source or axes.held.get(value) == source):
+                what = "it"
+                if (value, move.axis, move.kind) in gathered:
+                    continue  # one gather serves all its users
+                gathered.add((value, move.axis, move.kind))
+            elif move.array < 0 and is_parameter and axes.of_value[value] in slices and _is_gradient(op, layout):
+                what, share = "its gradient", 1 / alike
+            else:
+                continue
+            key = (move.kind, move.axis, what, line_text(_compat.source_line(op.eqn)))
+            found[key] = found.get(key, 0.0) + move.wire_bytes * op.trips * share
+    stored = {a for dim in layout.stored(source) for a in dim}
+    extra = [a for dim in layout.gradient_spec(source) or () for a in dim if a not in stored] if is_parameter else []
+    if extra:
+        local = leaf_bytes(plan.inputs[number]) / layout.ways({*stored, *extra})
+        found["all-gather", " and ".join(extra), "it", "once updated"] = local * (layout.ways(extra) - 1)
+    return found
+
+
+def _slices(axes: Any, value: int) -> set[Any]:
+    """The axes of a tensor, and those of one loop step's slice of it."""
+    leaves = axes.of_value[value]
+    return {leaves, leaves[1:]} if leaves and any(c in axes.stacked for c in leaves[0]) else {leaves}
+
+
+def _touches(op: Any, source: int, slices: set[Any], axes: Any, is_parameter: bool) -> bool:
+    if any(v == source or axes.held.get(v) == source for v in op.operands):
+        return True
+    return is_parameter and any(axes.of_value[v] in slices for v in op.results)
+
+
+def _is_gradient(op: Any, layout: Any) -> bool:
+    batch, of_value = layout.roles.batch, layout.axes.of_value
+    return any(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands)

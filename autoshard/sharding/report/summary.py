@@ -1,0 +1,214 @@
+"""What the reports of a plan have in common: its inputs in groups, its choice in words, names and units for people.
+
+Everything here reads the plan's own data, so that a plan without a function (from JSON) can be shown as well as any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax import numpy as jnp
+
+from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Leaf, Plan
+
+LABEL_WIDTH = 24
+KEY_BYTES = 8  # a typed PRNG key has no item size of its own
+ROLES = ("parameter", "optimizer", "data", "other")
+
+
+def mesh_sizes(plan: Plan) -> dict[str, int]:
+    """Mesh axis -> size."""
+    return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+
+
+def mesh_text(plan: Plan) -> str:
+    """`fsdp 4 x tp 2 = 8 devices`."""
+    sizes = mesh_sizes(plan)
+    devices = math.prod(sizes.values())
+    noun = "device" if devices == 1 else "devices"
+    if len(sizes) < 2:
+        return f"{next(iter(sizes), '')} {devices} {noun}".strip() if devices == 1 else f"{next(iter(sizes))} {devices}"
+    return f"{' x '.join(f'{a} {n}' for a, n in sizes.items())} = {devices} {noun}"
+
+
+def entries(spec: Any, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension."""
+    given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return [*given, *[()] * (rank - len(given))]
+
+
+def ways(spec: Any, sizes: dict[str, int]) -> int:
+    """How many parts a spec cuts an array into."""
+    return math.prod(sizes.get(a, 1) for dim in entries(spec, 0) for a in dim)
+
+
+def leaf_bytes(leaf: Leaf) -> float:
+    """Bytes of the whole array."""
+    try:
+        item = jnp.dtype(leaf.dtype).itemsize
+    except TypeError:
+        item = KEY_BYTES
+    return math.prod(leaf.shape) * item
+
+
+class AxisNames:
+    """Logical axes by short names: one that is called after a path, `0/params/wq:3`, is shown as `wq:3`."""
+
+    def __init__(self, plan: Plan):
+        named = (part for leaf in (*plan.inputs, *plan.outputs) for dim in leaf.axes for part in dim.split("*"))
+        ruled = (name for names in plan.axis_rules.values() for name in names)
+        self.sizes = dict(plan.axis_sizes)
+        self.all = tuple(name for name in dict.fromkeys([*ruled, *named, *self.sizes]) if name != "1")
+        self._short: dict[str, str] = {}
+        for name in self.all:
+            parts, keep = name.split("/"), 1
+            while keep < len(parts) and any(
+                other != name and other.split("/")[-keep:] == parts[-keep:] for other in self.all
+            ):
+                keep += 1
+            self._short[name] = "/".join(parts[-keep:])
+
+    def short(self, name: str) -> str:
+        """The short name of an axis, or of several that make up one dimension, `heads*groups`."""
+        return "*".join(self._short.get(part, part) for part in name.split("*"))
+
+    def sized(self, name: str) -> str:
+        """`heads 16`."""
+        return f"{self.short(name)} {self.sizes[name]}" if name in self.sizes else self.short(name)
+
+    def list(self, names: Iterable[str]) -> str:
+        """`[batch, seq]`."""
+        return f"[{', '.join(map(self.short, names))}]"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves with the same axes, spec, role, shape and dtype."""
+
+    leaves: tuple[Leaf, ...]
+    sizes: dict[str, int]
+
+    @property
+    def first(self) -> Leaf:
+        """One of them, for what they share."""
+        return self.leaves[0]
+
+    @property
+    def label(self) -> str:
+        """What they are called, `attention/{wk,wq}`."""
+        return label([leaf.path for leaf in self.leaves])
+
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes of all of them."""
+        return leaf_bytes(self.first) * len(self.leaves)
+
+    @property
+    def local_bytes(self) -> float:
+        """Bytes of all of them on one device."""
+        return self.whole_bytes / ways(self.first.spec, self.sizes)
+
+
+def groups(plan: Plan, leaves: Iterable[Leaf]) -> list[Group]:
+    """The leaves in groups, those of the most bytes first."""
+    found: dict[Any, list[Leaf]] = {}
+    for leaf in leaves:
+        key = (leaf.role, leaf.axes, spec_text(leaf.spec), leaf.shape, leaf.dtype)
+        found.setdefault(key, []).append(leaf)
+    made = [Group(tuple(some), mesh_sizes(plan)) for some in found.values()]
+    return sorted(made, key=lambda g: -g.whole_bytes)  # stable: those of equal size stay in the order of the inputs
+
+
+def label(paths: Sequence[str]) -> str:
+    """A short name for several paths: their last two components, layers (numbers) left out."""
+    short = list(dict.fromkeys("/".join(_components(path)[-2:]) for path in paths))
+    if len(short) == 1:
+        return short[0] or "(the argument)"
+    heads, tails = zip(*((s.rpartition("/")[0], s.rpartition("/")[2]) for s in short), strict=True)
+    together = ""
+    if len(set(heads)) == 1:
+        together = f"{heads[0]}/{{{','.join(tails)}}}".lstrip("/")
+    elif len(set(tails)) == 1 and all(heads):
+        together = f"{{{','.join(heads)}}}/{tails[0]}"
+    return together if 0 < len(together) <= LABEL_WIDTH else f"{short[0]} +{len(short) - 1}"
+
+
+def _components(path: str) -> list[str]:
+    parts = path.split("/")
+    return [p for p in parts if not p.isdigit()] or parts
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the plan came to be: a sentence, and the next best (words, ratio of step times, peak bytes)."""
+
+    sentence: str
+    rivals: tuple[tuple[str, str, float], ...]
+
+
+def verdict(plan: Plan) -> Verdict:
+    """Why this candidate was chosen."""
+    name = plan.chosen or "this plan"
+    others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
+    if not others:
+        return Verdict(f"{name}, as asked" if plan.chosen else name, ())
+    limit = plan.limit_bytes or math.inf
+    count, fitting = len(plan.candidates), [c for c in others if c[2] <= limit]
+    different = {(c[1], c[2]): c for c in reversed(fitting or others)}  # two names can mean one layout
+    best = sorted(different.values(), key=lambda c: c[1])[:3]
+    rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
+    if plan.estimate.peak_memory_bytes > limit:
+        return Verdict(f"{name}, the smallest of {count} plans: none fits {bytes_text(limit)}", rivals)
+    large = count - len(fitting) - 1
+    among = f"the {count - large} that fit {bytes_text(limit)}, of {count}" if large else f"{count} plans"
+    return Verdict(f"{name}, the fastest of {among}", rivals)
+
+
+def memory_rows(plan: Plan) -> list[tuple[str, float, float | None]]:
+    """(kind, bytes on a device, bytes on one device that holds everything), without kinds that are empty."""
+    here = _kinds(plan.estimate.memory_bytes)
+    alone = _kinds(plan.alone.memory_bytes) if plan.alone else {}
+    names = dict.fromkeys([*here, *alone])
+    return [
+        (k, here.get(k, 0.0), alone.get(k, 0.0) if plan.alone else None) for k in names if here.get(k) or alone.get(k)
+    ]
+
+
+def _kinds(memory: Any) -> dict[str, float]:
+    kinds = dict(memory)
+    if "other" in kinds:  # counters and keys: a line of their own would only be noise
+        kinds["data"] = kinds.get("data", 0.0) + kinds.pop("other")
+    return kinds
+
+
+def exposed_us(plan: Plan) -> float:
+    """Communication that is not hidden behind compute."""
+    return max(plan.estimate.step_time_us - plan.estimate.compute_us, 0.0)
+
+
+def collectives(plan: Plan) -> list[tuple[str, str, float, str]]:
+    """The plan's traffic with short lines, heaviest first; what stands on one line is counted together."""
+    found: dict[tuple[str, str, str], float] = {}
+    for kind, axis, size, line in plan.traffic:
+        key = (kind, axis, line_text(line))
+        found[key] = found.get(key, 0.0) + size
+    return sorted(((k, a, size, line) for (k, a, line), size in found.items()), key=lambda t: -t[2])
+
+
+def axis_traffic(plan: Plan) -> dict[str, float]:
+    """Bytes that leave each device in a step, by mesh axis."""
+    found: dict[str, float] = {}
+    for _, axis, size, _ in plan.traffic:
+        found[axis] = found.get(axis, 0.0) + size
+    return found
+
+
+def storage_roles(plan: Plan, axis: str) -> list[str]:
+    """The roles whose state is stored over a mesh axis beyond what the rules say."""
+    return [role for role, axes in plan.storage.items() if axis in axes]

@@ -1,0 +1,66 @@
+"""Numbers, source lines and specs as people read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+
+def bytes_text(n: float) -> str:
+    """`1.5 GiB`."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    if not math.isfinite(n):
+        return str(n)
+    while abs(n) >= 1023.5 and len(units) > 1:
+        n /= 1024
+        del units[0]
+    return f"{_digits(n) if units[0] != 'B' else f'{n:.0f}'} {units[0]}"
+
+
+def time_text(us: float) -> str:
+    """`12.5 ms`."""
+    if not math.isfinite(us):
+        return str(us)
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if abs(us) >= size * 0.9995:
+            return f"{_digits(us / size)} {unit}"
+    return f"{_digits(us)} us"
+
+
+def _digits(x: float) -> str:
+    """Three digits, never an exponent."""
+    if x == 0:
+        return "0"
+    return f"{x:.0f}" if abs(x) >= 99.95 else f"{x:.1f}" if abs(x) >= 9.995 else f"{x:.2f}"
+
+
+def ratio_text(a: float, b: float) -> str:
+    """`a / b` as `1.25x`; `-` where that says nothing."""
+    if not b or not math.isfinite(a / b):
+        return "-"
+    ratio = a / b
+    return f"{ratio:.3f}x" if 0.9 < ratio < 1.1 else f"{_digits(ratio)}x"
+
+
+def percent_text(part: float, whole: float) -> str:
+    """`part` of `whole` in percent."""
+    if not whole or not math.isfinite(part / whole):
+        return "-"
+    share = 100 * part / whole
+    return "<1 %" if 0 < share < 1 else f"{share:.0f} %"
+
+
+def line_text(line: str) -> str:
+    """A source line with the last two components of its file, `models/gpt.py:171 (_project)`."""
+    found = re.fullmatch(r"(.*?):(\d+)(?::\d+)?(?: \((.*)\))?", line)
+    if not found:
+        return line or "(no source line)"
+    file, number, function = found.groups()
+    short = "/".join(re.split(r"[/\\]", file)[-2:])
+    return f"{short}:{number}" + (f" ({function})" if function else "")
+
+
+def spec_text(spec: Any) -> str:
+    """`P(None, 'tp')`, the same under every JAX version."""
+    return f"P({', '.join(map(repr, spec))})"

@@ -1,0 +1,169 @@
+"""Where an array is on a mesh, and what taking it from one place to another moves.
+
+A *spec* is a tuple with, for each dimension, the mesh axes that shard it, major to minor. A *place* is a spec and the
+mesh axes over which every device holds a term only (a partial). With `n` devices on a mesh axis and `b` bytes on each
+device before the step, every device sends
+
+    slice                        0            whole -> sharded: each takes its own part
+    reduce-scatter               (n - 1) / n b    partial -> sharded
+    all-to-all                   (n - 1) / n b    sharded on one dimension -> on another
+    collective-permute           b                the same axes on a dimension in another order
+    all-reduce               2 (n - 1) / n b      partial -> whole
+    all-gather                   (n - 1) b        sharded -> whole
+
+Steps that make an array smaller come first, steps that make it larger last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+Spec = tuple[tuple[str, ...], ...]
+ReshardKind = Literal["slice", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce", "all-gather"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array is: its spec, and `(mesh axis, operation)` for each axis that it is partial over."""
+
+    spec: Spec
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def whole(self) -> Place:
+        """The same spec with nothing partial."""
+        return Place(self.spec)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective (or slice) over one mesh axis, and the bytes that each device sends for it."""
+
+    kind: ReshardKind
+    axis: str
+    nbytes: float
+
+
+def replicated_place(rank: int) -> Place:
+    """Whole on every device."""
+    return Place(((),) * rank)
+
+
+def axes_of(spec: Spec) -> Iterator[str]:
+    """Every mesh axis of a spec."""
+    for dim in spec:
+        yield from dim
+
+
+def ways(spec: Spec, mesh: Mapping[str, int]) -> int:
+    """The number of different shards under a spec."""
+    return math.prod(mesh[a] for a in axes_of(spec))
+
+
+def bytes_of(aval: Any) -> float:
+    """Bytes of a whole array."""
+    dtype = getattr(aval, "dtype", None)
+    return float(math.prod(aval.shape) * dtype.itemsize) if dtype is not None else 0.0
+
+
+def steps(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> list[Step]:
+    """What takes an array of `nbytes` from one place to another.
+
+    Args:
+        old: where it is.
+        new: where it goes; partial over no axis over which `old` is not.
+        nbytes: its size, whole.
+        mesh: mesh axis -> size.
+    """
+    if old == new:
+        return []
+    stays = {axis for axis, _ in new.partial}
+    before = {a: d for d, axes in enumerate(old.spec) for a in axes}
+    after = {a: d for d, axes in enumerate(new.spec) for a in axes}
+    summed = [axis for axis, _ in old.partial if axis not in stays]
+    gathered = [a for a in before if a not in after]
+    grown = {before[a] for a in gathered}
+    local = nbytes / ways(old.spec, mesh)
+    made: list[Step] = []
+
+    def step(kind: ReshardKind, axis: str, sent: float, change: float) -> None:
+        nonlocal local
+        if mesh[axis] > 1:
+            made.append(Step(kind, axis, sent * local))
+            local *= change
+
+    late = []
+    for a, d in after.items():
+        n = mesh[a]
+        if a in summed:
+            step("reduce-scatter", a, (n - 1) / n, 1 / n)
+        elif a not in before:
+            if d in grown:
+                late.append(a)
+            else:
+                step("slice", a, 0.0, 1 / n)
+    for a, d in after.items():
+        n = mesh[a]
+        if a in before and before[a] != d:
+            step("all-to-all", a, (n - 1) / n, 1.0)
+        elif a in before and _majors(old.spec[d], a) != _majors(new.spec[d], a):
+            step("collective-permute", a, 1.0, 1.0)
+    for a in summed:
+        if a not in after:
+            step("all-reduce", a, 2 * (mesh[a] - 1) / mesh[a], 1.0)
+    for a in gathered:
+        step("all-gather", a, mesh[a] - 1, mesh[a])
+    for a in late:
+        step("slice", a, 0.0, 1 / mesh[a])
+    return made
+
+
+def _majors(axes: Sequence[str], axis: str) -> Sequence[str]:
+    return axes[: axes.index(axis)]
+
+
+def cost(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> float:
+    """The bytes that each device sends to take an array from one place to another."""
+    return sum(step.nbytes for step in steps(old, new, nbytes, mesh))
+
+
+def meet(places: Sequence[Place], nbytes: float, mesh: Mapping[str, int]) -> Place:
+    """The one of several places that the fewest bytes bring all of them to; of equals the first.
+
+    A partial is made whole unless all of them are partial in the same way.
+    """
+    same = places[0].partial if len({p.partial for p in places}) == 1 else ()
+    taken = {axis for axis, _ in same}
+    options = dict.fromkeys(
+        Place(tuple(tuple(a for a in dim if a not in taken) for dim in p.spec), same) for p in places
+    )
+    return min(options, key=lambda o: sum(cost(p, o, nbytes, mesh) for p in places))
+
+
+def extend(old: Place, wanted: Spec) -> Spec:
+    """The spec of `old` with the mesh axes of `wanted` that it does not use yet, where these are minor to its own."""
+    used = {*axes_of(old.spec), *(axis for axis, _ in old.partial)}
+    return tuple(
+        w if w[: len(o)] == o and not used.intersection(w[len(o) :]) else o
+        for o, w in zip(old.spec, wanted, strict=True)
+    )
+
+
+def to_partition_spec(spec: Spec) -> PartitionSpec:
+    """The `PartitionSpec` of a spec, without trailing Nones."""
+    entries: list[Any] = [dim[0] if len(dim) == 1 else dim or None for dim in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def from_partition_spec(spec: Any, rank: int) -> Spec:
+    """The spec that a `PartitionSpec` means for an array of `rank` dimensions."""
+    entries = [() if e is None or e is PartitionSpec.UNCONSTRAINED else (e,) if isinstance(e, str) else tuple(e)
+               for e in tuple(spec)]  # fmt: skip
+    return tuple([*entries, *[()] * (rank - len(entries))])

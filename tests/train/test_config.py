@@ -1,0 +1,96 @@
+"""Where settings come from, and how mistakes in them are told."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from autoshard.errors import ConfigError
+from autoshard.train.config import TrainConfig, differences, from_dict, identity, merge, to_dict
+from autoshard.train.options import parse_config
+from autoshard.train.presets import PRESETS
+
+
+def parse(*arguments: str) -> TrainConfig:
+    return parse_config(arguments, TrainConfig, "autoshard train", "")
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('steps = 7\nbatch_size = 16\nfreeze = ["embed"]\n[gpt]\nlayers = 2\n[optimizer]\nlearning_rate = 1\n')
+    return path
+
+
+def test_options_override_toml_which_overrides_the_preset(toml: Path) -> None:
+    config = parse("--preset", "shakespeare", "--config", str(toml), "--steps", "9", "--optimizer.beta1", "0.5")
+    assert (config.steps, config.batch_size, config.freeze) == (9, 16, ("embed",))
+    assert (config.gpt.layers, config.gpt.context) == (2, 64)
+    assert (config.optimizer.learning_rate, config.optimizer.beta1, config.optimizer.beta2) == (1.0, 0.5, 0.99)
+    assert config.preset == "shakespeare"
+
+
+def test_without_options_the_run_is_the_quick_one() -> None:
+    assert parse() == PRESETS["quick"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_know_their_names(name: str) -> None:
+    assert parse("--preset", name).preset == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--preset", "quik"], "unknown preset 'quik': did you mean quick"),
+        (["--preset"], "preset"),
+        (["--stps", "3"], "unknown option --stps: did you mean --steps"),
+        (["--optimizer.learning-rat=3"], "did you mean --optimizer.learning-rate"),
+        (["--steps", "many"], "--steps.*many"),
+        (["--steps", "-1"], "steps is -1"),
+        (["--gpt.heads", "3"], "width 128 is not a multiple of heads 3"),
+        (["--accumulation", "3"], "batch_size 64 does not divide"),
+        (["stray"], "stray"),
+        (["--config", "nowhere.toml"], "'nowhere.toml' cannot be read"),
+        (["--resume", "--run-dir", "nowhere"], "'nowhere' holds no run"),
+    ],
+)
+def test_wrong_options_are_told_in_one_line(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        parse(*arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("stps = 3", "unknown setting 'stps': did you mean steps"),
+        ("[gpt]\nlayer = 3", r"\[gpt\]: unknown setting 'layer': did you mean layers"),
+        ("steps = 'many'", "steps is int, not 'many'"),
+        ("steps = true", "steps is int, not True"),
+        ("steps = 1.5", "steps is int, not 1.5"),
+        ("gpt = 3", r"write \[gpt\]"),
+        ("freeze = 'embed'", "freeze is a list"),
+        ("[gpt]\nheads = 3", "not a multiple of heads 3"),
+        ("steps = ", "is not a TOML file"),
+    ],
+)
+def test_mistakes_in_toml_are_told_with_the_file(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        parse("--config", str(path))
+    assert str(path) in str(raised.value)
+
+
+def test_a_config_round_trips_through_json() -> None:
+    config = dataclasses.replace(PRESETS["llama-7b"], run_dir=Path("x"), freeze=("a", "b"), memory_limit_bytes=5)
+    assert from_dict(to_dict(config), "here") == config
+
+
+def test_what_is_trained_may_not_change_when_a_run_is_resumed() -> None:
+    config = TrainConfig()
+    longer = merge(config, {"steps": 5, "plan": "fsdp:8", "log_every": 1}, "here")
+    assert identity(longer) == identity(config)
+    other = merge(config, {"seed": 1, "gpt": {"layers": 3}}, "here")
+    assert differences(identity(config), identity(other)) == ["gpt.layers: 4, now 3", "seed: 0, now 1"]

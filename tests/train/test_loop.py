@@ -1,0 +1,213 @@
+"""Whole runs: what they leave behind, resuming, interruption, refusal."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from autoshard.ckpt import DamagedCheckpointError
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.train.config import TrainConfig
+from autoshard.train.interrupt import Interrupts
+from autoshard.train.loop import Trainer, train
+from autoshard.train.metrics import read_metrics
+from autoshard.train.restore import load_trained
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def losses(run_dir: Path | None) -> dict[int, float]:
+    assert run_dir is not None
+    return {line["step"]: line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line}
+
+
+def validation(run_dir: Path | None) -> list[float]:
+    assert run_dir is not None
+    return [line["val_loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in line]
+
+
+def test_a_run_learns_and_leaves_everything_behind(make_config: MakeConfig, capsys: pytest.CaptureFixture) -> None:
+    config = make_config(steps=30, sample_tokens=5, checkpoint_every=10, keep_checkpoints=2, prompt="the ")
+    result = train(config)
+    found = losses(result.run_dir)
+    assert list(found) == list(range(1, 31))
+    assert found[30] < found[1] - 1.0
+    assert result.evaluation is not None and abs(result.evaluation.loss - validation(result.run_dir)[-1]) < 1e-12
+    bits = result.evaluation.loss / np.log(2)
+    np.testing.assert_allclose(result.evaluation.bits_per_byte, bits, rtol=1e-9)
+    names = {path.name for path in result.run_dir.iterdir()}
+    assert names == set("config.json metrics.jsonl tensorboard checkpoints plan.txt plan.json loss.png sample.txt".split())
+    assert (result.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (result.run_dir / "sample.txt").read_text().startswith("the ")
+    assert len(list((result.run_dir / "checkpoints").glob("step_*"))) == 2
+    output = capsys.readouterr().out
+    assert "fsdp" in output and "Sample:\nthe " in output and "finished at step 30/30" in output
+    assert load_trained(result.run_dir, step=20).step == 20
+
+
+def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path: Path) -> None:
+    shape = dict(gpt=dict(layers=2, width=32, heads=4, kv_heads=2, dropout=0.1), accumulation=2, eval_every=2)
+    runs = []
+    for index, plan in enumerate(["fsdp:8", "dp:2 fsdp:2 tp:2", None]):
+        mesh = "data=1" if plan is None else None
+        config = make_config(run_dir=tmp_path / str(index), plan=plan, mesh=mesh, **shape)
+        train(config)
+        runs.append([*losses(config.run_dir).values(), *validation(config.run_dir)])
+    np.testing.assert_allclose(runs[0], runs[2], rtol=1e-5)
+    np.testing.assert_allclose(runs[1], runs[2], rtol=1e-5)
+
+
+def test_evaluation_leaves_training_as_it_is(make_config: MakeConfig, tmp_path: Path) -> None:
+    shape = dict(gpt=dict(dropout=0.1), steps=4)
+    for name, every in (("with", 1), ("without", 0)):
+        train(make_config(run_dir=tmp_path / name, eval_every=every, **shape))
+    assert len(validation(tmp_path / "with")) == 4 and len(validation(tmp_path / "without")) == 1
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    states = [load_trained(tmp_path / name).state for name in ("with", "without")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.parametrize("mesh", ["data=4", "data=1"])
+def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, mesh: str) -> None:
+    shape = dict(gpt=dict(dropout=0.1), ema_decay=0.5, steps=16, checkpoint_every=6)
+    train(make_config(run_dir=tmp_path / "whole", **shape))
+    config = make_config(run_dir=tmp_path / "parts", **shape)
+    trainer = Trainer(config)
+    trainer.config = replace(config, steps=6)  # the schedule stays that of sixteen steps
+    trainer.run()
+    train(replace(config, resume=True, plan=None, mesh=mesh))
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert list(parts) == list(range(1, 17))
+    np.testing.assert_allclose([*parts.values()], [*whole.values()], rtol=1e-5)
+    np.testing.assert_allclose(validation(tmp_path / "parts")[-1], validation(tmp_path / "whole")[-1], rtol=1e-5)
+
+
+def test_lines_that_a_crash_left_behind_are_dropped(make_config: MakeConfig) -> None:
+    config = make_config(steps=4, checkpoint_every=2)
+    train(config)
+    assert config.run_dir is not None
+    with (config.run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "loss": 99.0}) + "\n" + '{"step": 6, "lo')
+    train(replace(config, resume=True, steps=6))
+    found = losses(config.run_dir)
+    assert list(found) == [1, 2, 3, 4, 5, 6] and found[5] != 99.0
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_ends_the_run(make_config: MakeConfig, capsys: pytest.CaptureFixture, name: str) -> None:
+    config = make_config(steps=100_000)
+    assert config.run_dir is not None
+    metrics = config.run_dir / "metrics.jsonl"
+
+    def interrupt() -> None:
+        while len(read_metrics(metrics)) < 3:
+            time.sleep(0.01)
+        os.kill(os.getpid(), getattr(signal, name))
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    result = train(config)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert result.interrupted_by == name and 3 <= result.step < 100_000
+    assert load_trained(config.run_dir).step == result.step
+    assert f"{name}: saved and stopped at step {result.step}" in capsys.readouterr().out
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.received == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_another_run_is_left_alone(make_config: MakeConfig) -> None:
+    config = make_config(steps=3)
+    train(config)
+    assert config.run_dir is not None
+    before = contents(config.run_dir)
+    with pytest.raises(ConfigError, match="is not empty: add --resume"):
+        train(config)
+    with pytest.raises(ConfigError, match=r"holds another run \(gpt.layers: 1, now 2\)"):
+        train(replace(config, resume=True, gpt=replace(config.gpt, layers=2)))
+    with pytest.raises(ConfigError, match=r"holds another run \(seed: 0, now 5\)"):
+        train(replace(config, resume=True, seed=5))
+    assert contents(config.run_dir) == before
+
+
+def test_a_folder_with_something_else_is_left_alone(make_config: MakeConfig) -> None:
+    config = make_config()
+    assert config.run_dir is not None
+    config.run_dir.mkdir()
+    (config.run_dir / "thesis.txt").write_text("years of work")
+    for resume in (False, True):
+        with pytest.raises(ConfigError):
+            train(replace(config, resume=resume))
+    assert [path.name for path in config.run_dir.iterdir()] == ["thesis.txt"]
+
+
+def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> None:
+    config = make_config(steps=3)
+    train(config)
+    assert config.run_dir is not None
+    files = [path for path in (config.run_dir / "checkpoints").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="step 3"):
+        train(replace(config, resume=True, steps=5))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(make_config: MakeConfig) -> None:
+    optimizer = dict(name="sgd", learning_rate=1e30, min_learning_rate=1e30, clip_norm=0.0)
+    with pytest.raises(AutoshardError, match="the loss is .* try a lower --optimizer.learning-rate"):
+        train(make_config(steps=20, optimizer=optimizer))
+
+
+def test_somebody_elses_model_and_data(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    config = make_config(
+        model="user_code:factory", data="user_code:counting", steps=60, gpt=dict(vocab=8),
+        optimizer=dict(learning_rate=0.3, min_learning_rate=0.1),
+    )  # fmt: skip
+    result = train(config)
+    assert result.evaluation is not None and result.evaluation.loss < 0.2
+    assert result.evaluation.bits_per_byte is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (dict(model="user_code:nothing"), "module user_code has no function 'nothing'"),
+        (dict(model="no_such_code:factory"), "no module named 'no_such_code'"),
+        (dict(model="bert"), "'bert' is unknown: give package.module:function, or gpt"),
+        (dict(model="user_code:not_a_model"), "returned int, not an nnx.Module"),
+        (dict(data="user_code:words"), "one-dimensional integer arrays"),
+        (dict(freeze=("nothing/*",)), "no parameter matches"),
+        (dict(mesh="data"), "such as data=4,model=2"),
+        (dict(mesh="data=64", plan=None), "64"),
+        (dict(batch_size=9), "9"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, changes: dict, complaint: str
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    config = make_config(**changes)
+    with pytest.raises(AutoshardError, match=complaint):
+        train(config)
+    assert config.run_dir is not None and not config.run_dir.exists()

@@ -1,0 +1,47 @@
+"""The learning rate over a run, what is decayed, and what is clipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from autoshard.errors import ConfigError
+from autoshard.models import GPT, GPTConfig
+from autoshard.train.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer, path_name
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=10)
+    rate = learning_rate_schedule(config, 110)
+    np.testing.assert_allclose(float(rate(0)), 1 / 11, rtol=1e-6)
+    np.testing.assert_allclose(float(rate(10)), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(float(rate(60)), 0.55, rtol=1e-6)
+    np.testing.assert_allclose(float(rate(110)), 0.1, rtol=1e-5)
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="warmup_steps is 100, but the run has 100 steps"):
+        make_optimizer(OptimizerConfig(), 100)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_matrices_are_decayed_and_nothing_else(scan_layers: bool) -> None:
+    shape = GPTConfig(layers=2, width=8, heads=2, norm="layernorm", bias=True, positions="learned", scan_layers=scan_layers)
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))), nnx.Param))
+    mask = decay_mask(params, OptimizerConfig().no_decay)
+    decayed = {path_name(path).split("/")[-1] for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep}
+    rest = {path_name(path).split("/")[-1] for path, keep in jax.tree_util.tree_leaves_with_path(mask) if not keep}
+    assert decayed == {"embed", "position", "wq", "wk", "wv", "wo", "w_up", "w_down", "w_gate"}
+    assert rest == {"scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down", "b_gate"}
+
+
+def test_gradients_are_clipped_by_their_global_norm() -> None:
+    config = OptimizerConfig(name="sgd", learning_rate=1.0, min_learning_rate=1.0, warmup_steps=0, clip_norm=1.0)
+    optimizer = make_optimizer(config, 10)
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
+    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["a"], [-0.6, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(float(optax.tree.norm(updates)), 1.0, rtol=1e-6)

@@ -1,0 +1,86 @@
+"""One train step: what it minimises, in how many parts, with which masks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autoshard.models import GPT, GPTConfig, cross_entropy
+from autoshard.train.state import Program, make_program
+from autoshard.train.step import make_eval_step, make_train_step
+
+SGD = optax.sgd(1.0)
+RATE = optax.constant_schedule(1.0)
+
+
+def gpt(**shape: Any) -> Program:
+    config = GPTConfig(**(dict(vocab=32, layers=2, heads=2, width=8, context=8) | shape))
+    return make_program(lambda rngs: GPT(config, rngs=rngs), SGD)
+
+
+def batch() -> dict[str, jax.Array]:
+    """Eight rows, of which some count less."""
+    random = np.random.default_rng(0)
+    found, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
+    mask[3] = 0
+    return {
+        "inputs": jnp.asarray(found[:, :-1], jnp.int32),
+        "targets": jnp.asarray(found[:, 1:], jnp.int32),
+        "mask": jnp.asarray(mask, jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> None:
+    program = gpt()
+    state = program.create_state(jax.random.key(0))
+
+    def mean_loss(params: Any) -> jax.Array:
+        model = program.model(params, state.frozen, state.variables, None)
+        total, weight = cross_entropy(model(batch()["inputs"]), batch()["targets"], batch()["mask"])
+        return total / weight
+
+    loss, gradient = jax.value_and_grad(mean_loss)(state.params)
+    after, metrics = jax.jit(make_train_step(program, RATE, accumulation))(state, batch())
+    found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with rate 1
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
+    assert error < 1e-5 * optax.tree.norm(gradient)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
+    assert metrics["weight"] == batch()["mask"].sum() and int(after.step) == 1
+
+
+def test_accumulation_keeps_the_numerics_strict(strict_numerics: None) -> None:
+    """Our own part of the step mixes no dtypes and no ranks; SGD's part does not either."""
+    program = gpt()
+    jax.eval_shape(make_train_step(program, RATE, 2), program.abstract_state(), batch())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_dropout_is_the_same_on_every_mesh_and_another_at_every_step(
+    accumulation: int, mesh_of: Callable[..., Mesh]
+) -> None:
+    program = gpt(dropout=0.3)
+    state = program.create_state(jax.random.key(0))
+    step = make_train_step(program, RATE, accumulation)
+    alone = jax.jit(step)(state, batch())[1]["loss"]
+    spread = NamedSharding(mesh_of(data=4, model=2), PartitionSpec("data", "model"))
+    sharded = jax.jit(step)(state, jax.device_put(batch(), spread))[1]["loss"]
+    np.testing.assert_allclose(sharded, alone, rtol=1e-5)
+    later = jax.jit(step)(replace(state, step=state.step + 1), batch())[1]["loss"]
+    plain = jax.jit(make_train_step(gpt(), RATE, accumulation))(state, batch())[1]["loss"]
+    assert len({float(alone), float(later), float(plain)}) == 3
+
+
+def test_evaluation_has_no_dropout() -> None:
+    program = gpt(dropout=0.3)
+    state = program.create_state(jax.random.key(0))
+    parts = state.params, state.frozen, state.variables
+    for one, other in zip(make_eval_step(program)(*parts, batch()), make_eval_step(gpt())(*parts, batch()), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
