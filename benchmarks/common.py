@@ -50,12 +50,14 @@ class Row:
 
     @property
     def verdict(self) -> str:
+        """Whether the target is met; `unclear` where the interval holds both answers."""
         if self.target is None:
             return ""
-        return "met" if self.value <= self.target else "missed"
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return "met" if high <= self.target else "missed" if low > self.target else "unclear"
 
 
-def summary(samples: Sequence[float]) -> tuple[float, float, float]:
+def summary(samples: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """The median and its 95 % interval by order statistics, which assume nothing of the distribution."""
     ordered = np.sort(np.asarray(samples, float))
     count = len(ordered)
@@ -64,7 +66,9 @@ def summary(samples: Sequence[float]) -> tuple[float, float, float]:
     return float(np.median(ordered)), float(ordered[low]), float(ordered[high])
 
 
-def measured(name: str, samples: Sequence[float], unit: str, target: float | None = None, note: str = "") -> Row:
+def measured(
+    name: str, samples: Sequence[float] | np.ndarray, unit: str, target: float | None = None, note: str = ""
+) -> Row:
     """A row from samples."""
     value, low, high = summary(samples)
     return Row(name, value, unit, target, low, high, note)

@@ -20,7 +20,7 @@ from flax import nnx
 
 from autoshard import auto_shard
 
-LEAVES, ROUNDS, CALLS = 200, 150, 5
+LEAVES, ROUNDS, CALLS = 200, 200, 5
 PLACES = {
     "1 device": {"mesh": jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])},
     "8 devices": {"mesh": {"data": 8}},

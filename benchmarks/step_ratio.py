@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import auto_shard
 
 CONFIG = GPTConfig(layers=4, heads=4, width=128, context=64)
-BATCH, ROUNDS = 16, 60
+BATCH, ROUNDS = 16, 100
 PLANS = ("dp:8", "fsdp:8")
 
 

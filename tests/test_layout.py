@@ -75,7 +75,7 @@ def test_importing_a_link_by_its_bare_name_names_the_right_import(name, run_pyth
         assert ran.returncode != 0, statement
         said = ran.stderr.strip().splitlines()[-1]
         assert said.startswith("ImportError: "), ran.stderr
-        assert f"import autoshard.{name} instead" in said
+        assert f"import autoshard.{name}" in said
 
 
 def test_imports_point_one_way():

@@ -102,9 +102,7 @@ class Checkpointer:
         if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
             raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
         step = step.__index__()
-        together(
-            lambda: self._begin(step), lambda who: CheckpointError(f"step {step} cannot be saved: {who}")
-        )
+        together(lambda: self._begin(step), lambda who: CheckpointError(f"step {step} cannot be saved: {who}"))
         snapshot = take_snapshot(state, copy=not block)
         manifest = Manifest(
             step=step,
@@ -210,9 +208,7 @@ class Checkpointer:
             earlier, state = found
             if not fallback:
                 del state, found
-                raise _advised(
-                    error, f"Step {earlier} is intact: restore that, or pass fallback=True."
-                ) from error
+                raise _advised(error, f"Step {earlier} is intact: restore that, or pass fallback=True.") from error
             warnings.warn(f"{error}\nStep {earlier} is restored instead.", CheckpointWarning, stacklevel=2)
             step = earlier
         self.restored_step = step
@@ -226,9 +222,7 @@ class Checkpointer:
             raise CheckpointError(f"there is no step {step} in {self._directory.path}: it has {_few(steps)}.")
         return steps[-1] if step is None else step
 
-    def _intact_before(
-        self, step: int, template: Any, config: Mapping[str, Any] | None
-    ) -> tuple[int, Any] | None:
+    def _intact_before(self, step: int, template: Any, config: Mapping[str, Any] | None) -> tuple[int, Any] | None:
         for earlier in reversed([one for one in self.steps() if one < step]):
             try:
                 return earlier, restore_step(self._directory.step_path(earlier), earlier, template, config)
@@ -238,9 +232,7 @@ class Checkpointer:
 
 
 def _advised(error: DamagedCheckpointError, advice: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{error}\n{advice}", step=error.step, cause=error.cause, leaves=error.leaves
-    )
+    return DamagedCheckpointError(f"{error}\n{advice}", step=error.step, cause=error.cause, leaves=error.leaves)
 
 
 def _few(steps: list[int]) -> str:

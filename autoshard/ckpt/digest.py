@@ -87,11 +87,7 @@ def shard_digest(shard: jax.Array, shape: Sequence[int], offsets: Sequence[Any])
 def host_digest(array: np.ndarray) -> int:
     """The same digest of a NumPy array, by NumPy."""
     array = np.asarray(array)
-    if (
-        array.dtype != np.bool_
-        and not np.issubdtype(array.dtype, np.complexfloating)
-        and _bits(array.dtype) < 8
-    ):
+    if array.dtype != np.bool_ and not np.issubdtype(array.dtype, np.complexfloating) and _bits(array.dtype) < 8:
         integer = jnp.issubdtype(array.dtype, jnp.integer)
         signed = jnp.issubdtype(array.dtype, jnp.signedinteger)
         array = array.astype((np.int8 if signed else np.uint8) if integer else np.float32)

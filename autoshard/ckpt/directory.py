@@ -60,9 +60,7 @@ class StepDirectory:
             raise CheckpointError(f"{self.path} is a file: name a directory for the checkpoints.")
         marker = self.path / _MARKER
         if not marker.exists():
-            foreign = sorted(
-                entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}")
-            )
+            foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}"))
             if foreign:
                 raise CheckpointError(
                     f"{self.path} is not a checkpoint directory of autoshard: it holds "

@@ -59,9 +59,7 @@ def named_leaves(tree: Any) -> list[tuple[Key, Any]]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
     if not pairs:
-        raise CheckpointError(
-            f"the state ({type(tree).__name__}) has no leaves: there is nothing to save or restore."
-        )
+        raise CheckpointError(f"the state ({type(tree).__name__}) has no leaves: there is nothing to save or restore.")
     seen: set[Key] = set()
     for key, _ in pairs:
         if key in seen:
@@ -87,12 +85,7 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
     if isinstance(leaf, (bool, int, float, complex)):
         leaf = np.asarray(leaf)
     dtype = getattr(leaf, "dtype", None)
-    if (
-        dtype is None
-        or not hasattr(leaf, "shape")
-        or np.dtype(dtype).hasobject
-        or np.dtype(dtype).kind in "SUMm"
-    ):
+    if dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).hasobject or np.dtype(dtype).kind in "SUMm":
         raise CheckpointError(
             f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}: only arrays, RNG keys and "
             "numbers can be saved. Keep anything else outside the state, in the config, or as a static field."
@@ -185,11 +178,7 @@ def unfit(template: Mapping[Key, Any]) -> list[str]:
         name = "/".join(key)
         if hasattr(leaf, "sharding") and sharding is None and jax.process_count() > 1:
             lines.append(f"{name}: has no sharding, which several processes need")
-        if (
-            hasattr(leaf, "sharding")
-            and not is_typed_key(leaf)
-            and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
-        ):
+        if hasattr(leaf, "sharding") and not is_typed_key(leaf) and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             lines.append(f"{name}: {leaf.dtype} needs jax_enable_x64; without it the value would be cut")
         try:
             _ = sharding and sharding.shard_shape(tuple(leaf.shape))

@@ -70,8 +70,7 @@ class Manifest:
             raise ValueError("the manifest is not as it was written")
         if body["format"] > FORMAT:
             raise CheckpointError(
-                f"the checkpoint has format {body['format']}, this version of autoshard "
-                f"reads up to {FORMAT}: upgrade."
+                f"the checkpoint has format {body['format']}, this version of autoshard reads up to {FORMAT}: upgrade."
             )
         specs = tuple(
             LeafSpec(tuple(leaf["key"]), tuple(leaf["shape"]), leaf["dtype"], leaf["key_impl"])

@@ -68,9 +68,7 @@ def read_manifest(path: Any, step: int) -> Manifest:
     with _reading(path, step):
         manifest = storage.read_manifest(path)
     if manifest.step != step:
-        raise damaged(
-            path, step, f"its manifest is the one of step {manifest.step}: the directory was renamed"
-        )
+        raise damaged(path, step, f"its manifest is the one of step {manifest.step}: the directory was renamed")
     return manifest
 
 
@@ -123,9 +121,7 @@ def _with_leaves(
         return error
     if jax.process_count() > 1:  # the others do not take part in the search
         return damaged(path, step, _cause(error, path))
-    return damaged(
-        path, step, _cause(error, path), _probe(path, manifest, _expected(path, step, manifest, saved))
-    )
+    return damaged(path, step, _cause(error, path), _probe(path, manifest, _expected(path, step, manifest, saved)))
 
 
 def _probe(path: Any, manifest: Manifest, expected: Mapping[Key, int]) -> list[Key]:
@@ -133,9 +129,7 @@ def _probe(path: Any, manifest: Manifest, expected: Mapping[Key, int]) -> list[K
     wrong = []
     for spec in manifest.leaves:
         try:
-            intact = (
-                not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
-            )
+            intact = not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
         except MemoryError:
             raise
         except Exception:  # whatever the reason, it is this leaf that cannot be had

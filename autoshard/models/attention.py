@@ -91,9 +91,7 @@ def attention(
 def _check(q, k, v, causal: bool, impl: str, block_size: int, mask) -> None:
     problems = []
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
-        problems.append(
-            "q must be [batch, seq, heads, head_dim], k and v [batch, keys, kv_heads, head_dim] both"
-        )
+        problems.append("q must be [batch, seq, heads, head_dim], k and v [batch, keys, kv_heads, head_dim] both")
     else:
         if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
             problems.append("q and k must agree in batch (dim 0) and head_dim (dim 3)")
@@ -106,9 +104,7 @@ def _check(q, k, v, causal: bool, impl: str, block_size: int, mask) -> None:
             if mask.dtype != jnp.bool_:
                 problems.append(f"mask must be boolean, True where a query sees a key, not {mask.dtype}")
             if mask.ndim != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=False)):
-                problems.append(
-                    f"mask {mask.shape} must be [batch, heads, seq, keys] = {full} or 1 in any of them"
-                )
+                problems.append(f"mask {mask.shape} must be [batch, heads, seq, keys] = {full} or 1 in any of them")
     if impl not in ("auto", "plain", "blockwise"):
         problems.append(f"impl is {impl!r}; choose 'auto', 'plain' or 'blockwise'")
     if block_size < 1:

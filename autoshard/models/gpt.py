@@ -344,9 +344,7 @@ def _dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Arra
     if deterministic or cfg.dropout == 0.0:
         return None
     if rngs is None:
-        raise ValueError(
-            f"GPT: dropout is {cfg.dropout} and deterministic=False: pass rngs=nnx.Rngs(...) or a key"
-        )
+        raise ValueError(f"GPT: dropout is {cfg.dropout} and deterministic=False: pass rngs=nnx.Rngs(...) or a key")
     key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
     return jax.random.split(key, cfg.layers + 1)
 

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def cross_entropy(
-    logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Sum `log sum_v exp(logits[v]) - logits[target]` over tokens, and count the tokens.
 
     The target's logit is picked by comparing and summing, not by indexing, so that logits whose vocabulary is

@@ -44,9 +44,7 @@ def generate(
     """
     problems = []
     if prompt.ndim != 2 or prompt.shape[1] < 1:
-        problems.append(
-            f"prompt has shape {prompt.shape}; it must be [batch, length] with at least one token"
-        )
+        problems.append(f"prompt has shape {prompt.shape}; it must be [batch, length] with at least one token")
     if n < 0:
         problems.append(f"n is {n}; it must be at least 0")
     if temperature < 0.0:

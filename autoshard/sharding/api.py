@@ -239,7 +239,8 @@ class PureFunction:
         for choice in _choices(self.variants):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
-            made.append((plan_traced(traced, (args, kwargs), **self.options), traced))
+            plan = plan_traced(traced, (args, kwargs), **self.options)
+            made.append((plan.where(notes=(f"variant: {choice}", *plan.notes)) if choice else plan, traced))
         return Entry(*min(made, key=lambda pair: pair[0].estimate.step_time_us))
 
 
@@ -406,7 +407,14 @@ class GraphFunction:
 
 def born_sharded(entry: Entry, create: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:
     """See `AutoSharded.init`."""
-    pure, rebuild = _compat.split_graph(create)
+    numbers = {i: a for i, a in enumerate(args) if isinstance(a, (bool, int, float))}  # seeds and the like
+    args = tuple(a for i, a in enumerate(args) if i not in numbers)
+
+    def with_numbers(*arrays: Any) -> Any:
+        left = iter(arrays)
+        return create(*(numbers[i] if i in numbers else next(left) for i in range(len(numbers) + len(arrays))))
+
+    pure, rebuild = _compat.split_graph(with_numbers)
     shapes = jax.eval_shape(pure, *args)
     wanted = jax.tree_util.tree_flatten_with_path(shapes)[0]
     paths, avals = entry.traced.in_paths, entry.traced.in_avals

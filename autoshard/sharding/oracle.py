@@ -22,7 +22,8 @@ import numpy as np
 from autoshard.sharding.oracle_cases import Case, collect
 from autoshard.sharding.oracle_missing import check_linear, missing_factors, subsets
 from autoshard.sharding.oracle_partitioner import check_partitioner
-from autoshard.sharding.oracle_shards import Disagreement, Grid, join, run_strategies
+from autoshard.sharding.oracle_run import run_strategies
+from autoshard.sharding.oracle_shards import Disagreement, Grid, join
 from autoshard.sharding.oracle_values import difference, trials
 from autoshard.spmdrules.registry import rule_for
 from autoshard.spmdrules.rule import Rule, Shard
@@ -185,9 +186,7 @@ def _disagreement(
     return None
 
 
-def _finding(
-    case: Case, rule: Rule | None, kind: FindingKind, counts: Mapping[str, int], text: str
-) -> Finding:
+def _finding(case: Case, rule: Rule | None, kind: FindingKind, counts: Mapping[str, int], text: str) -> Finding:
     mesh = "x".join(map(str, counts.values()))
     return Finding(kind, case.name, tuple(counts), mesh, text.rstrip("."), rule.text if rule else "", case.source)
 

@@ -66,7 +66,8 @@ def plain(x: Any) -> np.ndarray:
 
 def typed(x: np.ndarray, like: Any) -> Any:
     """Undoes `plain`: words become keys where `like` is made of keys."""
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like.dtype) else jnp.asarray(x)
+    array = jnp.asarray(x)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key(like.dtype) else array
 
 
 def collect(fn: Any, args: Sequence[Any]) -> list[Case]:
@@ -101,7 +102,8 @@ def _interpret(closed: Any, args: Iterable[Any], cases: dict[Any, Case]) -> list
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
+        known = isinstance(atom, _compat.Literal)
+        return jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)) if known else env[atom]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], cases), strict=True))

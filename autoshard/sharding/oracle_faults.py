@@ -1,92 +1,164 @@
-"""Strategies that are right and that the installed partitioner spoils. Each was found by the oracle, on CPU devices.
+"""Strategies that are right and that the installed partitioner spoils, each found by the oracle on CPU devices.
 
 The oracle does not report them again, a test checks that they are still there, and a planner has to keep those that
-are `wrong` or `crash` out of its plans.
+are `wrong`, `crash` or `fail` out of its plans, and to price those that are `dear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoshard.spmdrules.rule import Rule
 
+Effect = Literal["wrong", "crash", "fail", "dear"]
+When = Callable[["Cut"], bool]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An application of an operator, some factors of whose rule are cut."""
+
+    avals: Sequence[Any]
+    params: Mapping[str, Any]
+    rule: Rule
+    factors: Sequence[str]
+
+    def kinds(self) -> set[str]:
+        """The kinds of the factors that are cut."""
+        return {self.rule.factor(f).kind for f in self.factors}
+
+    def touches(self, operand: int, dims: Iterable[int]) -> bool:
+        """Whether one of the factors stands in one of these dimensions of an operand."""
+        return any(f in self.rule.operands[operand][d] for d in dims for f in self.factors)
+
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that the partitioner makes of one operator.
+    """Something that the partitioner makes of an operator.
 
     Attributes:
-        primitive: the operator's name.
-        effect: the program is silently `wrong`, the compiler ends the process (`crash`), or operands are gathered
-            and the work is done on every device (`dear`).
-        when: whether it concerns an application with these parameters.
-        kinds: the kinds of factors that it concerns; it is there if any factor cut is of one of them.
+        primitives: the operators' names.
+        effect: the program is silently `wrong`, the compiler ends the process (`crash`) or raises an error (`fail`),
+            or there are collectives, and often work done on every device, that the rule does not need (`dear`).
         reason: what happens.
+        when: whether it concerns this application of the operator.
     """
 
-    primitive: str
-    effect: Literal["wrong", "crash", "dear"]
-    when: Callable[[Mapping[str, Any]], bool]
-    kinds: tuple[str, ...]
+    primitives: tuple[str, ...]
+    effect: Effect
     reason: str
+    when: When = lambda cut: True
 
 
-_ANY = ("pass", "reduce", "index", "halo", "offset")
+def _batch_groups(cut: Cut) -> bool:
+    return cut.params["batch_group_count"] > 1
 
 
-def _has_batch_groups(params: Mapping[str, Any]) -> bool:
-    return params["batch_group_count"] > 1
+def _batch_groups_contracted(cut: Cut) -> bool:
+    return _batch_groups(cut) and "reduce" in cut.kinds()
 
 
-def _has_feature_groups(params: Mapping[str, Any]) -> bool:
-    return params["feature_group_count"] > 1
+def _feature_groups(cut: Cut) -> bool:
+    return cut.params["feature_group_count"] > 1
+
+
+def _space_and_features(cut: Cut) -> bool:
+    image, kernel, _ = cut.params["dimension_numbers"]
+    windows = [d for d, k in zip(image[2:], kernel[2:], strict=True) if cut.rule.operands[1][k]]
+    return cut.touches(0, windows) and cut.touches(1, kernel[:1])
+
+
+def _small_positions(cut: Cut) -> bool:
+    return cut.avals[1].dtype.itemsize < 4 and "index" in cut.kinds()
+
+
+def _indexed(cut: Cut) -> bool:
+    return "index" in cut.kinds()
+
+
+def _reduced(cut: Cut) -> bool:
+    return "reduce" in cut.kinds()
+
+
+def _right_hand_sides(cut: Cut) -> bool:
+    return cut.touches(-1, (-2, -1))
 
 
 KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
-        "conv_general_dilated",
+        ("conv_general_dilated",),
         "wrong",
-        _has_batch_groups,
-        ("reduce",),
-        "The gradient of a grouped or depthwise kernel (a convolution with batch groups), its contracted batch cut on "
-        "one axis of a mesh with two: the result is too large by the size of the axis that is not used.",
+        "The gradient of a grouped or depthwise kernel (a convolution with batch groups), its contracted batch cut "
+        "on one axis of a mesh that has two: the result is too large by the size of the other axis.",
+        _batch_groups_contracted,
     ),
     Fault(
-        "conv_general_dilated",
+        ("conv_general_dilated",),
         "crash",
-        _has_batch_groups,
-        ("pass",),
         "A convolution with batch groups, the groups on one mesh axis and the output channels on another: the "
-        "partitioner fails a check (convolution_handler.cc) and ends the process. The groups and the input channels "
-        "are gathered.",
+        "partitioner fails a check (convolution_handler.cc) and ends the process.",
+        _batch_groups,
     ),
     Fault(
-        "conv_general_dilated",
-        "dear",
-        _has_feature_groups,
-        _ANY,
-        "A grouped convolution with its batch or its groups cut: operands are gathered, each device does all.",
+        ("conv_general_dilated",),
+        "wrong",
+        "Windows side by side (patches), an image dimension on one mesh axis and the output channels on another: "
+        "pieces of the image are added up that do not belong together.",
+        _space_and_features,
     ),
+    Fault(
+        ("conv_general_dilated",),
+        "dear",
+        "A grouped convolution with its batch or its groups cut: operands are gathered, each device does all.",
+        _feature_groups,
+    ),
+    Fault(
+        ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        "crash",
+        "Positions of a type narrower than 32 bits in a dimension that is cut: the partitioner ends the process "
+        "(gather_scatter_handler.cc, unsupported indices type).",
+        _small_positions,
+    ),
+    Fault(
+        ("dynamic_slice", "dynamic_update_slice"),
+        "dear",
+        "The dimension of a position known at run time only is cut: the operand is gathered.",
+        _indexed,
+    ),
+    Fault(
+        ("scatter-sub",),
+        "dear",
+        "Cut along the updates: they are gathered, where those of an addition are not.",
+        _reduced,
+    ),
+    Fault(
+        ("triangular_solve", "tridiagonal_solve", "ormqr"),
+        "dear",
+        "Cut along the right-hand sides: they are gathered, only a batch of problems stays cut.",
+        _right_hand_sides,
+    ),
+    Fault(("top_k",), "dear", "Cut along the batch: the operand is gathered, each device does all."),
+    Fault(
+        ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta", "random_gamma"),
+        "dear",
+        "They are loops until all elements have converged: each round's test is an all-reduce of one truth value.",
+    ),
+    Fault(("mulhi",), "fail", "Unable to convert MHLO to StableHLO."),
+    Fault(("reduce_xor",), "fail", "XLA:CPU has no all-reduce of this operation.", _reduced),
 )
 
 
-def known_fault(
-    primitive: str, params: Mapping[str, Any], rule: Rule, factors: Iterable[str], *effects: str
-) -> Fault | None:
-    """The known fault of an operator whose `factors` are cut, None where there is none.
+def known_fault(primitive: str, cut: Cut, *effects: Effect) -> Fault | None:
+    """The known fault of an operator some factors of whose rule are cut, None where there is none.
 
     Args:
         primitive: the operator's name.
-        params: its parameters.
-        rule: its rule.
-        factors: the factors that are cut.
+        cut: how it is applied and what is cut.
         *effects: look for faults with one of these effects only; none for all.
     """
-    kinds = {rule.factor(f).kind for f in factors}
     for fault in KNOWN_PARTITIONER_FAULTS:
-        if fault.primitive == primitive and (not effects or fault.effect in effects):
-            if kinds & set(fault.kinds) and fault.when(params):
-                return fault
+        if primitive in fault.primitives and (not effects or fault.effect in effects) and fault.when(cut):
+            return fault
     return None

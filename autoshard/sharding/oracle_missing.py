@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +81,7 @@ def _run_pieces(
     case: Case, rule: Rule, name: str, axes: Sequence[int | None], operands: Sequence[np.ndarray]
 ) -> list[list[np.ndarray]]:
     halves = [
-        np.split(x, _WAYS, axis) if axis is not None else [x] * _WAYS
-        for x, axis in zip(operands, axes, strict=True)
+        np.split(x, _WAYS, axis) if axis is not None else [x] * _WAYS for x, axis in zip(operands, axes, strict=True)
     ]
     params = _guess_params(case, rule, name)
     return [case.run([half[i] for half in halves], params) for i in range(_WAYS)]
@@ -123,13 +122,15 @@ def _reducible(op: str, x: np.ndarray) -> bool:
     return op not in ("and", "or") or not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def check_linear(case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]]) -> list[tuple[str, str]]:
+def check_linear(
+    case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]]
+) -> list[tuple[Literal["wrong", "missing"], str]]:
     """Groups of operands that the rule says are linear, or are only moved, and are not; and the other way round.
 
     Returns:
         For each finding its kind (wrong or missing) and what it is.
     """
-    found = []
+    found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
         if _can_split(case, group) and not _additive(case, group, trials):
             found.append(("wrong", f"is not linear in operands {_listed(group)}"))
@@ -187,7 +188,9 @@ def _monotone(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.nda
     return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in trials)
 
 
-def _run_terms(case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split) -> list[list[np.ndarray]]:
+def _run_terms(
+    case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split
+) -> list[list[np.ndarray]]:
     """The results for each of two terms of the operands in `group`, and for both together."""
     rng = np.random.default_rng(3)
     splits = {i: split(operands[i], rng) for i in group}

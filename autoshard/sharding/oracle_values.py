@@ -106,9 +106,7 @@ def index_ranges(case: Case) -> dict[int, np.ndarray]:
     return {}
 
 
-def _indices(
-    case: Case, recorded: np.ndarray, top: np.ndarray, trial: int, rng: np.random.Generator
-) -> np.ndarray:
+def _indices(case: Case, recorded: np.ndarray, top: np.ndarray, trial: int, rng: np.random.Generator) -> np.ndarray:
     """Random positions; the recorded ones where the operator was promised more than that.
 
     Those of the last trials may lie outside, which every mode but a promise gives a meaning.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,12 @@ class Estimate:
     comm_bytes: float
     peak_memory_bytes: float
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises TypeError where something is not a number."""
+        figures = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
+        if wrong := [k for k, v in {**figures, **self.memory_bytes}.items() if not isinstance(v, (int, float))]:
+            raise TypeError(f"estimate: {', '.join(wrong)} must be numbers")
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,8 @@ class Plan:
             data = json.loads(text)
             if data["format"] != FORMAT:
                 raise PlanError(f"this plan has format {data['format']}, this version reads {FORMAT}: plan again")
-            return cls(
-                mesh=abstract_mesh(data["mesh"]),
+            plan = cls(
+                mesh=abstract_mesh(_mesh_from_json(data["mesh"])),
                 axis_rules={k: tuple(v) for k, v in data["axis_rules"].items()},
                 storage={k: tuple(v) for k, v in data["storage"].items()},
                 inputs=tuple(map(_leaf_from_json, data["inputs"])),
@@ -217,8 +224,23 @@ class Plan:
                 limit_bytes=data["limit_bytes"],
                 alone=Estimate(**data["alone"]) if data["alone"] else None,
             )
+            plan.estimate.check()
         except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {error!r}. Plan.to_json() writes one.") from error
+        for leaf in (*plan.inputs, *plan.outputs):
+            if unknown := [a for a in _flat(leaf.spec) if a not in plan.mesh.axis_names]:
+                raise PlanError(f"this is not a plan: the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, the mesh "
+                                f"has {', '.join(plan.mesh.axis_names)}")  # fmt: skip
+        return plan
+
+    def __copy__(self) -> Plan:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:  # the function's trace cannot be copied: it is shared
+        return replace(self, **{k: deepcopy(v, memo) for k, v in self.__dict__.items() if k != "bound"})
+
+    def __getstate__(self) -> dict[str, Any]:  # pickled without its function, as in JSON
+        return self.__dict__ | {"bound": None}
 
     def where(self, **changes: Any) -> Plan:
         """This plan with other attributes."""
@@ -228,6 +250,16 @@ class Plan:
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """An abstract mesh of Auto axes."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _mesh_from_json(sizes: Mapping[str, Any]) -> dict[str, int]:
+    if not all(type(n) is int and n > 0 for n in sizes.values()):
+        raise TypeError(f"mesh {dict(sizes)}: sizes must be positive whole numbers")
+    return dict(sizes)
+
+
+def _flat(spec: PartitionSpec) -> list[Any]:
+    return [a for e in tuple(spec) if e is not None for a in (e if isinstance(e, tuple) else (e,))]
 
 
 def _spec_json(spec: PartitionSpec) -> list[Any]:

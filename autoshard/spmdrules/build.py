@@ -85,4 +85,4 @@ def drops_sharding(*shardings: Any) -> LocalParams | None:
 
 def is_number(dtype: Any) -> bool:
     """Whether arrays of this type can be added up: not truth values, not random keys."""
-    return not dtypes.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.number)
+    return not jnp.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.number)

@@ -165,7 +165,7 @@ def _holds(new: Any, old: Any) -> bool:
     """Whether every value and every sum of `old` is one of `new`: the same type, or a wider float."""
     if new == old:
         return True
-    if any(dtypes.issubdtype(t, dtypes.extended) for t in (new, old)):
+    if any(jnp.issubdtype(t, dtypes.extended) for t in (new, old)):
         return False
     if not (jnp.issubdtype(new, jnp.inexact) and jnp.issubdtype(old, jnp.inexact)):
         return False
@@ -191,7 +191,7 @@ def bitcast_convert_type(x: Any, *, new_dtype: Any, **_: Any) -> Rule:
 
 @rule(lax.optimization_barrier_p)
 def optimization_barrier(*xs: Any, **_: Any) -> Rule:
-    """``a b, c -> a b, c; linear 0 1; moves 0 1``: each operand as it is.
+    """``a b, c, [] -> a b, c, []; linear 0 1 2; moves 0 1 2``: each operand as it is.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
@@ -216,7 +216,7 @@ def _each(xs: tuple[Any, ...]) -> Rule:
 
 @rule(primitive("tie"))
 def tie(x: Any, y: Any, **_: Any) -> Rule:
-    """``a b, c d -> c d; linear 1; linear 0 1; moves 1``: the second operand, once the first is there.
+    """``a, b c -> b c; linear 1; linear 0 1; moves 1``: the second operand, once the first is there.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """

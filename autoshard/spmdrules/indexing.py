@@ -52,6 +52,8 @@ def gather(
     """
     numbers = dimension_numbers
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    # With positions of less than 32 bits in a table that is cut there, the partitioner aborts the process.
+    cuttable = is_number(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
     build = Build()
     picked = {d: build.dim("b", n) for d, n in enumerate(indices.shape[:-1])}
     dims, windows = [], []
@@ -59,7 +61,7 @@ def gather(
         if d in batching:
             dims.append(picked[batching[d]])
             continue
-        dims.append(_addressed(build, size, taken, d in numbers.start_index_map and is_number(x.dtype)))
+        dims.append(_addressed(build, size, taken, d in numbers.start_index_map and cuttable))
         if d not in numbers.collapsed_slice_dims:
             windows.append(dims[-1] if taken == size else build.whole(taken))
     vector = build.whole(indices.shape[-1])
@@ -294,7 +296,7 @@ def scatter(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(lax.dynamic_slice_p)
 def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) -> Rule:
-    """``v d, [], [] -> w d; index v; whole w; linear 0; moves 0``: a window at a position known at run time.
+    """``v a, [], [] -> w a; whole w; index v; linear 0; moves 0``: a window at a position known at run time.
 
     https://openxla.org/stablehlo/spec#dynamic_slice
     """
@@ -327,7 +329,7 @@ def _along(vector: Any, axis: int, rank: int) -> Any:
 
 @rule(lax.dynamic_update_slice_p)
 def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
-    """``v d, w d, [], [] -> v d; index v; whole w; linear 0 1; moves 0 1``: a window is overwritten.
+    """``v a, w a, [], [] -> v a; whole w; index v; linear 0 1; moves 0 1``: a window is overwritten.
 
     https://openxla.org/stablehlo/spec#dynamic_update_slice
     """

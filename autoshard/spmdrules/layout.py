@@ -47,7 +47,7 @@ def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
 def broadcast_in_dim(
     x: Any, *dynamic: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any
 ) -> Rule:
-    """``a -> a b; linear 0; moves 0``: the same elements along new dimensions.
+    """``b -> a b c; linear 0; moves 0``: the same elements along new dimensions.
 
     https://openxla.org/stablehlo/spec#broadcast_in_dim
     """
@@ -185,7 +185,7 @@ def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
 
 @rule(*primitives("stack"))
 def stack(*xs: Any, axis: int, **_: Any) -> Rule:
-    """``a b, a b -> w a b; whole w; linear 0 1; moves 0 1``: joined along a new dimension.
+    """``a b, a b -> a w b; whole w; linear 0 1; moves 0 1``: joined along a new dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.stack.html
     """
@@ -196,7 +196,7 @@ def stack(*xs: Any, axis: int, **_: Any) -> Rule:
 
 @rule(*primitives("unstack"))
 def unstack(x: Any, *, axis: int, **_: Any) -> Rule:
-    """``w a b -> a b, a b; whole w; linear 0; moves 0``: each slice along a dimension.
+    """``a w -> a, a, a; whole w; linear 0; moves 0``: each slice along a dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.unstack.html
     """

@@ -75,7 +75,7 @@ def _sides(build: Build, batch: Dims, core: Core, left: bool) -> Dims:
 
 @rule(primitive("eig"))
 def eig(x: Any, *, compute_left_eigenvectors: bool, compute_right_eigenvectors: bool, **_: Any) -> Rule:
-    """``a w w1 -> a w2, a w3 w4; whole w w1 w2 w3 w4``: eigenvalues, left and right eigenvectors.
+    """``a w w1 -> a w2, a w3 w4, a w5 w6; whole w w1 w2 w3 w4 w5 w6``: eigenvalues, left and right eigenvectors.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.eig.html
     """

@@ -26,7 +26,7 @@ def _put(dims: Dims, axis: int, dim: Dim) -> Dims:
 
 @rule(lax.sort_p)
 def sort(*xs: Any, dimension: int, **_: Any) -> Rule:
-    """``a w, a w -> a w, a w; whole w``: keys and values along one dimension.
+    """``a w -> a w; whole w``: keys and values along one dimension.
 
     https://openxla.org/stablehlo/spec#sort
     """

@@ -49,6 +49,12 @@ class Step:
     nbytes: float
 
 
+def partial_place(spec: Spec, partial: tuple[tuple[str, str], ...]) -> Place:
+    """A partial place whose spec is `spec` without the axes that it is partial over."""
+    over = {axis for axis, _ in partial}
+    return Place(tuple(tuple(a for a in dim if a not in over) for dim in spec), partial)
+
+
 def replicated_place(rank: int) -> Place:
     """Whole on every device."""
     return Place(((),) * rank)
@@ -138,10 +144,7 @@ def meet(places: Sequence[Place], nbytes: float, mesh: Mapping[str, int]) -> Pla
     A partial is made whole unless all of them are partial in the same way.
     """
     same = places[0].partial if len({p.partial for p in places}) == 1 else ()
-    taken = {axis for axis, _ in same}
-    options = dict.fromkeys(
-        Place(tuple(tuple(a for a in dim if a not in taken) for dim in p.spec), same) for p in places
-    )
+    options = dict.fromkeys(partial_place(p.spec, same) for p in places)
     return min(options, key=lambda o: sum(cost(p, o, nbytes, mesh) for p in places))
 
 

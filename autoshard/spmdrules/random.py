@@ -104,7 +104,7 @@ def random_unwrap(keys: Any, **_: Any) -> Rule:
 
 @rule(primitive("random_fold_in"))
 def random_fold_in(keys: Any, data: Any, **_: Any) -> Rule:
-    """``a, a -> a``: a new key of a key and a number; either may be a scalar.
+    """``[], a -> a``: a new key of a key and a number; either may be a scalar.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.fold_in.html
     """
@@ -147,7 +147,7 @@ def rng_bit_generator(key: Any, *, shape: Sequence[int], **params: Any) -> Rule:
 
 @rule(*primitives("rng_uniform"))
 def rng_uniform(low: Any, high: Any, *, shape: Sequence[int], **_: Any) -> Rule:
-    """``[], [] -> w w1; whole w w1``: numbers without a key: shards would each draw their own.
+    """``[], [] -> w; whole w``: numbers without a key: shards would each draw their own.
 
     https://openxla.org/stablehlo/spec#rng
     """

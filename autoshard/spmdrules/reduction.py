@@ -39,7 +39,7 @@ def reduce_sum(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: An
 
 @rule(lax.reduce_max_p)
 def reduce_max(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
-    """``a r -> a; reduce r:max``: the largest element over some dimensions.
+    """``r a -> a; reduce r:max``: the largest element over some dimensions.
 
     https://openxla.org/stablehlo/spec#reduce
     """
@@ -102,7 +102,7 @@ def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
 
 @rule(lax.argmin_p)
 def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
-    """``a r -> a; reduce r:argmin``: where the smallest element is, each shard's own in the whole dimension.
+    """``r a -> a; reduce r:argmin``: where the smallest element is, each shard's own in the whole dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmin.html
     """
@@ -123,7 +123,7 @@ def _position(find: Callable[..., Any], x: Any, axes: Sequence[int], index_dtype
 
 @rule(lax.reduce_p)
 def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a w, [] -> a; whole w``: a fold by the user's own function of one or more operands and initial values.
+    """``a w, a w, [], [] -> a, a; whole w``: a fold by the user's own function of one or more operands and initial values.
 
     https://openxla.org/stablehlo/spec#reduce
     """

@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.spmdrules.place import Place, Spec, axes_of, cost, ways
-from autoshard.spmdrules.rule import Dims, Rule
+from autoshard.spmdrules.place import Place, Spec, axes_of, cost
+from autoshard.spmdrules.rule import Dims, Factor, Rule
 
 IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
 _MOST_COMBINATIONS = 256
@@ -27,12 +27,11 @@ _MOST_COMBINATIONS = 256
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand as it comes: where it is, its bytes whole, whether it is all zeros, whether its place is open."""
+    """An operand as it comes: where it is, its bytes whole, whether it is all zeros."""
 
     place: Place
     nbytes: float
     zero: bool = False
-    open: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,14 @@ def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict
         for axis in axes:
             while parts and cut == factors[parts[0]].size and mesh[axis] > 1:
                 parts, cut = parts[1:], 1
-            if not parts or not _fits(rule, parts[0], cut * mesh[axis]):
+            if not parts or not _fits(factors[parts[0]], cut * mesh[axis]):
                 break  # what is minor to a part that is not cut to single elements is not contiguous
             found[axis] = parts[0]
             cut *= mesh[axis]
     return found
 
 
-def _fits(rule: Rule, name: str, pieces: int) -> bool:
-    factor = rule.by_name[name]
+def _fits(factor: Factor, pieces: int) -> bool:
     return factor.kind not in ("whole", "halo") and bool(factor.size) and factor.size % pieces == 0
 
 
@@ -115,7 +113,7 @@ class _Settling:
         self.result_bytes = result_bytes
         self.wanted = wanted
         self.mesh = mesh
-        self.size = {f.name: f.size or 0 for f in rule.factors}
+        self.factors = rule.by_name
         # Where operands cut a factor by the same axes in another order, the largest one keeps its order.
         ranked = sorted(enumerate(operands), key=lambda pair: -pair[1].nbytes)
         self.cuts = {i: project(rule, rule.operands[i], o.place.spec, mesh) for i, o in ranked}
@@ -236,7 +234,7 @@ class _Settling:
     def feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
         """Whether each factor is cut evenly, and what is minor in a dimension only where its majors are fully cut."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
-        if any(not _fits(self.rule, f, n) for f, n in pieces.items()):
+        if any(not _fits(self.factors[f], n) for f, n in pieces.items()):
             return False
         for dims in (*self.rule.operands, *self.rule.results):
             for dim in dims:
@@ -244,14 +242,14 @@ class _Settling:
                 for f in dim:
                     if open_part and axes.get(f):
                         return False
-                    open_part = open_part or pieces.get(f, 1) != self.size[f]
+                    open_part = open_part or pieces.get(f, 1) != self.factors[f].size
         return True
 
     def price(self, settled: Settled) -> float:
         """Bytes moved under a choice; see the module's head."""
         total = 0.0
         for o, target in zip(self.operands, settled.operands, strict=True):
-            total += 0.0 if o.open and not o.place.partial else cost(o.place, target, o.nbytes, self.mesh)
+            total += cost(o.place, target, o.nbytes, self.mesh)
         for place, nbytes, spec in zip(settled.results, self.result_bytes, self.wanted, strict=True):
             if place.partial or spec is not None:
                 goal = place.whole if spec is None else Place(spec)
@@ -262,7 +260,3 @@ class _Settling:
 def _spec(dims: Dims, axes: Mapping[str, Sequence[str]]) -> Spec:
     return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
 
-
-def shards(place: Place, mesh: Mapping[str, int]) -> int:
-    """The number of different shards at a place."""
-    return ways(place.spec, mesh)

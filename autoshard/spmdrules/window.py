@@ -64,7 +64,7 @@ def _windows(
 
 @rule(primitive("reduce_window_sum"))
 def reduce_window_sum(x: Any, **params: Any) -> Rule:
-    """``a w -> a t; whole w t; linear 0``: sums over windows.
+    """``a w b -> a t b; whole w t; linear 0``: sums over windows.
 
     https://openxla.org/stablehlo/spec#reduce_window
     """
@@ -74,7 +74,7 @@ def reduce_window_sum(x: Any, **params: Any) -> Rule:
 
 @rule(*primitives("reduce_window_max", "reduce_window_min"))
 def reduce_window_extreme(x: Any, **params: Any) -> Rule:
-    """``a w -> a t; whole w t``: the largest or smallest elements of windows.
+    """``a w b -> a t b; whole w t``: the largest or smallest elements of windows.
 
     https://openxla.org/stablehlo/spec#reduce_window
     """
@@ -84,7 +84,7 @@ def reduce_window_extreme(x: Any, **params: Any) -> Rule:
 
 @rule(lax.reduce_window_p)
 def reduce_window(*avals: Any, jaxpr: Any = None, consts: Any = (), **params: Any) -> Rule:
-    """``a w, [] -> a t; whole w t``: folds of windows by the user's own function.
+    """``a w b, [] -> a t b; whole w t``: folds of windows by the user's own function.
 
     https://openxla.org/stablehlo/spec#reduce_window
     """
@@ -95,7 +95,7 @@ def reduce_window(*avals: Any, jaxpr: Any = None, consts: Any = (), **params: An
 
 @rule(primitive("select_and_scatter_add"))
 def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
-    """``a t, a w -> a w; whole w t; linear 0``: the gradient of pooling by the largest element.
+    """``a t b, a w b -> a w b; whole t w; linear 0``: the gradient of pooling by the largest element.
 
     https://openxla.org/stablehlo/spec#select_and_scatter
     """
@@ -105,7 +105,7 @@ def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None
 
 @rule(primitive("select_and_gather_add"))
 def select_and_gather_add(tangents: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
-    """``a w, a w -> a t; whole w t; linear 0``: the tangent of pooling by the largest element.
+    """``a w b, a w b -> a t b; whole w t; linear 0``: the tangent of pooling by the largest element.
 
     https://openxla.org/stablehlo/spec#select_and_scatter
     """

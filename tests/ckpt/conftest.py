@@ -27,9 +27,7 @@ def assert_same() -> Callable[[Any, Any], None]:
 
     def check(found: Any, wanted: Any) -> None:
         assert jax.tree.structure(found) == jax.tree.structure(wanted)
-        for (path, have), want in zip(
-            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
-        ):
+        for (path, have), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
             name = jax.tree_util.keystr(path)
             assert isinstance(have, jax.Array) == isinstance(want, jax.Array), name
             assert getattr(have, "dtype", type(have)) == getattr(want, "dtype", type(want)), name
@@ -97,11 +95,7 @@ def files_of() -> Callable[[Path], dict[str, bytes]]:
     """Everything below a directory, to compare before and after."""
 
     def read(directory: Path) -> dict[str, bytes]:
-        return {
-            str(file.relative_to(directory)): file.read_bytes()
-            for file in directory.rglob("*")
-            if file.is_file()
-        }
+        return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
     return read
 

@@ -35,9 +35,7 @@ def held_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, held_writer: threading.Event) -> None:
     sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
-    advance = jax.jit(
-        lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0, out_shardings=sharding
-    )
+    advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0, out_shardings=sharding)
     state = jax.device_put(state_at(0), sharding)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     with Checkpointer(tmp_path) as checkpoints:
@@ -95,9 +93,7 @@ def test_leaving_the_with_block_finishes_the_save(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path).steps() == [4]
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -106,9 +102,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
         with monkeypatch.context() as patch:
             patch.setattr(ocp, "save_checkpointables", full)
             checkpoints.save(2, {"w": jnp.ones(3)}, config={})
-            with pytest.raises(
-                CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"
-            ):
+            with pytest.raises(CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"):
                 checkpoints.wait()
         checkpoints.wait()  # told once
         checkpoints.save(3, {"w": jnp.ones(3)}, config={}, block=True)

@@ -38,9 +38,7 @@ def large_state(mesh: Mesh, seed: int) -> dict[str, Any]:
 
 
 def payload_files(step: Path) -> list[Path]:
-    return [
-        file for file in sorted((step / "state").rglob("*")) if file.is_file() and file.parent.name == "d"
-    ]
+    return [file for file in sorted((step / "state").rglob("*")) if file.is_file() and file.parent.name == "d"]
 
 
 def flip(file: Path, bit: int) -> None:
@@ -129,9 +127,7 @@ def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
     assert checkpoints.verify(2) == []
 
 
-def test_values_that_differ_from_their_digest(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Orbax reads without complaint is still compared."""
     from autoshard.ckpt import storage
 

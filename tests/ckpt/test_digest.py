@@ -86,17 +86,13 @@ def test_order_counts() -> None:
 
 def test_blocks_of_constants_differ() -> None:
     """A plain weighted sum would keep only the exponent's bits of these."""
-    digests = {
-        digest.host_digest(np.full(4096, value, np.float32)) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 4.0)
-    }
+    digests = {digest.host_digest(np.full(4096, value, np.float32)) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 4.0)}
     assert len(digests) == 6
 
 
 def test_nothing_is_gathered_and_devices_do_not_talk(mesh8: Mesh) -> None:
     specs = (PartitionSpec("data", "model"), PartitionSpec(), PartitionSpec(("model", "data")))
-    leaves = [
-        jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh8, spec)) for spec in specs
-    ]
+    leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh8, spec)) for spec in specs]
     text = digest._mesh_program(mesh8, specs).lower(tuple(leaves)).compile().as_text()
     assert not [name for name in ("all-reduce", "all-gather", "all-to-all", "permute") if name in text]
 

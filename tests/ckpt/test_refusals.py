@@ -69,10 +69,7 @@ def test_a_config_of_another_model(saved: Path) -> None:
             checkpoints.restore(STATE, config=other)
         text = str(caught.value)
         assert "model.width: saved 8, wanted 16" in text and "differs in 3 keys" in text
-        assert (
-            "model.layers: saved 2, wanted nothing" in text
-            and "model.bias: saved nothing, wanted False" in text
-        )
+        assert "model.layers: saved 2, wanted nothing" in text and "model.bias: saved nothing, wanted False" in text
         assert "tied" not in text
         # Only the model's section counts where there is one; without one, everything.
         checkpoints.restore(STATE, config=CONFIG | {"train": {"steps": 99}})
@@ -110,9 +107,7 @@ def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPa
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path, files_of: Callable[[Path], Any]) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(
-        CheckpointError, match=r"not a checkpoint directory of autoshard: it holds thesis\.tex"
-    ):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint directory of autoshard: it holds thesis\.tex"):
         Checkpointer(tmp_path)
     assert files_of(tmp_path) == {"thesis.tex": b"mine"}
 

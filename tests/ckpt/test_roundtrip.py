@@ -53,9 +53,7 @@ def test_onto_another_mesh(
     assert len(restored["params"]["w"].sharding.device_set) == shape[0] * shape[1]
 
 
-def test_without_shardings_onto_one_device(
-    tmp_path: Path, mesh8: Mesh, make_state: Any, assert_same: Any
-) -> None:
+def test_without_shardings_onto_one_device(tmp_path: Path, mesh8: Mesh, make_state: Any, assert_same: Any) -> None:
     state = make_state(mesh8)
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf,
@@ -140,9 +138,7 @@ def test_the_manifest_tells_who_wrote(tmp_path: Path) -> None:
     assert body["written_by"]["devices"] == 8 and body["written_by"]["versions"]["jax"] == jax.__version__
 
 
-def test_eight_devices_to_four_to_one_in_fresh_processes(
-    tmp_path: Path, run_python: Callable[..., Any]
-) -> None:
+def test_eight_devices_to_four_to_one_in_fresh_processes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """Real device counts, as on another machine; the digests and the values are compared in each."""
     code = """
 import os
@@ -163,11 +159,6 @@ assert restored["w"].sharding == state["w"].sharding
 print(np.asarray(restored["w"]).tobytes().hex(), jax.random.key_data(restored["key"]).tolist())
 """
     shapes = [(8, 2), (4, 4), (1, 1)]
-    outputs = [
-        run_python(code.format(count=count, model=model, path=str(tmp_path / "run")))
-        for count, model in shapes
-    ]
-    assert [output.returncode for output in outputs] == [0, 0, 0], [
-        output.stderr[-2000:] for output in outputs
-    ]
+    outputs = [run_python(code.format(count=count, model=model, path=str(tmp_path / "run"))) for count, model in shapes]
+    assert [output.returncode for output in outputs] == [0, 0, 0], [output.stderr[-2000:] for output in outputs]
     assert len({output.stdout for output in outputs}) == 1

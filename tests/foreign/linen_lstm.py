@@ -12,7 +12,7 @@ class Forecaster(nn.Module):
     @nn.compact
     def __call__(self, series):
         x = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(series)
-        x = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(x)
+        x = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(x)  # pyright: ignore[reportArgumentType]
         return nn.Dense(series.shape[-1])(x)
 
 
@@ -25,7 +25,7 @@ def loss_fn(params, series):
 
 def train_step(params, series):
     loss, grads = jax.value_and_grad(loss_fn)(params, series)
-    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
     return params, loss
 
 

@@ -1,4 +1,4 @@
-"""`attention` against a NumPy softmax written out, its two paths against each other, and the memory they take."""
+"""`attention` against a softmax written out, its paths against each other, and the memory they take."""
 
 from functools import partial
 
@@ -68,7 +68,7 @@ def test_matches_softmax_written_out(impl, block, causal, kind):
     np.testing.assert_allclose(out, by_hand(q, k, v, causal, mask), atol=2e-6)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     seq=st.integers(1, 17),
     keys=st.integers(1, 17),
@@ -105,7 +105,7 @@ def test_gradients_match_finite_differences():
     for impl in ("plain", "blockwise"):
 
         def total(q, k, v, impl=impl):
-            return jnp.sum(weight * attention(q, k, v, causal=True, impl=impl, block_size=2))
+            return jnp.sum(weight * run(q, k, v, causal=True, impl=impl, block_size=2))
 
         check_grads(jax.jit(total), (q, k, v), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
@@ -133,6 +133,12 @@ def test_large_scores_and_bfloat16_stay_finite(impl):
         assert grad.dtype == jnp.bfloat16 and bool(jnp.all(jnp.isfinite(grad)))
 
 
+def compiled_temp_bytes(fn, *shapes):
+    analysis = jax.jit(fn).lower(*shapes).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
 def temp_bytes(impl, seq, *, grad=True):
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(0, 1, batch=1, heads=2, head_dim=8))
     q, k, v = (jax.ShapeDtypeStruct((1, seq, *x.shape[2:]), x.dtype) for x in (q, k, v))
@@ -141,7 +147,7 @@ def temp_bytes(impl, seq, *, grad=True):
         return jnp.sum(attention(q, k, v, causal=True, impl=impl, block_size=128))
 
     fn = jax.grad(total, argnums=(0, 1, 2)) if grad else total
-    return jax.jit(fn).lower(q, k, v).compile().memory_analysis().temp_size_in_bytes
+    return compiled_temp_bytes(fn, q, k, v)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -165,13 +171,7 @@ def test_blockwise_memory_stays_linear_under_a_layers_remat_policy():
             return jnp.sum(attention(q, k, v, causal=True, impl="blockwise", block_size=128))
 
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        return (
-            jax.jit(jax.grad(layer, argnums=(0, 1)))
-            .lower(x, w)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        return compiled_temp_bytes(jax.grad(layer, argnums=(0, 1)), x, w)
 
     assert temp(4096) < 5 * temp(1024)
 

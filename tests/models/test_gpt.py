@@ -67,9 +67,7 @@ def loss_and_grads(model, *, key=None, inputs=None):
     inputs = tokens() if inputs is None else inputs
 
     def loss(params):
-        total, count = loss_fn(
-            nnx.merge(graph, params), inputs, inputs[:, ::-1], deterministic=key is None, rngs=key
-        )
+        total, count = loss_fn(nnx.merge(graph, params), inputs, inputs[:, ::-1], deterministic=key is None, rngs=key)
         return total / count
 
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
@@ -125,33 +123,30 @@ def test_gradients_match_finite_differences(name):
         np.testing.assert_allclose((ends[0] - ends[1]) / 2e-2, norm, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name, dropout", [("llama", 0.2), ("gpt2", 0.0)])
 def test_scanned_and_unrolled_are_the_same_model(name, dropout):
-    cfg = dataclasses.replace(VARIANTS[name], dropout=dropout, layers=3)
+    cfg = dataclasses.replace(VARIANTS[name], dropout=dropout)
     scanned = make(cfg)
     unrolled = restack(scanned, scan_layers=False)
-    assert not unrolled.cfg.scan_layers and len(unrolled.blocks) == 3
-    key = jax.random.key(7) if dropout else None
-    loss, grads = loss_and_grads(scanned, key=key)
+    assert not unrolled.cfg.scan_layers and isinstance(unrolled.blocks, nnx.List)
+    key = jax.random.key(2) if dropout else None
+    loss, grads = measured(cfg, 2 if dropout else None)
     other, other_grads = loss_and_grads(unrolled, key=key)
     np.testing.assert_allclose(loss, other, rtol=1e-6)
-    layers = [other_grads["blocks"][i] for i in range(3)]
+    layers = [other_grads["blocks"][i] for i in range(2)]
     other_grads["blocks"] = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
     assert_close(grads, other_grads)
 
 
 def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_layout():
-    scanned, unrolled = make(TINY), make(dataclasses.replace(TINY, scan_layers=False))
+    scanned, unrolled = born(TINY), born(dataclasses.replace(TINY, scan_layers=False))
     for a, b in [
         (restack(scanned, scan_layers=False), unrolled),
         (restack(unrolled, scan_layers=True), scanned),
         (restack(scanned, scan_layers=True), scanned),
     ]:
         assert a.cfg == b.cfg
-        jax.tree.map(
-            np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(a)), nnx.to_pure_dict(nnx.state(b))
-        )
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(a)), nnx.to_pure_dict(nnx.state(b)))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +155,11 @@ def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_la
 )
 def test_remat_changes_neither_loss_nor_gradients(policy, scan):
     cfg = dataclasses.replace(TINY, dropout=0.2, scan_layers=scan)
-    expected = loss_and_grads(make(cfg), key=jax.random.key(2))
-    loss, grads = loss_and_grads(make(dataclasses.replace(cfg, remat=policy)), key=jax.random.key(2))
+    expected = measured(dataclasses.replace(cfg, scan_layers=True), 2)
+    model = restack(make(dataclasses.replace(cfg, remat=policy, scan_layers=True)), scan_layers=scan)
+    loss, grads = loss_and_grads(model, key=jax.random.key(2))
+    if not scan:
+        grads["blocks"] = jax.tree.map(lambda *xs: jnp.stack(xs), *(grads["blocks"][i] for i in range(2)))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     assert_close(grads, expected[1])
 
@@ -172,7 +170,9 @@ def test_remat_policies_order_the_memory():
         graph, params = nnx.split(nnx.eval_shape(lambda: make(cfg)), nnx.Param)
         inputs = jax.ShapeDtypeStruct((4, 64), jnp.int32)
         step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0])
-        return jax.jit(step).lower(params, inputs).compile().memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(step).lower(params, inputs).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     none, dots, full = temp("none"), temp("dots"), temp("full")
     assert full < dots < none
@@ -185,7 +185,7 @@ def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
     state = nnx.state(untied)
     nnx.replace_by_pure_dict(state, values)
     nnx.update(untied, state)
-    loss, grads = loss_and_grads(tied)
+    loss, grads = measured(TINY)
     other, other_grads = loss_and_grads(untied)
     np.testing.assert_allclose(loss, other, rtol=1e-6)
     assert_close(grads["embed"], other_grads["embed"] + other_grads["head"].T)
@@ -224,7 +224,7 @@ def test_layers_drop_different_elements():
     graph, params = nnx.split(model.blocks)
     same = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), params)
     layer = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
-    keys = _dropout_keys(model.cfg, False, jax.random.key(0))[1:]
+    keys = _dropout_keys(model.cfg, False, jax.random.key(0))[1:]  # pyright: ignore[reportOptionalSubscript]
     x = jax.random.normal(jax.random.key(1), (2, 9, 16))
     one_key_twice = layer(layer(x, keys[0]), keys[0])
     np.testing.assert_allclose(
@@ -247,7 +247,7 @@ def test_under_nnx_transforms_gradients_are_those_of_split_and_merge(scan):
         return nnx.value_and_grad(loss)(model)
 
     value, grads = step(model)
-    expected, expected_grads = loss_and_grads(model, inputs=inputs)
+    expected, expected_grads = measured(model.cfg)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     assert_close(nnx.to_pure_dict(grads), expected_grads)
 
@@ -265,7 +265,7 @@ def test_grouped_queries_equal_repeated_heads():
 
 
 def test_rotary_sees_distances_and_learned_sees_positions():
-    """With one token everywhere, rotary attention averages equal values: each position's logits are the same."""
+    """With one token everywhere, rotary attention averages equal values: all positions' logits are equal."""
     same = jnp.full((1, 9), 3, jnp.int32)
     rotary, learned = (logits_of(make(cfg), same) for cfg in (TINY, GPT2))
     np.testing.assert_allclose(rotary[:, 1:], rotary[:, :-1], atol=1e-5)
@@ -281,15 +281,13 @@ def test_rotary_sees_distances_and_learned_sees_positions():
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_norms_against_their_definitions(kind):
     norm = Norm(dataclasses.replace(GPT2, norm=kind))
-    for i, param in enumerate(
-        jax.tree.leaves(nnx.state(norm), is_leaf=lambda x: isinstance(x, nnx.Variable))
-    ):
+    for i, param in enumerate(jax.tree.leaves(nnx.state(norm), is_leaf=lambda x: isinstance(x, nnx.Variable))):
         param[...] = jax.random.normal(jax.random.key(i), param.shape)
     x = np.asarray(3 + 2 * jax.random.normal(jax.random.key(0), (2, 3, 16)))
     centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...])
-    expected = expected + (np.asarray(norm.bias[...]) if kind == "layernorm" else 0)
-    np.testing.assert_allclose(norm(x), expected, atol=1e-5)
+    expected = expected + (np.asarray(norm.bias[...]) if kind == "layernorm" else 0)  # pyright: ignore[reportOptionalSubscript]
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected, atol=1e-5)
     assert (norm.bias is not None) == (kind == "layernorm")
 
 
@@ -299,7 +297,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     loss, grads = loss_and_grads(model)
     assert loss.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    expected, _ = loss_and_grads(make(TINY))
+    expected, _ = measured(TINY)
     np.testing.assert_allclose(loss, expected, rtol=1e-2)
     half = make(dataclasses.replace(TINY, param_dtype="bfloat16"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
@@ -309,10 +307,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
 def test_counts(name):
     cfg = VARIANTS[name]
     model = make(cfg)
-    sizes = {
-        jax.tree_util.keystr(p): x.size
-        for p, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-    }
+    sizes = {jax.tree_util.keystr(p): x.size for p, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))}
     assert parameter_count(model) == sum(sizes.values())
     weights = sum(size for path, size in sizes.items() if "'w" in path) + cfg.vocab * cfg.width
     assert flops_per_token(cfg, 8) == 6 * weights + 12 * cfg.layers * cfg.width * 8
@@ -320,30 +315,30 @@ def test_counts(name):
 
 
 def test_flops_agree_with_the_compilers_count():
-    cfg = dataclasses.replace(
-        TINY, layers=1, width=64, heads=4, kv_heads=4, ffn=256, vocab=256, scan_layers=False
-    )
+    cfg = dataclasses.replace(TINY, layers=1, width=64, heads=4, kv_heads=4, ffn=256, vocab=256, scan_layers=False)
     graph, params = nnx.split(nnx.eval_shape(lambda: make(cfg)), nnx.Param)
     x = jax.ShapeDtypeStruct((2, 12), jnp.int32)
     step = jax.jit(jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0]))
     analysis = step.lower(params, x).compile().cost_analysis()
-    assert 0.95 < analysis["flops"] / (24 * flops_per_token(cfg, 12)) < 1.15
+    assert 0.95 < analysis["flops"] / (24 * flops_per_token(cfg, 12)) < 1.15  # pyright: ignore[reportOptionalSubscript]
 
 
 def test_initialisation_has_gpt2_deviations():
-    model = make(dataclasses.replace(GPT2, layers=8, width=64, ffn=256, vocab=256))
+    model = born(dataclasses.replace(GPT2, layers=8, width=64, ffn=256, vocab=256))
+    values = nnx.to_pure_dict(nnx.state(model))
+    attention, mlp = values["blocks"]["attention"], values["blocks"]["mlp"]
     residual = 0.02 / 16**0.5
     for weight, std in [
-        (model.embed, 0.02),
-        (model.head, 0.02),
-        (model.blocks.attention.wq, 0.02),
-        (model.blocks.attention.wo, residual),
-        (model.blocks.mlp.w_up, 0.02),
-        (model.blocks.mlp.w_down, residual),
+        (values["embed"], 0.02),
+        (values["head"], 0.02),
+        (attention["wq"], 0.02),
+        (attention["wo"], residual),
+        (mlp["w_up"], 0.02),
+        (mlp["w_down"], residual),
     ]:
-        np.testing.assert_allclose(weight[...].std(), std, rtol=0.03)
-    assert np.all(np.std(model.blocks.attention.wq[...], axis=(1, 2, 3)) > 0)
-    assert np.abs(model.blocks.attention.wq[0] - model.blocks.attention.wq[1]).max() > 0.01
+        np.testing.assert_allclose(weight.std(), std, rtol=0.03)
+    assert np.all(np.std(attention["wq"], axis=(1, 2, 3)) > 0)
+    assert np.abs(attention["wq"][0] - attention["wq"][1]).max() > 0.01
     uniform, _ = loss_and_grads(model, inputs=tokens(vocab=256))
     np.testing.assert_allclose(uniform, np.log(256), rtol=0.02)
 

@@ -16,9 +16,7 @@ CFG = GPTConfig(vocab=16, layers=1, heads=2, width=16, context=6)
 def make(**change):
     cfg = dataclasses.replace(CFG, **change)
     model = nnx.jit(lambda: GPT(cfg, rngs=nnx.Rngs(0)))()
-    model.embed[...] = (
-        50 * model.embed[...]
-    )  # at initialisation every token is about as likely: make it decided
+    model.embed[...] = 50 * model.embed[...]  # at initialisation every token is about as likely: make it decided
     return model
 
 

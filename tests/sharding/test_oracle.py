@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from autoshard import _compat
-from autoshard.sharding import oracle, oracle_faults, oracle_partitioner
+from autoshard.sharding import oracle, oracle_partitioner
 from autoshard.sharding.oracle import Finding, check_rule
 from autoshard.sharding.oracle_cases import Case, collect
 from autoshard.spmdrules import registry
@@ -25,12 +25,10 @@ def ruled(monkeypatch):
     monkeypatch.setattr(registry, "_CACHE", {})
 
     def override(name, rule, **more):
-        def parsed(*avals, **params):
-            return Rule.parse(rule, *avals, **more)
-
+        made = rule if callable(rule) else lambda *avals, **params: Rule.parse(rule, *avals, **more)
         primitive = _compat.primitive(name)
         assert primitive is not None
-        registry._RULES[primitive] = rule if callable(rule) else parsed
+        registry._RULES[primitive] = made  # type: ignore[assignment]
         registry._CACHE.clear()
 
     return override

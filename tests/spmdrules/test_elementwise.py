@@ -13,7 +13,7 @@ from autoshard import _compat
 from tests.spmdrules.rows import Row, below, exists, f32, numbers, of
 
 X = f32(4, 8)
-I = of(jnp.int32, 4, 8)
+INTS = of(jnp.int32, 4, 8)
 
 _SAME = "a b -> a b"
 _LINEAR = "a b -> a b; linear 0"
@@ -64,15 +64,15 @@ def _resharded(x):
 ROWS = [
     *(Row(name, fn, (X,), _SAME) for name, fn in _UNARY.items()),
     *(Row(name, fn, (X, X), _TWO) for name, fn in _BINARY.items()),
-    *(Row(name, fn, (I, below(5, 4, 8)), _TWO) for name, fn in _INTEGERS.items() if fn),
+    *(Row(name, fn, (INTS, below(5, 4, 8)), _TWO) for name, fn in _INTEGERS.items() if fn),
     *(Row(name, _bind(name), (X, X), _TWO) for name in _TOTAL_ORDER if exists(name)),
     *(Row("log2", lambda x: _bind("log2")(x, accuracy=None), (X,), _SAME) for _ in range(exists("log2"))),
     *(Row("one_minus_square", _bind("one_minus_square"), (X,), _SAME) for _ in range(exists("one_minus_square"))),
     # In a type so narrow that the step to the next number is none of rounding.
     Row("nextafter", lax.nextafter, (of(jnp.bfloat16, 4, 8), of(jnp.bfloat16, 4, 8)), _TWO),
     Row("not", lax.bitwise_not, (of(jnp.bool_, 4, 8),), _SAME),
-    Row("clz", lax.clz, (I,), _SAME),
-    Row("population_count", lax.population_count, (I,), _SAME),
+    Row("clz", lax.clz, (INTS,), _SAME),
+    Row("population_count", lax.population_count, (INTS,), _SAME),
     Row("reduce_precision", lambda x: lax.reduce_precision(x, 5, 3), (X,), _SAME),
     Row("integer_pow", lambda x: lax.integer_pow(x, 3), (X,), _SAME),
     Row("integer_pow", lambda x: _bind("integer_pow")(x, y=1), (X,), _LINEAR, "one"),
@@ -112,7 +112,7 @@ ROWS = [
     Row("mul", lambda x, y: x * y, (X, f32(1, 8)), "a b, 1 b -> a b; linear 0; linear 1", "a row"),
     Row("mul", lax.mul, (f32(0, 8), f32(0, 8)), "a b, a b -> a b; whole a; linear 0; linear 1", "nothing"),
     Row("div", lax.div, (X, numbers(4, 8, low=1, high=2)), "a b, a b -> a b; linear 0"),
-    Row("div", lax.div, (I, 1 + below(5, 4, 8)), _TWO, "of integers"),
+    Row("div", lax.div, (INTS, 1 + below(5, 4, 8)), _TWO, "of integers"),
     Row("select_n", lax.select_n, (of(jnp.bool_, 4, 8), X, X), "a b, a b, a b -> a b; linear 1 2; moves 1 2"),
     Row("select_n", lax.select_n, (of(jnp.bool_), X, X), "[], a b, a b -> a b; linear 1 2; moves 1 2", "by a scalar"),
     Row("select_n", lax.select_n, (below(3, 4, 8), X, X, X),
@@ -123,7 +123,7 @@ ROWS = [
     Row("convert_element_type", lambda x: x.astype(jnp.float32), (of(jnp.bfloat16, 4, 8),), _MOVED, "to more"),
     Row("convert_element_type", lambda x: x.astype(jnp.float16), (of(jnp.bfloat16, 4, 8),), _SAME, "to other"),
     Row("convert_element_type", lambda x: x.astype(jnp.complex64), (X,), _MOVED, "to complex"),
-    Row("convert_element_type", lambda x: x.astype(jnp.float32), (I,), _SAME, "of integers"),
+    Row("convert_element_type", lambda x: x.astype(jnp.float32), (INTS,), _SAME, "of integers"),
     Row("convert_element_type", lambda x: x.astype(jnp.int32), (X,), _SAME, "to integers"),
     Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.int32), (X,), _SAME),
     Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint8), (X,), "a b -> a b w; whole w",

@@ -60,7 +60,7 @@ ROWS = [
         f"v v1, b w -> b; whole w; index v v1; {_MOVED}", "points"),
     Row("gather", _window, (f32(8, 4), below(5, 4, 2)), f"w d, b w2 -> b w1 d; whole w w2 w1; {_MOVED}", "windows"),
     Row("gather", _take(mode="clip"), (TABLE, below(8, 4, dtype=np.uint8)),
-        f"v d, b 1 -> b d; index v; {_MOVED}", "small indices"),
+        f"w d, b 1 -> b d; whole w; {_MOVED}", "small indices"),
     Row("scatter-add", _at("add"), (TABLE, ROWS_OF_8, _ROWS_OF_4),
         "v d, n 1, n d -> v d; reduce n; index v; linear 0 2"),
     Row("scatter-add", _at("add", mode="clip"), (TABLE, _OUTSIDE, f32(8, 4)),
@@ -106,6 +106,7 @@ def test_expected_map(row):
 def _pieces(row, operands, factor, count, cut):
     """What each shard's body gives where `factor` is cut and only operand number `cut` has it, in dimension 0."""
     rule = row.rule()
+    assert rule.body is not None
     for i in range(count):
         shards = [np.split(x, count)[i] if k == cut else x for k, x in enumerate(operands)]
         yield np.asarray(rule.body(Shard(rule, {factor: count}, {factor: i}), *shards))

@@ -47,6 +47,7 @@ def test_expected_map(row):
 def test_a_shards_bits_are_those_of_the_whole():
     row = ROWS[0]
     rule, whole = row.rule(), np.asarray(row.fn(keys()))
+    assert rule.body is not None
     for i in range(2):
         for j in range(4):
             part = rule.body(Shard(rule, {"a": 2, "b": 4}, {"a": i, "b": j}), keys())

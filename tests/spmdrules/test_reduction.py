@@ -7,7 +7,7 @@ from jax import lax
 from tests.spmdrules.rows import Row, f32, of
 
 X = f32(4, 8)
-I = of(jnp.int32, 4, 8)
+INTS = of(jnp.int32, 4, 8)
 B = of(jnp.bool_, 4, 8)
 
 
@@ -27,7 +27,7 @@ ROWS = [
     Row("reduce_prod", lambda x: jnp.prod(x, 1), (X,), "a r -> a; reduce r:mul"),
     Row("reduce_and", lambda x: jnp.all(x, 1), (B,), "a r -> a; reduce r:and"),
     Row("reduce_or", lambda x: jnp.any(x, 1), (B,), "a r -> a; reduce r:or"),
-    Row("reduce_xor", lambda x: jnp.bitwise_xor.reduce(x, axis=1), (I,), "a r -> a; reduce r:xor"),
+    Row("reduce_xor", lambda x: jnp.bitwise_xor.reduce(x, axis=1), (INTS,), "a r -> a; reduce r:xor"),
     Row("argmax", lambda x: jnp.argmax(x, 1), (X,), "a r -> a; reduce r:argmax"),
     Row("argmin", lambda x: jnp.argmin(x, 0), (X,), "r a -> a; reduce r:argmin"),
     Row("reduce", _fold, (X, X), "a w, a w, [], [] -> a, a; whole w"),

@@ -200,7 +200,6 @@ def test_somebody_elses_model_and_data(make_config: MakeConfig, monkeypatch: pyt
         (dict(freeze=("nothing/*",)), "no parameter matches"),
         (dict(mesh="data"), "such as data=4,model=2"),
         (dict(mesh="data=64", plan=None), "64"),
-        (dict(batch_size=9), "9"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(

@@ -31,7 +31,7 @@ def tokens(step: int = 0) -> dict[str, jax.Array]:
 
 def run(program: Program, steps: int = 3) -> tuple[TrainState, TrainState, list[dict[str, float]]]:
     """First state, last state, metrics."""
-    first = state = program.create_state(jax.random.key(0))
+    first = state = jax.jit(program.create_state)(jax.random.key(0))
     step = jax.jit(make_train_step(program, optax.constant_schedule(1e-2)))
     log = []
     for number in range(steps):
@@ -62,7 +62,7 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
 def test_frozen_parameters_have_no_share_of_the_gradient_norm() -> None:
     """The norm is that of the gradient of what is trained, computed here with everything trained."""
     whole, part = gpt(), gpt(("embed",))
-    state = whole.create_state(jax.random.key(0))
+    state = jax.jit(whole.create_state)(jax.random.key(0))
 
     def loss(params: Any) -> jax.Array:
         model = whole.model(params, state.frozen, state.variables, None)
@@ -127,7 +127,7 @@ def test_variables_follow_the_steps_and_streams_are_not_state(foreign: Program) 
 
 
 def test_evaluation_drops_nothing_and_changes_nothing(foreign: Program) -> None:
-    state = foreign.create_state(jax.random.key(0))
+    state = jax.jit(foreign.create_state)(jax.random.key(0))
     parts = state.params, state.frozen, state.variables
     model = foreign.model(*parts, None)
     np.testing.assert_array_equal(model(tokens()["inputs"]), foreign.model(*parts, None)(tokens()["inputs"]))
@@ -135,7 +135,7 @@ def test_evaluation_drops_nothing_and_changes_nothing(foreign: Program) -> None:
 
 
 def test_streams_depend_on_the_key_and_on_nothing_else(foreign: Program) -> None:
-    state = foreign.create_state(jax.random.key(0))
+    state = jax.jit(foreign.create_state)(jax.random.key(0))
 
     def out(seed: int) -> jax.Array:
         return foreign.model(state.params, state.frozen, state.variables, jax.random.key(seed))(tokens()["inputs"])

@@ -39,7 +39,7 @@ def batch() -> dict[str, jax.Array]:
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> None:
     program = gpt()
-    state = program.create_state(jax.random.key(0))
+    state = jax.jit(program.create_state)(jax.random.key(0))
 
     def mean_loss(params: Any) -> jax.Array:
         model = program.model(params, state.frozen, state.variables, None)
@@ -67,7 +67,7 @@ def test_dropout_is_the_same_on_every_mesh_and_another_at_every_step(
     accumulation: int, mesh_of: Callable[..., Mesh]
 ) -> None:
     program = gpt(dropout=0.3)
-    state = program.create_state(jax.random.key(0))
+    state = jax.jit(program.create_state)(jax.random.key(0))
     step = make_train_step(program, RATE, accumulation)
     alone = jax.jit(step)(state, batch())[1]["loss"]
     spread = NamedSharding(mesh_of(data=4, model=2), PartitionSpec("data", "model"))
@@ -80,7 +80,7 @@ def test_dropout_is_the_same_on_every_mesh_and_another_at_every_step(
 
 def test_evaluation_has_no_dropout() -> None:
     program = gpt(dropout=0.3)
-    state = program.create_state(jax.random.key(0))
+    state = jax.jit(program.create_state)(jax.random.key(0))
     parts = state.params, state.frozen, state.variables
     for one, other in zip(make_eval_step(program)(*parts, batch()), make_eval_step(gpt())(*parts, batch()), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -59,9 +59,9 @@ def grid(sizes: dict[str, int]) -> str:
     for r in range(rows):
         y += 8 if r and r % inner == 0 else 0
         for c in range(columns):
-            x, number = left + c * (side + gap), r * across + c
-            shapes.append(f'<rect x="{x}" y="{y:g}" width="{side}" height="{side}" rx="5"/>'
-                          f'<text class="dev" x="{x + side / 2:g}" y="{y + side / 2 + 4:g}">{number}</text>')  # fmt: skip
+            x, middle = left + c * (side + gap), side / 2
+            number = f'<text class="dev" x="{x + middle:g}" y="{y + middle + 4:g}">{r * across + c}</text>'
+            shapes.append(f'<rect x="{x}" y="{y:g}" width="{side}" height="{side}" rx="5"/>{number}')
         y += side + gap
     width, height = left + columns * (side + gap) + 4, y + 4
     if len(sizes) > 0:
@@ -81,6 +81,8 @@ def grid(sizes: dict[str, int]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table of HTML cells; the columns in `right` are aligned to the right."""
+
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}{' class=r' if i in right else ''}>{cell}</{tag}>" for i, cell in enumerate(row))
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float]:
-    """Bytes that leave each device in a step because of one input of a bound plan: (kind, mesh axis, what, line) -> bytes.
+    """The traffic that one input of a bound plan causes: (kind, mesh axis, what moves, line) -> bytes a step.
 
     A gradient is known by its axes: where several tensors have the same, each is given an equal part.
     """

@@ -16,6 +16,7 @@ from autoshard.sharding.report.summary import (
     Group,
     axis_traffic,
     collectives,
+    devices,
     exposed_us,
     groups,
     leaf_bytes,
@@ -84,9 +85,10 @@ def _head(plan: Plan, title: str) -> str:
     cards = [("a step", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} of it waiting for traffic")]
     if plan.alone:
         cards.append(("against one device", ratio_text(plan.alone.step_time_us, estimate.step_time_us),
-                      f"as fast, on {plan.mesh.size} devices"))  # fmt: skip
+                      f"as fast, on {devices(plan)} devices"))  # fmt: skip
     limit = f"{percent_text(estimate.peak_memory_bytes, plan.limit_bytes)} of {bytes_text(plan.limit_bytes)}"
-    cards += [("memory of a device", bytes_text(estimate.peak_memory_bytes), limit if plan.limit_bytes else "at its peak"),
+    peak = bytes_text(estimate.peak_memory_bytes)
+    cards += [("memory of a device", peak, limit if plan.limit_bytes else "at its peak"),
               ("traffic of a step", bytes_text(estimate.comm_bytes), "leave each device")]  # fmt: skip
     drawn = "".join(
         f'<div class="card"><h3>{escape(a)}</h3><p>{escape(b)}</p><small>{escape(c)}</small></div>' for a, b, c in cards
@@ -167,7 +169,8 @@ def _memory(plan: Plan) -> str:
     ]  # fmt: skip
     alone = bytes_text(plan.alone.peak_memory_bytes) if plan.alone else "-"
     cells.append(["<b>peak</b>", f"<b>{bytes_text(peak)}</b>", "", alone])
-    return f"<p class=figure>{words}{over}</p>{bar}{html_table(['', 'this plan', 'share', 'all on one device'], cells, (1, 2, 3))}"
+    head = ["", "this plan", "share", "all on one device"]
+    return f"<p class=figure>{words}{over}</p>{bar}{html_table(head, cells, (1, 2, 3))}"
 
 
 def _time(plan: Plan) -> str:
@@ -230,8 +233,11 @@ def _candidates(plan: Plan) -> str:
 
 
 def _notes(plan: Plan) -> str:
-    notes = [f"No rule for primitive <code>{escape(name)}</code>, at {escape(', '.join(map(line_text, places)))}: its operands "
-             "are gathered, and every device repeats the work." for name, places in plan.unknown.items()]  # fmt: skip
+    notes = [
+        f"No rule for primitive <code>{escape(name)}</code>, at {escape(', '.join(map(line_text, places)))}: "
+        "its operands are gathered, and every device repeats the work."
+        for name, places in plan.unknown.items()
+    ]
     return f"<ul>{''.join(f'<li>{n}</li>' for n in [*notes, *map(escape, plan.notes)])}</ul>"
 
 
@@ -239,10 +245,15 @@ def _leaves(plan: Plan, paint: Paint) -> str:
     parts = []
     for noun, leaves in (("inputs", plan.inputs), ("results", plan.outputs)):
         rows = [
-            [f"<code>{escape(x.path)}</code>", escape(x.dtype), paint.tensor(x), f"<code>{escape(spec_text(x.spec))}</code>",
-             bytes_text(leaf_bytes(x) / ways(x.spec, paint.sizes))]
+            [
+                f"<code>{escape(x.path)}</code>",
+                escape(x.dtype),
+                paint.tensor(x),
+                f"<code>{escape(spec_text(x.spec))}</code>",
+                bytes_text(leaf_bytes(x) / ways(x.spec, paint.sizes)),
+            ]
             for x in leaves
-        ]  # fmt: skip
+        ]
         inner = html_table(["path", "type", "dimensions", "spec", "a device"], rows, right=(4,))
         parts.append(f"<details><summary>{len(leaves)} {noun}</summary>{inner}</details>")
     return "".join(parts)

@@ -27,14 +27,18 @@ def mesh_sizes(plan: Plan) -> dict[str, int]:
     return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
 
 
+def devices(plan: Plan) -> int:
+    """How many devices the plan takes."""
+    return math.prod(mesh_sizes(plan).values())
+
+
 def mesh_text(plan: Plan) -> str:
     """`fsdp 4 x tp 2 = 8 devices`."""
-    sizes = mesh_sizes(plan)
-    devices = math.prod(sizes.values())
-    noun = "device" if devices == 1 else "devices"
-    if len(sizes) < 2:
-        return f"{next(iter(sizes), '')} {devices} {noun}".strip() if devices == 1 else f"{next(iter(sizes))} {devices}"
-    return f"{' x '.join(f'{a} {n}' for a, n in sizes.items())} = {devices} {noun}"
+    count = devices(plan)
+    if count == 1:
+        return "one device"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh_sizes(plan).items())
+    return f"{axes} = {count} devices"
 
 
 def entries(spec: Any, rank: int) -> list[tuple[str, ...]]:

@@ -32,4 +32,5 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 
 
 def cut(text: str, width: int) -> str:
+    """The text, shortened to `width` if it is longer."""
     return text if len(text) <= width else text[: width - 3] + "..."

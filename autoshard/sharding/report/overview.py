@@ -12,6 +12,7 @@ from autoshard.sharding.report.summary import (
     Group,
     axis_traffic,
     collectives,
+    devices,
     exposed_us,
     groups,
     memory_rows,
@@ -151,7 +152,7 @@ def _time(plan: Plan) -> list[str]:
         lines[2] += f"   {time_text(exposed_us(plan))} of it not hidden behind compute"
     if alone:
         speedup = ratio_text(alone.step_time_us, estimate.step_time_us)
-        lines[3] += f"   {speedup} as fast on {plan.mesh.size} devices"
+        lines[3] += f"   {speedup} as fast on {devices(plan)} devices"
     return lines
 
 
@@ -172,7 +173,7 @@ def _traffic(plan: Plan) -> list[str]:
 
 def _notes(plan: Plan) -> list[str]:
     lines = [
-        f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: gathered, and repeated on every device"
+        f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: every device repeats the work"
         for name, places in plan.unknown.items()
     ]
     return [*lines, *(f"note: {note}" for note in plan.notes)]

@@ -123,7 +123,10 @@ def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
     stored = leaf.role in plan.storage and axis in plan.storage[leaf.role]
     if place is None:
         if not here:
-            reason = f"shards {order}, {'none of which' if len(ruled) > 1 else 'which'} this tensor {'has' if len(ruled) > 1 else 'does not have'}"
+            lacks = (
+                ", none of which this tensor has" if len(ruled) > 1 else ", which this tensor lacks" if ruled else ""
+            )
+            reason = f"shards {order}{lacks}"
         else:
             reason = f"is not used: {'; '.join(_refusal(plan, leaf, axis, name, names) for name in here)}"
         if stored:

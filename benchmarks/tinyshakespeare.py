@@ -1,0 +1,42 @@
+"""nanoGPT's CPU budget on Shakespeare's text: validation loss over the whole last tenth of the file, one fixed seed.
+
+    python benchmarks/tinyshakespeare.py tinyshakespeare.txt
+
+The same as `autoshard train --preset shakespeare --data tinyshakespeare.txt`: 4 layers, 4 heads, 128 wide, context
+64, batch 12, 2000 steps, bytes for tokens. nanoGPT's README publishes 1.88 nats per character for this budget.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from common import Row, report
+
+from autoshard.train.config import to_dict
+from autoshard.train.loop import train
+from autoshard.train.presets import preset
+
+PUBLISHED_LOSS = 1.88
+
+
+def main() -> None:
+    """Trains and reports."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python benchmarks/tinyshakespeare.py tinyshakespeare.txt")
+    with TemporaryDirectory() as folder:
+        config = replace(preset("shakespeare"), data=sys.argv[1], run_dir=Path(folder, "run"))
+        result = train(config)
+    assert result.evaluation is not None, f"stopped by {result.interrupted_by}"
+    found = result.evaluation
+    note = f"{found.tokens:,} characters, seed {config.seed}"
+    rows = [Row("validation loss", found.loss, "nats/character", PUBLISHED_LOSS, note=note)]
+    settings = to_dict(config)
+    context = {name: settings[name] for name in ("gpt", "optimizer", "steps", "batch_size", "seed")}
+    report("tinyshakespeare", rows, **context)
+
+
+if __name__ == "__main__":
+    main()

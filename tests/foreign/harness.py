@@ -1,0 +1,167 @@
+"""Runs a foreign program on one device and sharded, and compares what it computed.
+
+A program is a module that knows nothing of us. Its `make()` gives `(step, state, batches)`: a train step, the tuple
+of its state arguments and a list of tuples of its batch arguments. `step(*state, *batch)` returns either the loss,
+having updated nnx objects in `state` in place, or `(new state, loss)` where `state` is one pytree. Its `grad_fn`
+takes the same arguments and returns the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+Arrays = dict[str, np.ndarray]
+Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+TOLERANCE = 1e-5
+# A leaf below this part of the global norm is noise, such as a bias before a norm: compare it with the whole.
+NEGLIGIBLE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run computed, and over how many devices it lay.
+
+    Args:
+        losses: the loss of each step.
+        state: the state after the last step, `{path: array}`; of nnx objects the variables.
+        grads: the first batch's gradients from the initial state.
+        devices: how many devices hold the final state.
+        share: the part of the state's bytes that one device holds, from 1 / devices to 1.
+    """
+
+    losses: list[float]
+    state: Arrays
+    grads: Arrays
+    devices: int
+    share: float
+
+
+def run_single(program: ModuleType, steps: int) -> Result:
+    """Runs a program as its author would, on one device: under `nnx.jit`, or `jax.jit`."""
+    return run(program, steps, nnx.jit if is_nnx(program) else jax.jit)
+
+
+def run_sharded(program: ModuleType, steps: int, **options: Any) -> Result:
+    """Runs a program through `auto_shard(step, **options)`, otherwise unchanged."""
+    from autoshard import auto_shard
+
+    return run(program, steps, lambda fn: auto_shard(fn, **options))
+
+
+def is_nnx(program: ModuleType) -> bool:
+    """Whether a program's state is nnx objects, updated in place."""
+    return isinstance(program.make()[1][0], nnx.Module)
+
+
+def run(program: ModuleType, steps: int, transform: Transform, place: Callable[..., Any] | None = None) -> Result:
+    """Runs a program's `grad_fn` once and its step `steps` times, each under `transform`.
+
+    Args:
+        program: the module.
+        steps: how many steps; batches are used in turn, again and again.
+        transform: what is applied to both functions.
+        place: what `(state, batches)` go through first; nothing where None.
+
+    Returns:
+        What was computed.
+    """
+    in_place = is_nnx(program)
+    _, state, batches = _made(program, place)
+    grads = arrays(transform(program.grad_fn)(*state, *batches[0]))
+    # Made anew: computing gradients may have moved batch statistics and random streams.
+    step, state, batches = _made(program, place)
+    step = transform(step)
+    losses = []
+    for index in range(steps):
+        out = step(*state, *batches[index % len(batches)])
+        if in_place:
+            losses.append(float(out))
+        else:
+            state, loss = (out[0],), out[1]
+            losses.append(float(loss))
+    leaves = [x for x in jax.tree.leaves(_tree(state)) if isinstance(x, jax.Array)]
+    total = sum(x.nbytes for x in leaves)
+    held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    devices = len(set().union(*(x.sharding.device_set for x in leaves)))
+    return Result(losses, arrays(state), grads, devices, held / total)
+
+
+def _made(program: ModuleType, place: Callable[..., Any] | None) -> tuple[Any, Any, Any]:
+    step, state, batches = program.make()
+    if place is not None:
+        state, batches = place(state, batches)
+    return step, state, batches
+
+
+def _tree(state: Any) -> Any:
+    """`state` with nnx objects as trees of arrays, each shared variable once."""
+    if isinstance(state, tuple) and any(isinstance(x, nnx.Module) for x in state):
+        return tuple(nnx.to_pure_dict(nnx.state(x)) for x in state)
+    return nnx.to_pure_dict(state) if isinstance(state, nnx.State) else state
+
+
+def arrays(tree: Any) -> Arrays:
+    """The floating-point leaves of a tree, `{path: float64 array}`, and its counters and keys as integers."""
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(_tree(tree)):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        value = np.asarray(leaf)
+        if np.issubdtype(value.dtype, np.floating):
+            value = value.astype(np.float64)
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = value
+    return found
+
+
+def compare(reference: Result, other: Result, *, tolerance: float = TOLERANCE, state: bool = True) -> None:
+    """Raises an `AssertionError` that lists every difference beyond the tolerance.
+
+    Args:
+        reference: one device's result.
+        other: the result to judge.
+        tolerance: on losses, and on each gradient and state leaf as `differences` measures it.
+        state: whether final states are compared; an adaptive optimizer turns the noise of a leaf without a
+            gradient into steps of full size, and then losses and gradients are what can be compared.
+    """
+    found = []
+    pairs = zip(reference.losses, other.losses, strict=True)
+    for step, (a, b) in enumerate(pairs):
+        if not abs(a - b) <= tolerance * max(1.0, abs(a)):
+            found.append(f"loss of step {step}: {b:.9g}, one device has {a:.9g}")
+    found += [f"gradient of {text}" for text in differences(reference.grads, other.grads, tolerance)]
+    if state:
+        found += [f"final {text}" for text in differences(reference.state, other.state, tolerance)]
+    if found:
+        raise AssertionError(f"{len(found)} differences from one device:\n  " + "\n  ".join(found))
+
+
+def differences(reference: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tolerance: float) -> list[str]:
+    """What differs, a line each: the norm of the difference over the leaf's norm, or the global norm where the leaf
+    has next to none; integers exactly."""
+    found = [f"{path}: only in one of the two" for path in sorted(reference.keys() ^ other.keys())]
+    real = [path for path in reference if np.issubdtype(reference[path].dtype, np.floating)]
+    whole = float(np.sqrt(sum(np.sum(np.square(reference[path])) for path in real)))
+    for path in sorted(reference.keys() & other.keys()):
+        a, b = reference[path], other[path]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            found.append(f"{path}: {b.dtype}{list(b.shape)}, one device has {a.dtype}{list(a.shape)}")
+        elif path not in real:
+            if not np.array_equal(a, b):
+                found.append(f"{path}: {b.ravel()[:4]}, one device has {a.ravel()[:4]}")
+        else:
+            norm = float(np.linalg.norm(a))
+            scale = norm if norm >= NEGLIGIBLE * whole else whole
+            error = float(np.linalg.norm(a - b))
+            if not error <= tolerance * scale:
+                ratio = np.linalg.norm(b) / norm if norm else np.inf
+                found.append(f"{path}: {error / max(scale, 1e-300):.2e} off (norm {norm:.4g}, {ratio:.6g} times it)")
+    return found

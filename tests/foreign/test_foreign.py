@@ -1,0 +1,48 @@
+"""Programs written plainly, without a thought of us, pass parity with one device through `auto_shard` unchanged."""
+
+import inspect
+from functools import cache
+
+import pytest
+
+from tests.foreign import (
+    harness,
+    linen_lstm,
+    linen_transformer,
+    nnx_cnn,
+    nnx_transformer,
+    optax_mlp,
+    scan_recurrence,
+)
+
+PROGRAMS = {
+    program.__name__.rpartition(".")[2]: program
+    for program in (nnx_cnn, nnx_transformer, linen_transformer, linen_lstm, scan_recurrence, optax_mlp)
+}
+PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2"]
+STEPS = 20
+
+# Adam divides a gradient by its own size, so that a leaf whose gradient is all noise moves by full steps.
+ADAPTIVE = ("linen_transformer", "optax_mlp")
+
+
+@cache
+def single(name):
+    return harness.run_single(PROGRAMS[name], STEPS)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_parity_with_one_device(name, plan):
+    result = harness.run_sharded(PROGRAMS[name], STEPS, plan=plan)
+    harness.compare(single(name), result, state=name not in ADAPTIVE)
+    assert result.devices == 8
+    if plan == "fsdp:8":
+        assert result.share < 0.3  # nearly all of the state divides by 8
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_know_nothing_of_us(name):
+    source = inspect.getsource(PROGRAMS[name])
+    for word in ("autoshard", "sharding", "PartitionSpec", "mesh"):
+        assert word not in source.lower()

@@ -1,0 +1,174 @@
+"""A plan as data: JSON and back, binding it to a function again, what is not a plan, copies."""
+
+import copy
+import dataclasses
+import json
+import pickle
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
+from tests.sharding.example_step import arrays, shapes, train_step
+
+
+@cache
+def planned(words="fsdp:2 tp:4 seq"):
+    return autoshard.plan(train_step, *shapes(), plan=words, donate_argnums=0)
+
+
+@cache
+def searched():
+    return autoshard.plan(train_step, *shapes(), target="v5e:2x4")
+
+
+EMPTY = Plan(
+    mesh=abstract_mesh({}), axis_rules={}, storage={}, inputs=(), outputs=(), estimate=Estimate(0, 0, 0, 0, 0), target=""
+)
+
+
+def fields(plan):
+    return {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "bound"}
+
+
+@pytest.mark.parametrize("make", [planned, searched, lambda: EMPTY], ids=["asked", "searched", "empty"])
+def test_json_round_trip(make):
+    plan = make()
+    again = Plan.from_json(plan.to_json())
+    assert fields(again) == fields(plan)
+    assert again.bound is None
+    assert again.to_json() == plan.to_json()
+
+
+def test_json_is_portable():
+    data = json.loads(planned().to_json())  # plain JSON: no Python types in it
+    assert data["mesh"] == {"fsdp": 2, "tp": 4}
+    assert data["function"] == "train_step"
+    wq = next(leaf for leaf in data["inputs"] if leaf["path"] == "0/params/attention/wq")
+    assert wq == {
+        "path": "0/params/attention/wq",
+        "shape": [32, 8, 4],
+        "dtype": "float32",
+        "spec": ["fsdp", "tp"],
+        "axes": wq["axes"],
+        "role": "parameter",
+    }
+    assert wq["axes"][:2] == ["embed", "heads"]
+    assert data["axis_sizes"]["embed"] == 32 and data["axis_sizes"]["heads"] == 8
+
+
+def test_specs_of_several_axes_survive():
+    leaf = Leaf("x", (8, 8), "float32", P(("a", "b"), None), ("m", "n"), "data")
+    plan = EMPTY.where(mesh=abstract_mesh({"a": 2, "b": 2}), inputs=(leaf,), outputs=(leaf,))
+    assert Plan.from_json(plan.to_json()).inputs[0].spec == P(("a", "b"), None)
+
+
+def test_plan_fills_what_reports_show():
+    plan = searched()
+    assert plan.function == "train_step"
+    assert plan.limit_bytes == 16 * 2**30
+    assert plan.alone is not None and plan.alone.comm_us == 0
+    assert plan.alone.memory_bytes["parameter"] == sum(
+        4 * np.prod(x.shape) for x in plan.inputs if x.role == "parameter"
+    )
+    assert {name for leaf in plan.inputs for dim in leaf.axes for name in dim.split("*")} <= set(plan.axis_sizes)
+
+
+def test_specs_are_shaped_like_the_arguments():
+    plan = planned()
+    state, batch = plan.in_specs
+    assert state["params"]["attention"]["wq"] == P("fsdp", "tp") == state["moments"]["attention"]["wq"]
+    assert batch["x"] == P("fsdp", "tp")
+    assert plan.out_specs[0] == state
+    assert plan.logical_axes["0/params/mlp/up"] == ("embed", "ffn")
+
+
+def test_bound_again_it_computes_the_same():
+    again = Plan.from_json(planned().to_json()).bind(train_step, *shapes(), donate_argnums=0)
+    state, batch = arrays()
+    expected_state, expected = jax.jit(train_step)(state, batch)
+    got_state, got = again.jit()(state, batch)
+    np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got_state, expected_state)
+    wq = got_state["params"]["attention"]["wq"]
+    assert wq.sharding.spec == P("fsdp", "tp")
+    assert wq.addressable_shards[0].data.shape == (16, 2, 4)
+
+
+def test_unbound_it_has_no_function():
+    plan = Plan.from_json(planned().to_json())
+    for use in (lambda: plan.in_specs, lambda: plan.out_specs, plan.jit):
+        with pytest.raises(PlanError, match=r"no function .*plan\.bind"):
+            use()
+
+
+def test_binding_refuses_another_program():
+    plan = Plan.from_json(planned().to_json())
+    with pytest.raises(PlanError, match=r"another program.*'0/moments/attention/wk' float32\[32, 8, 4\] there.*\[48, 8, 4\]"):
+        plan.bind(train_step, *shapes(width=48))
+    with pytest.raises(PlanError, match="another program.*it has 19 inputs, this function 2"):
+        plan.bind(lambda x, y: x @ y, np.ones((4, 4)), np.ones((4, 4)))
+
+
+def broken(**changes):
+    return json.dumps(json.loads(planned().to_json()) | changes)
+
+
+def with_leaf(**changes):
+    data = json.loads(planned().to_json())
+    return broken(inputs=[data["inputs"][1] | changes])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a plan"),
+        ("not JSON", "not a plan"),
+        ("null", "not a plan"),
+        ("[]", "not a plan"),
+        ("{}", "not a plan.*format"),
+        ('{"format": 1}', "not a plan.*mesh"),
+        ('{"format": 999}', "format 999, this version reads 1: plan again"),
+        (None, "not a plan"),
+        (lambda: planned().to_json()[:-200], "not a plan"),
+        (lambda: broken(mesh=[8]), "not a plan"),
+        (lambda: broken(mesh={"fsdp": 2, "tp": "4"}), "sizes must be positive whole numbers"),
+        (lambda: broken(mesh={"fsdp": 2, "tp": 0}), "sizes must be positive whole numbers"),
+        (lambda: broken(mesh={"fsdp": 8}), "names mesh axis 'tp', the mesh has fsdp"),
+        (lambda: broken(inputs=[7]), "not a plan"),
+        (lambda: broken(inputs=[{"path": "x"}]), "not a plan"),
+        (lambda: broken(estimate=None), "not a plan"),
+        (lambda: broken(estimate={"step_time_us": 1}), "not a plan"),
+        (lambda: broken(estimate=dict.fromkeys(Estimate.__dataclass_fields__, "1") | {"memory_bytes": {}}), "be numbers"),
+        (lambda: broken(axis_rules=["batch"]), "not a plan"),
+        (lambda: broken(candidates=3), "not a plan"),
+        (lambda: with_leaf(spec=["other"]), "names mesh axis 'other'"),
+        (lambda: with_leaf(spec=[3]), "names mesh axis 3"),
+        (lambda: with_leaf(spec=[{}]), "not a plan"),
+    ],
+)
+def test_what_is_not_a_plan(text, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text() if callable(text) else text)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_copies(bound):
+    plan = planned() if bound else Plan.from_json(planned().to_json())
+    for made in (copy.copy(plan), copy.deepcopy(plan), plan.where()):
+        assert fields(made) == fields(plan) and made.bound is plan.bound
+    sent = pickle.loads(pickle.dumps(plan))
+    assert fields(sent) == fields(plan) and sent.bound is None
+    copy.deepcopy(plan).estimate.memory_bytes.clear()
+    assert plan.estimate.memory_bytes
+
+
+def test_where_changes_only_what_it_says():
+    plan = planned()
+    other = plan.where(chosen="mine", notes=("one",))
+    assert (other.chosen, other.notes, other.inputs) == ("mine", ("one",), plan.inputs)
+    assert plan.chosen == "fsdp:2 tp:4 seq"

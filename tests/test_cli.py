@@ -1,0 +1,106 @@
+"""The command line: help without a device, one line for each mistake."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-m", "autoshard.cli", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_help_is_instant_and_needs_no_device(run_python) -> None:
+    start = time.process_time()
+    found = run_python(
+        "import sys, time; from autoshard.cli import main; assert main(['--help']) == 0\n"
+        "assert not {'jax', 'flax', 'numpy'} & set(sys.modules), 'something heavy was imported'\n"
+        "assert time.process_time() < 1.5"
+    )
+    assert found.returncode == 0, found.stderr
+    assert all(command in found.stdout for command in COMMANDS) and "example:" in found.stdout
+    assert time.process_time() - start < 1.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"example: autoshard {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["trian"], "unknown command 'trian': known are train, plan"),
+        (["train", "--preset", "quik"], "did you mean quick"),
+        (["train", "--stps", "3"], "did you mean --steps"),
+        (["train", "--data", "nowhere.txt"], "'nowhere.txt' does not exist"),
+        (["train", "--freeze", "nothing"], "--freeze nothing: no parameter matches"),
+        (["plan", "--mesh", "data"], "such as data=4,model=2"),
+        (["rules", "no_such_operator"], "'no_such_operator'"),
+        (["ckpt", "nowhere"], "'nowhere' holds no run"),
+        (["generate"], "run_dir"),
+        (["generate", "nowhere", "--tokens", "x"], "--tokens"),
+        (["bench", "--rounds", "0"], "--rounds is 0"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("autoshard") and complaint in error and len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 2
+    assert "usage: autoshard" in capsys.readouterr().out
+
+
+def test_rules_are_a_table(capsys: pytest.CaptureFixture) -> None:
+    assert main(["rules", "dot_general"]) == 0
+    assert "dot_general" in capsys.readouterr().out
+
+
+def test_a_run_from_the_command_line(tmp_path: Path) -> None:
+    """Train on as many virtual devices as asked for, look at what there is, generate, resume on fewer."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    folder = str(tmp_path / "run")
+    sizes = "--gpt.layers 1 --gpt.width 16 --gpt.heads 2 --gpt.context 16 --batch-size 8 --optimizer.warmup-steps 2".split()
+    options = ["--data", str(text), "--run-dir", folder, "--sample-tokens", "4", "--eval-every", "0", *sizes]
+    trained = run("train", *options, "--steps", "4", "--virtual-devices", "4", XLA_FLAGS="")
+    assert trained.returncode == 0, trained.stderr
+    assert "on 4 cpu devices" in trained.stdout and "finished at step 4/4" in trained.stdout
+
+    again = run("train", *options, "--steps", "4")
+    assert again.returncode == 2 and "--resume" in again.stderr and len(again.stderr.splitlines()) == 1
+
+    resumed = run("train", "--run-dir", folder, "--resume", "--steps", "6", "--virtual-devices", "2", XLA_FLAGS="")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "on 2 cpu devices; the run continues from step 4" in resumed.stdout
+
+    listed = run("ckpt", folder, "--verify")
+    assert (listed.returncode, listed.stdout) == (0, "step 4  intact\nstep 6  intact\n")
+    written = run("generate", folder, "--prompt", "to ", "--tokens", "5", "--temperature", "0")
+    assert written.returncode == 0 and written.stdout.startswith("to ")
+
+
+def test_a_plan_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
+    options = "--gpt.layers 2 --gpt.width 64 --target v5e:4x4 --json".split()
+    planned = run("plan", "--preset", "gpt2-small", *options, str(tmp_path / "plan.json"))
+    assert planned.returncode == 0, planned.stderr
+    assert "v5e:4x4" in planned.stdout and (tmp_path / "plan.json").read_text().startswith("{")
