@@ -262,3 +262,9 @@ def is_floating(dtype: Any) -> bool:
 def is_tracer(value: Any) -> bool:
     """Whether a value stands for one in somebody's trace."""
     return isinstance(value, core.Tracer)
+
+
+def has_explicit_axes(sharding: Any) -> bool:
+    """Whether a sharding is part of an array's type."""
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is not None and any(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types)

@@ -153,9 +153,16 @@ class Entry:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, those that lie elsewhere moved to where the plan has them."""
         return [
-            jax.device_put(x, s) if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(s, x.ndim) else x
+            jax.device_put(x, s) if lies_elsewhere(x, s) else x
             for x, s in zip(leaves, self.in_shardings, strict=True)
         ]
+
+
+def lies_elsewhere(x: Any, wanted: Any) -> bool:
+    """Whether an array must be moved to where a plan has it, or to Auto axes."""
+    if not isinstance(x, jax.Array) or _compat.is_tracer(x):
+        return False
+    return not x.sharding.is_equivalent_to(wanted, x.ndim) or _compat.has_explicit_axes(x.sharding)
 
 
 class PureFunction:
@@ -199,8 +206,7 @@ class PureFunction:
         """Whether an argument lies elsewhere than the plan has it."""
         leaves = jax.tree.leaves((args, {}))
         return len(leaves) == len(entry.in_shardings) and any(
-            isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(s, x.ndim)
-            for x, s in zip(leaves, entry.in_shardings, strict=True)
+            lies_elsewhere(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)
         )
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -70,10 +70,6 @@ def _space_and_features(cut: Cut) -> bool:
     return cut.touches(0, windows) and cut.touches(1, kernel[:1])
 
 
-def _small_positions(cut: Cut) -> bool:
-    return cut.avals[1].dtype.itemsize < 4 and "index" in cut.kinds()
-
-
 def _indexed(cut: Cut) -> bool:
     return "index" in cut.kinds()
 
@@ -115,13 +111,6 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
         _feature_groups,
     ),
     Fault(
-        ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
-        "crash",
-        "Positions of a type narrower than 32 bits in a dimension that is cut: the partitioner ends the process "
-        "(gather_scatter_handler.cc, unsupported indices type).",
-        _small_positions,
-    ),
-    Fault(
         ("dynamic_slice", "dynamic_update_slice"),
         "dear",
         "The dimension of a position known at run time only is cut: the operand is gathered.",
@@ -139,6 +128,7 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
         "Cut along the right-hand sides: they are gathered, only a batch of problems stays cut.",
         _right_hand_sides,
     ),
+    Fault(("fft",), "dear", "Cut along the batch: jax 0.10 gathers the operand, 0.12 does not."),
     Fault(("top_k",), "dear", "Cut along the batch: the operand is gathered, each device does all."),
     Fault(
         ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta", "random_gamma"),

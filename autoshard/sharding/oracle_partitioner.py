@@ -65,8 +65,8 @@ def check_partitioner(
     Returns:
         For each fault its factors and what is wrong.
     """
-    if case.name in _PINNED:
-        return []
+    if case.name in _PINNED or any(0 in a.shape for a in (*case.avals, *case.results)):
+        return []  # jax 0.10 cannot read sharded arrays without elements
     mesh = device_mesh(_MESH)
     assert mesh is not None
     groups: dict[str, list[Strategy]] = {}

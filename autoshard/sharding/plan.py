@@ -229,8 +229,10 @@ class Plan:
             raise PlanError(f"this is not a plan: {error!r}. Plan.to_json() writes one.") from error
         for leaf in (*plan.inputs, *plan.outputs):
             if unknown := [a for a in _flat(leaf.spec) if a not in plan.mesh.axis_names]:
-                raise PlanError(f"this is not a plan: the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, the mesh "
-                                f"has {', '.join(plan.mesh.axis_names)}")  # fmt: skip
+                raise PlanError(
+                    f"this is not a plan: the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, "
+                    f"the mesh has {', '.join(plan.mesh.axis_names)}"
+                )
         return plan
 
     def __copy__(self) -> Plan:

@@ -275,14 +275,15 @@ class Planner:
 
     def _notes(self, layout: Layout) -> tuple[str, ...]:
         notes = []
-        for axis, classes in layout.table.items():
-            n = layout.mesh[axis]
-            odd = [c for c in classes if self.axes.sizes[c] % n]
-            notes += [
-                f"{self.axes.name(c)} ({self.axes.sizes[c]}) is not divisible by mesh axis '{axis}' ({n}): whole there; "
-                f"{-(-self.axes.sizes[c] // n) * n} would be"
-                for c in odd
-            ]
+        for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
+            over = [a for a, classes in layout.table.items() if c in classes]
+            wanted, size = layout.ways(over), self.axes.sizes[c]
+            cut = layout.ways(layout.spec_of(((c,),))[0])
+            if cut < wanted:
+                notes.append(
+                    f"{self.axes.name(c)} ({size}) is not divisible by mesh axes {', '.join(over)} ({wanted}): it is "
+                    f"cut into {cut}; {-(-size // wanted) * wanted} would be cut into {wanted}"
+                )
         return tuple(notes)
 
     def rebind(self, plan: Plan) -> Plan:

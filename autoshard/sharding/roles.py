@@ -71,7 +71,9 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
             weight[c] += nbytes(program.avals[v])
     use = _contractions(program, axes, batch, in_parameters, owner)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1}
-    residual = _residual(weight, shared - use.heads)
+    data = [v for v, role in inputs.items() if role == "data"]
+    in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
+    residual = _residual(use, shared - use.heads, weight, in_data)
     ordered = [c for c, _ in sorted(weight.items(), key=lambda item: (-item[1], item[0]))]
     # parts of one dimension (key-value heads, query groups) must stand major first, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
@@ -80,7 +82,6 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip
-    data = [v for v, role in inputs.items() if role == "data"]
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in dim
         if c != batch and c not in axes.stacked and c not in use.weights
@@ -217,9 +218,12 @@ def _use_of_contraction(
         use.experts |= shared
 
 
-def _residual(weight: Counter[int], able: set[int]) -> int | None:
+def _residual(use: _Use, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
+    """The axis that most weights start from or return to."""
     found = [c for c in weight if c in able]
-    return max(found, key=lambda c: (weight[c], -c)) if len(found) > 1 else None
+    if len(found) < 2:
+        return None
+    return max(found, key=lambda c: (len(use.weights[c]), c in in_data, weight[c], -c))
 
 
 def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -> list[int]:

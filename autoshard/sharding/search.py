@@ -17,7 +17,7 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
-from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, seeds
+from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, request, seeds
 from autoshard.sharding.roles import Roles
 
 
@@ -81,7 +81,7 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Ca
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
-    for asked in seeds(roles, devices):
+    for asked in list(seeds(roles, devices)) or [request({"dp": devices})]:
         yield str(asked), lay_out(axes, roles, asked)
 
 

@@ -65,6 +65,8 @@ class Loop:
 def loop(walk: Walk, op: Op) -> None:
     """Places what a loop computes: its carries become a fixed point, then it is walked once."""
     parts = Loop.of(op)
+    if op.name == "scan":
+        walk.enter(op, op.blocks[0])
     for i, outer, inner in parts.xs:
         here = walk.place(outer)
         walk.move(op, i, outer, Place(((), *here.spec[1:]), here.partial))
@@ -156,6 +158,7 @@ def branches(walk: Walk, op: Op) -> None:
     shared = [v for v in op.operands if v >= 0]
     before = [walk.place(v) for v in shared]
     for block in op.blocks:
+        walk.enter(op, block, 1)
         walk.forward(block)
         for value, place in zip(shared, before, strict=True):
             walk.places[value] = place

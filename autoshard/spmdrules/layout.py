@@ -89,10 +89,12 @@ def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequenc
     https://openxla.org/stablehlo/spec#reshape
     """
     build = Build()
-    if dimensions is not None or 0 in x.shape:
+    if 0 in x.shape:
         operand, result = (tuple(build.whole(n) for n in shape) for shape in (x.shape, new_sizes))
     else:
-        operand, result = common_factors(build, x.shape, new_sizes)
+        read = dimensions or range(len(x.shape))  # the order in which the operand's dimensions are read
+        permuted, result = common_factors(build, [x.shape[d] for d in read], new_sizes)
+        operand = tuple(dim for _, dim in sorted(zip(read, permuted, strict=True)))
     scalars = [()] * len(dynamic)
     return build.rule([operand, *scalars], [result], _FIRST, (0,), sets_shape(result, "new_sizes"))
 

@@ -123,7 +123,7 @@ def _position(find: Callable[..., Any], x: Any, axes: Sequence[int], index_dtype
 
 @rule(lax.reduce_p)
 def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a w, a w, [], [] -> a, a; whole w``: a fold by the user's own function of one or more operands and initial values.
+    """``a w, a w, [], [] -> a, a; whole w``: a fold by a function of the user's own.
 
     https://openxla.org/stablehlo/spec#reduce
     """

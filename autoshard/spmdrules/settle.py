@@ -27,11 +27,19 @@ _MOST_COMBINATIONS = 256
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand as it comes: where it is, its bytes whole, whether it is all zeros."""
+    """An operand as it comes.
+
+    Attributes:
+        place: where it is.
+        nbytes: its bytes, whole.
+        zero: whether it is all zeros, and so a partial sum over anything.
+        twin: the first operand that is the same value; its own number if there is none before it.
+    """
 
     place: Place
     nbytes: float
-    zero: bool = False
+    zero: bool
+    twin: int
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,9 @@ class _Settling:
     def price(self, settled: Settled) -> float:
         """Bytes moved under a choice; see the module's head."""
         total = 0.0
-        for o, target in zip(self.operands, settled.operands, strict=True):
+        for i, (o, target) in enumerate(zip(self.operands, settled.operands, strict=True)):
+            if o.twin < i and target == settled.operands[o.twin]:
+                continue  # moved already
             total += cost(o.place, target, o.nbytes, self.mesh)
         for place, nbytes, spec in zip(settled.results, self.result_bytes, self.wanted, strict=True):
             if place.partial or spec is not None:

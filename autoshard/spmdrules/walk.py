@@ -104,6 +104,7 @@ class Walk:
         self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
         self._made: set[tuple[int, Place]] = set()  # copies that an earlier reshard has made
         self._settled: dict[Any, Settled] = {}
+        self._callers: list[Any] = []  # the equations that hold the block being walked
 
     def run(self, goals: Sequence[Spec | None]) -> list[Place]:
         """All walks.
@@ -147,12 +148,28 @@ class Walk:
         for op in block.ops:
             if op.rule is not None:
                 self.apply(op)
-            elif op.name in ("scan", "while"):
+                continue
+            self._callers.append(op.eqn)
+            if op.name in ("scan", "while"):
                 control.loop(self, op)
             elif op.name == "cond":
                 control.branches(self, op)
             else:
+                self.enter(op, op.blocks[0])
                 self.forward(op.blocks[0])
+            self._callers.pop()
+
+    def enter(self, op: Op, block: Block, first: int = 0) -> None:
+        """Notes which literals among the operands from `first` on are zeros: inside a block they are values.
+
+        Args:
+            op: the operator.
+            block: one of its blocks, whose inputs start with these operands.
+            first: the number of the operand that is the block's first input.
+        """
+        for i, inner in enumerate(block.inputs, first):
+            if i < len(op.operands) and op.operands[i] < 0:
+                self.mark_zero(inner, self.is_zero(op, i))
 
     def backward(self, block: Block) -> None:
         """Lets open values learn from what uses them, in reverse order."""
@@ -200,11 +217,12 @@ class Walk:
         places = tuple(map(self.place, op.operands))
         zero = tuple(self.is_zero(op, i) for i in range(len(op.operands)))
         wanted = tuple(self.learnt.specs.get(r) for r in op.results)
-        key = (id(op.rule), places, zero, wanted)
+        twins = tuple(op.operands.index(v) for v in op.operands)
+        key = (id(op.rule), places, zero, twins, wanted)
         found = self._settled.get(key)
         if found is None:
             sizes = [0.0 if v < 0 else self.nbytes[v] for v in op.operands]
-            operands = [Operand(*each) for each in zip(places, sizes, zero, strict=True)]
+            operands = [Operand(*each) for each in zip(places, sizes, zero, twins, strict=True)]
             found = settle(op.rule, operands, [self.nbytes[r] for r in op.results], wanted, self.mesh)
             self._settled[key] = found
         return found
@@ -285,10 +303,16 @@ class Walk:
         found = steps(place, target, self.nbytes[value], self.mesh)
         if not found:
             return
-        source = _compat.source_line(eqn) if eqn is not None else ""
+        source = self.source(eqn)
         specs = to_partition_spec(place.spec), to_partition_spec(target.spec)
         for step in found:
             self.reshards.append(Reshard(name, operand, *specs, step.kind, step.axis, step.nbytes, times, source))
+
+    def source(self, eqn: Any) -> str:
+        """The user's line of an equation; inside library code, the line that called it."""
+        if eqn is None:
+            return ""
+        return next(filter(None, map(_compat.source_line, (eqn, *reversed(self._callers)))), "")
 
     def output(self, number: int, value: int, goal: Spec | None) -> Place:
         """Takes a result of the function where it is wanted."""

@@ -92,9 +92,9 @@ def place_eval_step(
     eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig
 ) -> PlacedEvalStep:
     """Plan the evaluation step around the train state's arrays, which stay where they are."""
-    step = autoshard.auto_shard(eval_step)
-    batch = batch_shapes(config.microbatch_size, config.gpt.context)
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
+    step = autoshard.auto_shard(eval_step, mesh=mesh)
+    batch = batch_shapes(config.microbatch_size, config.gpt.context)
     batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
     return PlacedEvalStep(step, batch, batch_shardings)
 

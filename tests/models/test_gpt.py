@@ -21,12 +21,9 @@ from autoshard.models import (
     parameter_count,
     restack,
 )
+from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 from autoshard.models.gpt import Norm, _dropout, _dropout_keys, _rotate, _run_blocks
 
-TINY = GPTConfig(vocab=32, layers=2, heads=4, kv_heads=2, width=16, ffn=24, context=12)
-GPT2 = dataclasses.replace(
-    TINY, kv_heads=None, norm="layernorm", positions="learned", mlp="gelu", bias=True, tie_head=False
-)
 VARIANTS = {
     "llama": TINY,
     "gpt2": GPT2,
@@ -36,26 +33,10 @@ VARIANTS = {
 }
 
 
-def make(cfg):
-    """A model whose parameters all differ, biases and scales too; filled by NumPy, which compiles nothing."""
-    rng = np.random.default_rng(0)
-    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
-
-    def fill(path, x):
-        centre = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
-        return jnp.asarray(rng.normal(centre, 0.1, x.shape), x.dtype)
-
-    return nnx.merge(graph, jax.tree.map_with_path(fill, state))
-
-
 def born(cfg):
     """A model as it is initialised."""
-    return nnx.jit(lambda: GPT(cfg, rngs=nnx.Rngs(0)))()
-
-
-@partial(nnx.jit, static_argnames="deterministic")
-def logits_of(model, inputs, rngs=None, deterministic=True):
-    return model(inputs, deterministic=deterministic, rngs=rngs)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, quickly(lambda: nnx.state(GPT(cfg, rngs=nnx.Rngs(0)))))
 
 
 def tokens(shape=(2, 9), vocab=32, seed=1):
@@ -70,13 +51,13 @@ def loss_and_grads(model, *, key=None, inputs=None):
         total, count = loss_fn(nnx.merge(graph, params), inputs, inputs[:, ::-1], deterministic=key is None, rngs=key)
         return total / count
 
-    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    value, grads = quickly(jax.value_and_grad(loss), params)
     return value, nnx.to_pure_dict(grads)
 
 
 @cache
 def measured(cfg, seed=None):
-    return loss_and_grads(make(cfg), key=None if seed is None else jax.random.key(seed))
+    return loss_and_grads(filled(cfg), key=None if seed is None else jax.random.key(seed))
 
 
 def assert_close(a, b, tolerance=1e-5):
@@ -93,7 +74,7 @@ def assert_close(a, b, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_future_token_does_not_change_past_logits(name):
-    model = make(VARIANTS[name])
+    model = filled(VARIANTS[name])
     before = tokens()
     after = before.at[:, 5].set((before[:, 5] + 1) % 32)
     a, b = logits_of(model, before), logits_of(model, after)
@@ -103,7 +84,7 @@ def test_a_future_token_does_not_change_past_logits(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "blockwise"])
 def test_gradients_match_finite_differences(name):
-    model = make(VARIANTS[name])
+    model = filled(VARIANTS[name])
     graph, params = nnx.split(model, nnx.Param)
     inputs = tokens((1, 6))
 
@@ -112,9 +93,10 @@ def test_gradients_match_finite_differences(name):
         return total / count
 
     # Leaf by leaf along its own gradient, where the slope is the gradient's norm and rounding matters least.
+    gradient = quickly(jax.grad(loss), params)
     loss = jax.jit(loss)
     leaves, tree = jax.tree.flatten(params)
-    for index, grad in enumerate(jax.tree.leaves(jax.jit(jax.grad(loss))(params))):
+    for index, grad in enumerate(jax.tree.leaves(gradient)):
         norm = np.linalg.norm(grad)
         ends = []
         for step in (1e-2, -1e-2):
@@ -126,7 +108,7 @@ def test_gradients_match_finite_differences(name):
 @pytest.mark.parametrize("name, dropout", [("llama", 0.2), ("gpt2", 0.0)])
 def test_scanned_and_unrolled_are_the_same_model(name, dropout):
     cfg = dataclasses.replace(VARIANTS[name], dropout=dropout)
-    scanned = make(cfg)
+    scanned = filled(cfg)
     unrolled = restack(scanned, scan_layers=False)
     assert not unrolled.cfg.scan_layers and isinstance(unrolled.blocks, nnx.List)
     key = jax.random.key(2) if dropout else None
@@ -156,7 +138,7 @@ def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_la
 def test_remat_changes_neither_loss_nor_gradients(policy, scan):
     cfg = dataclasses.replace(TINY, dropout=0.2, scan_layers=scan)
     expected = measured(dataclasses.replace(cfg, scan_layers=True), 2)
-    model = restack(make(dataclasses.replace(cfg, remat=policy, scan_layers=True)), scan_layers=scan)
+    model = restack(filled(dataclasses.replace(cfg, remat=policy, scan_layers=True)), scan_layers=scan)
     loss, grads = loss_and_grads(model, key=jax.random.key(2))
     if not scan:
         grads["blocks"] = jax.tree.map(lambda *xs: jnp.stack(xs), *(grads["blocks"][i] for i in range(2)))
@@ -167,7 +149,7 @@ def test_remat_changes_neither_loss_nor_gradients(policy, scan):
 def test_remat_policies_order_the_memory():
     def temp(policy):
         cfg = dataclasses.replace(TINY, layers=8, context=64, remat=policy)
-        graph, params = nnx.split(nnx.eval_shape(lambda: make(cfg)), nnx.Param)
+        graph, params = nnx.split(nnx.eval_shape(lambda: filled(cfg)), nnx.Param)
         inputs = jax.ShapeDtypeStruct((4, 64), jnp.int32)
         step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0])
         analysis = jax.jit(step).lower(params, inputs).compile().memory_analysis()
@@ -179,8 +161,8 @@ def test_remat_policies_order_the_memory():
 
 
 def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
-    tied = make(TINY)
-    untied = make(dataclasses.replace(TINY, tie_head=False))
+    tied = filled(TINY)
+    untied = filled(dataclasses.replace(TINY, tie_head=False))
     values = nnx.to_pure_dict(nnx.state(tied)) | {"head": tied.embed[...].T}
     state = nnx.state(untied)
     nnx.replace_by_pure_dict(state, values)
@@ -193,23 +175,23 @@ def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
 
 
 def test_dropout_is_a_function_of_its_key():
-    model, inputs = make(dataclasses.replace(TINY, dropout=0.5)), tokens()
+    model, inputs = filled(dataclasses.replace(TINY, dropout=0.5)), tokens()
     key = jax.random.key(0)
-    drop = partial(logits_of, model, inputs, deterministic=False)
+    drop = partial(logits_of, model, inputs)
     first = drop(key)
     np.testing.assert_array_equal(first, drop(key))
     assert np.abs(first - drop(jax.random.key(1))).max() > 1e-3
     plain = logits_of(model, inputs)
     assert np.abs(first - plain).max() > 1e-3
-    np.testing.assert_array_equal(plain, logits_of(make(TINY), inputs))
+    np.testing.assert_array_equal(plain, logits_of(filled(TINY), inputs))
 
 
 def test_dropout_from_rngs_advances_its_stream():
-    model, inputs, rngs = make(dataclasses.replace(TINY, dropout=0.5)), tokens(), nnx.Rngs(dropout=3)
-    drop = partial(logits_of, model, inputs, deterministic=False)
-    first, second = drop(rngs), drop(rngs)
+    model, inputs, rngs = filled(dataclasses.replace(TINY, dropout=0.5)), tokens(), nnx.Rngs(dropout=3)
+    drop = nnx.jit(lambda model, rngs: model(inputs, deterministic=False, rngs=rngs))
+    first, second = drop(model, rngs), drop(model, rngs)
     assert np.abs(first - second).max() > 1e-3
-    np.testing.assert_array_equal(first, drop(nnx.Rngs(dropout=3)))
+    np.testing.assert_array_equal(first, drop(model, nnx.Rngs(dropout=3)))
 
 
 def test_dropout_keeps_the_mean():
@@ -220,7 +202,7 @@ def test_dropout_keeps_the_mean():
 
 
 def test_layers_drop_different_elements():
-    model = make(dataclasses.replace(TINY, dropout=0.5, layers=2))
+    model = filled(dataclasses.replace(TINY, dropout=0.5, layers=2))
     graph, params = nnx.split(model.blocks)
     same = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), params)
     layer = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
@@ -235,7 +217,7 @@ def test_layers_drop_different_elements():
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_under_nnx_transforms_gradients_are_those_of_split_and_merge(scan):
-    model = make(dataclasses.replace(TINY, scan_layers=scan))
+    model = filled(dataclasses.replace(TINY, scan_layers=scan))
     inputs = tokens()
 
     @nnx.jit
@@ -253,11 +235,11 @@ def test_under_nnx_transforms_gradients_are_those_of_split_and_merge(scan):
 
 
 def test_grouped_queries_equal_repeated_heads():
-    grouped = make(TINY)
+    grouped = filled(TINY)
     values = nnx.to_pure_dict(nnx.state(grouped))
     for name in ("wk", "wv"):
         values["blocks"]["attention"][name] = jnp.repeat(values["blocks"]["attention"][name], 2, axis=2)
-    full = make(dataclasses.replace(TINY, kv_heads=4))
+    full = filled(dataclasses.replace(TINY, kv_heads=4))
     state = nnx.state(full)
     nnx.replace_by_pure_dict(state, values)
     nnx.update(full, state)
@@ -267,7 +249,7 @@ def test_grouped_queries_equal_repeated_heads():
 def test_rotary_sees_distances_and_learned_sees_positions():
     """With one token everywhere, rotary attention averages equal values: all positions' logits are equal."""
     same = jnp.full((1, 9), 3, jnp.int32)
-    rotary, learned = (logits_of(make(cfg), same) for cfg in (TINY, GPT2))
+    rotary, learned = (logits_of(filled(cfg), same) for cfg in (TINY, GPT2))
     np.testing.assert_allclose(rotary[:, 1:], rotary[:, :-1], atol=1e-5)
     assert np.abs(learned[:, 1:] - learned[:, :-1]).max() > 1e-2
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
@@ -292,21 +274,21 @@ def test_norms_against_their_definitions(kind):
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
-    model = make(dataclasses.replace(TINY, dtype="bfloat16"))
+    model = filled(dataclasses.replace(TINY, dtype="bfloat16"))
     assert logits_of(model, tokens()).dtype == jnp.bfloat16
     loss, grads = loss_and_grads(model)
     assert loss.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     expected, _ = measured(TINY)
     np.testing.assert_allclose(loss, expected, rtol=1e-2)
-    half = make(dataclasses.replace(TINY, param_dtype="bfloat16"))
+    half = filled(dataclasses.replace(TINY, param_dtype="bfloat16"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_counts(name):
     cfg = VARIANTS[name]
-    model = make(cfg)
+    model = filled(cfg)
     sizes = {jax.tree_util.keystr(p): x.size for p, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))}
     assert parameter_count(model) == sum(sizes.values())
     weights = sum(size for path, size in sizes.items() if "'w" in path) + cfg.vocab * cfg.width
@@ -316,7 +298,7 @@ def test_counts(name):
 
 def test_flops_agree_with_the_compilers_count():
     cfg = dataclasses.replace(TINY, layers=1, width=64, heads=4, kv_heads=4, ffn=256, vocab=256, scan_layers=False)
-    graph, params = nnx.split(nnx.eval_shape(lambda: make(cfg)), nnx.Param)
+    graph, params = nnx.split(nnx.eval_shape(lambda: filled(cfg)), nnx.Param)
     x = jax.ShapeDtypeStruct((2, 12), jnp.int32)
     step = jax.jit(jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0]))
     analysis = step.lower(params, x).compile().cost_analysis()
@@ -370,11 +352,11 @@ def test_a_config_names_every_problem_at_once():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_more_tokens_than_context_is_an_error(name):
     with pytest.raises(ValueError, match=r"13 positions \(dim 1\), more than the context of 12.*larger"):
-        make(VARIANTS[name])(tokens((1, 13)))
+        filled(VARIANTS[name])(tokens((1, 13)))
 
 
 def test_other_misuse_of_a_call():
-    model = make(dataclasses.replace(TINY, dropout=0.1))
+    model = filled(dataclasses.replace(TINY, dropout=0.1))
     with pytest.raises(ValueError, match="pass rngs="):
         model(tokens(), deterministic=False)
     with pytest.raises(ValueError, match=r"integers \[batch, seq\], not float32\[2, 9\]"):
@@ -384,8 +366,8 @@ def test_other_misuse_of_a_call():
 
 
 def test_a_token_outside_the_vocabulary_is_loud():
-    assert np.all(np.isnan(logits_of(make(TINY), jnp.array([[32]]))))
-    assert np.all(np.isnan(logits_of(make(TINY), jnp.array([[-1]]))))
+    assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[32]]))))
+    assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[-1]]))))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

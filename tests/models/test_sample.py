@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from autoshard.models import GPT, GPTConfig, generate
+from autoshard.models import GPTConfig, generate
+from tests.models.small import filled
 
 CFG = GPTConfig(vocab=16, layers=1, heads=2, width=16, context=6)
 
 
 def make(**change):
-    cfg = dataclasses.replace(CFG, **change)
-    model = nnx.jit(lambda: GPT(cfg, rngs=nnx.Rngs(0)))()
-    model.embed[...] = 50 * model.embed[...]  # at initialisation every token is about as likely: make it decided
-    return model
+    return filled(dataclasses.replace(CFG, **change), std=0.5)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])

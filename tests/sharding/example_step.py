@@ -18,7 +18,9 @@ def loss_of(params, batch):
     q, k, v = (jnp.einsum("bse,ehd->bshd", x, a[name]) for name in ("wq", "wk", "wv"))
     score = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k), axis=-1)
     x = x + jnp.einsum("bshd,hde->bse", jnp.einsum("bhst,bthd->bshd", score, v), a["wo"])
-    x = x + jnp.einsum("bsf,fe->bse", jax.nn.relu(jnp.einsum("bse,ef->bsf", x, params["mlp"]["up"])), params["mlp"]["down"])
+    x = x + jnp.einsum(
+        "bsf,fe->bse", jax.nn.relu(jnp.einsum("bse,ef->bsf", x, params["mlp"]["up"])), params["mlp"]["down"]
+    )
     logits = jnp.einsum("bse,ve->bsv", x, params["embed"])
     rows = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], axis=-1)
     return -jnp.mean(rows)
@@ -48,6 +50,10 @@ def arrays():
     rng = np.random.default_rng(0)
 
     def make(s):
-        return rng.integers(0, 64, s.shape).astype(s.dtype) if s.dtype == "int32" else rng.normal(size=s.shape).astype("f4") / 6
+        return (
+            rng.integers(0, 64, s.shape).astype(s.dtype)
+            if s.dtype == "int32"
+            else rng.normal(size=s.shape).astype("f4") / 6
+        )
 
     return jax.tree.map(make, shapes())

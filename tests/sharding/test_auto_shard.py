@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from programs import (
+from tests.sharding.programs import (
     OPTIMIZER,
     adamw_step,
     assert_close,

@@ -128,7 +128,8 @@ ROWS = [
     Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.int32), (X,), _SAME),
     Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint8), (X,), "a b -> a b w; whole w",
         "to narrower"),
-    Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.float32), (below(99, 4, 8, 4, dtype=np.uint8),),
+    Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.float32),
+        (below(99, 4, 8, 4, dtype=np.uint8),),
         "a b w -> a b; whole w", "to wider"),
 ]  # fmt: skip
 

@@ -2,14 +2,18 @@
 
 import pytest
 
-from autoshard.sharding.oracle import Finding, check_case
+from autoshard.sharding.oracle import Finding, check_case, strategies
 from autoshard.sharding.oracle_cases import collect
 from autoshard.spmdrules.registry import registered
 from tests.spmdrules.rows import Row, all_rows
 
 ROWS = all_rows()
-# The partitioner's part takes most of the time: the quick suite runs it on each primitive's first row.
-FIRST = list({row.primitive: row for row in reversed(ROWS)}.values())[::-1]
+# The partitioner's part takes most of the time: the quick suite has it for what every model is made of.
+COMMON = (
+    "add", "broadcast_in_dim", "concatenate", "convert_element_type", "dot_general", "exp", "gather", "iota", "mul",
+    "reduce_max", "reduce_sum", "reshape", "scatter-add", "select_n", "transpose",
+)  # fmt: skip
+SAMPLE = [row for row in {row.primitive: row for row in reversed(ROWS)}.values() if row.primitive in COMMON]
 
 
 def examine(row: Row, partitioner: bool) -> list[Finding]:
@@ -29,6 +33,12 @@ def test_shards(row):
     assert not findings, told(findings)
 
 
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.id)
+def test_partitioner_on_common_operators(row):
+    findings = examine(row, partitioner=True)
+    assert not findings, told(findings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_partitioner(row):
@@ -40,3 +50,13 @@ def test_every_registered_primitive_has_a_row():
     rows = {row.primitive for row in ROWS}
     missing = [primitive.name for primitive, _ in registered() if primitive.name not in rows]
     assert not missing, f"no row for {', '.join(missing)}: add one to the table of its family"
+
+
+def test_every_primitive_with_something_to_cut_has_a_row_that_cuts_it():
+    tried: dict[str, bool] = {}
+    for row in ROWS:
+        rule = row.rule()
+        cuttable = any(factor.shardable for factor in rule.factors)
+        tried[row.primitive] = tried.get(row.primitive, not cuttable) or bool(strategies(rule))
+    idle = [primitive for primitive, was_tried in tried.items() if not was_tried]
+    assert not idle, f"no row of {', '.join(idle)} has a factor of even size: the oracle has nothing to run"

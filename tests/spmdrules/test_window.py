@@ -47,7 +47,8 @@ def test_expected_map(row):
 
 @pytest.mark.parametrize(
     ("size", "window", "stride", "padding", "base", "dilation"),
-    [(8, 3, 1, (1, 1), 1, 1), (8, 2, 2, (0, 0), 1, 1), (7, 3, 2, (1, 0), 2, 2), (2, 5, 1, (0, 0), 1, 1), (0, 1, 1, (2, 2), 1, 1)],
+    [(8, 3, 1, (1, 1), 1, 1), (8, 2, 2, (0, 0), 1, 1), (7, 3, 2, (1, 0), 2, 2),
+     (2, 5, 1, (0, 0), 1, 1), (0, 1, 1, (2, 2), 1, 1)],
 )  # fmt: skip
 def test_window_count_is_what_jax_counts(size, window, stride, padding, base, dilation):
     result = jax.eval_shape(

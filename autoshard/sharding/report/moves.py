@@ -40,9 +40,10 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
             share = 1.0
             if move.array >= 0 and (value == source or axes.held.get(value) == source):
                 what = "it"
-                if (value, move.axis, move.kind) in gathered:
-                    continue  # one gather serves all its users
-                gathered.add((value, move.axis, move.kind))
+                gather = (value, move.axis, move.array, op.name, id(op.rule))
+                if gather in gathered:
+                    continue  # as in cost: one gather serves all operators of a kind
+                gathered.add(gather)
             elif move.array < 0 and is_parameter and axes.of_value[value] in slices and _is_gradient(op, layout):
                 what, share = "its gradient", 1 / alike
             else:

@@ -5,12 +5,13 @@ STYLE = """
   --bad: #b3261e; --dev: #e8eefb; --devline: #9db4e8; --light: 90%; --text: 24%; --fill: 72%; --pale: 97%;
   --compute: #4a7fd6; --exposed: #d97a2b; --hidden: #f0c9a4; --parameter: #4a7fd6; --optimizer: #8a6fd1;
   --data: #3f9e83; --temporary: #d9a13b; --unfit: #d7a8a4; --rival: #b9c4d6; color-scheme: light dark; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #a4aebc; --line: #353c47; --back:
-  #14181e; --card: #1d232b; --accent: #8fb0ff; --bad: #ff9a91; --dev: #26334d; --devline: #4f6aa3; --light:
-  26%; --text: 88%; --fill: 32%; --pale: 17%; --hidden: #7d5a3a; --unfit: #7d4a46; --rival: #4c5869; } }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #a4aebc; --line: #353c47;
+  --back: #14181e; --card: #1d232b; --accent: #8fb0ff; --bad: #ff9a91; --dev: #26334d; --devline: #4f6aa3;
+  --light: 26%; --text: 88%; --fill: 32%; --pale: 17%; --hidden: #7d5a3a; --unfit: #7d4a46; --rival: #4c5869;
+  } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", "DejaVu
-  Sans", sans-serif; }
+body { margin: 0; background: var(--back); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 27px; margin: 0; letter-spacing: -.01em; }
 h2 { font-size: 18px; margin: 0 0 4px; }
@@ -24,8 +25,8 @@ small, .remark { color: var(--soft); font-size: 13.5px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
   margin-top: 18px; min-width: 0; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 0 18px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin-top:
-  18px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px;
+  margin-top: 18px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
 .card h3 { font-size: 13.5px; font-weight: 500; color: var(--soft); margin: 0; }
 .card p { font-size: 25px; font-weight: 650; margin: 0; }
@@ -38,9 +39,9 @@ td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-ali
 tr:last-child td { border-bottom: 0; }
 .r { text-align: right; white-space: nowrap; }
 code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: nowrap; }
-.axis { display: inline-block; border-radius: 6px; padding: 1px 8px; margin: 2px 4px 2px 0; white-space:
-  nowrap; font-size: 13.5px; border: 1px solid hsl(var(--h) var(--s) var(--fill)); background: hsl(var(--h)
-  var(--s) var(--pale)); color: hsl(var(--h) var(--s) var(--text)); }
+.axis { display: inline-block; border-radius: 6px; padding: 1px 8px; margin: 2px 4px 2px 0;
+  white-space: nowrap; font-size: 13.5px; border: 1px solid hsl(var(--h) var(--s) var(--fill));
+  background: hsl(var(--h) var(--s) var(--pale)); color: hsl(var(--h) var(--s) var(--text)); }
 .axis.on { background: hsl(var(--h) var(--s) var(--light)); border-color: hsl(var(--h) var(--s) 50%); }
 .axis.part { border-style: dashed; border-color: hsl(var(--h) var(--s) 50%); }
 .axis b { font-weight: 600; }
@@ -69,8 +70,8 @@ summary b { font-size: 15px; }
 .bar .whole, .bar .local { position: absolute; left: 0; top: 0; bottom: 0; }
 .bar .whole { background: var(--rival); }
 .bar .local { background: var(--accent); min-width: 1px; }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px; vertical-align:
-  -1px; background: var(--rival); }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px;
+  vertical-align: -1px; background: var(--rival); }
 .k-parameter { background: var(--parameter); }
 .k-optimizer { background: var(--optimizer); }
 .k-data { background: var(--data); }

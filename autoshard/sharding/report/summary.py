@@ -160,15 +160,22 @@ def verdict(plan: Plan) -> Verdict:
     """Why this candidate was chosen."""
     name = plan.chosen or "this plan"
     others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
-    if not others:
-        return Verdict(f"{name}, as asked" if plan.chosen else name, ())
     limit = plan.limit_bytes or math.inf
+    too_large = plan.estimate.peak_memory_bytes > limit
+    if not others:
+        asked = f"{name}, as asked" if plan.chosen else name
+        return Verdict(f"{asked}; it does not fit {bytes_text(limit)}" if too_large else asked, ())
     count, fitting = len(plan.candidates), [c for c in others if c[2] <= limit]
     different = {(c[1], c[2]): c for c in reversed(fitting or others)}  # two names can mean one layout
     best = sorted(different.values(), key=lambda c: c[1])[:3]
     rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
-    if plan.estimate.peak_memory_bytes > limit:
-        return Verdict(f"{name}, the smallest of {count} plans: none fits {bytes_text(limit)}", rivals)
+    if too_large:
+        why = (
+            f"which does not fit {bytes_text(limit)}"
+            if fitting
+            else f"the smallest of {count} plans: none fits {bytes_text(limit)}"
+        )
+        return Verdict(f"{name}, {why}", rivals)
     large = count - len(fitting) - 1
     among = f"the {count - large} that fit {bytes_text(limit)}, of {count}" if large else f"{count} plans"
     return Verdict(f"{name}, the fastest of {among}", rivals)

@@ -1,0 +1,93 @@
+"""Trains a small GPT on one device and sharded, and keeps what the two are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from autoshard import auto_shard
+from autoshard.models import GPT, GPTConfig
+from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.state import as_key, make_program
+from autoshard.train.step import loss_and_weight, make_train_step
+
+STEPS = 20
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is trained, and with which plan (None: on one device)."""
+
+    changes: tuple[tuple[str, Any], ...] = ()
+    accumulation: int = 1
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's shape: small, with eight heads so that they can be sharded."""
+        small = GPTConfig(vocab=64, layers=2, heads=8, width=64, ffn=128, context=16, block_size=8)
+        return replace(small, **dict(self.changes))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was computed: gradients at the first and last state of SGD, its parameters, and AdamW's losses."""
+
+    gradients: list[Any] = field(default_factory=list)
+    params: Any = None
+    losses: list[float] = field(default_factory=list)
+    plan: Any = None
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """A batch for each step, some of its positions masked."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (STEPS, BATCH, 17)).astype(np.int32)
+    mask = (rng.random((STEPS, BATCH, 16)) < 0.9).astype(np.float32)
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:], "mask": m} for t, m in zip(tokens, mask, strict=True)]
+
+
+@cache
+def run(case: Case, plan: Any = None, sharded: bool = True) -> Run:
+    """Trains by one case, under `jax.jit` on one device or under `auto_shard`."""
+
+    def transform(fn: Any) -> Any:
+        return auto_shard(fn, plan=plan) if sharded else jax.jit(fn)
+
+    gradients, params, _, made = _train(case, "sgd", transform)
+    return Run(gradients, params, _train(case, "adamw", transform)[2], made)
+
+
+def _train(case: Case, optimizer: Any, transform: Any) -> tuple[list[Any], Any, list[float], Any]:
+    settings = OptimizerConfig(name=optimizer, learning_rate=0.05 if optimizer == "sgd" else 1e-2, warmup_steps=2)
+    schedule = learning_rate_schedule(settings, STEPS)
+
+    def build(rngs: nnx.Rngs) -> GPT:
+        return GPT(case.config, rngs=rngs)
+
+    program = make_program(build, make_optimizer(settings, STEPS))
+    step = transform(make_train_step(program, schedule, case.accumulation))
+
+    def loss(params: Any, state: Any, batch: Any) -> jax.Array:
+        key = jax.random.fold_in(as_key(state.key), state.step)
+        model = program.model(params, state.frozen, state.variables, key)
+        total, weight = loss_and_weight(model, batch, key)
+        return total / weight
+
+    gradient = transform(lambda state, batch: jax.grad(loss)(state.params, state, batch))
+    state, found, losses = program.create_state(jax.random.key(0)), [], []
+    data = batches()
+    if optimizer == "sgd":
+        found.append(jax.device_get(gradient(state, data[0])))
+    for batch in data:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    if optimizer == "sgd":
+        found.append(jax.device_get(gradient(state, data[0])))
+    made = step.plan(state, data[0]) if hasattr(step, "plan") else None
+    return found, jax.device_get(state.params), losses, made

@@ -1,0 +1,58 @@
+"""For every plan, gradients, parameters and losses of a GPT are those of one device."""
+
+import numpy as np
+import pytest
+
+from tests.parity.gpt import Case, run
+from tests.sharding.programs import assert_close
+
+PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "tp:8 seq", "dp:2 tp:4 seq"]
+
+VARIANTS = {
+    "unrolled": Case((("scan_layers", False),)),
+    "grouped-queries": Case((("kv_heads", 2),)),
+    "accumulation": Case(accumulation=2),
+    "remat-full": Case((("remat", "full"),)),
+    "remat-dots": Case((("remat", "dots"),)),
+    "dropout": Case((("dropout", 0.1),)),
+    "dropout-remat": Case((("dropout", 0.1), ("remat", "full"))),
+    "blockwise": Case((("attention", "blockwise"),)),
+    "gpt2": Case((("norm", "layernorm"), ("positions", "learned"), ("mlp", "gelu"), ("bias", True))),
+    "untied": Case((("tie_head", False),)),
+}
+SOME = ["fsdp:8", "dp:2 tp:4 seq"]
+QUICK = ("unrolled", "grouped-queries", "accumulation", "dropout-remat", "gpt2")
+
+
+def compare(case: Case, plan: str | None) -> None:
+    single, sharded = run(case, None, False), run(case, plan)
+    for expected, actual in zip(single.gradients, sharded.gradients, strict=True):
+        assert_close(expected, actual)
+    assert_close(single.params, sharded.params)
+    np.testing.assert_allclose(sharded.losses, single.losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans(plan):
+    compare(Case(), plan)
+
+
+@pytest.mark.parametrize("plan", SOME)
+@pytest.mark.parametrize("name", QUICK)
+def test_variants(name, plan):
+    compare(VARIANTS[name], plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [p for p in PLANS])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_with_every_plan(name, plan):
+    compare(VARIANTS[name], plan)
+
+
+def test_two_key_value_heads_over_four_devices():
+    made = run(VARIANTS["grouped-queries"], "dp:2 tp:4 seq").plan
+    by_name = {leaf.path.rpartition("/")[2]: leaf for leaf in made.inputs if leaf.role == "parameter"}
+    tensor = [axis for axis in made.mesh.axis_names if axis.startswith("tp")]
+    assert [made.mesh.shape[a] for a in tensor] == [2, 2]  # two devices share a key-value head, each with its queries
+    assert tuple(by_name["wq"].spec)[2] == tuple(tensor) and tuple(by_name["wk"].spec)[2] == tensor[0]

@@ -1,0 +1,131 @@
+"""The listed faults of the partitioner are still there: one that is mended should leave the list."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autoshard import _compat
+from autoshard.sharding.oracle_cases import collect
+from autoshard.sharding.oracle_faults import KNOWN_PARTITIONER_FAULTS, Cut, Fault, known_fault
+from autoshard.sharding.oracle_partitioner import check_partitioner
+from autoshard.sharding.oracle_values import trials
+from autoshard.spmdrules.registry import rule_for
+
+
+def conv(groups=1, batch_groups=1, strides=(1, 1), padding="SAME"):
+    return lambda x, kernel: lax.conv_general_dilated(
+        x, kernel, strides, padding, feature_group_count=groups, batch_group_count=batch_groups
+    )
+
+
+def bound(name, **params):
+    primitive = _compat.primitive(name)
+    assert primitive is not None
+    return lambda *xs: primitive.bind(*xs, **params)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def solve(x, y):
+    return lax.linalg.triangular_solve(x + 4 * jnp.eye(4, dtype=x.dtype), y, left_side=True)
+
+
+def all_xor(x):
+    return lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,))
+
+
+# primitive, effect, function, arguments, the dimensions (of which operand) that are cut
+FAULTS = [
+    ("conv_general_dilated", "wrong", conv(batch_groups=4), (f32(8, 4, 6, 6), f32(16, 4, 3, 3)), ["c"]),
+    ("conv_general_dilated", "wrong", conv(strides=(2, 2), padding="VALID"),
+     (f32(4, 3, 8, 8), f32(8, 3, 2, 2)), ["t", "o"]),
+    ("conv_general_dilated", "dear", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
+    ("dynamic_slice", "dear", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
+    ("dynamic_update_slice", "dear", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),
+     (f32(8, 4), f32(2, 4), np.int32(3)), ["v"]),
+    ("scatter-sub", "dear", lambda x, i, u: x.at[i].subtract(u), (f32(8, 4), np.arange(4), f32(4, 4)), ["n"]),
+    ("triangular_solve", "dear", solve, (f32(2, 4, 4), f32(2, 4, 8)), ["n"]),
+    ("fft", "dear", jnp.fft.fft, (jax.ShapeDtypeStruct((4, 8), jnp.complex64),), ["a"]),
+    ("top_k", "dear", lambda x: lax.top_k(x, 2), (f32(4, 8),), ["a"]),
+    ("igamma", "dear", lax.igamma, (f32(4, 8), f32(4, 8)), ["a"]),
+    ("mulhi", "fail", bound("mulhi") if _compat.primitive("mulhi") else None, (i32(4, 8), i32(4, 8)), ["a"]),
+    ("reduce_xor", "fail", all_xor, (i32(4, 8),), ["r"]),
+]  # fmt: skip
+SIGNS = {"wrong": "silently wrong", "fail": "the partitioner failed", "dear": "the partitioner "}
+ONLY_OLD = {"fft"}
+
+
+def case_of(name, fn, args):
+    case = next(case for case in collect(fn, args) if case.name == name)
+    rule = rule_for(case.eqn.primitive, case.avals, case.eqn.params)
+    assert rule is not None
+    return case, rule
+
+
+def existing(name, effect, *_):
+    return _compat.primitive(name.replace("-", "_")) is not None and not (
+        name in ONLY_OLD and jax.__version_info__ >= (0, 12)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "effect", "fn", "args", "factors"),
+    [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if existing(*row)],
+)
+def test_fault_is_still_there(name, effect, fn, args, factors):
+    case, rule = case_of(name, fn, args)
+    fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
+    assert fault is not None
+    counts, operands = [dict.fromkeys(factors, 2)], trials(case)[1]
+    found = check_partitioner(case, rule, counts, operands, known=False)
+    assert any(SIGNS[effect] in text for _, text in found), f"mended, so take it off the list: {fault}"
+    assert check_partitioner(case, rule, counts, operands) == []
+
+
+CRASH = """
+import jax, numpy as np, jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+devices = np.array(jax.devices()[:4]).reshape(2, 2)
+mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+image, kernel, out = (NamedSharding(mesh, spec) for spec in (P("a"), P(("a", "b")), P(None, ("a", "b"))))
+fn = lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", batch_group_count=2)
+arrays = jnp.ones((4, 4, 6, 6)), jnp.ones((8, 4, 3, 3))
+lowered = jax.jit(fn, in_shardings=(image, kernel), out_shardings=out).lower(*arrays)
+print("compiles", flush=True)
+lowered.compile()
+print("mended", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_crash_is_still_there():
+    """In a process of its own, since it ends."""
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=120)
+    assert "compiles" in done.stdout, done.stderr
+    assert "mended" not in done.stdout and "Check failed" in done.stderr
+
+
+def test_batch_groups_are_a_known_crash():
+    case, rule = case_of("conv_general_dilated", conv(batch_groups=2), (f32(4, 4, 6, 6), f32(8, 4, 3, 3)))
+    assert known_fault(case.name, Cut(case.avals, case.eqn.params, rule, ["g", "o"]), "crash") is not None
+
+
+def test_every_fault_is_checked():
+    checked = {(name, effect) for name, effect, *_ in FAULTS}
+
+    def is_checked(fault: Fault) -> bool:
+        return fault.effect == "crash" or any((name, fault.effect) in checked for name in fault.primitives)
+
+    assert all(map(is_checked, KNOWN_PARTITIONER_FAULTS))

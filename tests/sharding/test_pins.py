@@ -1,0 +1,184 @@
+"""What users fix, and what programs bring along, is kept or refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard import Plan, auto_shard, plan
+from autoshard.errors import AutoshardError
+from autoshard.sharding.tracing import StateChangedError
+from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
+
+MESH = {"data": 2, "model": 4}
+
+
+def specs(made):
+    return {leaf.path: leaf.spec for leaf in made.inputs}
+
+
+def test_fixed_specs_hold():
+    fixed = {"0/w": P("model"), "1": P("data")}
+    step = auto_shard(sgd_step, mesh=MESH, fixed=fixed)
+    found = specs(step.plan(mlp_state(), batch()))
+    assert found["0/w"] == P("model") and found["1"] == P("data")
+    params, _ = step(mlp_state(), batch())
+    assert params["w"].sharding.spec == P("model")
+    assert_close(sgd_step(mlp_state(), batch())[0], params)
+
+
+def test_fixed_by_logical_axes():
+    table = {"tp": ["ffn"]}
+    free = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
+    assert free["0/w"] == P(None, "tp") and free["0/v"] == P("tp")
+    fixed = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}, fixed={"0/w": (None, None)}))
+    assert fixed["0/w"] == P() and fixed["0/v"] == P("tp")
+
+
+def test_a_given_mesh_is_never_split_and_tables_name_its_axes():
+    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan={"data": ["batch"], "model": ["ffn"]})
+    assert dict(zip(made.mesh.axis_names, made.mesh.axis_sizes, strict=True)) == MESH
+    assert specs(made)["0/w"] == P(None, "model") and specs(made)["1"] == P("data")
+    assert plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan="data=fsdp:2 model=tp:4").storage == {
+        "parameter": ("data",),
+        "optimizer": ("data",),
+    }
+
+
+def test_constraints_of_the_program_are_kept(mesh8):
+    def loss(params, x):
+        h = jnp.tanh(x @ params["w"] + params["b"])
+        h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh8, P("model", "data")))
+        return jnp.mean((h @ params["v"] - x) ** 2)
+
+    sharded = auto_shard(jax.grad(loss))
+    assert_close(jax.grad(mlp_loss)(mlp_state(), batch()), sharded(mlp_state(), batch()))
+    text = sharded.lower(mlp_state(), batch()).as_text()
+    assert '[{"model"}, {"data"}]' in text
+    with pytest.raises(AutoshardError, match=r"constraint .* at .*test_pins.py.* names mesh axis 'model'"):
+        auto_shard(loss, mesh={"a": 8})(mlp_state(), batch())
+
+
+def test_partitioned_boxes_of_linen_are_pins():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+    dense = linen.Dense(16, kernel_init=init)
+    variables = dense.init(jax.random.key(0), batch())
+
+    def forward(variables, x):
+        return dense.apply(variables, x)
+
+    found = specs(plan(forward, variables, batch(), mesh=MESH))
+    assert found["0/params/kernel"] == P(None, "model")
+    with pytest.raises(AutoshardError, match="annotated '0/params/kernel'.*'model'"):
+        plan(forward, variables, batch(), mesh={"data": 8})
+
+
+def test_metadata_of_nnx_variables_are_pins(mesh8):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    with jax.set_mesh(mesh8):
+        layer = nnx.Linear(64, 16, kernel_init=init, rngs=nnx.Rngs(0))
+    sharded = auto_shard(lambda layer, x: layer(x))
+    assert_close(layer(batch()), sharded(layer, batch()))
+    assert specs(sharded.plan(layer, batch()))["0/kernel"] == P(None, "model")
+
+
+def test_explicit_axes_are_taken_as_they_are():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(batch(), NamedSharding(mesh, P("data")))
+    step = auto_shard(sgd_step)
+    for _ in range(2):
+        np.testing.assert_allclose(step(mlp_state(), x)[1], sgd_step(mlp_state(), batch())[1], rtol=1e-5)
+    assert specs(step.plan(mlp_state(), x))["1"] == P("data")
+
+
+def test_a_plan_goes_through_json():
+    made = plan(sgd_step, mlp_state(), batch(), plan="fsdp:4 tp:2")
+    read = Plan.from_json(made.to_json())
+    assert read.to_json() == made.to_json()
+    with pytest.raises(AutoshardError, match="plan.bind"):
+        read.jit()
+    bound = read.bind(sgd_step, mlp_state(), batch())
+    assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
+    used = auto_shard(sgd_step, plan=read)
+    assert specs(used.plan(mlp_state(), batch())) == specs(made)
+    with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
+        read.bind(sgd_step, mlp_state(hidden=256), batch())
+
+
+BAD = {
+    "unknown word": (dict(plan="fdsp:8"), r"unknown word 'fdsp:8'.*Did you mean 'fsdp'"),
+    "no size": (dict(plan="tp"), "needs a number of devices, such as tp:8"),
+    "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, cpu:8 has 8"),
+    "no such axis": (dict(plan="ep:8"), "the program has no axis for ep"),
+    "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
+    "mesh": (dict(mesh={"data": 0}), "mesh is"),
+    "other mesh": (dict(mesh={"data": 8}, plan="fsdp:8"), "does not fit the mesh"),
+    "target": (dict(target="v7:3"), "does not exist.*v5p"),
+    "target and mesh": (dict(target="cpu:4", mesh={"data": 8}), "has 8 devices, target 'cpu:4' has 4"),
+    "fixed nothing": (dict(mesh={"data": 8}, fixed={"0/zz*": P("data")}), "matches no input"),
+    "fixed axis": (dict(mesh={"data": 8}, fixed={"0/w": P("model")}), "names mesh axis 'model'"),
+    "fixed rank": (dict(mesh={"data": 8}, fixed={"0/b": P(None, "data")}), "has 2 entries, the array has 1"),
+    "fixed twice": (dict(mesh={"data": 8}, fixed={"0/w": P("data", "data")}), "'data' twice"),
+    "fixed names": (dict(fixed={"0/w": ("batch", "nothing")}), "is no logical axis"),
+    "memory": (dict(memory_limit_bytes=1000), "KiB too much .*would do"),
+    "memory of a request": (dict(memory_limit_bytes=1000, plan="dp:8"), "plan asked for does not fit"),
+    "verify": (dict(verify=1), "verify"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests_get_one_clear_error(name):
+    options, message = BAD[name]
+    with pytest.raises(AutoshardError, match=message):
+        plan(sgd_step, mlp_state(), batch(), **options)
+
+
+def test_every_fixed_spec_that_cannot_hold_is_named_at_once():
+    fixed = {"0/zz": P(), "0/w": P("nope"), "1": P(None, None, "data")}
+    with pytest.raises(AutoshardError, match="(?s)matches no input.*'nope'.*3 entries"):
+        plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
+
+
+def test_a_dimension_that_does_not_divide():
+    params = mlp_state(hidden=100)
+    with pytest.raises(AutoshardError, match=r"dim 1 has size 100, not divisible.*\(8\). Pad it to 104"):
+        plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
+    made = plan(sgd_step, params, batch(), plan="tp:8")  # asked for by name: as far as it goes, and it says so
+    assert any("(100) is not divisible by" in note and "104" in note for note in made.notes)
+    assert_close(sgd_step(params, batch())[0], made.jit()(params, batch())[0])
+
+
+def test_a_mesh_with_more_devices_than_there_are():
+    with pytest.raises(AutoshardError, match="takes 16 devices, there are 8"):
+        plan(sgd_step, mlp_state(), batch(), mesh={"data": 16}).jit()
+
+
+def test_a_leaked_tracer_is_named():
+    kept = []
+    jax.jit(lambda x: kept.append(x) or x)(batch())
+    with pytest.raises(AutoshardError, match="argument '1' is a leaked tracer"):
+        auto_shard(sgd_step)(mlp_state(), kept[0])
+
+
+def test_a_state_that_changes_through_the_step_is_named():
+    def step(params, x):
+        return {**params, "w": params["w"].astype(jnp.bfloat16)}, x.sum()
+
+    with pytest.raises(StateChangedError, match="'w' from float32.* to bfloat16"):
+        auto_shard(step, donate_argnums=0)(mlp_state(), batch())
+
+
+def test_a_primitive_without_a_rule_is_named():
+    from jax.extend.core import Primitive
+
+    opaque = Primitive("opaque_kernel")
+    opaque.def_impl(lambda x: x)
+    opaque.def_abstract_eval(lambda x: x)
+    with pytest.warns(UserWarning, match="no rule for 'opaque_kernel' at .*test_pins.py"):
+        made = plan(lambda x: opaque.bind(x) * 2, batch())
+    assert "opaque_kernel" in made.unknown
+    with pytest.raises(AutoshardError, match="no rule for 'opaque_kernel'"):
+        plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)

@@ -1,0 +1,210 @@
+"""Runs a program shard by shard as a propagation places it, on simulated devices, every reshard done by hand.
+
+What each device holds is an array of its own. A reshard reduces what is partial and puts the rest side by side
+(copies must agree), then cuts again; an operator runs on the shards that its rule declares.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard import _compat
+from autoshard.spmdrules import Shard, control
+from autoshard.spmdrules.place import Place
+from autoshard.spmdrules.program import Block, Op, build
+from autoshard.spmdrules.settle import Settled, project
+from autoshard.spmdrules.walk import Walk
+
+Device = tuple[int, ...]
+Shards = dict[Device, Any]
+_COMBINE = {"sum": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "or": np.logical_or,
+            "and": np.logical_and}  # fmt: skip
+_UNEVEN = (0.75, -1.5, 2.25, -0.5, 1.25, 0.25, -2.0, 0.5)
+
+
+class Simulation(Walk):
+    """A walk that computes what it places, once it records."""
+
+    def prepare(self, arrays: Sequence[Any]) -> None:
+        """Cuts the arguments as they are given; partial ones into uneven terms of mixed signs."""
+        self.env: dict[int, Shards] = {}
+        self.used: dict[tuple[int, int], Shards] = {}
+        self.loops = {id(op.blocks[-1]): (op, control.Loop.of(op)) for op in self.program.ops() if op.name == "scan"}
+        self.devices = list(itertools.product(*(range(n) for n in self.mesh.values())))
+        self.arrays = [np.asarray(x) for x in arrays]
+        self.constants: dict[int, Any] = {}
+
+    def start(self) -> None:
+        super().start()
+        for v, x in zip(self.program.inputs, self.arrays, strict=True):
+            place = self.place(v)
+            self.env[v] = {d: self._term(self._cut(x, place, d), place, d) for d in self.devices}
+
+    def _at(self, device: Device, axes: Sequence[str]) -> int:
+        place = dict(zip(self.mesh, device, strict=True))
+        return functools.reduce(lambda at, a: at * self.mesh[a] + place[a], axes, 0)
+
+    def _cut(self, x: Any, place: Place, device: Device) -> Any:
+        for d, axes in enumerate(place.spec):
+            size = x.shape[d] // math.prod(self.mesh[a] for a in axes)
+            x = np.take(x, range(self._at(device, axes) * size, (self._at(device, axes) + 1) * size), d)
+        return x
+
+    def _term(self, x: Any, place: Place, device: Device) -> Any:
+        for axis, op in place.partial:
+            at, n = self._at(device, (axis,)), self.mesh[axis]
+            if op == "sum":
+                x = x * (_UNEVEN[at] if at < n - 1 else 1 - sum(_UNEVEN[: n - 1]))
+            elif op == "max":
+                x = x - (1.0 if at != x.size % n else 0.0)
+        return x
+
+    def join(self, shards: Shards, place: Place) -> Any:
+        """The whole array."""
+        held = dict(shards)
+        for axis, op in place.partial:
+            held = self._over(held, axis, lambda pieces, op=op: functools.reduce(_COMBINE[op], pieces))
+        for d in range(len(place.spec)):
+            for axis in reversed(place.spec[d]):
+                held = self._over(held, axis, lambda pieces, d=d: np.concatenate(pieces, d))
+        first = next(iter(held.values()))
+        for other in held.values():
+            np.testing.assert_allclose(other, first, rtol=1e-4, atol=1e-5, err_msg="copies differ")
+        return first
+
+    def _over(self, held: Shards, axis: str, combine: Any) -> Shards:
+        k = list(self.mesh).index(axis)
+        lines = {(*d[:k], *d[k + 1 :]): [held[(*d[:k], i, *d[k + 1 :])] for i in range(self.mesh[axis])] for d in held}
+        joined = {line: combine(pieces) for line, pieces in lines.items()}
+        return {d: joined[(*d[:k], *d[k + 1 :])] for d in held}
+
+    def reshard(self, shards: Shards, old: Place, new: Place) -> Shards:
+        """What every device holds after a reshard; what stays partial is joined by itself on each device."""
+        if old == new:
+            return shards
+        stays = [axis for axis, _ in new.partial]
+        if set(new.partial) - set(old.partial):
+            assert not any(np.any(x) for x in shards.values()), "only zeros may become partial"
+        made: Shards = {}
+        for at in itertools.product(*(range(self.mesh[a]) for a in stays)):
+            fixed = dict(zip(stays, at, strict=True))
+            same = {
+                d: shards[tuple(fixed.get(a, i) for a, i in zip(self.mesh, d, strict=True))] for d in self.devices
+            }
+            whole = self.join(same, Place(old.spec, tuple(p for p in old.partial if p[0] not in stays)))
+            for d in self.devices:
+                if all(self._at(d, (a,)) == i for a, i in fixed.items()):
+                    made[d] = self._cut(whole, new, d)
+        return made
+
+    def move(self, op: Op, operand: int, value: int, target: Place, times: float | None = None) -> None:
+        before = self.place(value)
+        super().move(op, operand, value, target, times)
+        if not self.recording or value < 0:
+            return
+        if value not in self.env:
+            assert operand < 0, "a result that is decided at once"
+            return
+        here = self.env[value]
+        self.used[id(op), operand] = self.reshard(here, before, target)
+        self.env[value] = self.reshard(here, before, self.place(value))
+
+    def apply(self, op: Op) -> None:
+        settled = self.settle(op)
+        super().apply(op)
+        if not self.recording:
+            return
+        shards = [self._shard(op, settled, d) for d in self.devices]
+        results: list[Shards] = [{} for _ in op.results]
+        for device, shard in zip(self.devices, shards, strict=True):
+            for r, value in enumerate(self._run(op, shard, device)):
+                results[r][device] = np.asarray(value) if not _is_key(value) else value
+        for v, value, place in zip(op.results, results, settled.results, strict=True):
+            self.env[v] = self.reshard(value, place, self.place(v))
+
+    def _shard(self, op: Op, settled: Settled, device: Device) -> Shard:
+        rule = op.rule
+        assert rule is not None
+        axes: dict[str, list[str]] = {}
+        for dims, place in zip((*rule.operands, *rule.results), (*settled.operands, *settled.results), strict=True):
+            found = project(rule, dims, place.spec, self.mesh)
+            assert list(found) == [a for dim in place.spec for a in dim], "every axis of a place cuts a factor"
+            for axis, factor in found.items():
+                if axis not in axes.setdefault(factor, []):
+                    axes[factor].append(axis)
+        counts = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
+        return Shard(rule, counts, {f: self._at(device, over) for f, over in axes.items()})
+
+    def _run(self, op: Op, shard: Shard, device: Device) -> list[Any]:
+        atoms = enumerate(zip(op.eqn.invars, op.operands, strict=True))
+        args = [atom.val if v < 0 else self.used[id(op), i][device] for i, (atom, v) in atoms]
+        args = [x if _is_key(x) else jnp.asarray(x, a.aval.dtype) for x, a in zip(args, op.eqn.invars, strict=True)]
+        if shard.rule.body is not None:
+            made = shard.rule.body(shard, *args)
+            return list(made) if isinstance(made, (list, tuple)) else [made]
+        params = shard.rule.local(op.eqn.params, shard) if shard.rule.local else op.eqn.params
+        return _compat.bind(op.eqn, params, *args)
+
+    def enter(self, op: Op, block: Block, first: int = 0) -> None:
+        super().enter(op, block, first)
+        for i, inner in enumerate(block.inputs, first):
+            if i < len(op.operands) and op.operands[i] < 0:
+                self.env[inner] = dict.fromkeys(self.devices, np.asarray(op.eqn.invars[i].val))
+
+    def forward(self, block: Block) -> None:
+        if self.recording and id(block) in self.loops:
+            self._iterate(block)
+            return
+        if self.recording:
+            jaxpr = _compat.open_jaxpr(block.jaxpr)
+            for v, variable in zip(block.inputs, jaxpr.invars, strict=True):
+                assert v in self.env, f"{variable} has no value"
+        super().forward(block)
+        for v, atom in zip(block.outputs, _compat.open_jaxpr(block.jaxpr).outvars, strict=True):
+            if self.recording and isinstance(atom, _compat.Literal):
+                self.env[v] = dict.fromkeys(self.devices, np.asarray(atom.val))
+
+    def _iterate(self, block: Block) -> None:
+        op, loop = self.loops[id(block)]
+        for carry in loop.carries:
+            value = self.used.get((id(op), carry.operand))
+            literal = op.eqn.invars[carry.operand]
+            self.env[carry.inner] = value or dict.fromkeys(self.devices, np.asarray(getattr(literal, "val", 0)))
+        slices = {inner: self.used[id(op), i] for i, _, inner in loop.xs}
+        fixed = [self.place(c.inner) for c in loop.carries]
+        steps = range(op.eqn.params["length"])
+        stacked: dict[int, dict[int, Shards]] = {outer: {} for outer, _ in loop.ys}
+        for t in reversed(steps) if op.eqn.params["reverse"] else steps:
+            for inner, value in slices.items():
+                self.env[inner] = {d: x[t] for d, x in value.items()}
+            super().forward(block)
+            outs = []
+            for carry, place in zip(loop.carries, fixed, strict=True):
+                outs.append(self.reshard(self.env[carry.out], self.place(carry.out), place))
+            for (outer, inner), _ in zip(loop.ys, range(len(loop.ys)), strict=True):
+                stacked[outer][t] = self.env[inner]
+            for carry, value, place in zip(loop.carries, outs, fixed, strict=True):
+                self.env[carry.inner] = self.env[carry.result] = value
+                self.places[carry.inner] = place
+        for outer, by_step in stacked.items():
+            self.env[outer] = {d: np.stack([by_step[t][d] for t in steps]) for d in self.devices}
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def simulate(fn: Any, args: Sequence[Any], inputs: Sequence[Place], mesh: dict[str, int]) -> list[Any]:
+    """The results of `fn`, put together, of shards that are at `inputs`."""
+    walk = Simulation(build(jax.make_jaxpr(fn)(*args)), mesh, inputs, set())
+    walk.prepare(args)
+    outs = walk.run([None] * len(walk.program.outputs))
+    return [walk.join(walk.env[v], place) for v, place in zip(walk.program.outputs, outs, strict=True)]
