@@ -268,3 +268,19 @@ def has_explicit_axes(sharding: Any) -> bool:
     """Whether a sharding is part of an array's type."""
     mesh = getattr(sharding, "mesh", None)
     return mesh is not None and any(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types)
+
+
+def result_type(shape: Any, dtype: Any, operands: Any) -> Any:
+    """The type of an opaque operator's result: under `shard_map` it varies wherever one of the operands does."""
+    varying = frozenset[str]().union(*(aval.manual_axis_type.varying for aval in operands))
+    return core.ShapedArray(shape, dtype, manual_axis_type=core.ManualAxisType(varying=varying))
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The mapped mesh axes over which a value varies, under `shard_map`."""
+    return frozenset(core.typeof(value).manual_axis_type.varying)
+
+
+def unchecked_varying() -> Any:
+    """A context in which opaque code need not say over which mapped axes its results vary."""
+    return config._check_vma(False)

@@ -203,6 +203,7 @@ class Norm(nnx.Module):
         self.bias = _bias(cfg, cfg.width) if cfg.norm == "layernorm" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise `[..., width]`."""
         y = x.astype(jnp.float32)
         if self.cfg.norm == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -228,6 +229,7 @@ class Attention(nnx.Module):
         self.bk, self.bv = _bias(cfg, kv_heads, head_dim), _bias(cfg, kv_heads, head_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Mix `[batch, seq, width]` over its sequence."""
         cfg = self.cfg
         q = _project("bse,ehd->bshd", x, self.wq, self.bq)
         k = _project("bse,ehd->bshd", x, self.wk, self.bk)
@@ -252,6 +254,7 @@ class MLP(nnx.Module):
         self.b_gate = _bias(cfg, cfg.hidden) if gated else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Map each position of `[batch, seq, width]`."""
         y = _project("bse,ef->bsf", x, self.w_up, self.b_up)
         if self.w_gate is None:
             y = jax.nn.gelu(y)
@@ -273,6 +276,7 @@ class Block(nnx.Module):
         self.mlp = MLP(cfg, mlp_key, residual_std)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Map `[batch, seq, width]`, dropping elements where there is a key."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         x = x + _dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
         return x + _dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)

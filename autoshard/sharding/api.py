@@ -146,15 +146,26 @@ class Entry:
 
     def __init__(self, plan: Plan, traced: Traced):
         self.plan, self.traced = plan, traced
-        self.mesh = plan.bound.mesh_over(plan, None)
-        self.jitted = plan.jit(self.mesh if plan.bound.mesh is None else None)
-        self.in_shardings = plan.shardings(self.mesh)[0]
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The mesh of devices; only a call needs them, a plan can be for a machine that is not here."""
+        return self.plan.bound.mesh_over(self.plan, None)
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The annotated function under `jax.jit`."""
+        return self.plan.bound.jit(self.plan, self.mesh if self.plan.bound.mesh is None else None)
+
+    @functools.cached_property
+    def in_shardings(self) -> list[Any]:
+        """The sharding of each flat input."""
+        return self.plan.shardings(self.mesh)[0]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, those that lie elsewhere moved to where the plan has them."""
         return [
-            jax.device_put(x, s) if lies_elsewhere(x, s) else x
-            for x, s in zip(leaves, self.in_shardings, strict=True)
+            jax.device_put(x, s) if lies_elsewhere(x, s) else x for x, s in zip(leaves, self.in_shardings, strict=True)
         ]
 
 

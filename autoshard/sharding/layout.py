@@ -46,6 +46,7 @@ class Layout:
     def __post_init__(self):
         self._specs: dict[Leaves, Spec] = {}
         self._stored: dict[Leaves, Spec] | None = None
+        self._transposed: dict[Leaves, Leaves] = {}
         self.held = self.axes.held if any(self.storage.values()) else {}
 
     def spec(self, value: int) -> Spec:
@@ -127,7 +128,14 @@ class Layout:
         """Where the gradient of a stored tensor becomes whole: in the layout of the state that consumes it."""
         if self._stored is None:
             self._stored = self._gradients()
-        return self._stored.get(self.axes.of_value[value])
+            self._transposed = {tuple(sorted(leaves)): leaves for leaves in self._stored}
+        leaves = self.axes.of_value[value]
+        if leaves in self._stored:
+            return self._stored[leaves]
+        found = self._transposed.get(tuple(sorted(leaves)))  # a contraction leaves it transposed
+        if found is None or len(set(leaves)) < len(leaves):
+            return None
+        return tuple(self._stored[found][found.index(dim)] for dim in leaves)
 
     def _gradients(self) -> dict[Leaves, Spec]:
         roles = {role for role in ("optimizer", "parameter") if self.storage.get(role)}

@@ -116,11 +116,11 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
         cls.autoshard_plan, result = calls((self, *args), kwargs)
         return result
 
-    @classmethod
-    def sharded(cls: Any, *args: Any, example: tuple[Any, ...], **kwargs: Any) -> Any:
+    def sharded(klass: Any, *args: Any, example: tuple[Any, ...], **kwargs: Any) -> Any:
         """Makes the module with its parameters born sharded.
 
         Args:
+            klass: the class, or one derived from it.
             *args: for the constructor.
             example: arguments of a call (arrays or shapes), to plan from.
             **kwargs: for the constructor.
@@ -129,7 +129,7 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
 
         def create(inputs: Any) -> Any:
             a, k = nnx.merge(graphdef, inputs)
-            return cls(*a, **k), (a, k)
+            return klass(*a, **k), (a, k)
 
         abstract = nnx.eval_shape(lambda s: create(s)[0], state)
         function = calls.function((), (abstract, *example), {})
@@ -140,7 +140,7 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
         nnx.update((args, kwargs), advanced)
         return model
 
-    cls.__call__, cls.sharded, cls.autoshard_plan = call, sharded, None
+    cls.__call__, cls.sharded, cls.autoshard_plan = call, classmethod(sharded), None
     cls.__wrapped__ = original
     return cls
 

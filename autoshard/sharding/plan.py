@@ -161,6 +161,13 @@ class Plan:
 
         to_html(self, path)
 
+    def __repr__(self) -> str:
+        mesh = " ".join(f"{a}:{n}" for a, n in zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+        return (
+            f"Plan({self.chosen!r} for {self.function or '?'} on {self.target!r}, mesh {mesh or 'one device'}, "
+            f"{len(self.inputs)} inputs)"
+        )
+
     def __str__(self) -> str:
         from autoshard.sharding.report import table
 

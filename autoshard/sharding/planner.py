@@ -29,6 +29,7 @@ from autoshard.sharding.lower import Lowering
 from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
+from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
 from autoshard.sharding.tracing import Traced
@@ -220,12 +221,12 @@ class Planner:
 
     def _complain_of_memory(self, best: Candidate, asked: Any) -> None:
         over = best.peak_bytes - self.limit
-        kinds = ", ".join(f"{k} {human_bytes(v)}" for k, v in sorted(best.memory.items(), key=lambda x: -x[1]) if v)
+        kinds = ", ".join(f"{k} {bytes_text(v)}" for k, v in sorted(best.memory.items(), key=lambda x: -x[1]) if v)
         text = (
             f"auto_shard({self.traced.name}): {'the plan asked for' if asked else 'no plan'} fits "
-            f"{human_bytes(self.limit)} a device on {self.machine.target.name}: the "
-            f"{'plan' if asked else 'smallest'} ({best.name}) needs {human_bytes(best.peak_bytes)}, "
-            f"{human_bytes(over)} too much ({kinds}). A limit of {human_bytes(best.peak_bytes)} would do, or more "
+            f"{bytes_text(self.limit)} a device on {self.machine.target.name}: the "
+            f"{'plan' if asked else 'smallest'} ({best.name}) needs {bytes_text(best.peak_bytes)}, "
+            f"{bytes_text(over)} too much ({kinds}). A limit of {bytes_text(best.peak_bytes)} would do, or more "
             "devices, or a smaller batch"
         ).replace("the plan asked for fits", "the plan asked for does not fit")
         if self.limit_given:
@@ -235,6 +236,9 @@ class Planner:
     def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
         """The candidate as a plan."""
         layout, axes = best.layout, self.axes
+        notes = self._notes(layout)
+        if notes and notes[0].startswith("nothing is sharded"):
+            warnings.warn(f"auto_shard({self.traced.name}): {notes[0]}", AutoshardWarning, stacklevel=5)
         outputs = output_specs(self.program, layout, self.state)
         traffic: dict[tuple[str, str, str], float] = defaultdict(float)
         for c in best.cost.collectives:
@@ -258,7 +262,7 @@ class Planner:
             target=self.machine.target.name,
             traffic=tuple((kind, axis, size, line) for (kind, axis, line), size in ranked),
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
-            notes=self._notes(layout),
+            notes=notes,
             fingerprint=self.traced.fingerprint,
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
@@ -275,6 +279,11 @@ class Planner:
 
     def _notes(self, layout: Layout) -> tuple[str, ...]:
         notes = []
+        if self.machine.target.devices > 1 and not self.layout_cuts(layout):
+            notes.append(
+                f"nothing is sharded: every one of the {self.machine.target.devices} devices does all of the work "
+                "(no logical axis of the program can be cut by this plan)"
+            )
         for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
             over = [a for a, classes in layout.table.items() if c in classes]
             wanted, size = layout.ways(over), self.axes.sizes[c]
@@ -285,6 +294,11 @@ class Planner:
                     f"cut into {cut}; {-(-size // wanted) * wanted} would be cut into {wanted}"
                 )
         return tuple(notes)
+
+    def layout_cuts(self, layout: Layout) -> set[int]:
+        """The logical axes that a layout cuts somewhere."""
+        listed = {c for classes in layout.table.values() for c in classes}
+        return {c for c in listed if layout.ways(layout.spec_of(((c,),))[0]) > 1}
 
     def rebind(self, plan: Plan) -> Plan:
         """A plan that was made elsewhere, for this function."""
@@ -409,12 +423,3 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
             raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
                             f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
     return spec
-
-
-def human_bytes(n: float) -> str:
-    """`1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
-        n /= 1024
-    return f"{n:.4g} TiB"

@@ -117,6 +117,8 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
             for c in dim:
                 position[c] = min(position.get(c, (99, 0)), (d, n))
     able = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
+    if not able and state:  # what looked like state was all there is
+        return _batch_axis(program, axes, frozenset())
     if not able:
         return None
     most = max(carried[c] for c in able)
@@ -215,7 +217,8 @@ def _use_of_contraction(
         value = op.operands[place]
         for c in sides[place]:
             use.weights[c].add(owner.get(value, value))
-        use.experts |= shared
+        if op.name != "conv_general_dilated":  # where it is the channel of a depthwise kernel
+            use.experts |= shared
 
 
 def _residual(use: _Use, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
@@ -264,8 +267,9 @@ def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence
         give(c, "seq")
     for c in roles.parallel:
         give(c, "ffn")
+    of_data = {c for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v] for c in dim}
     for c in sorted(axes.stacked):
-        give(c, "layers")
+        give(c, "microbatch" if c in of_data else "layers")
     for v, path in zip(program.inputs, paths, strict=True):
         for d, dim in enumerate(axes.of_value[v]):
             for part, c in enumerate(dim):

@@ -310,3 +310,12 @@ def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
     """
     build, dims = like(shape)
     return build.rule([()] * len(dynamic), [dims], local=sets_shape(dims, "shape"))
+
+
+@rule(*primitives("empty2"))
+def empty_scalar(**_: Any) -> Rule:
+    """``-> []``: a number that nobody has written, from which scans and their gradients make their buffers.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
+    """
+    return Build().rule([], [()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 import jax
 import numpy as np
@@ -52,9 +53,13 @@ def initialize() -> None:
             raise ConfigError(f"JAX_NUM_PROCESSES={processes} and JAX_PROCESS_ID={process} must be numbers")
         _use_cpu_collectives()
         jax.distributed.initialize(address, int(processes), int(process))
+        if int(process):
+            _silence()
     elif _in_cluster():
         _use_cpu_collectives()
         jax.distributed.initialize()
+        if not is_main():
+            _silence()
 
 
 def is_main() -> bool:
@@ -80,6 +85,14 @@ def any_process(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+
+
+def _silence() -> None:
+    """Nothing more on this process's standard output, not even from the libraries that write there by themselves."""
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def _in_cluster() -> bool:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from autoshard.models.attention import AUTO_BLOCKWISE_KEYS, attention
+from tests.models.small import quickly
 
 MASKS = {"none": None, "keys": (2, 1, 1, True), "heads": (1, 4, True, True), "rows": (1, 1, True, 1)}
 
@@ -87,7 +88,7 @@ def test_blockwise_equals_plain_with_gradients(seq, keys, block, kv_heads, kind,
         def total(*qkv):
             return jnp.sum(weight * attention(*qkv, causal=causal, impl=impl, block_size=block, mask=mask))
 
-        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*operands)
+        return quickly(jax.value_and_grad(total, argnums=(0, 1, 2)), *operands)
 
     (plain, plain_grads), (blockwise, blockwise_grads) = (
         value_and_grads("plain"),

@@ -14,15 +14,14 @@ from flax import nnx
 from autoshard.models import (
     GPT,
     REMAT_POLICIES,
-    GPTConfig,
     attention,
     flops_per_token,
     loss_fn,
     parameter_count,
     restack,
 )
-from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 from autoshard.models.gpt import Norm, _dropout, _dropout_keys, _rotate, _run_blocks
+from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 
 VARIANTS = {
     "llama": TINY,

@@ -10,6 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+
+from autoshard import auto_shard, plan
+from autoshard.sharding.plan import PlanError
 from tests.sharding.programs import (
     OPTIMIZER,
     adamw_step,
@@ -21,9 +24,6 @@ from tests.sharding.programs import (
     sgd_step,
     whole_bytes,
 )
-
-from autoshard import auto_shard, plan
-from autoshard.sharding.plan import PlanError
 
 PLANS = [None, "dp:8", "zero1:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "fsdp:2 tp:4 state"]
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, auto_shard, plan
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.tracing import StateChangedError
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
 
@@ -177,7 +177,10 @@ def test_a_primitive_without_a_rule_is_named():
     opaque = Primitive("opaque_kernel")
     opaque.def_impl(lambda x: x)
     opaque.def_abstract_eval(lambda x: x)
-    with pytest.warns(UserWarning, match="no rule for 'opaque_kernel' at .*test_pins.py"):
+    with (
+        pytest.warns(AutoshardWarning, match="nothing is sharded: every one of the 8 devices"),
+        pytest.warns(AutoshardWarning, match="no rule for 'opaque_kernel' at .*test_pins.py"),
+    ):
         made = plan(lambda x: opaque.bind(x) * 2, batch())
     assert "opaque_kernel" in made.unknown
     with pytest.raises(AutoshardError, match="no rule for 'opaque_kernel'"):

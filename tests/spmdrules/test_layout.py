@@ -73,6 +73,9 @@ ROWS = [
     Row("iota", _iota(jnp.bfloat16, 0), (), "-> a b; offset a", "of floats"),
     Row("iota", lambda: lax.broadcasted_iota(jnp.int32, (4, 1), 1), (), "-> a 1", "of one"),
     *(Row("empty", lambda: lax.empty((4, 8), jnp.float32), (), "-> a b") for _ in range(exists("empty"))),
+    *(Row("empty2", lambda: _bind("empty2")(dtype=np.dtype(np.float32), memory_space=jax.memory.Space.Device), (),
+          "-> []")
+      for _ in range(exists("empty2"))),
     *(Row("stack", lambda x, y: _bind("stack")(x, y, axis=1), (X, X), f"a b, a b -> a w b; whole w; {_BOTH}")
       for _ in range(exists("stack"))),
     *(Row("unstack", lambda x: _bind("unstack")(x, axis=1), (f32(8, 3),), f"a w -> a, a, a; whole w; {_MOVED}")
