@@ -80,7 +80,9 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 100)
     folder = str(tmp_path / "run")
-    sizes = "--gpt.layers 1 --gpt.width 16 --gpt.heads 2 --gpt.context 16 --batch-size 8 --optimizer.warmup-steps 2".split()
+    sizes = (
+        "--gpt.layers 1 --gpt.width 16 --gpt.heads 2 --gpt.context 16 --batch-size 8 --optimizer.warmup-steps 2".split()
+    )
     options = ["--data", str(text), "--run-dir", folder, "--sample-tokens", "4", "--eval-every", "0", *sizes]
     trained = run("train", *options, "--steps", "4", "--virtual-devices", "4", XLA_FLAGS="")
     assert trained.returncode == 0, trained.stderr

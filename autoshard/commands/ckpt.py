@@ -19,9 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     options.add_argument("run_dir", type=Path, help="folder of the run")
     options.add_argument("--step", type=int, help="show the config of this checkpoint")
-    options.add_argument(
-        "--verify", action="store_true", help="read every array and compare it with its digest"
-    )
+    options.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
     given = options.parse_args(arguments)
     from autoshard.train.restore import open_checkpoints
 

@@ -19,9 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     options.add_argument("run_dir", type=Path, help="folder of the run")
     options.add_argument("--prompt", default="\n", help="text to continue")
     options.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default: 200)")
-    options.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
-    )
+    options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     options.add_argument("--top-k", type=int, help="choose among so many likeliest tokens")
     options.add_argument("--seed", type=int, default=0, help="decides the choices (default: 0)")
     options.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
@@ -42,8 +40,6 @@ def run(arguments: Sequence[str]) -> int:
         top_k=given.top_k,
     )
     if text is None:
-        raise ConfigError(
-            f"--model {trained.config.model} of that run is not the built-in model: it cannot be sampled"
-        )
+        raise ConfigError(f"--model {trained.config.model} of that run is not the built-in model: it cannot be sampled")
     print(text)
     return 0

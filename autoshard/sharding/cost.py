@@ -6,8 +6,8 @@
 
 flops are those of contractions and convolutions; bytes are an operator's operands and results where it is a
 contraction, a gather or a reduction, and FUSED of its results elsewhere (XLA fuses elementwise chains). What moves is
-what `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a logical axis of
-an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
+what `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a logical
+axis of an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
 """
 
 from __future__ import annotations

@@ -113,6 +113,8 @@ class Lowering:
         rule = op.rule
         assert rule is not None
         plan = strategy(self.layout, op, self.flops_per_byte)
+        if op.name in ADDRESSED and args[1].dtype.itemsize < 4:
+            args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
             args = [self.constrain(x, plan.spec(d)) for x, d in zip(args, rule.operands, strict=True)]
         results = _compat.bind(op.eqn, op.eqn.params, *args)

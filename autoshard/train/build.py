@@ -67,9 +67,7 @@ def make_program_of(config: TrainConfig) -> Program:
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """The train step of a run."""
-    return make_train_step(
-        program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation
-    )
+    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
 
 
 def make_source(config: TrainConfig) -> Source:
@@ -123,9 +121,7 @@ def load_function(name: str, option: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?"
-        ) from error
+        raise ConfigError(f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
     if not callable(getattr(module, function, None)):
         raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
     return getattr(module, function)

@@ -95,9 +95,7 @@ class TrainConfig:
         """Refuse numbers that cannot be used, all at once."""
         positive = ("batch_size", "accumulation", "log_every", "prefetch")
         problems = [
-            f"{name} is {getattr(self, name)}, it must be at least 1"
-            for name in positive
-            if getattr(self, name) < 1
+            f"{name} is {getattr(self, name)}, it must be at least 1" for name in positive if getattr(self, name) < 1
         ]
         counts = (
             "steps",
@@ -109,14 +107,10 @@ class TrainConfig:
             "keep_checkpoints",
         )
         problems += [
-            f"{name} is {getattr(self, name)}, it must not be negative"
-            for name in counts
-            if getattr(self, name) < 0
+            f"{name} is {getattr(self, name)}, it must not be negative" for name in counts if getattr(self, name) < 0
         ]
         if self.accumulation >= 1 and self.batch_size % self.accumulation:
-            problems.append(
-                f"batch_size {self.batch_size} does not divide into accumulation {self.accumulation}"
-            )
+            problems.append(f"batch_size {self.batch_size} does not divide into accumulation {self.accumulation}")
         if not 0 <= self.ema_decay < 1:
             problems.append(f"ema_decay is {self.ema_decay}, it must be at least 0 and below 1")
         if self.virtual_devices is not None and self.virtual_devices < 1:
@@ -228,9 +222,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ConfigError(f"{where} is a list, not {value!r}")
         return tuple(value)
-    allowed = [part for part in kinds if isinstance(part, type)] or (
-        [origin] if isinstance(origin, type) else [str]
-    )
+    allowed = [part for part in kinds if isinstance(part, type)] or ([origin] if isinstance(origin, type) else [str])
     if value is None and type(None) in allowed:
         return None
     if Path in allowed and isinstance(value, str):

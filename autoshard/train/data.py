@@ -215,9 +215,7 @@ def _decode(content: bytes) -> str | None:
         return None
 
 
-def _read_folder(
-    root: Path, suffix: str = "", skipped: frozenset[str] | set[str] = frozenset()
-) -> tuple[str, str]:
+def _read_folder(root: Path, suffix: str = "", skipped: frozenset[str] | set[str] = frozenset()) -> tuple[str, str]:
     texts = dict(_folder_texts(root, suffix, skipped))
     if not texts:
         raise DataError(f"data folder {str(root)!r} holds no UTF-8 text file: give a folder that has some")
@@ -235,17 +233,10 @@ def _folder_texts(root: Path, suffix: str, skipped: frozenset[str] | set[str]) -
     """Relative name and text of each text file, in order; hidden files and installed packages are skipped."""
     skipped = _SKIPPED_FOLDERS | skipped
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(
-            name for name in subfolders if name not in skipped and not name.startswith(".")
-        )
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
         for file in sorted(files):
             path = Path(folder, file)
-            if (
-                file.startswith(".")
-                or not file.endswith(suffix)
-                or not os.access(path, os.R_OK)
-                or not path.is_file()
-            ):
+            if file.startswith(".") or not file.endswith(suffix) or not os.access(path, os.R_OK) or not path.is_file():
                 continue
             text = _decode(path.read_bytes())
             if text is not None and text.strip():

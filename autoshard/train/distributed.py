@@ -45,9 +45,7 @@ def initialize() -> None:
     if given:
         missing = [name for name in _VARIABLES if name not in given]
         if missing:
-            raise ConfigError(
-                f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all three or none"
-            )
+            raise ConfigError(f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all three or none")
         address, processes, process = given.values()
         if not (processes.isdigit() and process.isdigit()):
             raise ConfigError(f"JAX_NUM_PROCESSES={processes} and JAX_PROCESS_ID={process} must be numbers")

@@ -51,9 +51,7 @@ def evaluate(
     """
 
     def make(index: int) -> dict[str, jax.Array]:
-        return place_batch(
-            lambda rows: source.held_out_batch(index, rows), placed.batch_shapes, placed.batch_shardings
-        )
+        return place_batch(lambda rows: source.held_out_batch(index, rows), placed.batch_shapes, placed.batch_shardings)
 
     count = min(batches or source.held_out_batches, source.held_out_batches)
     loss, weight = 0.0, 0.0

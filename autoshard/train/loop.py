@@ -66,15 +66,11 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the last step, or until a signal asks to stop."""
-        checkpoints = Checkpointer(
-            self.run_dir / rundir.CHECKPOINTS, keep=self.config.keep_checkpoints or None
-        )
+        checkpoints = Checkpointer(self.run_dir / rundir.CHECKPOINTS, keep=self.config.keep_checkpoints or None)
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             state = self._first_state(checkpoints)
             start = int(state.step)
-            reporter = Reporter(
-                self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main()
-            )
+            reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
             stack.callback(reporter.close)
             self._introduce(reporter, start)
             interrupts = stack.enter_context(Interrupts())
@@ -97,15 +93,13 @@ class Trainer:
             return
         if not config.resume:
             raise ConfigError(
-                f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another "
-                "--run-dir"
+                f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another --run-dir"
             )
         stored = identity(from_dict(rundir.read_config(run_dir), str(run_dir)))
         changed = differences(stored, identity(config))
         if changed:
             raise ConfigError(
-                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another "
-                "--run-dir"
+                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another --run-dir"
             )
 
     def _claim_run_dir(self) -> Path:
@@ -124,8 +118,7 @@ class Trainer:
     def _introduce(self, reporter: Reporter, start: int) -> None:
         reporter.say(str(self.placed.plan))
         parameters = sum(
-            leaf.size
-            for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
+            leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
         )
         origin = f"continues from step {start}" if self.config.resume else "starts"
         reporter.say(
@@ -210,9 +203,7 @@ class Trainer:
                 self.config.prompt,
                 self.config.sample_tokens,
             )
-            reporter.say(
-                f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one."
-            )
+            reporter.say(f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one.")
             if text is not None and distributed.is_main():
                 (self.run_dir / rundir.SAMPLE).write_text(text)
         if distributed.is_main():

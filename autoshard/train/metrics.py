@@ -70,9 +70,7 @@ class Reporter:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         temporary.replace(path)
         self._lines = path.open("a", buffering=1)
-        self._board = SummaryWriter(
-            str(run_dir / rundir.TENSORBOARD), purge_step=start + 1 if start else None
-        )
+        self._board = SummaryWriter(str(run_dir / rundir.TENSORBOARD), purge_step=start + 1 if start else None)
         self._console = Console(highlight=False)
         self._bar = Progress(
             TextColumn("step"),

@@ -55,8 +55,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     """Linear warm-up to the peak, then a cosine to the minimum at the last step; never zero."""
     if config.warmup_steps >= steps > 0:
         raise ConfigError(
-            f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: "
-            "use fewer warm-up steps"
+            f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: use fewer warm-up steps"
         )
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),

@@ -88,9 +88,7 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> 
     return PlacedStep(step, plan, placed, batch, batch_shardings)
 
 
-def place_eval_step(
-    eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig
-) -> PlacedEvalStep:
+def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
     """Plan the evaluation step around the train state's arrays, which stay where they are."""
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
     step = autoshard.auto_shard(eval_step, mesh=mesh)

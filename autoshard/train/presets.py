@@ -41,9 +41,7 @@ PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
         # A first run: minutes on two cores, split into eight virtual devices.
         "quick": TrainConfig(
             gpt=GPTConfig(layers=4, heads=4, width=128, context=128),
-            optimizer=OptimizerConfig(
-                learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=25, beta2=0.99
-            ),
+            optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=25, beta2=0.99),
             steps=250,
             batch_size=64,
             virtual_devices=8,

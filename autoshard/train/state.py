@@ -154,10 +154,7 @@ def _check_freeze(model: nnx.Module, freeze: tuple[str, ...]) -> None:
     unmatched = [pattern for pattern in freeze if not any(matches(name, [pattern]) for name in names)]
     if unmatched:
         raise ConfigError(
-            f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: "
-            f"{', '.join(names)}"
+            f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: {', '.join(names)}"
         )
     if all(matches(name, freeze) for name in names):
-        raise ConfigError(
-            f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some to train"
-        )
+        raise ConfigError(f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some to train")

@@ -136,9 +136,7 @@ def _microbatches(leaf: jax.Array, count: int) -> jax.Array:
     Each is then spread over devices just as the batch is: consecutive rows would lie on a few of them.
     """
     if leaf.shape[0] % count:
-        raise ConfigError(
-            f"a batch of {leaf.shape[0]} does not divide into {count} microbatches (accumulation)"
-        )
+        raise ConfigError(f"a batch of {leaf.shape[0]} does not divide into {count} microbatches (accumulation)")
     return jnp.swapaxes(leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:]), 0, 1)
 
 

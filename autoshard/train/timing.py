@@ -60,9 +60,7 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
         out_shardings=(shardings, None),
         donate_argnums=0,
     )
-    tokens = np.random.default_rng(config.seed).integers(
-        0, config.gpt.vocab, (config.batch_size, config.gpt.context)
-    )
+    tokens = np.random.default_rng(config.seed).integers(0, config.gpt.vocab, (config.batch_size, config.gpt.context))
     rows = {"inputs": tokens, "targets": tokens, "mask": np.ones(tokens.shape)}
     batch = place_batch(
         lambda wanted: {name: rows[name][wanted.start : wanted.stop] for name in rows},

@@ -63,9 +63,7 @@ class TokenizerCodec:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, uint32 `[n]`."""
         encoded = self._tokenizer.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
-        return np.concatenate(
-            [np.zeros(0, np.uint32), *(np.asarray(piece.ids, np.uint32) for piece in encoded)]
-        )
+        return np.concatenate([np.zeros(0, np.uint32), *(np.asarray(piece.ids, np.uint32) for piece in encoded)])
 
     def decode(self, tokens: np.ndarray) -> str:
         """Text of token ids."""

@@ -18,7 +18,9 @@ def parse(*arguments: str) -> TrainConfig:
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('steps = 7\nbatch_size = 16\nfreeze = ["embed"]\n[gpt]\nlayers = 2\n[optimizer]\nlearning_rate = 1\n')
+    path.write_text(
+        'steps = 7\nbatch_size = 16\nfreeze = ["embed"]\n[gpt]\nlayers = 2\n[optimizer]\nlearning_rate = 1\n'
+    )
     return path
 
 

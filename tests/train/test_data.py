@@ -15,7 +15,13 @@ from autoshard.train.tokens import ByteCodec, load_codec
 
 def source(train: int = 500, held_out: int = 101, context: int = 8, rows: int = 4, seed: int = 3) -> TokenSource:
     return TokenSource(
-        np.arange(train) % 251, np.arange(held_out) % 251, 256, context, batch_size=rows, eval_batch_size=rows, seed=seed
+        np.arange(train) % 251,
+        np.arange(held_out) % 251,
+        256,
+        context,
+        batch_size=rows,
+        eval_batch_size=rows,
+        seed=seed,
     )
 
 
@@ -93,7 +99,13 @@ def test_the_standard_library_is_real_text() -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, "does not exist"), (b"", "is empty"), (b" \n", "is empty"), (b"a\0b", "not UTF-8"), (b"\xff\xfe", "not UTF-8")],
+    [
+        (None, "does not exist"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"a\0b", "not UTF-8"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
 )
 def test_files_that_are_refused(tmp_path: Path, content: bytes | None, complaint: str) -> None:
     path = tmp_path / "data"
@@ -124,7 +136,9 @@ def test_bytes_round_trip(text: str) -> None:
 def test_a_tokenizer_file(tmp_path: Path, text_file: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train([str(text_file)], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     made = text_source(

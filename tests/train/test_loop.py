@@ -44,7 +44,9 @@ def test_a_run_learns_and_leaves_everything_behind(make_config: MakeConfig, caps
     bits = result.evaluation.loss / np.log(2)
     np.testing.assert_allclose(result.evaluation.bits_per_byte, bits, rtol=1e-9)
     names = {path.name for path in result.run_dir.iterdir()}
-    assert names == set("config.json metrics.jsonl tensorboard checkpoints plan.txt plan.json loss.png sample.txt".split())
+    assert names == set(
+        "config.json metrics.jsonl tensorboard checkpoints plan.txt plan.json loss.png sample.txt".split()
+    )
     assert (result.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (result.run_dir / "sample.txt").read_text().startswith("the ")
     assert len(list((result.run_dir / "checkpoints").glob("step_*"))) == 2

@@ -28,7 +28,9 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_matrices_are_decayed_and_nothing_else(scan_layers: bool) -> None:
-    shape = GPTConfig(layers=2, width=8, heads=2, norm="layernorm", bias=True, positions="learned", scan_layers=scan_layers)
+    shape = GPTConfig(
+        layers=2, width=8, heads=2, norm="layernorm", bias=True, positions="learned", scan_layers=scan_layers
+    )
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))), nnx.Param))
     mask = decay_mask(params, OptimizerConfig().no_decay)
     decayed = {path_name(path).split("/")[-1] for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep}

@@ -58,7 +58,9 @@ def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
     assert seen == [0, 1] and not prefetch_threads()
 
 
-@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(("data", "model")), PartitionSpec("data", "model")])
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(("data", "model")), PartitionSpec("data", "model")]
+)
 def test_a_batch_is_a_copy_of_what_was_handed_over(mesh8: Mesh, spec: PartitionSpec) -> None:
     """`device_put` on CPU can alias an aligned NumPy buffer: the next batch may be written into the same one."""
     buffer = np.zeros(8 * 64 + 16, np.int32)

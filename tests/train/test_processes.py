@@ -25,6 +25,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), eval_every=3, sample_tokens=4, prompt="a")
@@ -47,9 +48,7 @@ def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
             "JAX_PROCESS_ID": str(process),
         }
         command = [sys.executable, "-c", code]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "finished at step 6/6" in outputs[0][0] and "Sample:" in outputs[0][0]
@@ -77,7 +76,9 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         ("--other", None, True, "--other"),
     ],
 )
-def test_virtual_devices(monkeypatch: pytest.MonkeyPatch, before: str, count: int | None, explicit: bool, after: str) -> None:
+def test_virtual_devices(
+    monkeypatch: pytest.MonkeyPatch, before: str, count: int | None, explicit: bool, after: str
+) -> None:
     monkeypatch.setenv("XLA_FLAGS", before)
     set_virtual_devices(count, explicit)
     assert os.environ["XLA_FLAGS"] == after

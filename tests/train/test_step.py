@@ -46,7 +46,7 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> N
         total, weight = cross_entropy(model(batch()["inputs"]), batch()["targets"], batch()["mask"])
         return total / weight
 
-    loss, gradient = jax.value_and_grad(mean_loss)(state.params)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(state.params)
     after, metrics = jax.jit(make_train_step(program, RATE, accumulation))(state, batch())
     found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with rate 1
     error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
@@ -82,5 +82,5 @@ def test_evaluation_has_no_dropout() -> None:
     program = gpt(dropout=0.3)
     state = jax.jit(program.create_state)(jax.random.key(0))
     parts = state.params, state.frozen, state.variables
-    for one, other in zip(make_eval_step(program)(*parts, batch()), make_eval_step(gpt())(*parts, batch()), strict=True):
+    for one, other in zip(*(jax.jit(make_eval_step(p))(*parts, batch()) for p in (program, gpt())), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
