@@ -273,14 +273,22 @@ def has_explicit_axes(sharding: Any) -> bool:
 def result_type(shape: Any, dtype: Any, operands: Any) -> Any:
     """The type of an opaque operator's result: under `shard_map` it varies wherever one of the operands does."""
     varying = frozenset[str]().union(*(aval.manual_axis_type.varying for aval in operands))
-    return core.ShapedArray(shape, dtype, manual_axis_type=core.ManualAxisType(varying=varying))
+    mesh = next((aval.sharding.mesh for aval in operands if not aval.sharding.mesh.empty), None)
+    if mesh is None:
+        return core.ShapedArray(shape, dtype)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return core.ShapedArray(
+        shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying)
+    )
 
 
 def varying_axes(value: Any) -> frozenset[str]:
     """The mapped mesh axes over which a value varies, under `shard_map`."""
-    return frozenset(core.typeof(value).manual_axis_type.varying)
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
 
 
 def unchecked_varying() -> Any:
     """A context in which opaque code need not say over which mapped axes its results vary."""
+    from jax._src import config
+
     return config._check_vma(False)

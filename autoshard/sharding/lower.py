@@ -19,6 +19,7 @@ from autoshard import _compat
 from autoshard.sharding.layout import Layout, Spec, to_partition_spec
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of
+from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.program import Block, Op
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
@@ -27,7 +28,12 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_a
 
 def decides(op: Op) -> bool:
     """Whether the layout has something to say at this operator."""
-    return op.rule is not None and op.name in (*CONTRACTIONS, *ADDRESSED, *REDUCTIONS)
+    return op.rule is not None and (op.name in (*CONTRACTIONS, *ADDRESSED, *REDUCTIONS) or declared(op))
+
+
+def declared(op: Op) -> bool:
+    """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
+    return op.eqn.params.keys() == {"fn", "text", "vjp"}
 
 
 def home(layout: Layout, value: int) -> Spec:
@@ -113,6 +119,9 @@ class Lowering:
         rule = op.rule
         assert rule is not None
         plan = strategy(self.layout, op, self.flops_per_byte)
+        if declared(op):
+            wants = [wanted(self.layout, op, v) for v in op.results]
+            return run_sharded(op.eqn.params, self.mesh, [plan.spec(d) for d in rule.operands], wants, *args)
         if op.name in ADDRESSED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:

@@ -107,7 +107,7 @@ def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
     operands = trials(case)
     findings = list(_check_shards(case, rule, operands))
     findings += [_finding(case, rule, kind, {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
-    for name, how in missing_factors(case, rule, operands):
+    for name, how in missing_factors(case, rule):
         text = f"'{name}' is whole in the rule, but pieces can be joined: {how}"
         findings.append(_finding(case, rule, "missing", {name: 2}, text))
     if partitioner and not any(f.kind == "wrong" for f in findings):

@@ -11,7 +11,7 @@ import numpy as np
 
 from autoshard.sharding.oracle_cases import Case, is_key
 from autoshard.sharding.oracle_shards import reduce_pieces
-from autoshard.sharding.oracle_values import difference, random_like
+from autoshard.sharding.oracle_values import difference, random_like, trials
 from autoshard.spmdrules.rule import Rule, Shard
 
 _WAYS = 2
@@ -22,13 +22,12 @@ Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
 _REDUCTIONS = ("sum", "max", "min", "mul", "and", "or")
 
 
-def missing_factors(case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]]) -> list[tuple[str, str]]:
+def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
     """Factors that the rule calls whole, though the operator run on pieces agrees with the whole.
 
     Args:
         case: the operator.
         rule: its rule.
-        trials: sets of operands; the pieces have to agree on all of them.
 
     Returns:
         For each such factor how its pieces can be put together.
@@ -36,26 +35,29 @@ def missing_factors(case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray
     found = []
     for factor in rule.factors:
         if factor.kind == "whole" and factor.size and factor.size % _WAYS == 0:
-            if how := _joins(case, rule, factor.name, trials):
+            # Many sets of operands: half of all pairs of numbers have their first one as minimum.
+            if how := _joins(case, rule, factor.name, trials(case, 12)):
                 found.append((factor.name, how))
     return found
 
 
-def _joins(case: Case, rule: Rule, name: str, trials: Sequence[Sequence[np.ndarray]]) -> str | None:
+def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarray]]) -> str | None:
     """The one way of joining that holds on every trial, for every result."""
     axes = [_axis(rule, dims, name) for dims in rule.operands]
     if all(axis is None for axis in axes):
         return None
     ways: list[set[str]] | None = None
-    told = [(operands, whole) for operands in trials if _tells(whole := case.run(operands))]
-    for operands, whole in told if len(told) > 1 else ():
+    for operands in tried:
+        whole = case.run(operands)
+        if not _tells(whole):
+            continue
         try:
             pieces = _run_pieces(case, rule, name, axes, operands)
         except Exception:  # noqa: BLE001 - an operator that cannot run on pieces offers no strategy
             return None
         if any(len(piece) != len(whole) for piece in pieces):
             return None
-        holds = [_ways_that_hold(w, [p[r] for p in pieces]) for r, w in enumerate(whole)]
+        holds = [_ways_that_hold(case, r, w, [p[r] for p in pieces]) for r, w in enumerate(whole)]
         ways = holds if ways is None else [a & b for a, b in zip(ways, holds, strict=True)]
         if not all(ways):
             return None
@@ -63,9 +65,11 @@ def _joins(case: Case, rule: Rule, name: str, trials: Sequence[Sequence[np.ndarr
 
 
 def _tells(results: Sequence[np.ndarray]) -> bool:
-    """Whether results are evidence of anything: finite numbers, and not all the same."""
+    """Whether results are evidence of anything: finite numbers, and not all the same, such as zero."""
     exact = [np.asarray(x, np.complex128) for x in results]
-    return all(np.isfinite(x).all() for x in exact) and any(x.size and (x != x.flat[0]).any() for x in exact)
+    return all(np.isfinite(x).all() for x in exact) and any(
+        x.any() if x.size == 1 else x.size and (x != x.flat[0]).any() for x in exact
+    )
 
 
 def _axis(rule: Rule, dims: Any, name: str) -> int | None:
@@ -99,9 +103,10 @@ def _guess_params(case: Case, rule: Rule, name: str) -> Mapping[str, Any]:
     }
 
 
-def _ways_that_hold(whole: np.ndarray, pieces: Sequence[np.ndarray]) -> set[str]:
+def _ways_that_hold(case: Case, result: int, whole: np.ndarray, pieces: Sequence[np.ndarray]) -> set[str]:
     if pieces[0].shape == whole.shape:
-        found = {op for op in _REDUCTIONS if _reducible(op, whole) and not difference(whole, reduce_pieces(pieces, op))}
+        dtype = case.results[result].dtype
+        found = {op for op in _REDUCTIONS if _reducible(op, dtype) and not difference(whole, reduce_pieces(pieces, op))}
         equal = not any(difference(whole, piece) for piece in pieces)
         return found | ({"as it is"} if equal else set())
     return {
@@ -118,12 +123,12 @@ def _concatenated(pieces: Sequence[np.ndarray], axis: int) -> np.ndarray:
         return np.empty((0,), pieces[0].dtype)
 
 
-def _reducible(op: str, x: np.ndarray) -> bool:
-    return op not in ("and", "or") or not jnp.issubdtype(x.dtype, jnp.inexact)
+def _reducible(op: str, dtype: Any) -> bool:
+    return not is_key(dtype) and (op not in ("and", "or") or not jnp.issubdtype(dtype, jnp.inexact))
 
 
 def check_linear(
-    case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]]
+    case: Case, rule: Rule, tried: Sequence[Sequence[np.ndarray]]
 ) -> list[tuple[Literal["wrong", "missing"], str]]:
     """Groups of operands that the rule says are linear, or are only moved, and are not; and the other way round.
 
@@ -132,16 +137,16 @@ def check_linear(
     """
     found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
-        if _can_split(case, group) and not _additive(case, group, trials):
+        if _can_split(case, group) and not _additive(case, group, tried):
             found.append(("wrong", f"is not linear in operands {_listed(group)}"))
     if rule.moves:
-        if _can_split(case, rule.moves) and not _additive(case, rule.moves, trials):
+        if _can_split(case, rule.moves) and not _additive(case, rule.moves, tried):
             found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass"))
-        if not _monotone(case, rule.moves, trials):
+        if not _monotone(case, rule.moves, tried):
             found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass"))
     known = [set(g) for g in (*rule.linear, rule.moves)]
     for group in _possible_groups(case):
-        if not _implied(set(group), known) and _surely_additive(case, group, trials):
+        if not _implied(set(group), known) and _surely_additive(case, group, tried):
             found.append(("missing", f"is linear in operands {_listed(group)}"))
     return found
 
@@ -171,21 +176,21 @@ def _possible_groups(case: Case) -> list[tuple[int, ...]]:
     return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
 
 
-def _additive(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
-    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in trials[:3])
+def _additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:3])
 
 
-def _surely_additive(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
+def _surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
     """Linear beyond rounding, and seen on values that tell."""
-    runs = [_run_terms(case, group, operands, _rough_terms) for operands in trials[:3]]
+    runs = [_run_terms(case, group, operands, _rough_terms) for operands in tried[:3]]
     told = [terms for terms in runs if all(_tells(term) for term in terms)]
     return bool(told) and all(_agree(terms, "sum", _NO_ROUNDING) for terms in told)
 
 
-def _monotone(case: Case, group: Sequence[int], trials: Sequence[Sequence[np.ndarray]]) -> bool:
+def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
     if any(is_key(a.dtype) for a in (*case.results, *(case.avals[i] for i in group))):
         return True
-    return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in trials)
+    return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in tried)
 
 
 def _run_terms(

@@ -15,9 +15,13 @@ import numpy as np
 from autoshard.sharding.oracle_cases import Case, is_key, plain
 
 # Integer operands that have a meaning which random values would break: recorded values are kept.
-_KEPT = {"ragged_dot_general": (2,), "ragged_dot": (2,)}
+_KEPT = {"ragged_dot_general": (2,), "ragged_dot": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
 
-_TOLERANCE = {2: 3e-2, 4: 2e-5, 8: 1e-10}  # by bytes of a real number
+_TOLERANCE = {
+    2: 0.1,
+    4: 2e-5,
+    8: 1e-10,
+}  # by bytes of a real number; terms of a sum are rounded each, where they are large
 
 
 def trials(case: Case, count: int = 3) -> list[list[np.ndarray]]:
@@ -37,13 +41,13 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
     operands = []
     for i, operand in enumerate(case.operands):
         recorded = plain(operand)
-        if is_key(operand.dtype) or i in _KEPT.get(case.name, ()) or not recorded.size:
+        if i in _KEPT.get(case.name, ()) or not recorded.size or (trial == 0 and is_key(operand.dtype)):
             operands.append(recorded)
+        elif is_key(operand.dtype):
+            operands.append(rng.integers(0, 2**32, recorded.shape, np.uint32).astype(recorded.dtype))
         elif i in ranges:
             operands.append(_indices(case, recorded, ranges[i], trial, rng))
         elif trial == 0 and _informative(recorded):
-            operands.append(recorded)
-        elif _integer(recorded) and _informative(recorded) and recorded.size > 1:
             operands.append(recorded)
         elif case.name == "select_n" and i == 0 and _integer(recorded):
             operands.append(rng.integers(0, len(case.operands) - 1, recorded.shape).astype(recorded.dtype))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from autoshard import auto_shard, plan
+from autoshard import auto_shard, operator, plan
 from autoshard.sharding.plan import PlanError
 from tests.sharding.programs import (
     OPTIMIZER,
@@ -272,3 +272,24 @@ def test_variants_choose_the_cheapest():
         return x
 
     assert plan(fn, batch(), variants={"extra": [3, 1, 2]}).notes[0] == "variant: {'extra': 1}"
+
+
+def test_a_declared_operator_runs_on_shards():
+    seen = []
+
+    @operator("b d, d -> b d; whole d")
+    def rms(x, scale):
+        seen.append(x.shape)
+        return x * scale / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
+
+    def step(params, x):
+        def loss(params):
+            return jnp.mean((rms(jnp.tanh(x @ params["w"]), params["b"] + 1) @ params["v"] - x) ** 2)
+
+        return jax.value_and_grad(loss)(params)
+
+    expected = jax.jit(step)(mlp_state(), batch())
+    for words in ("dp:8", "fsdp:4 tp:2", "tp:8"):
+        seen.clear()
+        assert_close(expected, auto_shard(step, plan=words)(mlp_state(), batch()))
+        assert (32 // {"dp:8": 8, "fsdp:4 tp:2": 4, "tp:8": 1}[words], 128) in seen

@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +27,11 @@ def make_config(text_file: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """`make_config(steps=3, gpt=dict(layers=2))`: a tiny run in a fresh folder."""
 
     def make(gpt: dict | None = None, optimizer: dict | None = None, **changes) -> TrainConfig:
-        shape = dict(vocab=256, layers=1, heads=2, width=16, context=16) | (gpt or {})
-        rates = dict(learning_rate=1e-2, warmup_steps=2) | (optimizer or {})
-        defaults = dict(data=str(text_file), run_dir=tmp_path / "run", steps=6, batch_size=8, log_every=1)
+        shape: dict[str, Any] = dict(vocab=256, layers=1, heads=2, width=16, context=16) | (gpt or {})
+        rates: dict[str, Any] = dict(learning_rate=1e-2, warmup_steps=2) | (optimizer or {})
+        defaults: dict[str, Any] = dict(
+            data=str(text_file), run_dir=tmp_path / "run", steps=6, batch_size=8, log_every=1
+        )
         defaults |= dict(sample_tokens=0, plan="fsdp:8")
         return TrainConfig(gpt=GPTConfig(**shape), optimizer=OptimizerConfig(**rates), **(defaults | changes))
 

@@ -42,7 +42,7 @@ def test_a_run_learns_and_leaves_everything_behind(make_config: MakeConfig, caps
     assert found[30] < found[1] - 1.0
     assert result.evaluation is not None and abs(result.evaluation.loss - validation(result.run_dir)[-1]) < 1e-12
     bits = result.evaluation.loss / np.log(2)
-    np.testing.assert_allclose(result.evaluation.bits_per_byte, bits, rtol=1e-9)
+    assert result.evaluation.bits_per_byte == pytest.approx(bits)
     names = {path.name for path in result.run_dir.iterdir()}
     assert names == set(
         "config.json metrics.jsonl tensorboard checkpoints plan.txt plan.json loss.png sample.txt".split()

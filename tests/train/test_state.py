@@ -15,11 +15,12 @@ from autoshard.train.optimizer import path_name
 from autoshard.train.state import Program, TrainState, make_program
 from autoshard.train.step import batch_shapes, make_train_step
 
-ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
+SHAPE: dict[str, Any] = dict(vocab=32, layers=2, heads=2, width=8, context=8)
+ADAMW: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
 
 
 def gpt(freeze: tuple[str, ...] = (), ema_decay: float = 0.0, **shape: Any) -> Program:
-    config = GPTConfig(**(dict(vocab=32, layers=2, heads=2, width=8, context=8) | shape))
+    config = GPTConfig(**{**SHAPE, **shape})
     return make_program(lambda rngs: GPT(config, rngs=rngs), ADAMW, freeze=freeze, ema_decay=ema_decay)
 
 
@@ -82,7 +83,7 @@ def test_no_flops_are_spent_on_frozen_gradients() -> None:
         shapes = program.abstract_state(), batch_shapes(4, 8)
         return jax.jit(step).lower(*shapes).compile().cost_analysis()["flops"]
 
-    shape = dict(layers=1, width=32, scan_layers=False)
+    shape: dict[str, Any] = dict(layers=1, width=32, scan_layers=False)
     assert flops(gpt(("blocks/*/w?", "blocks/*/w_*"), **shape)) < 0.8 * flops(gpt(**shape))
 
 

@@ -15,12 +15,13 @@ from autoshard.models import GPT, GPTConfig, cross_entropy
 from autoshard.train.state import Program, make_program
 from autoshard.train.step import make_eval_step, make_train_step
 
+SHAPE: dict[str, Any] = dict(vocab=32, layers=2, heads=2, width=8, context=8)
 SGD = optax.sgd(1.0)
 RATE = optax.constant_schedule(1.0)
 
 
 def gpt(**shape: Any) -> Program:
-    config = GPTConfig(**(dict(vocab=32, layers=2, heads=2, width=8, context=8) | shape))
+    config = GPTConfig(**{**SHAPE, **shape})
     return make_program(lambda rngs: GPT(config, rngs=rngs), SGD)
 
 

@@ -1,0 +1,263 @@
+"""Opaque operators with declared rules: in jaxprs, under transformations, on shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.sharding.oracle import check_rule
+from autoshard.spmdrules import RuleError, registry
+from autoshard.spmdrules.operator import batched_text, operator, run_sharded
+from autoshard.spmdrules.propagate import propagate
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """The operators of these tests are nobody else's."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def plain_norm(x, scale):
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def doubling(x, y):
+    """Two results, the second without the dimension that the first is cut over."""
+    return 2.0 * x, y * y
+
+
+def plain_matmul(x, w):
+    return jnp.tanh(x) @ w
+
+
+def norm_operator():
+    return operator("b s d, d -> b s d; whole d", name="norm")(plain_norm)
+
+
+def tripled(x):
+    """A Pallas kernel: neither the partitioner nor autodiff can look inside."""
+
+    def kernel(source, target):
+        target[...] = source[...] * 3.0
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def kernel_operator():
+    triple = operator("b d -> b d", vjp=(None, lambda xs, cotangent: triple(cotangent)), name="triple")(tripled)
+    return triple
+
+
+def equations(fn, *args):
+    return [e for e in jax.make_jaxpr(fn)(*args).eqns]
+
+
+def close(got, expected):
+    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-5)
+
+
+def test_an_operator_is_one_equation_and_the_function():
+    norm = norm_operator()
+    args = normal(0, 4, 4, 8), normal(1, 8)
+    (eqn,) = equations(norm, *args)
+    assert eqn.primitive.name == "norm"
+    assert norm.__wrapped__ is plain_norm and norm.__name__ == "plain_norm"
+    close(norm(*args), plain_norm(*args))
+    close(jax.jit(norm)(*args), plain_norm(*args))
+
+
+def test_several_results_and_options():
+    both = operator("b d, e -> b d, e")(doubling)
+    close(both(jnp.ones((2, 4)), jnp.ones(3)), doubling(jnp.ones((2, 4)), jnp.ones(3)))
+
+    @operator("b -> b")
+    def shifted(x, *, by=0.0):
+        return x + by
+
+    close(shifted(jnp.zeros(4), by=2.0), jnp.full(4, 2.0))
+    close(shifted(jnp.zeros(4)), jnp.zeros(4))
+
+
+def test_derivatives_are_those_of_the_function():
+    norm = norm_operator()
+    args = normal(0, 4, 4, 8), normal(1, 8)
+    loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
+    close(jax.grad(loss(norm), (0, 1))(*args), jax.grad(loss(plain_norm), (0, 1))(*args))
+    close(jax.jvp(norm, args, args), jax.jvp(plain_norm, args, args))
+    close(jax.hessian(loss(norm), 1)(*args), jax.hessian(loss(plain_norm), 1)(*args))
+    assert "norm" in [e.primitive.name for e in equations(jax.grad(loss(norm)), *args)]
+
+
+def test_whole_numbers_have_no_derivative():
+    @operator("v d, b -> b d, b; index v")
+    def rows(table, tokens):
+        return table[tokens], tokens + 1
+
+    table, tokens = normal(0, 8, 4), jnp.arange(4)
+    loss = lambda f: lambda t: (f(t, tokens)[0] ** 2).sum()  # noqa: E731
+    close(jax.grad(loss(rows))(table), jax.grad(loss(rows.__wrapped__))(table))
+
+
+def test_a_declared_vjp_is_used():
+    scaled = operator("b -> b", vjp=(lambda x: (x * 2.0, x), lambda x, ct: (ct * 100.0 + 0.0 * x,)))(lambda x: x * 2.0)
+    close(jax.grad(lambda x: scaled(x).sum())(jnp.ones(4)), jnp.full(4, 100.0))
+    kept = operator("b -> b", vjp=(None, lambda xs, ct: xs[0] * ct))(lambda x: x * x / 2)
+    close(jax.grad(lambda x: kept(x).sum())(jnp.arange(4.0)), jnp.arange(4.0))
+
+
+def test_vmap_keeps_the_operator_and_gives_it_a_dimension():
+    mapped = jax.vmap(norm_operator(), in_axes=(1, None))
+    args = normal(0, 4, 6, 4, 8), normal(1, 8)
+    close(mapped(*args), jax.vmap(plain_norm, in_axes=(1, None))(*args))
+    eqn = equations(mapped, *args)[-1]
+    assert eqn.primitive.name == "norm" and eqn.params["text"] == "b0 b s d, d -> b0 b s d; whole d"
+    found = propagate(mapped, *args, in_specs=(P(None, "a"), None), mesh={"a": 2})
+    assert found.out_specs == P("a") and not found.reshards
+
+
+def test_batched_texts():
+    assert batched_text("[] -> []", (True,)) == "b -> b"
+    assert batched_text("b (h d) -> b h d; where h=4", (True,)) == "b0 b (h d) -> b0 b h d; where h=4"
+
+
+def test_propagation_follows_the_declaration():
+    norm = norm_operator()
+    avals = jax.ShapeDtypeStruct((4, 4, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
+    free = propagate(norm, *avals, in_specs=(P("a", "b"), P()), mesh={"a": 2, "b": 2})
+    assert free.out_specs == P("a", "b") and not free.reshards and not free.unknown
+    whole = propagate(norm, *avals, in_specs=(P(None, None, "a"), P("a")), mesh={"a": 2})
+    assert whole.out_specs == P() and [r.kind for r in whole.reshards] == ["all-gather", "all-gather"]
+    product = operator("b k, k n -> b n; reduce k")(plain_matmul)
+    two = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert propagate(product, two, two, in_specs=(P(None, "a"), None), mesh={"a": 2}).out_partial == {"a": "sum"}
+
+
+def test_the_oracle_finds_a_wrong_declaration():
+    args = normal(0, 4, 4, 8), normal(1, 8)
+    assert [f for f in check_rule(norm_operator(), *args, partitioner=False) if f.kind == "wrong"] == []
+    wrong = operator("b s d, d -> b s d", name="wrong")(plain_norm)
+    assert ("wrong", ("d",)) in [(f.kind, f.factors) for f in check_rule(wrong, *args, partitioner=False)]
+    product = operator("b k, k n -> b n; reduce k:max", name="wrong_product")(plain_matmul)
+    found = check_rule(product, normal(0, 4, 4), normal(1, 4, 4), partitioner=False)
+    assert ("wrong", ("k",)) in [(f.kind, f.factors) for f in found]
+
+
+@pytest.mark.parametrize("specs", [(P("data", "model"), P()), (P("model"), P()), (P(None, ("data", "model")), P())])
+def test_run_sharded_is_the_function_in_value_and_gradient(specs, mesh8):
+    args = normal(0, 4, 8, 8), normal(1, 8)
+    (eqn,) = equations(norm_operator(), *args)
+
+    def sharded(*xs):
+        (out,) = run_sharded(eqn.params, mesh8, specs, (specs[0],), *xs)
+        return out
+
+    cut = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
+    close(jax.jit(sharded)(*cut), plain_norm(*args))
+    loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
+    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*cut), jax.grad(loss(plain_norm), (0, 1))(*args))
+    assert "all-gather" not in jax.jit(sharded).lower(*cut).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    "goal,collective",
+    [(P("data"), "all-reduce"), (P("data", "model"), "reduce-scatter"), (None, "all-reduce")],
+)
+def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
+    args = normal(0, 4, 8), normal(1, 8, 8)
+    (eqn,) = equations(operator("b k, k n -> b n; reduce k")(plain_matmul), *args)
+    specs = (P("data", "model"), P("model"))
+
+    def sharded(*xs):
+        return run_sharded(eqn.params, mesh8, specs, (goal,), *xs)[0]
+
+    cut = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
+    close(jax.jit(sharded)(*cut), plain_matmul(*args))
+    loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
+    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*cut), jax.grad(loss(plain_matmul), (0, 1))(*args))
+    assert collective in jax.jit(sharded).lower(*cut).compile().as_text()
+
+
+def test_run_sharded_reductions_sizes_and_copies(mesh8):
+    largest = operator("b k -> b; reduce k:max")(lambda x: x.max(1))
+    x = normal(0, 4, 8)
+    (eqn,) = equations(largest, x)
+    close(run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x), [x.max(1)])
+    anything = operator("b k -> b; reduce k:or")(lambda x: x.any(1))
+    (eqn,) = equations(anything, x > 0)
+    close(run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x > 0), [(x > 0).any(1)])
+    heads = operator("b (h d) -> b h d; where h=4")(lambda x: x.reshape(x.shape[0], -1, 2))
+    (eqn,) = equations(heads, x)
+    close(run_sharded(eqn.params, mesh8, [P("data", "model")], [None], x), [x.reshape(4, 4, 2)])
+    both = operator("b d, e -> b d, e")(doubling)
+    (eqn,) = equations(both, x, x[0])
+    close(run_sharded(eqn.params, mesh8, [P("data"), P()], [P("data"), P("model")], x, x[0]), doubling(x, x[0]))
+
+
+def test_a_pallas_kernel_runs_plain_and_on_shards(mesh8):
+    triple = kernel_operator()
+    x = normal(0, 8, 8)
+    close(triple(x), 3 * x)
+    close(jax.jit(jax.grad(lambda x: (triple(x) ** 2).sum()))(x), 18 * x)
+    (eqn,) = [e for e in equations(lambda x: triple.__wrapped__(x), x)][:1]
+    assert eqn.primitive.name == "pallas_call"
+    assert propagate(triple, x, in_specs=P("data", "model"), mesh=mesh8).out_specs == P("data", "model")
+    inner = jax.make_jaxpr(triple)(x).eqns[0]
+    params = {"fn": tripled, "text": "b d -> b d", "vjp": (None, lambda xs, ct: triple(ct))}
+    assert inner.primitive.name.startswith("custom_vjp_call")
+
+    def sharded(x):
+        return run_sharded(params, mesh8, [P("data", "model")], [P("data", "model")], x)[0]
+
+    cut = jax.device_put(x, NamedSharding(mesh8, P("data", "model")))
+    close(jax.jit(sharded)(cut), 3 * x)
+    close(jax.jit(jax.grad(lambda x: (sharded(x) ** 2).sum()))(cut), 18 * x)
+    assert "all-" not in jax.jit(sharded).lower(cut).compile().as_text().replace("all-reduce-", "")
+
+
+def test_an_operator_inside_the_users_own_shard_map(mesh8):
+    triple, norm = kernel_operator(), norm_operator()
+    x, scale = normal(0, 4, 8, 8), normal(1, 8)
+    own = jax.shard_map(
+        lambda x, s: norm(triple(x.reshape(-1, 8)).reshape(x.shape), s),
+        mesh=mesh8, in_specs=(P("data", "model"), P()), out_specs=P("data", "model"), check_vma=True,
+    )  # fmt: skip
+    same = lambda x, s: plain_norm(3 * x, s)  # noqa: E731
+    close(jax.jit(own)(x, scale), same(x, scale))
+    loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
+    close(jax.jit(jax.grad(loss(own), (0, 1)))(x, scale), jax.grad(loss(same), (0, 1))(x, scale))
+
+
+@pytest.mark.parametrize(
+    "text,args,message",
+    [
+        ("b s -> b s", (jnp.ones(4),), "operand 0 has 2 dimensions, the argument's shape is"),
+        ("b, b -> b", (jnp.ones(4),), "takes 2 operands, got 1"),
+        ("b -> b, b", (jnp.ones(4),), "returns 1 arrays, 'b -> b, b' declares 2"),
+        ("b -> b 1", (jnp.ones(4),), r"result 0 has shape \(4,\), 'b -> b 1' makes it \(4, 1\)"),
+        ("b -> c", (jnp.ones(4),), "no operand in 'b -> c' has 'c'"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_the_call_is_told(text, args, message):
+    with pytest.raises(RuleError, match=f"operator 'same'.*{message}"):
+        operator(text, name="same")(lambda *xs: xs[0])(*args)
+
+
+def test_a_text_that_does_not_parse_is_told_at_once():
+    with pytest.raises(RuleError, match="expected one '->'"):
+        operator("b s d")
+
+
+def test_specs_that_an_operator_cannot_take_are_told(mesh8):
+    args = normal(0, 4, 4, 8), normal(1, 8)
+    (eqn,) = equations(norm_operator(), *args)
+    with pytest.raises(RuleError, match=r"operand 0 .* cannot be cut over 'model'.*needed whole"):
+        run_sharded(eqn.params, mesh8, (P(None, None, "model"), P()), (None,), *args)
