@@ -5,7 +5,8 @@ Three of them make a propagation:
 1. What is open (arguments that the caller left to choose, constants, results with dimensions of their own: iota,
    broadcasts, random bits) learns from those that use it, forwards through the program and backwards from its
    results, until nothing more is learnt.
-2. One walk forwards with all of that known, in which every reshard is recorded.
+2. One walk forwards with all of that known finds which partials some operator needs whole; in the next they are made
+   whole before their first use, so that none is reduced twice, and every reshard is recorded.
 3. Results are taken to where they are wanted.
 """
 
@@ -104,6 +105,7 @@ class Walk:
         self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
         self._made: set[tuple[int, Place]] = set()  # copies that an earlier reshard has made
         self._settled: dict[Any, Settled] = {}
+        self._whole: dict[int, Place] = {}  # partials that some use needs whole, and where they are then
         self._callers: list[Any] = []  # the equations that hold the block being walked
 
     def run(self, goals: Sequence[Spec | None]) -> list[Place]:
@@ -117,6 +119,9 @@ class Walk:
         """
         if self.learnt.open:
             self.learn(goals)
+        self._whole.clear()
+        self.start()
+        self.forward(self.program.block)
         self.recording = True
         self.start()
         self.forward(self.program.block)
@@ -259,6 +264,8 @@ class Walk:
 
     def apply(self, op: Op) -> None:
         """Takes the operands where an operator needs them, and places its results."""
+        if not self.learning:
+            self.make_whole(op)
         settled = self.settle(op)
         assert op.rule is not None
         if self.learning:
@@ -273,6 +280,13 @@ class Walk:
             lasting = tuple((a, how) for a, how in place.partial if not how.startswith("arg"))
             if lasting != place.partial:  # positions mean nothing without their values: decided at once
                 self.move(op, -1 - j, result, Place(place.spec, lasting))
+
+    def make_whole(self, op: Op) -> None:
+        """Makes those operands whole now that some later operator needs whole."""
+        for i, value in enumerate(op.operands):
+            later = self._whole.get(value)
+            if later is not None and set(later.partial) < set(self.place(value).partial):
+                self.move(op, i, value, later)
 
     def move(self, op: Op, operand: int, value: int, target: Place, times: float | None = None) -> None:
         """Takes a value to where it is needed, and records what that moves.
@@ -295,7 +309,8 @@ class Walk:
             self._made.add((value, target))
             self.record(op.name, operand, value, target, op.trips if times is None else times, op.eqn)
         if set(place.partial) - set(target.partial):  # made whole once, it is whole for all later uses
-            self.places[value] = Place(extend(Place(place.spec, target.partial), target.spec), target.partial)
+            home = Place(extend(Place(place.spec, target.partial), target.spec), target.partial)
+            self.places[value] = self._whole[value] = home
 
     def record(self, name: str, operand: int, value: int, target: Place, times: float, eqn: Any) -> None:
         """Notes every step that takes a value to `target`."""
