@@ -8,7 +8,7 @@ calls are rewritten in place; source lines and name scopes stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 from autoshard import _compat
 from autoshard.sharding.layout import Layout, Spec, to_partition_spec
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
-from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of
+from autoshard.sharding.oracle_faults import Cut, known_fault
+from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.program import Block, Op
 
@@ -69,7 +70,31 @@ def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places)
     outs = [wanted(layout, op, v) for v in op.results]
     results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs)
-    return choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
+    chosen = choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
+    return _without_fault(op, chosen, operands, results, layout.mesh)
+
+
+def _without_fault(op: Op, chosen: Strategy, operands: Arrays, results: Arrays, mesh: Mapping[str, int]) -> Strategy:
+    """The strategy, or another where XLA's partitioner is known to compute it wrongly or to abort.
+
+    The known faults need a mesh of two axes of which one is left over, so all axes cut one summed factor, or nothing.
+    """
+    rule = op.rule
+    assert rule is not None
+    cut = [f for a, f in chosen.factors.items() if f is not None and mesh[a] > 1]
+    if declared(op) or not cut or sum(n > 1 for n in mesh.values()) < 2:
+        return chosen
+    place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, rule, tuple(dict.fromkeys(cut)))
+    if known_fault(op.name, place, "wrong", "crash", "fail") is None:
+        return chosen
+    for name in dict.fromkeys(cut):
+        if rule.factor(name).kind == "reduce":
+            everywhere = forced(rule, operands, results, mesh, name)
+            if everywhere is not None:
+                return everywhere
+    whole = forced(rule, operands, results, mesh, None)
+    assert whole is not None
+    return whole
 
 
 class Lowering:

@@ -116,6 +116,16 @@ def choose(
     return Strategy(chosen, tuple(moves))
 
 
+def forced(
+    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], factor: str | None
+) -> Strategy | None:
+    """The strategy that cuts one factor (or, None, nothing) over every mesh axis; None if it does not divide."""
+    if factor is not None and not _fits(rule, factor, {}, math.prod(mesh.values())):
+        return None
+    moves = [m for axis in mesh for m in _moves(rule, operands, results, mesh, axis, factor)]
+    return Strategy({axis: factor for axis in mesh}, tuple(moves))
+
+
 def _fits(rule: Rule, name: str, cut: Mapping[str, int], n: int) -> bool:
     factor = rule.by_name[name]
     return factor.kind not in ("whole", "halo") and bool(factor.size) and factor.size % (cut.get(name, 1) * n) == 0

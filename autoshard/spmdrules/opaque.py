@@ -25,11 +25,11 @@ Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
 def flat(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     """`fn` whose results are a list, whatever they are."""
 
-    def flat(*args: Any) -> list[Any]:
+    def listed(*args: Any) -> list[Any]:
         out = fn(*args)
         return list(out) if isinstance(out, (list, tuple)) else [out]
 
-    return flat
+    return listed
 
 
 def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp: Vjp | None) -> tuple[Any, ...]:
@@ -49,8 +49,8 @@ def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp:
         out, residuals = fwd(*xs)
         return tuple(out) if isinstance(out, (list, tuple)) else (out,), residuals
 
-    def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        made = bwd(residuals, cotangents if len(cotangents) > 1 else cotangents[0])
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        made = bwd(residuals, cotangents[0] if len(cotangents) == 1 else cotangents)
         return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 
     differentiable = jax.custom_vjp(bind)

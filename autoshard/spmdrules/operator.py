@@ -15,17 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
+from autoshard.spmdrules.opaque import Vjp, apply, check_fit, flat, make_primitive, shapes
 from autoshard.spmdrules.place import Place, Spec, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.registry import rule as register
-from autoshard.spmdrules.rule import Rule, RuleError, Shard
+from autoshard.spmdrules.rule import Rule, RuleError
 from autoshard.spmdrules.settle import Operand, Settled, project, settle
-
-Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
 
 
 def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -42,9 +39,9 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
     Args:
         text: the rule, for operands and results in order: see `Rule`.
         vjp: `(fwd, bwd)` as for `jax.custom_vjp`: `fwd(*args) -> (result, residuals)`,
-            `bwd(residuals, cotangent) -> cotangents`. `fwd` None keeps the operands as residuals. Both are planned by
-            what they are made of, so that opaque code in them should be an operator too. Without `vjp` the function
-            is differentiated as JAX differentiates it, which opaque code may not allow.
+            `bwd(residuals, cotangent) -> cotangents`, options by keyword. `fwd` None keeps the operands as residuals.
+            Both are planned by what they are made of, so that opaque code in them should be an operator too. Without
+            `vjp` the function is differentiated as JAX differentiates it, which opaque code may not allow.
         name: its name in jaxprs, plans and messages; the function's by default.
 
     Returns:
@@ -139,15 +136,15 @@ def run_sharded(
     goals = zip(result_specs, rule.results, strict=True)
     wanted = [None if spec is None else from_partition_spec(spec, len(dims)) for spec, dims in goals]
     operands = [Operand(Place(s), bytes_of(x), False, i) for i, (s, x) in enumerate(zip(specs, args, strict=True))]
-    shapes = shapes(fn, args)
-    settled = settle(rule, operands, [bytes_of(r) for r in shapes], [None] * len(shapes), sizes)
-    ends = [_end(*each, sizes) for each in zip(settled.results, wanted, shapes, strict=True)]
+    outs = shapes(fn, args)
+    settled = settle(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
+    ends = [_end(*each, sizes) for each in zip(settled.results, wanted, outs, strict=True)]
 
     local = _of_a_shard(rule, settled, sizes).text
 
     def body(*shards: Any) -> list[Any]:
-        outs = apply(_ON_SHARDS, shards, fn=fn, text=local, vjp=vjp)
-        return [_finish(*each) for each in zip(outs, settled.results, ends, strict=True)]
+        made = apply(_ON_SHARDS, shards, fn=fn, text=local, vjp=vjp)
+        return [_finish(*each) for each in zip(made, settled.results, ends, strict=True)]
 
     cut = jax.shard_map(
         body,

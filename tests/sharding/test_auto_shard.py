@@ -293,3 +293,23 @@ def test_a_declared_operator_runs_on_shards():
         seen.clear()
         assert_close(expected, auto_shard(step, plan=words)(mlp_state(), batch()))
         assert (32 // {"dp:8": 8, "fsdp:4 tp:2": 4, "tp:8": 1}[words], 128) in seen
+
+
+@pytest.mark.parametrize("groups", [8, 4])
+@pytest.mark.parametrize("batch_size", [16, 2])
+def test_a_known_fault_of_the_partitioner_is_planned_around(groups, batch_size):
+    def gradient(kernel, x):
+        def loss(kernel):
+            dims = ("NHWC", "HWIO", "NHWC")
+            y = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=groups
+            )
+            return jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss)(kernel)
+
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(3, 3, 8 // groups, 16)).astype(np.float32)
+    x = rng.normal(size=(batch_size, 6, 6, 8)).astype(np.float32)
+    sharded = auto_shard(gradient, mesh={"a": 2, "b": 4}, plan={"a": ["batch"]})
+    assert_close(jax.jit(gradient)(kernel, x), sharded(kernel, x))

@@ -199,7 +199,7 @@ class Simulation(Walk):
 
 
 def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return hasattr(x, "dtype") and _compat.is_extended(x.dtype)
 
 
 def simulate(fn: Any, args: Sequence[Any], inputs: Sequence[Place], mesh: dict[str, int]) -> list[Any]:

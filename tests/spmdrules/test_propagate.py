@@ -265,6 +265,20 @@ def test_sums_pass_through_linear_operators_only():
     assert largest.out_partial == {} and [r.kind for r in largest.reshards] == ["all-reduce"]
 
 
+def test_a_partial_that_one_use_needs_whole_is_reduced_once():
+    def moments(g, m, v):
+        return 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
+
+    args = (f32(8),) * 3
+    found = propagate(moments, *args, in_specs=P(), in_partial=({"data": "sum"}, None, None), mesh=MESH)
+    assert [(r.kind, r.bytes_moved) for r in found.reshards] == [("all-reduce", 32)]
+    stored = propagate(
+        moments, *args, in_specs=(P(), P("data"), P("data")), in_partial=({"data": "sum"}, None, None), mesh=MESH
+    )
+    assert [(r.kind, r.bytes_moved) for r in stored.reshards] == [("reduce-scatter", 16)]
+    assert stored.in_specs[0] == stored.out_specs[0] == P("data")
+
+
 def test_reductions_give_partials_of_their_kind():
     for fn, op in ((jnp.sum, "sum"), (jnp.max, "max"), (jnp.min, "min"), (jnp.prod, "mul")):
         assert propagate(fn, f32(8), in_specs=P("data"), mesh=MESH).out_partial == {"data": op}
