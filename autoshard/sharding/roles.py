@@ -38,6 +38,7 @@ class Roles:
     parallel: tuple[int, ...]
     experts: tuple[int, ...]
     vocabulary: tuple[int, ...]
+    classes: tuple[int, ...]  # what a loss sums over
     heads: tuple[int, ...]  # with the query groups of each key-value head behind them
 
 
@@ -77,7 +78,8 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     ordered = [c for c, _ in sorted(weight.items(), key=lambda item: (-item[1], item[0]))]
     # parts of one dimension (key-value heads, query groups) must stand major first, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
-    able = (shared | use.indexed | use.experts) - {residual} - use.inner
+    passed_on = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
+    able = (passed_on | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
     parallel = tuple(c for c in ordered if c in able)
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
@@ -94,6 +96,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
         parallel=parallel,
         experts=tuple(c for c in ordered if c in use.experts),
         vocabulary=tuple(c for c in ordered if c in use.indexed),
+        classes=tuple(c for c in parallel if c in _summed_up(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
     )
 
@@ -168,6 +171,11 @@ class _Use:
     """How contractions and gathers use the axes of parameters."""
 
     weights: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # axis -> weights that have it
+    # As each weight is first used, which is forward: axis -> weights that make it, that contract it.
+    made: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    contracted: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    used: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)  # summed or maximised within an activation (logits)
     inner: set[int] = field(default_factory=set)  # contracted between two activations (head_dim)
     heads: set[int] = field(default_factory=set)  # batched over between two activations
     experts: set[int] = field(default_factory=set)  # batched over between an activation and a weight
@@ -184,6 +192,8 @@ def _contractions(
         if op.name in ("gather", "scatter-add"):
             indexed = {c for f in op.rule.factors if f.kind == "index" for c in factors.get(f.name, ())}
             use.indexed |= indexed & in_parameters
+        if op.name in ("reduce_sum", "reduce_max") and any(batch in dim for dim in axes.of_value[op.results[0]]):
+            use.reduced |= {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
         if op.name in CONTRACTIONS and batch is not None:
             _use_of_contraction(use, op, factors, axes, batch, owner, in_parameters)
     return use
@@ -207,18 +217,28 @@ def _use_of_contraction(
         c for f in op.rule.factors if all(any(f.name in dim for dim in dims) for dims in everywhere)
         for c in factors.get(f.name, ())
     }  # fmt: skip
+    summed = {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
     if all(with_batch) and batch in result:  # activation with activation: attention
-        summed = {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
         if summed <= in_parameters:  # not with a sequence: a gradient sums query groups along with it
             use.inner |= summed
         use.heads |= shared - {batch}
     elif any(with_batch) and batch in result:  # activation with weight
         place = with_batch.index(False)
         value = op.operands[place]
+        weight = owner.get(value, value)
         for c in sides[place]:
-            use.weights[c].add(owner.get(value, value))
+            use.weights[c].add(weight)
+            if weight not in use.used and c not in shared:
+                (use.contracted if c in summed else use.made)[c].add(weight)
+        use.used.add(weight)
         if op.name != "conv_general_dilated":  # where it is the channel of a depthwise kernel
             use.experts |= shared
+
+
+def _summed_up(use: _Use) -> set[int]:
+    """Axes that a weight makes and that are then summed up, such as the classes of a loss; no part of a head."""
+    beside_heads = {w for c in use.heads for w in use.weights[c]}
+    return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
 
 
 def _residual(use: _Use, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
@@ -261,15 +281,18 @@ def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence
         give(c, "experts")
     for c in roles.vocabulary:
         give(c, "vocab")
+    for c in roles.classes:
+        give(c, "vocab" if roles.vocabulary else "classes")
     for c in roles.heads:
         give(c, "heads")
     for c in roles.sequence:
         give(c, "seq")
     for c in roles.parallel:
         give(c, "ffn")
-    of_data = {c for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v] for c in dim}
+    data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
     for c in sorted(axes.stacked):
-        give(c, "microbatch" if c in of_data else "layers")
+        beside = {other for dim in data_dims if c in dim for other in dim}
+        give(c, "layers" if not beside else "microbatch" if roles.batch in beside else "blocks")
     for v, path in zip(program.inputs, paths, strict=True):
         for d, dim in enumerate(axes.of_value[v]):
             for part, c in enumerate(dim):

@@ -80,7 +80,7 @@ def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict
             if not parts or not _fits(factors[parts[0]], cut * mesh[axis]):
                 break  # what is minor to a part that is not cut to single elements is not contiguous
             found[axis] = parts[0]
-            cut *= mesh[axis]
+            pass
     return found
 
 
@@ -148,7 +148,7 @@ class _Settling:
         found: list[Choice] = list(self.passes(axis))
         partial = any(axis == a for o in self.operands for a, _ in o.place.partial)
         found += [Cut(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
-        if not found or partial and not any(isinstance(f, Pass) for f in found):
+        if not found or partial:
             found += [Cut(goal[axis]) for goal in self.goals if axis in goal]
         return list(dict.fromkeys(found))
 

@@ -101,6 +101,8 @@ class Walk:
         self.places: list[Place | None] = [None] * len(self.program.avals)
         self.nbytes = [bytes_of(a) for a in self.program.avals]
         self.learnt = Learnt(find_open(self.program, self.chosen))
+        # Where users want values that are decided already: a partial on its way there is reduced to shards.
+        self._hints = Learnt(set(range(len(self.places))) - self.learnt.open)
         self.learning = False
         self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
         self._made: set[tuple[int, Place]] = set()  # copies that an earlier reshard has made
@@ -117,8 +119,7 @@ class Walk:
         Returns:
             Where the results are.
         """
-        if self.learnt.open:
-            self.learn(goals)
+        self.learn(goals)
         self._whole.clear()
         self.start()
         self.forward(self.program.block)
@@ -131,14 +132,15 @@ class Walk:
         """Lets open values learn, until nothing more is learnt."""
         self.learning = True
         for _ in range(_ROUNDS):
-            self.learnt.changed = False
+            self.learnt.changed = self._hints.changed = False
             self.start()
             self.forward(self.program.block)
             for v, goal in zip(self.program.outputs, goals, strict=True):
                 if goal is not None:
                     self.learnt.add(v, self.place(v), goal)
+                    self._hints.add(v, self.place(v).whole, goal)
             self.backward(self.program.block)
-            if not self.learnt.changed:
+            if not self.learnt.changed and not self._hints.changed:
                 break
         self.learning = False
 
@@ -192,6 +194,8 @@ class Walk:
         for value, target in zip(op.operands, settled.operands, strict=True):
             if value in self.learnt.open:
                 self.learnt.add(value, self.place(value), target.spec)
+            elif value >= 0:
+                self._hints.add(value, self.place(value).whole, target.spec)
 
     def tie(self, op: Op) -> None:
         """Lets what a loop or branch joins learn from each other."""
@@ -221,7 +225,8 @@ class Walk:
             return Settled((Place(pinned),), (Place(pinned),))
         places = tuple(map(self.place, op.operands))
         zero = tuple(self.is_zero(op, i) for i in range(len(op.operands)))
-        wanted = tuple(self.learnt.specs.get(r) for r in op.results)
+        hints = self._hints.specs if any(place.partial for place in places) else {}
+        wanted = tuple(self.learnt.specs.get(r, hints.get(r)) for r in op.results)
         twins = tuple(op.operands.index(v) for v in op.operands)
         key = (id(op.rule), places, zero, twins, wanted)
         found = self._settled.get(key)
@@ -262,8 +267,8 @@ class Walk:
         """Notes whether a value is all zeros."""
         (self.zeros.add if zero else self.zeros.discard)(value)
 
-    def apply(self, op: Op) -> None:
-        """Takes the operands where an operator needs them, and places its results."""
+    def apply(self, op: Op) -> Settled:
+        """Takes the operands where an operator needs them, and places its results; says how it is cut."""
         if not self.learning:
             self.make_whole(op)
         settled = self.settle(op)
@@ -280,6 +285,7 @@ class Walk:
             lasting = tuple((a, how) for a, how in place.partial if not how.startswith("arg"))
             if lasting != place.partial:  # positions mean nothing without their values: decided at once
                 self.move(op, -1 - j, result, Place(place.spec, lasting))
+        return settled
 
     def make_whole(self, op: Op) -> None:
         """Makes those operands whole now that some later operator needs whole."""

@@ -25,7 +25,7 @@ def loss_fn(params, series):
 
 def train_step(params, series):
     loss, grads = jax.value_and_grad(loss_fn)(params, series)
-    params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    params = jax.tree.map(lambda p, g: p - 2.0 * g, params, grads)
     return params, loss
 
 

@@ -117,11 +117,10 @@ class Simulation(Walk):
         self.used[id(op), operand] = self.reshard(here, before, target)
         self.env[value] = self.reshard(here, before, self.place(value))
 
-    def apply(self, op: Op) -> None:
-        settled = self.settle(op)
-        super().apply(op)
+    def apply(self, op: Op) -> Settled:
+        settled = super().apply(op)
         if not self.recording:
-            return
+            return settled
         shards = [self._shard(op, settled, d) for d in self.devices]
         results: list[Shards] = [{} for _ in op.results]
         for device, shard in zip(self.devices, shards, strict=True):
@@ -129,6 +128,7 @@ class Simulation(Walk):
                 results[r][device] = np.asarray(value) if not _is_key(value) else value
         for v, value, place in zip(op.results, results, settled.results, strict=True):
             self.env[v] = self.reshard(value, place, self.place(v))
+        return settled
 
     def _shard(self, op: Op, settled: Settled, device: Device) -> Shard:
         rule = op.rule
