@@ -102,7 +102,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
-    options = "--gpt.layers 2 --gpt.width 64 --target v5e:4x4 --json".split()
+    options = "--gpt.layers 2 --gpt.width 96 --target v5e:4x4 --json".split()
     planned = run("plan", "--preset", "gpt2-small", *options, str(tmp_path / "plan.json"))
     assert planned.returncode == 0, planned.stderr
     assert "v5e:4x4" in planned.stdout and (tmp_path / "plan.json").read_text().startswith("{")

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.sharding.layout import Layout, Spec, to_partition_spec
-from autoshard.sharding.roles import CONTRACTIONS, nbytes
 from autoshard.sharding.oracle_faults import Cut, known_fault
+from autoshard.sharding.roles import CONTRACTIONS, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.program import Block, Op

@@ -20,6 +20,7 @@ from autoshard import _compat
 from autoshard.spmdrules.rule import Rule, RuleError, Shard
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
+_MADE: set[Primitive] = set()
 
 
 def flat(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -69,6 +70,7 @@ def make_primitive(name: str) -> Primitive:
     """A new primitive with everything that JAX has to know of it."""
     primitive = Primitive(name)
     primitive.multiple_results = True
+    _MADE.add(primitive)
     primitive.def_impl(lambda *args, **params: _jitted(primitive, tuple(params.items()))(*args))
 
     def abstract(*avals: Any, fn: Any, text: str, **_: Any) -> list[Any]:
@@ -86,6 +88,11 @@ def make_primitive(name: str) -> Primitive:
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     return primitive
+
+
+def is_operator(primitive: Any) -> bool:
+    """Whether a primitive was made by `@operator`: its equations have `fn`, `text` and `vjp`."""
+    return primitive in _MADE
 
 
 @functools.lru_cache(maxsize=1024)

@@ -80,7 +80,7 @@ def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict
             if not parts or not _fits(factors[parts[0]], cut * mesh[axis]):
                 break  # what is minor to a part that is not cut to single elements is not contiguous
             found[axis] = parts[0]
-            pass
+            cut *= mesh[axis]
     return found
 
 

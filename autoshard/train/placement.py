@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
 
 def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> PlacedStep:
     """Plan the train step and say where everything goes; makes no array."""
+    _check_devices(config)
     step = autoshard.auto_shard(train_step, donate_argnums=0, **plan_options(config))
     shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
     plan = step.plan(shapes, batch)
@@ -86,6 +88,16 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> 
         state_shardings,
     )
     return PlacedStep(step, plan, placed, batch, batch_shardings)
+
+
+def _check_devices(config: TrainConfig) -> None:
+    """Refuse a mesh that this machine is too small for, before anything is planned for it."""
+    wanted, attached = math.prod((parse_mesh(config.mesh) or {}).values()), jax.device_count()
+    if wanted > attached:
+        raise ConfigError(
+            f"--mesh {config.mesh} has {wanted} devices, this machine has {attached}: give a smaller mesh, or on CPU "
+            f"--virtual-devices {wanted}"
+        )
 
 
 def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:

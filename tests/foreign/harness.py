@@ -34,6 +34,7 @@ class Result:
         losses: the loss of each step.
         state: the state after the last step, `{path: array}`; of nnx objects the variables.
         grads: the first batch's gradients from the initial state.
+        last_grads: the first batch's gradients from the state after the last step.
         devices: how many devices hold the final state.
         share: the part of the state's bytes that one device holds, from 1 / devices to 1.
     """
@@ -41,6 +42,7 @@ class Result:
     losses: list[float]
     state: Arrays
     grads: Arrays
+    last_grads: Arrays
     devices: int
     share: float
 
@@ -63,7 +65,7 @@ def is_nnx(program: ModuleType) -> bool:
 
 
 def run(program: ModuleType, steps: int, transform: Transform, place: Callable[..., Any] | None = None) -> Result:
-    """Runs a program's `grad_fn` once and its step `steps` times, each under `transform`.
+    """Runs a program's step `steps` times and its `grad_fn` before and after, each under `transform`.
 
     Args:
         program: the module.
@@ -76,7 +78,8 @@ def run(program: ModuleType, steps: int, transform: Transform, place: Callable[.
     """
     in_place = is_nnx(program)
     _, state, batches = _made(program, place)
-    grads = arrays(transform(program.grad_fn)(*state, *batches[0]))
+    grad_fn = transform(program.grad_fn)
+    grads = arrays(grad_fn(*state, *batches[0]))
     # Made anew: computing gradients may have moved batch statistics and random streams.
     step, state, batches = _made(program, place)
     step = transform(step)
@@ -92,7 +95,9 @@ def run(program: ModuleType, steps: int, transform: Transform, place: Callable[.
     total = sum(x.nbytes for x in leaves)
     held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
     devices = len(set().union(*(x.sharding.device_set for x in leaves)))
-    return Result(losses, arrays(state), grads, devices, held / total)
+    final = arrays(state)
+    last_grads = arrays(grad_fn(*state, *batches[0]))
+    return Result(losses, final, grads, last_grads, devices, held / total)
 
 
 def _made(program: ModuleType, place: Callable[..., Any] | None) -> tuple[Any, Any, Any]:
@@ -129,8 +134,8 @@ def compare(reference: Result, other: Result, *, tolerance: float = TOLERANCE, s
         reference: one device's result.
         other: the result to judge.
         tolerance: on losses, and on each gradient and state leaf as `differences` measures it.
-        state: whether final states are compared; an adaptive optimizer turns the noise of a leaf without a
-            gradient into steps of full size, and then losses and gradients are what can be compared.
+        state: whether final states and the gradients from them are compared. An adaptive optimizer turns the
+            noise of a leaf without a gradient into steps of full size; losses and first gradients remain.
     """
     found = []
     pairs = zip(reference.losses, other.losses, strict=True)
@@ -140,6 +145,8 @@ def compare(reference: Result, other: Result, *, tolerance: float = TOLERANCE, s
     found += [f"gradient of {text}" for text in differences(reference.grads, other.grads, tolerance)]
     if state:
         found += [f"final {text}" for text in differences(reference.state, other.state, tolerance)]
+        last = differences(reference.last_grads, other.last_grads, tolerance)
+        found += [f"last gradient of {text}" for text in last]
     if found:
         raise AssertionError(f"{len(found)} differences from one device:\n  " + "\n  ".join(found))
 

@@ -17,10 +17,10 @@ class CNN(nnx.Module):
         self.linear2 = nnx.Linear(64, 16, rngs=rngs)
 
     def __call__(self, x):
-        x = nnx.avg_pool(nnx.relu(self.norm1(self.conv1(x))), (2, 2), strides=(2, 2))
-        x = nnx.avg_pool(nnx.relu(self.norm2(self.conv2(x))), (2, 2), strides=(2, 2))
+        x = nnx.avg_pool(nnx.silu(self.norm1(self.conv1(x))), (2, 2), strides=(2, 2))
+        x = nnx.avg_pool(nnx.silu(self.norm2(self.conv2(x))), (2, 2), strides=(2, 2))
         x = x.reshape(x.shape[0], -1)
-        x = nnx.relu(self.linear1(x))
+        x = nnx.silu(self.linear1(x))
         return self.linear2(self.dropout(x))
 
 

@@ -10,12 +10,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.foreign import harness, nnx_cnn, nnx_transformer, scan_recurrence
-from tests.foreign.test_foreign import PROGRAMS, STEPS, single
+from tests.foreign.test_foreign import ADAPTIVE, PROGRAMS, STEPS, single
 
 REFERENCE = harness.Result(
     losses=[2.0, 1.0],
     state={"w": np.ones(4), "b": np.full(4, 1e-9), "count": np.array(2)},
     grads={"w": np.ones((2, 2))},
+    last_grads={"w": np.ones(3)},
     devices=1,
     share=1.0,
 )
@@ -39,7 +40,7 @@ def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     transform = nnx.jit if harness.is_nnx(program) else jax.jit
     result = harness.run(program, STEPS, transform, partial(place_by_hand, mesh_of(data=8)))
     assert result.devices == 8 and result.share == 1.0
-    harness.compare(single(name), result, state=name not in ("linen_transformer", "optax_mlp"))
+    harness.compare(single(name), result, state=name not in ADAPTIVE)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -59,6 +60,7 @@ def test_programs_learn(name):
         ({"grads": {"w": np.ones(4)}}, r"float64\[4\], one device has float64\[2, 2\]"),
         ({"state": REFERENCE.state | {"w": np.full(4, np.nan)}}, "final w: nan off"),
         ({"state": REFERENCE.state | {"b": np.full(4, 1e-4)}}, "final b: 1.00e-04 off"),
+        ({"last_grads": {"w": -np.ones(3)}}, "last gradient of w: 2.00e"),
         ({"state": REFERENCE.state | {"count": np.array(3)}}, r"final count: \[3\], one device has \[2\]"),
     ],
 )
@@ -71,7 +73,7 @@ def test_compare_measures_a_leaf_without_a_norm_against_the_whole():
     harness.compare(REFERENCE, REFERENCE)
     noise = {"w": np.ones(4) * (1 + 9e-6), "b": np.full(4, -5e-6), "count": np.array(2)}
     harness.compare(REFERENCE, dataclasses.replace(REFERENCE, state=noise))
-    harness.compare(REFERENCE, dataclasses.replace(REFERENCE, state={}), state=False)
+    harness.compare(REFERENCE, dataclasses.replace(REFERENCE, state={}, last_grads={}), state=False)
 
 
 def test_state_has_a_tied_head_once_and_batch_statistics():

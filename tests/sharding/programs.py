@@ -42,7 +42,7 @@ def adamw_step(state: tuple[Any, Any], x: Any) -> tuple[tuple[Any, Any], jax.Arr
     return (optax.apply_updates(params, updates), moments), loss
 
 
-def batch(seed: int = 0, size: int = 32, width: int = 64) -> np.ndarray:
+def batch(seed: int = 0, size: int = 32, width: int = 64) -> Any:
     """A batch of inputs, `[batch, width]`."""
     return np.random.default_rng(seed).normal(size=(size, width)).astype(np.float32)
 

@@ -217,7 +217,8 @@ def test_nnx_objects_are_updated_in_place_as_nnx_jit_does(words):
     assert int(other_optimizer.step[...]) == 3
     for kind in (nnx.Param, nnx.BatchStat):
         assert_close(nnx.state(model, kind), nnx.state(other, kind))
-    assert int(model.drop.rngs.count[...]) == int(other.drop.rngs.count[...])
+    streams, other_streams = (nnx.state(m, nnx.RngCount) for m in (model, other))
+    assert jax.tree.leaves(streams) == jax.tree.leaves(other_streams) != [0]
 
 
 def test_plans_of_nnx_steps_name_the_parameters():
@@ -260,9 +261,9 @@ def test_frozen_parameters_are_bitwise_unchanged_and_cost_nothing():
     np.testing.assert_array_equal(params["w"], mlp_state()["w"])
     shapes = [leaf.shape for leaf in sharded.plan(state, batch()).inputs]
     assert shapes.count((64, 128)) == 1  # no moments of what is frozen
-    expected = jax.jit(step).lower(state, batch()).compile().cost_analysis()["flops"]
-    per_device = sharded.lower(state, batch()).compile().cost_analysis()["flops"]
-    assert per_device <= expected / 8 * 1.3
+    costs = [f.lower(state, batch()).compile().cost_analysis() for f in (jax.jit(step), sharded)]
+    whole, per_device = (cost["flops"] for cost in costs if cost is not None)
+    assert per_device <= whole / 8 * 1.3
 
 
 def test_variants_choose_the_cheapest():

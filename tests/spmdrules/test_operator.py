@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.sharding.oracle import check_rule
 from autoshard.spmdrules import RuleError, registry
-from autoshard.spmdrules.opaque import batched_text
+from autoshard.spmdrules.opaque import batched_text, is_operator
 from autoshard.spmdrules.operator import operator, run_sharded
 from autoshard.spmdrules.program import build
 from autoshard.spmdrules.propagate import propagate
@@ -82,6 +82,7 @@ def test_an_operator_is_one_equation_and_the_function():
     args = normal(0, 4, 4, 8), normal(1, 8)
     (eqn,) = equations(norm, *args)
     assert eqn.primitive.name == "norm"
+    assert is_operator(eqn.primitive) and not is_operator(lax.add_p)
     assert norm.__wrapped__ is plain_norm and norm.__name__ == "plain_norm"
     close(norm(*args), plain_norm(*args))
     close(jax.jit(norm)(*args), plain_norm(*args))
@@ -270,3 +271,19 @@ def test_specs_that_an_operator_cannot_take_are_told(mesh8):
     (eqn,) = equations(norm_operator(), *args)
     with pytest.raises(RuleError, match=r"operand 0 .* cannot be cut over 'model'.*needed whole"):
         run_sharded(eqn.params, mesh8, (P(None, None, "model"), P()), (None,), *args)
+
+
+def test_a_declared_cotangent_is_summed_over_shards_that_share_the_operand(mesh8):
+    def backward(operands, cotangent):
+        x, scale = operands
+        return cotangent * scale, (cotangent * x).sum(0)
+
+    scaled = operator("b d, d -> b d", vjp=(None, backward), name="scaled")(lambda x, scale: x * scale)
+    args = normal(0, 8, 8), normal(1, 8)
+    (params,) = [op.eqn.params for op in build(jax.make_jaxpr(scaled)(*args)).ops() if op.name == "scaled"]
+
+    def sharded(*xs):
+        return run_sharded(params, mesh8, [P("data", "model"), P("model")], [None], *xs)[0]
+
+    loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
+    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*args), jax.grad(loss(lambda x, s: x * s), (0, 1))(*args))

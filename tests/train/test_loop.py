@@ -201,7 +201,7 @@ def test_somebody_elses_model_and_data(make_config: MakeConfig, monkeypatch: pyt
         (dict(data="user_code:words"), "one-dimensional integer arrays"),
         (dict(freeze=("nothing/*",)), "no parameter matches"),
         (dict(mesh="data"), "such as data=4,model=2"),
-        (dict(mesh="data=64", plan=None), "64"),
+        (dict(mesh="data=64", plan=None), "--mesh data=64 has 64 devices, this machine has 8"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(
