@@ -20,6 +20,7 @@ from autoshard.sharding.layout import Layout, Spec, to_partition_spec
 from autoshard.sharding.oracle_faults import Cut, known_fault
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
+from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.program import Block, Op
 
@@ -34,7 +35,7 @@ def decides(op: Op) -> bool:
 
 def declared(op: Op) -> bool:
     """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
-    return op.eqn.params.keys() == {"fn", "text", "vjp"}
+    return is_operator(op.eqn.primitive)
 
 
 def home(layout: Layout, value: int) -> Spec:
