@@ -17,6 +17,7 @@ from jax import lax
 from jax._src import (
     ad_checkpoint,
     ad_util,
+    config,
     core,
     custom_derivatives,
     dispatch,
@@ -277,9 +278,7 @@ def result_type(shape: Any, dtype: Any, operands: Any) -> Any:
     if mesh is None:
         return core.ShapedArray(shape, dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return core.ShapedArray(
-        shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying)
-    )
+    return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -289,6 +288,4 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 def unchecked_varying() -> Any:
     """A context in which opaque code need not say over which mapped axes its results vary."""
-    from jax._src import config
-
     return config._check_vma(False)

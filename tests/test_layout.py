@@ -16,7 +16,13 @@ LINKS = ("spmdrules", "sharding", "models", "ckpt")
 RANKS = dict(spmdrules=1, sharding=2, autoshard=3, models=4, ckpt=4, train=5, commands=6, cli=7, __main__=8)
 PRIVATE = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib", "flax._src", "orbax.checkpoint._src")
 # What stands outside _compat.py all the same: the one public home of the type that rules are registered for.
-ALLOWED = ("jax.extend.core.Primitive",)
+# What JAX documents for those who write a primitive of their own.
+ALLOWED = (
+    "jax.extend.core.Primitive",
+    "jax.interpreters.ad",
+    "jax.interpreters.batching",
+    "jax.interpreters.mlir",
+)
 
 
 def part_of(module: str) -> str:

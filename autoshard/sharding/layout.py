@@ -13,14 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from jax.sharding import PartitionSpec
 
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.roles import Role, Roles
-
-Spec = tuple[tuple[str, ...], ...]
+from autoshard.spmdrules.place import Spec
 
 
 @dataclass(eq=False)
@@ -159,22 +155,3 @@ def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, mesh: Mapping[s
     """Bytes on one device of an array under `spec`."""
     ways = math.prod(mesh[a] for dim in spec for a in dim)
     return math.prod(shape) * itemsize / ways
-
-
-def to_partition_spec(spec: Spec) -> PartitionSpec:
-    """The `PartitionSpec` of a spec, without trailing Nones."""
-    entries: list[Any] = [dim[0] if len(dim) == 1 else dim or None for dim in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def without_unconstrained(spec: PartitionSpec) -> PartitionSpec:
-    """A spec whose open entries are None."""
-    return PartitionSpec(*(None if e is PartitionSpec.UNCONSTRAINED else e for e in tuple(spec)))
-
-
-def from_partition_spec(spec: Any, rank: int) -> Spec:
-    """The spec that a `PartitionSpec` means for an array of `rank` dimensions."""
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in tuple(spec)]
-    return tuple([*entries, *[()] * (rank - len(entries))])

@@ -16,12 +16,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.sharding.layout import Layout, Spec, to_partition_spec
+from autoshard.sharding.layout import Layout
 from autoshard.sharding.oracle_faults import Cut, known_fault
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
 from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.operator import run_sharded
+from autoshard.spmdrules.place import Spec, to_partition_spec
 from autoshard.spmdrules.program import Block, Op
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard import _compat
-from autoshard.sharding.layout import Spec, from_partition_spec
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.targets import Target, find_target, target_for
+from autoshard.spmdrules.place import Spec, from_partition_spec
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -91,12 +91,16 @@ def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
     specs: dict[int, Spec] = {}
     for i, leaf in enumerate(leaves):
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             continue
         if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
             continue
         own = _compat.all_axes_auto(sharding.mesh)
-        if mesh is not None and own != mesh:
+        if mesh is not None and own != mesh and own.size == 1:
+            continue  # moved to where the others are
+        if mesh is not None and own != mesh and mesh.size == 1:
+            specs.clear()
+        elif mesh is not None and own != mesh:
             raise PlanError(
                 f"the arguments lie on two meshes, {mesh_sizes(mesh)} and {mesh_sizes(own)}: move them to one"
             )

@@ -18,13 +18,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding import request as requests
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.cost import CostModel
-from autoshard.sharding.layout import (
-    Layout,
-    Spec,
-    from_partition_spec,
-    to_partition_spec,
-    without_unconstrained,
-)
+from autoshard.sharding.layout import Layout
 from autoshard.sharding.lower import Lowering
 from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
@@ -33,6 +27,7 @@ from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
 from autoshard.sharding.tracing import Traced
+from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
 PlanLike = str | Mapping[str, Sequence[str]] | Plan
 
@@ -360,9 +355,7 @@ def check_constraints(traced: Traced, layout: Layout) -> None:
         sharding = op.eqn.params.get("sharding") if op.name == "sharding_constraint" else None
         if not isinstance(sharding, NamedSharding):
             continue
-        names = [
-            a for dim in from_partition_spec(without_unconstrained(sharding.spec), len(sharding.spec)) for a in dim
-        ]
+        names = [a for dim in from_partition_spec(sharding.spec, len(sharding.spec)) for a in dim]
         if missing := [a for a in names if a not in layout.mesh]:
             wrong.append(
                 f"the constraint {sharding.spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, "

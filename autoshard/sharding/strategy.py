@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from autoshard.sharding.layout import Spec
+from autoshard.spmdrules.place import Spec
 from autoshard.spmdrules.rule import Dims, Rule
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]

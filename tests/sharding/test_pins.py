@@ -185,3 +185,13 @@ def test_a_primitive_without_a_rule_is_named():
     assert "opaque_kernel" in made.unknown
     with pytest.raises(AutoshardError, match="no rule for 'opaque_kernel'"):
         plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)
+
+
+def test_functions_that_share_state_on_one_device_stay_there(mesh_of):
+    one = NamedSharding(mesh_of(data=1), P())
+    params = jax.device_put(mlp_state(), one)
+    loss = auto_shard(mlp_loss)
+    assert_close(mlp_loss(mlp_state(), batch()), loss(params, batch()))
+    assert loss.plan(params, batch()).mesh.size == 1
+    beside = jax.device_put(batch(), NamedSharding(mesh_of(data=8), P("data")))
+    assert auto_shard(mlp_loss).plan(params, beside).mesh.size == 8
