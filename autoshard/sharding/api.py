@@ -1,8 +1,4 @@
-"""`auto_shard`: a function or a Flax module class, planned at its first call and run sharded.
-
-A call costs what `jax.jit` costs: the last planned function is called at once, and jit's own cache says what is new.
-Only if it refuses (another structure, another shape, arrays that lie elsewhere) are the arguments looked at.
-"""
+"""`auto_shard` and `plan`: what a user calls. A function or a Flax module class, planned and run sharded."""
 
 from __future__ import annotations
 
@@ -14,10 +10,11 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard.sharding.dispatch import Entry, GraphArguments, GraphFunction, PureFunction, born_sharded
 from autoshard.sharding.machine import MeshLike
 from autoshard.sharding.plan import Plan, PlanError
-from autoshard.sharding.planner import NewSignature, PlanLike, argnums, plan_traced
-from autoshard.sharding.tracing import Traced, path_of, trace
+from autoshard.sharding.planner import PlanLike, argnums
+from autoshard.sharding.tracing import OUTER_PLAN
 
 
 def auto_shard(
@@ -141,139 +138,6 @@ def bind(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], **options: A
     return globals()["plan"](fn, *args, plan=plan, target=plan.target, **options)
 
 
-class Entry:
-    """One planned signature: the plan, the function jitted by it, and the shardings of its inputs."""
-
-    def __init__(self, plan: Plan, traced: Traced):
-        self.plan, self.traced = plan, traced
-
-    @functools.cached_property
-    def mesh(self) -> Any:
-        """The mesh of devices; only a call needs them, a plan can be for a machine that is not here."""
-        return self.plan.bound.mesh_over(self.plan, None)
-
-    @functools.cached_property
-    def jitted(self) -> Any:
-        """The annotated function under `jax.jit`."""
-        return self.plan.bound.jit(self.plan, self.mesh if self.plan.bound.mesh is None else None)
-
-    @functools.cached_property
-    def in_shardings(self) -> list[Any]:
-        """The sharding of each flat input."""
-        return self.plan.shardings(self.mesh)[0]
-
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, those that lie elsewhere moved to where the plan has them."""
-        return [
-            jax.device_put(x, s) if lies_elsewhere(x, s) else x for x, s in zip(leaves, self.in_shardings, strict=True)
-        ]
-
-
-def lies_elsewhere(x: Any, wanted: Any) -> bool:
-    """Whether an array must be moved to where a plan has it, or to Auto axes."""
-    if not isinstance(x, jax.Array) or _compat.is_tracer(x):
-        return False
-    return not x.sharding.is_equivalent_to(wanted, x.ndim) or _compat.has_explicit_axes(x.sharding)
-
-
-class PureFunction:
-    """A function of pytrees of arrays that plans each signature once."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        options: Mapping[str, Any],
-        donate: tuple[int, ...],
-        variants: Any = None,
-    ):
-        self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
-        self.entries: dict[Any, Entry] = {}
-        self.last: Entry | None = None
-        self.originals: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # nnx objects behind the pure arguments
-        functools.update_wrapper(self, fn, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, planned for these arguments."""
-        entry = self.last
-        if entry is None or kwargs or len(self.entries) > 1:
-            return self.look(args, kwargs)
-        try:
-            return entry.jitted(*args)
-        except NewSignature:
-            return self.look(args, kwargs)
-        except (ValueError, TypeError, AssertionError):
-            if self.signature(args, kwargs) in self.entries and not self.misplaced(entry, args):
-                raise  # the arguments are the planned ones: the error is the function's own
-            return self.look(args, kwargs)
-
-    @staticmethod
-    def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a plan depends on: structure, shapes, dtypes."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        return tree, tuple((jax.numpy.shape(x), _dtype(x)) for x in leaves)
-
-    @staticmethod
-    def misplaced(entry: Entry, args: tuple[Any, ...]) -> bool:
-        """Whether an argument lies elsewhere than the plan has it."""
-        leaves = jax.tree.leaves((args, {}))
-        return len(leaves) == len(entry.in_shardings) and any(
-            lies_elsewhere(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)
-        )
-
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with the arguments looked at: plans what is new, moves what lies elsewhere."""
-        leaves = jax.tree.leaves((args, kwargs))
-        traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
-        if traced and not _compat.under_trace():
-            path = path_of(jax.tree_util.tree_flatten_with_path((args, kwargs))[0][traced[0]][0][1:])
-            raise PlanError(
-                f"auto_shard({getattr(self, '__name__', 'function')}): argument '{path}' is a leaked tracer "
-                f"({leaves[traced[0]].aval.str_short()}): a value of a function that was being traced was kept outside "
-                "of it. Return it from that function instead"
-            )
-        entry = self.entry(args, kwargs)
-        if traced:  # somebody's trace: only constrain
-            run = entry.plan.bound.run(entry.mesh)
-            return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
-        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))
-        self.last = entry
-        return entry.jitted(*args, kwargs) if kwargs else entry.jitted(*args)
-
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """The plan for these arguments, made if there is none."""
-        key = self.signature(args, kwargs)
-        found = self.entries.get(key)
-        if found is None:
-            found = self.entries[key] = self.make(args, kwargs)
-            self.last = found
-        return found
-
-    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Traces and plans."""
-        made, originals = [], self.originals
-        names = _compat.nnx_paths(*originals) if originals is not None else None
-        written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
-        for choice in _choices(self.variants):
-            fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, self.donate, names, written)
-            plan = plan_traced(traced, (args, kwargs), **self.options)
-            made.append((plan.where(notes=(f"variant: {choice}", *plan.notes)) if choice else plan, traced))
-        return Entry(*min(made, key=lambda pair: pair[0].estimate.step_time_us))
-
-
-def _choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
-    import itertools
-
-    if not variants:
-        return [{}]
-    return [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
-
-
-def _dtype(x: Any) -> Any:
-    dtype = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
-    return dtype if _compat.is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype)
-
-
 class AutoSharded:
     """What `auto_shard(function)` returns."""
 
@@ -288,16 +152,27 @@ class AutoSharded:
     ):
         functools.update_wrapper(self, fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
-        self.static = [static_argnums] if isinstance(static_argnums, int) else list(static_argnums)
-        self.donate = argnums(donate_argnums, self.static)
-        self.pure: dict[Any, PureFunction] = {}
-        self._call = self._plain_call if not self.static else self._static_call
-        self._plain = self._make(fn) if not self.static else None
-        self._graph: Any = None
+        self.names = _positional(fn)
+        self.static = _numbers(static_argnums, len(self.names or ()), "static_argnums")
+        donated = _numbers(donate_argnums, len(self.names or ()), "donate_argnums")
+        self.donate = argnums(donated, self.static)
+        self.functions: dict[Any, PureFunction | GraphFunction] = {}
+        self._plain = self._make(fn)
+        self._graph: GraphFunction | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, planned for these arguments."""
-        return self._call(*args, **kwargs)
+        if OUTER_PLAN.get():
+            return self.fn(*args, **kwargs)  # inside a function that is being planned, whose plan rules
+        if self.static:
+            target, args, kwargs = self._without_static(args, kwargs)
+            return target(*args, **kwargs)
+        if self._graph is not None:
+            return self._graph(*args, **kwargs)
+        try:
+            return self._plain(*args, **kwargs)
+        except GraphArguments:
+            return self._graph_function()(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -305,54 +180,46 @@ class AutoSharded:
     def _make(self, fn: Callable[..., Any]) -> PureFunction:
         return PureFunction(fn, self.options, self.donate, self.variants)
 
-    def _plain_call(self, *args: Any, **kwargs: Any) -> Any:
-        plain = self._plain
-        assert plain is not None
-        if plain.last is None and _compat.has_graph_nodes((args, kwargs)):
-            self._call = self._graph_call
-            return self._graph_call(*args, **kwargs)
-        return plain(*args, **kwargs)
-
-    def _graph_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._graph_function()(*args, **kwargs)
-
-    def _graph_function(self) -> Any:
+    def _graph_function(self) -> GraphFunction:
         if self._graph is None:
             self._graph = GraphFunction(self.fn, self._make)
         return self._graph
 
-    def _static_call(self, *args: Any, **kwargs: Any) -> Any:
-        target, rest = self._without_static(args)
-        return target(*rest, **kwargs)
-
-    def _without_static(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def _without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict]:
         """The function with its static arguments filled in, and the rest."""
-        fixed = {n % len(args): args[n] for n in self.static}
+        fixed = {n: args[n] for n in self.static if n < len(args)}
+        by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names or ())
+                   and self.names[n] in kwargs} if self.names else {}  # fmt: skip
         rest = tuple(a for i, a in enumerate(args) if i not in fixed)
-        key = tuple(fixed.items())
-        if key not in self.pure:
+        left = {k: v for k, v in kwargs.items() if k not in by_name}
+        graph = _compat.has_graph_nodes((rest, left))
+        key = (graph, tuple((k, type(v), v) for k, v in (*fixed.items(), *sorted(by_name.items()))))
+        try:
+            found = self.functions.get(key)
+        except TypeError:
+            raise PlanError(
+                f"auto_shard({getattr(self, '__name__', 'function')}): a static argument is not hashable: "
+                f"{[*fixed.values(), *by_name.values()]!r:.200}. Pass a tuple or a frozen dataclass"
+            ) from None
+        if found is None:
             fn, count = self.fn, len(args)
 
-            def call(*arrays: Any, **kwargs: Any) -> Any:
-                left = iter(arrays)
-                return fn(*(fixed[i] if i in fixed else next(left) for i in range(count)), **kwargs)
+            def call(*arrays: Any, **keywords: Any) -> Any:
+                each = iter(arrays)
+                return fn(*(fixed[i] if i in fixed else next(each) for i in range(count)), **by_name, **keywords)
 
             functools.update_wrapper(call, fn)
-            graph = _compat.has_graph_nodes(rest)
-            self.pure[key] = GraphFunction(call, self._make) if graph else self._make(call)  # type: ignore[assignment]
-        return self.pure[key], rest
-
-    def _target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        if self.static:
-            return self._without_static(args)
-        if _compat.has_graph_nodes((args, kwargs)):
-            self._call = self._graph_call
-            return self._graph_function(), args
-        return self._plain, args
+            found = self.functions[key] = GraphFunction(call, self._make) if graph else self._make(call)
+        return found, rest, left
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        target, rest = self._target(args, kwargs)
-        return target.entry(rest, kwargs)
+        if self.static:
+            target, args, kwargs = self._without_static(args, kwargs)
+        elif self._graph is not None or _compat.has_graph_nodes((args, kwargs)):
+            target = self._graph_function()
+        else:
+            target = self._plain
+        return target.entry(args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or shapes); kept for the calls that follow."""
@@ -365,22 +232,23 @@ class AutoSharded:
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
         return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
 
-    def init(self, create: Callable[..., Any], *args: Any) -> Any:
-        """Runs `create(*args)` so that its result is born sharded as this function's plan has it.
+    def init(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `create(*args, **kwargs)` so that its result is born sharded as this function's plan has it.
 
         Args:
             create: makes the state; it is never whole on one device.
-            *args: its arguments, such as a random key.
+            *args: its arguments, such as a random key; what is no array is taken as it is.
+            **kwargs: the same by keyword.
 
         Raises:
             PlanError: there is no plan yet, or no argument of the planned function has this structure.
         """
         entry = self._planned()
-        return born_sharded(entry, create, args, getattr(self, "__name__", "function"))
+        return born_sharded(entry, create, args, getattr(self, "__name__", "function"), kwargs)
 
     def _planned(self) -> Entry:
-        functions = [self._plain, *self.pure.values(), self._graph]
-        found = [f.last for f in functions if f is not None and f.last is not None]
+        functions = [self._plain, *self.functions.values(), self._graph]
+        found = [f.planned for f in functions if f is not None and f.planned is not None]
         if found:
             return found[-1]
         if self.example is None:
@@ -391,64 +259,23 @@ class AutoSharded:
         return self._entry(self.example, {})
 
 
-class GraphFunction:
-    """A function of nnx objects, with the semantics of `nnx.jit`; its pure part is planned."""
-
-    def __init__(self, fn: Callable[..., Any], make: Callable[[Callable[..., Any]], PureFunction]):
-        self.fn = fn
-        self.wrapped, self.pure = _compat.nnx_jit(fn, make)
-
-    @property
-    def last(self) -> Entry | None:
-        """The entry that was planned last."""
-        return self.pure.last
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, planned for these arguments."""
-        self.pure.originals = (args, kwargs)
-        try:
-            return self.wrapped(*args, **kwargs)
-        finally:
-            self.pure.originals = None
-
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """The plan for these arguments."""
-        self.pure.originals = (args, kwargs)
-        try:
-            found = _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
-        finally:
-            self.pure.originals = None
-        found.plan.bound.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
-        return found
+def _positional(fn: Callable[..., Any]) -> list[str] | None:
+    """Names of the positional parameters; None if they cannot be told."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
 
 
-def born_sharded(entry: Entry, create: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:
-    """See `AutoSharded.init`."""
-    numbers = {i: a for i, a in enumerate(args) if isinstance(a, (bool, int, float))}  # seeds and the like
-    args = tuple(a for i, a in enumerate(args) if i not in numbers)
+def _numbers(given: int | Sequence[int], count: int, what: str) -> list[int]:
+    """Argument numbers, negative ones counted from the end.
 
-    def with_numbers(*arrays: Any) -> Any:
-        left = iter(arrays)
-        return create(*(numbers[i] if i in numbers else next(left) for i in range(len(numbers) + len(arrays))))
-
-    pure, rebuild = _compat.split_graph(with_numbers)
-    shapes = jax.eval_shape(pure, *args)
-    wanted = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    paths, avals = entry.traced.in_paths, entry.traced.in_avals
-    by_owner: dict[int, dict[str, int]] = {}
-    for i, (owner, path) in enumerate(zip(entry.traced.owners, paths, strict=True)):
-        by_owner.setdefault(owner, {})[path.partition("/")[2]] = i
-    everything = dict(zip(paths, range(len(paths)), strict=True))
-    for part in [*by_owner.values(), everything]:
-        picked = [part.get(path_of(k)) for k, _ in wanted]
-        if all(i is not None and avals[i].shape == s.shape and avals[i].dtype == s.dtype
-               for i, (_, s) in zip(picked, wanted, strict=True)) and wanted:  # fmt: skip
-            shardings = [entry.in_shardings[i] for i in picked]  # type: ignore[index]
-            out = jax.tree.unflatten(jax.tree.structure(shapes), shardings)
-            return rebuild(jax.jit(pure, out_shardings=out)(*args))
-    have = ", ".join(sorted({p.partition("/")[0] for p in paths}))
-    raise PlanError(
-        f"auto_shard({name}).init: {getattr(create, '__name__', 'the function')} makes {len(wanted)} arrays "
-        f"({', '.join(path_of(k) for k, _ in wanted[:4])}, ...), which fit none of the planned arguments ({have}). "
-        "It must return one of them, with the same structure, shapes and dtypes"
-    )
+    Raises:
+        PlanError: there is no such argument.
+    """
+    numbers = [given] if isinstance(given, int) else list(given)
+    if wrong := [n for n in numbers if n < -count]:
+        raise PlanError(f"{what} {wrong[0]}: the function has {count} positional arguments")
+    return [n % count if n < 0 else n for n in numbers]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.sharding.axes import Leaves, LogicalAxes
-from autoshard.sharding.roles import Role, Roles
+from autoshard.sharding.roles import Role, Roles, is_float
 from autoshard.spmdrules.place import Spec
 
 
@@ -89,6 +89,11 @@ class Layout:
         """The number of shards over these mesh axes."""
         return math.prod(self.mesh[a] for a in axes)
 
+    def cuts(self) -> set[int]:
+        """The classes that this layout cuts somewhere."""
+        listed = {c for classes in self.table.values() for c in classes}
+        return {c for c in listed if self.ways(self.spec_of(((c,),))[0]) > 1}
+
     def stored(self, value: int) -> Spec:
         """The sharding in which a program input is held between calls."""
         if value in self.pins:
@@ -137,7 +142,7 @@ class Layout:
         roles = {role for role in ("optimizer", "parameter") if self.storage.get(role)}
         found: dict[Leaves, Spec] = {}
         for v, role in self.roles.inputs.items():
-            if role not in roles:
+            if role not in roles and not (v in self.pins and is_float(self.axes.program.avals[v])):
                 continue
             leaves, spec = self.axes.of_value[v], self.stored(v)
             slices = [(leaves, spec)]

@@ -154,7 +154,21 @@ class Lowering:
         if op.name not in REDUCTIONS:
             args = [self.constrain(x, plan.spec(d)) for x, d in zip(args, rule.operands, strict=True)]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
-        return [self.constrain(x, wanted(self.layout, op, v)) for x, v in zip(results, op.results, strict=True)]
+        wants = [wanted(self.layout, op, v) for v in op.results]
+        if op.name not in REDUCTIONS:
+            results = [
+                self.as_computed(x, plan.spec(d), w) for x, d, w in zip(results, rule.results, wants, strict=True)
+            ]
+        return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
+
+    def as_computed(self, x: Any, computed: Spec, want: Spec) -> Any:
+        """A result pinned to how it was computed, before it goes to where it is wanted.
+
+        Not where the wish only cuts further (a partial sum becomes a reduce-scatter then). Elsewhere XLA's partitioner
+        must not choose: from (dp, tp) x (tp, fsdp) straight to ((dp, fsdp), tp) it computes wrong values.
+        """
+        further = all(w[: len(c)] == c for c, w in zip(computed, want, strict=True))
+        return x if further else self.constrain(x, computed)
 
     def own_constraint(self, op: Op, x: Any) -> list[Any]:
         """A constraint that the program brought along, on this mesh."""

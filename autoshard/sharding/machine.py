@@ -84,26 +84,30 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None) -> Mesh:
 def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
     """The mesh that arrays already lie on, and the spec of each that does; (None, {}) if they do not.
 
+    Where they lie on several meshes of the same devices, it is the one that holds most of them.
+
     Raises:
-        PlanError: they lie on different meshes.
+        PlanError: they lie on different devices.
     """
-    mesh: Mesh | None = None
-    specs: dict[int, Spec] = {}
+    found: list[tuple[int, Mesh, Spec]] = []
+    weight: dict[Mesh, int] = {}
     for i, leaf in enumerate(leaves):
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             continue
         if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
             continue
-        own = _compat.all_axes_auto(sharding.mesh)
-        if mesh is not None and own != mesh and own.size == 1:
-            continue  # moved to where the others are
-        if mesh is not None and own != mesh and mesh.size == 1:
-            specs.clear()
-        elif mesh is not None and own != mesh:
+        mesh = _compat.all_axes_auto(sharding.mesh)
+        found.append((i, mesh, from_partition_spec(sharding.spec, leaf.ndim)))
+        weight[mesh] = weight.get(mesh, 0) + leaf.size
+    if not weight:
+        return None, {}
+    most = max(weight, key=lambda m: (m.size > 1, weight[m]))
+    devices = set(most.devices.flat)
+    for mesh in weight:
+        if mesh.size > 1 and set(mesh.devices.flat) != devices:
             raise PlanError(
-                f"the arguments lie on two meshes, {mesh_sizes(mesh)} and {mesh_sizes(own)}: move them to one"
+                f"the arguments lie on meshes of different devices, {mesh_sizes(most)} and {mesh_sizes(mesh)}: move "
+                "them to one"
             )
-        mesh = own
-        specs[i] = from_partition_spec(sharding.spec, leaf.ndim)
-    return mesh, specs
+    return most, {i: spec for i, mesh, spec in found if mesh == most}  # the others are moved to it

@@ -96,6 +96,11 @@ class Plan:
     bound: Any = field(default=None, repr=False, compare=False)  # planner.Bound: the function and its layout
 
     @property
+    def fits(self) -> bool:
+        """Whether the worst moment of a step fits in the memory of a device."""
+        return not self.limit_bytes or self.estimate.peak_memory_bytes <= self.limit_bytes
+
+    @property
     def in_specs(self) -> Any:
         """`PartitionSpec`s shaped like the arguments (a tuple, one entry for each)."""
         args, kwargs = jax.tree.unflatten(self._bound().traced.in_tree, [leaf.spec for leaf in self.inputs])

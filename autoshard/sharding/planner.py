@@ -26,7 +26,7 @@ from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_me
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
-from autoshard.sharding.tracing import Traced
+from autoshard.sharding.tracing import Traced, trace_flags
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
 PlanLike = str | Mapping[str, Sequence[str]] | Plan
@@ -81,8 +81,10 @@ class NewSignature(Exception):
 def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:
     """Raises `NewSignature` if the arguments' shapes or dtypes are not those of the trace."""
     for leaf, aval in zip(leaves, traced.in_avals, strict=True):
-        if leaf.shape != aval.shape or leaf.dtype != aval.dtype:
+        if leaf.shape != aval.shape or leaf.dtype != aval.dtype or leaf.aval.weak_type != aval.weak_type:
             raise NewSignature
+    if trace_flags() != traced.flags:
+        raise NewSignature
 
 
 def argnums(donate: int | Sequence[int], static: int | Sequence[int]) -> tuple[int, ...]:
@@ -104,7 +106,8 @@ def plan_traced(
     strict: bool = False,
 ) -> Plan:
     """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
-    held_mesh, held = placed(jax.tree.leaves(args)) if mesh is None and target is None else (None, {})
+    free = mesh is None and target is None and plan is None  # a plan that was asked for says where arrays go
+    held_mesh, held = placed(jax.tree.leaves(args)) if free else (None, {})
     if mesh is None and target is None:
         mesh = next((m for m in (held_mesh, constraint_mesh(traced), _compat.current_mesh()) if m is not None), None)
     planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes)
@@ -274,7 +277,7 @@ class Planner:
 
     def _notes(self, layout: Layout) -> tuple[str, ...]:
         notes = []
-        if self.machine.target.devices > 1 and not self.layout_cuts(layout):
+        if self.machine.target.devices > 1 and not layout.cuts():
             notes.append(
                 f"nothing is sharded: every one of the {self.machine.target.devices} devices does all of the work "
                 "(no logical axis of the program can be cut by this plan)"
@@ -290,11 +293,6 @@ class Planner:
                 )
         return tuple(notes)
 
-    def layout_cuts(self, layout: Layout) -> set[int]:
-        """The logical axes that a layout cuts somewhere."""
-        listed = {c for classes in layout.table.values() for c in classes}
-        return {c for c in listed if layout.ways(layout.spec_of(((c,),))[0]) > 1}
-
     def rebind(self, plan: Plan) -> Plan:
         """A plan that was made elsewhere, for this function."""
         if plan.fingerprint != self.traced.fingerprint:
@@ -302,6 +300,13 @@ class Planner:
                 f"this plan was made for another program ({plan.fingerprint}, this is {self.traced.fingerprint}): "
                 f"{_first_difference(plan, self.traced)}. Plan again, or pass the arguments that it was made for."
             )
+        for leaf, value in zip(plan.inputs, self.program.inputs, strict=True):
+            here = self._leaf(value, leaf.path, self.program.avals[value], ((),) * len(leaf.shape), "").axes
+            if here != leaf.axes:
+                raise PlanError(
+                    f"this plan was made for another program: the axes of '{leaf.path}' are {leaf.axes} there, {here} "
+                    "here. Plan again"
+                )
         sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
         numbers = {name: c for c, name in self.axes.names.items()}
         table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
@@ -331,8 +336,17 @@ def _first_difference(plan: Plan, traced: Traced) -> str:
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
     """Where each result ends: state where its input is stored, the rest as it is computed."""
-    back = {o: i for i, o in state}
-    return [layout.stored(back[v]) if v in back else layout.spec(v) for v in program.outputs]
+    back = {o: i for i, o in state} | {v: v for v in program.inputs}
+    batch = layout.roles.batch
+
+    def one(v: int) -> Spec:
+        if v in back:
+            return layout.stored(back[v])
+        if any(batch in dim for dim in layout.axes.of_value[v]):
+            return layout.spec(v)
+        return layout.gradient_spec(v) or layout.spec(v)  # what is made of state like state: gradients, moments
+
+    return [one(v) for v in program.outputs]
 
 
 def constraint_mesh(traced: Traced) -> Any:
@@ -376,7 +390,8 @@ def fixed_pins(
     pins: dict[int, Spec] = {}
     wrong: list[str] = []
     for pattern, what in fixed.items():
-        found = [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
+        found = [i for i, path in enumerate(traced.in_paths) if path == pattern]
+        found = found or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
         if not found:
             wrong.append(f"{word} '{pattern}' matches no input; inputs are {', '.join(traced.in_paths[:6])}, ...")
         for i in found:

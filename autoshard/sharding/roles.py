@@ -24,6 +24,7 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.spmdrules.program import Op, Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
+FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
@@ -80,6 +81,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     ordered = _major_first(ordered, axes, parameters)
     passed_on = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
     able = (passed_on | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
+    able = able or shared - {residual} - use.inner
     parallel = tuple(c for c in ordered if c in able)
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
@@ -130,9 +132,9 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
 
 def _input_roles(
     program: Program, axes: LogicalAxes, batch: int | None, state: frozenset[int]
-) -> tuple[dict[int, Role], dict[int, int]]:
-    """The role of each input, and which input each value without the batch axis was made from alone."""
-    owner: dict[int, int] = {v: v for v in program.inputs}
+) -> tuple[dict[int, Role], dict[int, frozenset[int]]]:
+    """The role of each input, and which inputs each value without the batch axis was made from."""
+    owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
     carries = [any(batch in dim for dim in dims) for dims in axes.of_value]
 
@@ -145,13 +147,12 @@ def _input_roles(
                 for inner in op.blocks:
                     visit(inner)
                 continue
-            owned = {owner[v] for v in op.operands if v in owner and not carries[v]}
+            owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not carries[v]))
             if any(carries[v] for v in (*op.operands, *op.results) if v >= 0):
                 parameters.update(owned)
-            elif len(owned) == 1:
-                source = next(iter(owned))
+            elif 0 < len(owned) <= FUSED_WEIGHTS:
                 for v in op.results:
-                    owner.setdefault(v, source)
+                    owner.setdefault(v, owned)
 
     visit(program.block)
     roles: dict[int, Role] = {}
@@ -170,11 +171,12 @@ def _input_roles(
 class _Use:
     """How contractions and gathers use the axes of parameters."""
 
-    weights: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # axis -> weights that have it
+    # axis -> weights that have it; a weight is the inputs that it is made of
+    weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     # As each weight is first used, which is forward: axis -> weights that make it, that contract it.
-    made: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    contracted: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    used: set[int] = field(default_factory=set)
+    made: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    used: set[frozenset[int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)  # summed or maximised within an activation (logits)
     inner: set[int] = field(default_factory=set)  # contracted between two activations (head_dim)
     heads: set[int] = field(default_factory=set)  # batched over between two activations
@@ -183,7 +185,7 @@ class _Use:
 
 
 def _contractions(
-    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, int]
+    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
 ) -> _Use:
     use = _Use()
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
@@ -205,7 +207,7 @@ def _use_of_contraction(
     factors: dict[str, tuple[int, ...]],
     axes: LogicalAxes,
     batch: int,
-    owner: dict[int, int],
+    owner: dict[int, frozenset[int]],
     in_parameters: set[int],
 ) -> None:
     assert op.rule is not None
@@ -225,7 +227,7 @@ def _use_of_contraction(
     elif any(with_batch) and batch in result:  # activation with weight
         place = with_batch.index(False)
         value = op.operands[place]
-        weight = owner.get(value, value)
+        weight = owner.get(value, frozenset({value}))
         for c in sides[place]:
             use.weights[c].add(weight)
             if weight not in use.used and c not in shared:

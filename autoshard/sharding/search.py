@@ -66,6 +66,7 @@ def search(
         pin(layout)
     priced = [price(name, layout, cost, memory) for name, layout in layouts]
     fitting = [c for c in priced if c.fits(limit)]
+    fitting = [c for c in fitting if c.layout.cuts()] or fitting  # doing all of the work everywhere is no plan
     best = (
         min(fitting, key=lambda c: round(c.cost.step_time_us, 3))
         if fitting

@@ -45,6 +45,7 @@ class Traced:
         owners: the number of the argument that each input leaf belongs to, -1 for keywords.
         donated: input leaves whose buffers the results may take.
         written: input leaf -> the `PartitionSpec` that its owner wrote on it.
+        flags: JAX's settings under which it was traced.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Traced:
     owners: list[int]
     donated: frozenset[int]
     written: dict[int, Any]
+    flags: tuple[Any, ...]
 
     @cached_property
     def program(self) -> Program:
@@ -71,6 +73,18 @@ class Traced:
         text = repr([(p, a.shape, str(a.dtype)) for p, a in zip(self.in_paths, self.in_avals, strict=True)])
         text += repr([(a.shape, str(a.dtype)) for a in self.out_avals])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def trace_flags() -> tuple[Any, ...]:
+    """JAX's settings that change what a trace means."""
+    config = jax.config
+    return (
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_default_prng_impl,
+        config.jax_numpy_dtype_promotion,
+        config.jax_threefry_partitionable,
+    )
 
 
 def abstract(tree: Any) -> Any:
@@ -143,7 +157,7 @@ def trace(
     donated = frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums)
     return Traced(name, closed, in_tree, out[-1], input_paths or keys, [path_of(k) for k, _ in out_keys], in_avals,
                   list(out_shapes), state, owners, donated,
-                  {i: spec for i, spec in enumerate(written) if spec is not None})  # fmt: skip
+                  {i: spec for i, spec in enumerate(written) if spec is not None}, trace_flags())  # fmt: skip
 
 
 def _match_state(
