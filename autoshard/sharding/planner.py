@@ -237,7 +237,8 @@ class Planner:
         notes = self._notes(layout)
         if notes and notes[0].startswith("nothing is sharded"):
             warnings.warn(f"auto_shard({self.traced.name}): {notes[0]}", AutoshardWarning, stacklevel=5)
-        outputs = output_specs(self.program, layout, self.state)
+        alike = [(self.program.inputs[i], self.program.outputs[o]) for i, o in self.traced.alike]
+        outputs = output_specs(self.program, layout, [*alike, *self.state])
         traffic: dict[tuple[str, str, str], float] = defaultdict(float)
         for c in best.cost.collectives:
             traffic[c.kind, c.axis, c.line] += c.wire_bytes * c.count
@@ -277,7 +278,8 @@ class Planner:
 
     def _notes(self, layout: Layout) -> tuple[str, ...]:
         notes = []
-        if self.machine.target.devices > 1 and not layout.cuts():
+        held = any(any(layout.stored(v)) for v in self.program.inputs)
+        if self.machine.target.devices > 1 and not layout.cuts() and not held:
             notes.append(
                 f"nothing is sharded: every one of the {self.machine.target.devices} devices does all of the work "
                 "(no logical axis of the program can be cut by this plan)"

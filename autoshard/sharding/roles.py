@@ -110,7 +110,7 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
         if op.rule is None:
             continue
         for v in op.results:
-            if is_float(program.avals[v]):
+            if not _compat.is_extended(program.avals[v].dtype):
                 for c in {c for dim in axes.of_value[v] for c in dim}:
                     carried[c] += int(nbytes(program.avals[v]) * op.trips)
     of_state = {c for v in state for dim in axes.of_value[v] for c in dim}

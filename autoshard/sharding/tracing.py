@@ -46,6 +46,7 @@ class Traced:
         donated: input leaves whose buffers the results may take.
         written: input leaf -> the `PartitionSpec` that its owner wrote on it.
         flags: JAX's settings under which it was traced.
+        alike: pairs (input leaf, output leaf) of results that have the leaves of an argument that came back already.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Traced:
     donated: frozenset[int]
     written: dict[int, Any]
     flags: tuple[Any, ...]
+    alike: list[tuple[int, int]]
 
     @cached_property
     def program(self) -> Program:
@@ -151,13 +153,13 @@ def trace(
     owners = [k[1].idx if k[0].idx == 0 else -1 for k, _ in flat]  # type: ignore[attr-defined]
     in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
     relative = [tuple(map(str, k[2:])) for k, _ in flat]
-    state = _match_state(
+    state, alike = _match_state(
         name, owners, relative, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums)
     )
     donated = frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums)
     return Traced(name, closed, in_tree, out[-1], input_paths or keys, [path_of(k) for k, _ in out_keys], in_avals,
                   list(out_shapes), state, owners, donated,
-                  {i: spec for i, spec in enumerate(written) if spec is not None}, trace_flags())  # fmt: skip
+                  {i: spec for i, spec in enumerate(written) if spec is not None}, trace_flags(), alike)  # fmt: skip
 
 
 def _match_state(
@@ -168,7 +170,7 @@ def _match_state(
     out_keys: list[Any],
     out_avals: list[Any],
     donated: frozenset[int],
-) -> list[tuple[int, int]]:
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs each argument with the part of the results that has the same leaves, each part used once."""
     parts: dict[tuple[str, ...], dict[tuple[str, ...], int]] = {}
     for n, keys in enumerate(out_keys):
@@ -190,6 +192,26 @@ def _match_state(
             used |= set(same[0].values())
         elif owner in donated and fits and len(leaves) > 1:
             _complain(name, owner, leaves, fits[0], avals, out_avals)
+    return pairs, _match_alike(owners, relative, avals, out_avals, parts, used)
+
+
+def _match_alike(
+    owners: list[int],
+    relative: list[tuple[str, ...]],
+    avals: list[Any],
+    out_avals: list[Any],
+    parts: dict[tuple[str, ...], dict[tuple[str, ...], int]],
+    used: set[int],
+) -> list[tuple[int, int]]:
+    """Pairs what is left of the results with arguments that have the same leaves: both moments of an optimizer."""
+    pairs: list[tuple[int, int]] = []
+    for owner in sorted(set(owners) - {-1}):
+        leaves = {relative[i]: i for i, o in enumerate(owners) if o == owner}
+        for part in parts.values():
+            if len(leaves) > 1 and part.keys() == leaves.keys() and not used & set(part.values()):
+                if all(_same(avals[leaves[k]], out_avals[part[k]]) for k in leaves):
+                    pairs += [(leaves[k], part[k]) for k in leaves]
+                    used |= set(part.values())
     return pairs
 
 

@@ -1,0 +1,164 @@
+"""Which plan a call gets, and where its arguments and results lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from autoshard import auto_shard, plan
+from autoshard.sharding.plan import PlanError
+from tests.sharding.programs import assert_close, batch, device_bytes, mlp_loss, mlp_state, sgd_step, whole_bytes
+
+
+def test_weak_types_are_types():
+    scale = auto_shard(lambda x, s: x * s, plan="dp:8")
+    x = jnp.ones((16, 8), jnp.bfloat16)
+    assert [scale(x, s).dtype for s in (2.0, jnp.float32(2), 2.0)] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
+
+
+def test_settings_of_jax_are_part_of_a_plan():
+    double = auto_shard(lambda x: jnp.asarray(x, float) * 2, plan="dp:8")
+    x = np.ones((16, 8), np.float32)
+    assert double(x).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert double(x).dtype == jnp.float64
+    assert double(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("values", [(True, 1, 1.0), (1.0, 1, True)])
+def test_static_arguments_are_told_apart_by_type(values):
+    def fn(x, n):
+        return x.astype(jnp.int32) + (1 if n is True else n)
+
+    sharded, jitted = auto_shard(fn, static_argnums=1), jax.jit(fn, static_argnums=1)
+    for n in values:
+        assert sharded(batch(), n).dtype == jitted(batch(), n).dtype
+
+
+def test_static_arguments_with_defaults_by_keyword_and_from_the_end():
+    def fn(x, n=2):
+        return x * n
+
+    for sharded in (auto_shard(fn, static_argnums=1), auto_shard(fn, static_argnums=-1)):
+        for args, kwargs in (((), {}), ((3,), {}), ((), {"n": 4})):
+            np.testing.assert_allclose(sharded(batch(), *args, **kwargs), fn(batch(), *args, **kwargs))
+    with pytest.raises(PlanError, match="not hashable"):
+        auto_shard(fn, static_argnums=1)(batch(), [2])
+
+
+def test_arguments_donated_from_the_end():
+    step = auto_shard(lambda x, s: s + x.sum(), donate_argnums=-1)
+    x, s = jnp.asarray(batch()), jnp.zeros((8, 8))
+    first = step(x, s)
+    step(x, first)
+    assert first.is_deleted() and not x.is_deleted()
+
+
+def test_nnx_objects_that_come_later_are_updated():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Variable(jnp.zeros(()))
+
+    def fn(x, m=None, k=1):
+        if m is not None:
+            m.n[...] += k
+        return x * 2
+
+    sharded, static = auto_shard(fn), auto_shard(fn, static_argnums=2)
+    counter, other = Counter(), Counter()
+    sharded(batch())
+    for _ in range(2):
+        sharded(batch(), counter)
+        static(batch(), m=other, k=3)
+    assert float(counter.n[...]) == 2 and float(other.n[...]) == 6
+
+
+def test_a_planned_function_inside_another_leaves_it_to_the_outer_plan():
+    inner = auto_shard(mlp_loss)
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(inner)(params, x))
+
+    outer = auto_shard(step, plan="fsdp:8")
+    assert_close(sgd_step(mlp_state(), batch())[0], outer(mlp_state(), batch()))
+    assert not inner._plain.entries
+
+
+def test_evaluation_before_training_moves_the_state_once():
+    train, evaluate = auto_shard(sgd_step, plan="fsdp:8"), auto_shard(mlp_loss)
+    params = mlp_state()
+    evaluate(params, batch())  # planned for arrays that lie nowhere
+    for seed in range(3):
+        params, _ = train(params, batch(seed))
+        place = [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
+        evaluate(params, batch(seed))
+        assert [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards] == place
+    specs = {leaf.path: leaf.spec for leaf in evaluate._plain.last.plan.inputs}
+    assert specs["0/w"] == params["w"].sharding.spec and len(evaluate._plain.by_placement) == 1
+
+
+def test_a_usual_loop_compiles_once():
+    step = auto_shard(sgd_step, donate_argnums=0)
+    params, x = mlp_state(), jnp.asarray(batch())
+    step.plan(params, x)
+    for _ in range(3):
+        params, _ = step(params, x)
+    assert step._plain.last.jitted._cache_size() == 1
+
+
+def test_what_is_made_of_state_lies_as_it_does():
+    train = auto_shard(sgd_step, plan="fsdp:8")
+    params, _ = train(mlp_state(), batch())
+    eighth = whole_bytes(params) / 8
+    taken = auto_shard(lambda s, x: (s["p"], x.sum()))({"p": params, "o": params}, batch())[0]
+    moments = auto_shard(optax.adam(1e-3).init)(params)
+    narrow = auto_shard(lambda p: jax.tree.map(lambda a: a.astype(jnp.bfloat16), p))(params)
+    assert device_bytes(taken) == eighth
+    assert device_bytes(moments) <= 2 * eighth + 8
+    assert device_bytes(narrow) <= eighth / 2
+
+
+def test_arguments_on_two_meshes_of_the_same_devices():
+    params, _ = auto_shard(sgd_step, plan="fsdp:8")(mlp_state(), batch())
+    x = auto_shard(lambda x: x * 1.0, plan="dp:8")(batch())
+    assert_close(mlp_loss(mlp_state(), batch()), auto_shard(mlp_loss, plan="dp:8")(mlp_state(), x))
+    assert_close(mlp_loss(params, batch()), auto_shard(mlp_loss)(params, x))
+
+
+def test_a_variant_that_does_not_fit_is_passed_over():
+    def fn(params, x, *, half):
+        loss = mlp_loss(params, x[: len(x) // 2] if half else x)
+        return jax.tree.map(lambda p: p - loss, params), loss
+
+    big = batch(size=4096)
+    peaks = [
+        plan(fn, mlp_state(), big, variants={"half": [h]}, plan="dp:8").estimate.peak_memory_bytes
+        for h in (False, True)
+    ]
+    made = plan(fn, mlp_state(), big, variants={"half": [False, True]}, plan="dp:8", memory_limit_bytes=sum(peaks) / 2)
+    assert made.notes[0] == f"variant: {{'half': {peaks[1] < peaks[0]}}}"
+
+
+def test_a_path_with_brackets_can_be_fixed():
+    params = {f"{k}[0]": v for k, v in mlp_state().items()}
+
+    def loss(params, x):
+        return mlp_loss({k[0]: v for k, v in params.items()}, x)
+
+    made = plan(loss, params, batch(), mesh={"data": 8}, fixed={"0/w[0]": P("data")})
+    assert {leaf.path: leaf.spec for leaf in made.inputs}["0/w[0]"] == P("data")
+
+
+def test_init_takes_settings_and_keywords():
+    step = auto_shard(sgd_step, plan="fsdp:8")
+    step.plan(jax.eval_shape(mlp_state), batch())
+
+    def create(seed, scale, kind, *, width):
+        assert kind == "normal"
+        return jax.tree.map(lambda x: x * scale, mlp_state(seed, width=width))
+
+    state = step.init(create, 0, 2.0, "normal", width=64)
+    assert device_bytes(state) * 8 == whole_bytes(state)
