@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
+BENCH ?= dispatch step_ratio state_memory planning_time
 OLD ?= python3.11
 NEW ?= python3.12
 
@@ -49,8 +50,8 @@ format: $(DEV_STAMP) ## Let ruff format the code and mend what it can.
 	@$(BIN)/ruff check --fix --quiet
 	@$(BIN)/ruff format --quiet
 
-bench: $(DEV_STAMP) ## Run the benchmarks.
-	@$(CPU8) $(BIN)/autoshard bench $(ARGS)
+bench: $(DEV_STAMP) ## Run the benchmarks: BENCH="dispatch step_ratio" for some of them.
+	@for name in $(BENCH); do echo "== $$name"; $(CPU8) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: ## Lock the newest versions: make lock OLD=python3.11 NEW=python3.12
 	@for python in $(OLD) $(NEW); do rm -rf .venv-lock-$$python; $$python -m venv .venv-lock-$$python || exit 1; \

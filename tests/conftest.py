@@ -15,9 +15,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in XLA_FLAGS:
-    os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count=8".strip()
+# Eight devices; and machine code that is compiled fast rather than fast: tests compile far longer than they run.
+for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402  it reads both variables when it is imported

@@ -68,7 +68,10 @@ class Entry:
 
 
 def _lies_elsewhere(x: jax.Array, wanted: Any) -> bool:
-    return not x.sharding.is_equivalent_to(wanted, x.ndim) or _compat.has_explicit_axes(x.sharding)
+    if not x.sharding.is_equivalent_to(wanted, x.ndim):
+        return True
+    mesh = getattr(x.sharding, "mesh", None)  # jit traces with the argument's own mesh, even where the shards agree
+    return mesh is not None and mesh != wanted.mesh
 
 
 class PureFunction:

@@ -1,119 +1,330 @@
 """`auto_shard` on a Flax module class: its parameters are born sharded and its calls constrained.
 
 The class itself is changed and keeps its name. A module is planned for training: the plan is made for its forward pass
-and its gradient, and the forward pass is laid out by the same words. Inside a step that is itself under `auto_shard`,
-and while its class is being planned, a module does nothing: the outer plan rules.
+and its gradient, and says where the parameters lie. Every call of the module is then planned with the parameters left
+there: by the same words where they fit it (a call without a batch has no axis for some of them), else by a search.
+Inside a step that is itself under `auto_shard`, and while its class is being planned, a module does nothing: the outer
+plan rules.
+
+Arrays and floats are the data of a call. All else (flags, numbers of taps, `None`, lists of them) is static: a call
+with other static arguments is planned anew, so pass what changes at every call as an array.
+
+A class derived from a decorated nnx class inherits its planned `__call__`, and `.sharded` plans the derived class's
+own. If it overrides `__call__`, only the `super().__call__` in it is planned; decorate the derived class too, and its
+plan is its own. Of a linen class `apply` and `init` are planned, so a derived class is always planned whole. The last
+plan of each class is at its own `.autoshard_plan`. Other methods are left alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import glob
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 
 from autoshard import _compat
-from autoshard.errors import AutoshardWarning
-from autoshard.sharding.api import AutoSharded, born_sharded
-from autoshard.sharding.plan import Plan, PlanError
-from autoshard.sharding.tracing import OUTER_PLAN
+from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.sharding.api import AutoSharded, Entry, PureFunction, born_sharded
+from autoshard.sharding.plan import Leaf, Plan, PlanError
+from autoshard.sharding.tracing import OUTER_PLAN, path_of
 
 
 def shard_class(cls: type, options: Mapping[str, Any]) -> type:
     """See `auto_shard`.
 
     Raises:
-        PlanError: the class is no Flax module.
+        PlanError: the class is no Flax module, or has nothing to call.
     """
-    if issubclass(cls, nnx.Module):
-        return _shard_nnx(cls, options)
     if issubclass(cls, linen.Module):
         return _shard_linen(cls, options)
-    raise PlanError(f"auto_shard takes a function or a Flax module class, got class {cls.__name__}: decorate the step "
-                    "that uses it, or derive it from nnx.Module or linen.Module")  # fmt: skip
+    if not issubclass(cls, nnx.Module):
+        raise PlanError(f"auto_shard takes a function or a Flax module class, got class {cls.__name__}: decorate the "
+                        "step that uses it, or derive it from nnx.Module or linen.Module")  # fmt: skip
+    if not any("__call__" in vars(base) for base in cls.__mro__):
+        raise PlanError(f"auto_shard({cls.__name__}): the class has no __call__ to plan. Decorate the derived class "
+                        "that has one, or the function that calls its methods")  # fmt: skip
+    return _shard_nnx(cls, options)
+
+
+# --- static arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of a call after the module, the static ones taken out.
+
+    Attributes:
+        args: by position; None where a static one stood, so that the others keep their places and paths.
+        kwargs: by keyword, without the static ones.
+        statics: (position or keyword, structure, what was taken out): a whole argument where the structure is None.
+        key: equal for calls whose static arguments are equal and of equal types.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    statics: tuple[tuple[int | str, Any, Any], ...]
+    key: Any
+
+    def merge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Other data with these static arguments."""
+        merged: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        for place, tree, value in self.statics:
+            if tree is not None:
+                holes = tree.flatten_up_to(merged[place])
+                value = jax.tree.unflatten(tree, [value.get(i, x) for i, x in enumerate(holes)])
+            merged[place] = value
+        return tuple(merged.pop(i) for i in range(len(args))), merged  # type: ignore[return-value]
+
+
+def split_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Arguments:
+    """Takes the static arguments out of a call of `name`.
+
+    Raises:
+        PlanError: an argument is neither an array nor hashable.
+    """
+    data: dict[int | str, Any] = {}
+    statics, keys = [], []
+    for place, value in [*enumerate(args), *sorted(kwargs.items())]:
+        leaves, tree = jax.tree.flatten(value, is_leaf=_is_graph)
+        taken = {i: x for i, x in enumerate(leaves) if not _is_array(x) and not isinstance(x, float)}
+        where = f"auto_shard({name}): argument '{place}'"
+        if leaves and not taken:
+            data[place] = value
+        elif any(map(_is_array, leaves)):
+            data[place] = jax.tree.unflatten(tree, [None if i in taken else x for i, x in enumerate(leaves)])
+            statics.append((place, tree, taken))
+            keys.append((place, tree, tuple((i, frozen(x, where)) for i, x in taken.items())))
+        else:
+            statics.append((place, None, value))
+            keys.append((place, None, frozen(value, where)))
+    kept = {k: data[k] for k in kwargs if k in data}
+    return Arguments(tuple(data.get(i) for i in range(len(args))), kept, tuple(statics), tuple(keys))
+
+
+def _is_graph(value: Any) -> bool:
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _is_array(value: Any) -> bool:
+    return _is_graph(value) or (hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type))
+
+
+def frozen(value: Any, where: str) -> Any:
+    """A hashable stand-in for a static value, equal for values that are equal and of one type: True, 1, 1.0 are three.
+
+    Args:
+        value: a hashable value, or lists, mappings, sets, linen modules and other dataclasses of such values.
+        where: how messages call it; where it is empty, objects without a hash are told apart by identity.
+
+    Raises:
+        PlanError: there is no such stand-in.
+    """
+    if isinstance(value, Mapping):
+        return type(value), tuple((frozen(k, where), frozen(v, where)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(frozen(x, where) for x in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(frozen(x, where) for x in value)
+    if isinstance(value, float):
+        return float, value.hex()  # not a number equals itself here, and 0.0 is not -0.0
+    if isinstance(value, linen.Module) or (dataclasses.is_dataclass(value) and type(value).__hash__ is None):
+        fields = [f.name for f in dataclasses.fields(value) if f.name != "parent"]
+        return type(value), tuple((f, frozen(getattr(value, f, None), where)) for f in fields)
+    try:
+        hash(value)
+    except TypeError:
+        if not where:
+            return type(value), id(value)
+        raise PlanError(f"{where} holds a {type(value).__name__}, which is neither an array nor hashable, so calls "
+                        "with it cannot be told apart: give its class a __hash__, or make it an array") from None  # fmt: skip
+    return type(value), value
+
+
+# --- plans of a class's calls -----------------------------------------------------------------------------------------
 
 
 class ModuleCalls:
-    """The planned forward passes of a module class, one for each set of non-array arguments."""
+    """The planned forward passes of a module class, one function for each set of static arguments."""
 
-    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any], name: str):
+    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any], name: str, trainings: list[Plan]):
         self.forward, self.options, self.name = forward, options, name
-        self.functions: dict[Any, AutoSharded] = {}
+        self.trainings = trainings  # what was planned for training: it says where parameters lie
+        self.functions: dict[Any, ForwardFunction] = {}
         self.told = False
 
-    def function(
-        self, statics: tuple[tuple[Any, Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AutoSharded:
-        """The planned function for these non-array arguments, planned for training if it is new."""
-        found = self.functions.get(statics)
+    def function(self, given: Arguments) -> ForwardFunction:
+        """The planned function for these static arguments."""
+        found = self.functions.get(given.key)
         if found is None:
-            fn = functools.partial(self.forward, **dict(statics)) if statics else self.forward
-            functools.update_wrapper(fn, self.forward) if statics else None
-            training = AutoSharded(_with_gradient(fn), self.options).plan(*args, **kwargs)
-            options = {**self.options, "plan": training.chosen, "memory_limit_bytes": float("inf")}
-            if self.options["plan"] is not None:
-                options["plan"] = self.options["plan"]
-            found = self.functions[statics] = AutoSharded(fn, options)
+            found = self.functions[given.key] = ForwardFunction(self)
+        found.given = given  # equal by key, but a list may have been changed since: trace with those of this call
         return found
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Any]:
-        """The plan and the result of a call."""
-        arrays = {k: v for k, v in kwargs.items() if _is_data(v)}
-        statics = tuple(sorted((k, v) for k, v in kwargs.items() if k not in arrays))
-        if _compat.under_trace() and not self.told:
+    def __call__(self, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Any]:
+        """The plan and the result of a call on `first`: the module, or a linen module's variables."""
+        given = split_arguments((first, *args), kwargs, self.name)
+        if _compat.under_trace() and not self.told and not self.trainings:
             self.told = True
             warnings.warn(
                 f"auto_shard({self.name}): first called under somebody's trace (jit, grad, ...): its calls are "
                 "constrained, its parameters stay where they are. Decorate that function, or make the module with "
                 f"{self.name}.sharded(...)",
                 AutoshardWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
-        function = self.function(statics, args, arrays)
-        result = function(*args, **arrays)
-        return function.plan(*args, **arrays), result
+        function = self.function(given)
+        result = function(*given.args, **given.kwargs)
+        return function._planned().plan, result
+
+    def entry(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry:
+        """The planned call, not run."""
+        given = split_arguments((first, *args), kwargs, self.name)
+        return self.function(given)._entry(given.args, given.kwargs)
 
 
-def _is_data(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(hasattr(x, "shape") or isinstance(x, float) for x in leaves)
+class ForwardFunction(AutoSharded):
+    """A module's forward pass with one set of static arguments."""
+
+    given: Arguments
+
+    def __init__(self, calls: ModuleCalls):
+        self.calls = calls
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.given.merge(args, kwargs)
+            return calls.forward(*args, **kwargs)
+
+        forward.__name__ = calls.name
+        super().__init__(forward, calls.options)
+
+    def _make(self, fn: Callable[..., Any]) -> PureFunction:
+        return ForwardPure(fn, self)
+
+
+class ForwardPure(PureFunction):
+    """The pure part of a forward pass: each signature is planned around the layout of the parameters for training."""
+
+    def __init__(self, fn: Callable[..., Any], forward: ForwardFunction):
+        super().__init__(fn, forward.options, ())
+        self.forward = forward
+
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """Traces and plans."""
+        leaves = self._module_leaves(args, kwargs)
+        training = self._training(leaves, args, kwargs)
+        stays = {x.path: x.spec for x in _of_module(training) if leaves.get(x.path) == _type_of(x)}
+        original = self.options
+        words = training.chosen if original["plan"] is None else original["plan"]
+        pins = {**(original["fixed"] or {}), **{glob.escape(path): spec for path, spec in stays.items()}}
+        options = {**original, "memory_limit_bytes": float("inf"), "plan": words, "fixed": pins}
+        mesh = training.bound.mesh if training.bound is not None else None
+        sizes = dict(zip(training.mesh.axis_names, training.mesh.axis_sizes, strict=True))
+        try:
+            self.options = {**options, "mesh": sizes} if isinstance(words, Mapping) and mesh is None else options
+            refusal = None
+            try:
+                entry = super().make(args, kwargs)
+                here = {x.path: x.spec for x in entry.plan.inputs}
+                same_mesh = entry.plan.mesh == training.mesh and mesh in (None, entry.plan.bound.mesh)
+                if same_mesh and all(here[path] == spec for path, spec in stays.items()):
+                    return entry
+            except AutoshardError as error:  # the words do not fit this call
+                refusal = error
+            self.options = {**options, "plan": None, "mesh": sizes if mesh is None else mesh}
+            try:
+                return super().make(args, kwargs)
+            except AutoshardError as error:
+                raise refusal or error from error
+        finally:
+            self.options = original
+
+    def _training(self, leaves: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """The plan for training that this call's parameters are laid out by, made if there is none."""
+        trainings = self.forward.calls.trainings
+        for plan in trainings:
+            inputs = _of_module(plan)
+            asked = [x for x in inputs if x.role == "parameter"] or inputs
+            if all(leaves.get(x.path) == _type_of(x) for x in asked):
+                return plan
+        made = self.options["plan"]
+        if not isinstance(made, Plan):
+            args, kwargs = self.originals or (args, kwargs)
+            made = AutoSharded(_with_gradient(self.forward.fn), self.options).plan(*args, **kwargs)
+        trainings.append(made)
+        return made
+
+    def _module_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Path -> shape and dtype of every array of the module."""
+        flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        paths = _compat.nnx_paths(*self.originals) if self.originals else [path_of(keys[1:]) for keys, _ in flat]
+        return {
+            path: (tuple(np.shape(x)), str(getattr(x, "dtype", type(x))))
+            for path, (_, x) in zip(paths, flat, strict=True)
+            if path.partition("/")[0] == "0"
+        }
+
+
+def _of_module(plan: Plan) -> list[Leaf]:
+    return [leaf for leaf in plan.inputs if leaf.path.partition("/")[0] == "0"]
+
+
+def _type_of(leaf: Leaf) -> tuple[tuple[int, ...], str]:
+    return tuple(leaf.shape), leaf.dtype
 
 
 def _with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the same arguments that also computes the gradients with respect to all that can have one."""
 
-    @functools.wraps(fn)
     def training(*args: Any, **kwargs: Any) -> Any:
-        graphdef, state = nnx.split(args)
+        graphdef, state = nnx.split((args, kwargs))
         leaves, tree = jax.tree.flatten(state)
-        real = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+        real = [i for i, x in enumerate(leaves) if _has_gradient(x)]
 
         def forward(floats: list[Any]) -> list[Any]:
             merged = list(leaves)
             for i, x in zip(real, floats, strict=True):
                 merged[i] = x
-            out = fn(*nnx.merge(graphdef, jax.tree.unflatten(tree, merged)), **kwargs)
-            return [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+            args, kwargs = nnx.merge(graphdef, jax.tree.unflatten(tree, merged))
+            return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if _has_gradient(x)]
 
         out, back = jax.vjp(forward, [leaves[i] for i in real])
         return out, back(out)
 
+    training.__name__ = getattr(fn, "__name__", "training")
     return training
+
+
+def _has_gradient(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+# --- nnx --------------------------------------------------------------------------------------------------------------
 
 
 def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
     original = cls.__call__
-    calls = ModuleCalls(original, options, cls.__name__)
+    trainings: list[Plan] = []
+    by_class: dict[type, ModuleCalls] = {}
+
+    def calls(klass: Any, forward: Callable[..., Any]) -> ModuleCalls:
+        if klass not in by_class:
+            by_class[klass] = ModuleCalls(forward, options, klass.__name__, trainings)
+        return by_class[klass]
+
+    planned = calls(cls, original)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if OUTER_PLAN.get():
             return original(self, *args, **kwargs)
-        cls.autoshard_plan, result = calls((self, *args), kwargs)
+        type(self).autoshard_plan, result = planned(self, args, kwargs)
         return result
 
     def sharded(klass: Any, *args: Any, example: tuple[Any, ...], **kwargs: Any) -> Any:
@@ -132,10 +343,10 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
             return klass(*a, **k), (a, k)
 
         abstract = nnx.eval_shape(lambda s: create(s)[0], state)
-        function = calls.function((), (abstract, *example), {})
-        cls.autoshard_plan = function.plan(abstract, *example)
-        entry = function._entry((abstract, *example), {})
-        model = born_sharded(entry, lambda s: create(s)[0], (state,), cls.__name__)
+        own = planned if klass.__call__ is call else calls(klass, klass.__call__)
+        entry = own.entry(abstract, tuple(example), {})
+        klass.autoshard_plan = entry.plan
+        model = born_sharded(entry, lambda s: create(s)[0], (state,), klass.__name__)
         advanced = nnx.split(jax.jit(lambda s: nnx.split(create(s)[1])[1])(state))[1]
         nnx.update((args, kwargs), advanced)
         return model
@@ -145,34 +356,76 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
     return cls
 
 
+# --- linen ------------------------------------------------------------------------------------------------------------
+
+
 def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
     original_apply, original_init = cls.apply, cls.init
     by_module: dict[Any, ModuleCalls] = {}
 
     def calls(module: Any) -> ModuleCalls:
-        if module not in by_module:
+        key = frozen(module, "")
+        if key not in by_module:
             forward = functools.partial(original_apply, module)
-            by_module[module] = ModuleCalls(forward, options, cls.__name__)
-        return by_module[module]
+            by_module[key] = ModuleCalls(forward, options, type(module).__name__, [])
+        return by_module[key]
 
     @functools.wraps(original_apply)
     def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         if OUTER_PLAN.get():
             return original_apply(self, variables, *args, **kwargs)
-        cls.autoshard_plan, result = calls(self)((variables, *args), kwargs)
+        type(self).autoshard_plan, result = calls(self)(variables, args, kwargs)
         return result
 
     @functools.wraps(original_init)
     def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         if OUTER_PLAN.get() or _compat.under_trace():
             return original_init(self, rngs, *args, **kwargs)
-        create = functools.partial(original_init, self, **kwargs)
-        variables = jax.eval_shape(create, rngs, *args)
-        function = calls(self).function((), (variables, *args), {})
-        entry = function._entry((variables, *args), {})
-        cls.autoshard_plan = entry.plan
-        return born_sharded(entry, create, (rngs, *args), cls.__name__)
+        name = type(self).__name__
+        given = split_arguments((rngs, *args), kwargs, name)
+
+        def create(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args, kwargs = given.merge(args, kwargs)
+            return original_init(self, *args, **kwargs)
+
+        variables = jax.eval_shape(create, given.args, given.kwargs)
+        try:
+            entry = _entry_for_init(calls(self), variables, rngs, args, kwargs)
+        except (AutoshardError, AutoshardWarning):
+            raise
+        except Exception as error:  # whatever the user's forward raises
+            warnings.warn(
+                f"auto_shard({name}): init made the variables on one device, because the forward pass that says where "
+                f"they lie could not be traced ({type(error).__name__}: {error}). They are moved at the first apply",
+                AutoshardWarning,
+                stacklevel=2,
+            )
+            return original_init(self, rngs, *args, **kwargs)
+        type(self).autoshard_plan = entry.plan
+        return born_sharded(entry, create, (given.args, given.kwargs), name)
 
     cls.apply, cls.init, cls.autoshard_plan = apply, init, None
     cls.__wrapped__ = original_apply
     return cls
+
+
+def _entry_for_init(
+    calls: ModuleCalls, variables: Any, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Entry:
+    """The plan of the forward pass that `init` runs, as `apply` would run it.
+
+    Most likely is a call without random streams that changes no variables. A forward pass that needs more gets the
+    streams of `init`, and may change what it wants.
+    """
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("mutable", "capture_intermediates")}
+    streams = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs}
+    others = {k: v for k, v in streams.items() if k != "params"}
+    ways = [{}, {"mutable": True, **({"rngs": others} if others else {})}, {"mutable": True, "rngs": streams}]
+    for way in ways[:-1]:
+        try:
+            return calls.entry(variables, args, {**kwargs, **way})
+        except (AutoshardError, AutoshardWarning):
+            raise
+        except Exception:  # noqa: S112  flax says in many ways that a stream or a collection is missing
+            continue
+    return calls.entry(variables, args, {**kwargs, **ways[-1]})

@@ -86,9 +86,10 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip
+    with_batch = {c for dims in set(axes.of_value) for dim in dims for c in dim if any(batch in d for d in dims)}
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in dim
-        if c != batch and c not in axes.stacked and c not in use.weights
+        if c != batch and c not in axes.stacked and c not in use.weights and c in with_batch
     )  # fmt: skip
     return Roles(
         inputs=inputs,

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SMOOTHING = 0.8
-"""Share of the moving average that one more point keeps."""
-
 
 def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw training loss (raw and smoothed) and validation loss over steps, in nats per token.
@@ -38,8 +35,7 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    mean, means = values[0], []
-    for value in values:
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
-        means.append(mean)
-    return means
+    """The mean over a window around each value, a twentieth of the run wide: it lags behind neither end."""
+    half = len(values) // 40
+    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
