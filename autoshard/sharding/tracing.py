@@ -77,16 +77,18 @@ class Traced:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+TRACE_FLAGS = (
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "threefry_partitionable",
+)
+
+
 def trace_flags() -> tuple[Any, ...]:
     """JAX's settings that change what a trace means."""
-    config = jax.config
-    return (
-        config.jax_enable_x64,
-        config.jax_default_matmul_precision,
-        config.jax_default_prng_impl,
-        config.jax_numpy_dtype_promotion,
-        config.jax_threefry_partitionable,
-    )
+    return tuple(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS)
 
 
 def abstract(tree: Any) -> Any:

@@ -20,6 +20,7 @@ from autoshard.spmdrules.walk import Reshard, Walk
 
 __all__ = ["Propagation", "PropagationError", "Reshard", "propagate"]
 
+
 @dataclass(frozen=True)
 class Propagation:
     """What `propagate` finds.

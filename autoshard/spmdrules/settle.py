@@ -269,4 +269,3 @@ class _Settling:
 
 def _spec(dims: Dims, axes: Mapping[str, Sequence[str]]) -> Spec:
     return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
-

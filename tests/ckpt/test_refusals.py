@@ -165,7 +165,9 @@ def test_keep_is_positive(tmp_path: Path) -> None:
         Checkpointer(tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("leaf", ["text", object(), np.array(["a"]), np.array([None])], ids=["text", "object", "strings", "objects"])
+@pytest.mark.parametrize(
+    "leaf", ["text", object(), np.array(["a"]), np.array([None])], ids=["text", "object", "strings", "objects"]
+)
 def test_leaves_that_cannot_be_saved(tmp_path: Path, leaf: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match="leaf 'a/1' is a"):

@@ -29,7 +29,7 @@ def filled(cfg: GPTConfig, std: float = 0.1) -> GPT:
 
 def quickly(fn, *args):
     """`fn(*args)`, jitted without optimisation."""
-    options = {"xla_backend_optimization_level": "0"}
+    options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
     return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
 
 

@@ -96,9 +96,7 @@ class Simulation(Walk):
         made: Shards = {}
         for at in itertools.product(*(range(self.mesh[a]) for a in stays)):
             fixed = dict(zip(stays, at, strict=True))
-            same = {
-                d: shards[tuple(fixed.get(a, i) for a, i in zip(self.mesh, d, strict=True))] for d in self.devices
-            }
+            same = {d: shards[tuple(fixed.get(a, i) for a, i in zip(self.mesh, d, strict=True))] for d in self.devices}
             whole = self.join(same, Place(old.spec, tuple(p for p in old.partial if p[0] not in stays)))
             for d in self.devices:
                 if all(self._at(d, (a,)) == i for a, i in fixed.items()):
