@@ -31,7 +31,8 @@ from flax import linen, nnx
 
 from autoshard import _compat
 from autoshard.errors import AutoshardError, AutoshardWarning
-from autoshard.sharding.api import AutoSharded, Entry, PureFunction, born_sharded
+from autoshard.sharding.api import AutoSharded
+from autoshard.sharding.dispatch import Entry, PureFunction, born_sharded
 from autoshard.sharding.plan import Leaf, Plan, PlanError
 from autoshard.sharding.tracing import OUTER_PLAN, path_of
 
@@ -84,14 +85,14 @@ class Arguments:
 
 
 def split_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Arguments:
-    """Takes the static arguments out of a call of `name`.
+    """Takes the static arguments out of a call of `name`, whose first argument (state or keys) is always data.
 
     Raises:
         PlanError: an argument is neither an array nor hashable.
     """
-    data: dict[int | str, Any] = {}
+    data: dict[int | str, Any] = {0: args[0]}
     statics, keys = [], []
-    for place, value in [*enumerate(args), *sorted(kwargs.items())]:
+    for place, value in [*enumerate(args[1:], start=1), *sorted(kwargs.items())]:
         leaves, tree = jax.tree.flatten(value, is_leaf=_is_graph)
         taken = {i: x for i, x in enumerate(leaves) if not _is_array(x) and not isinstance(x, float)}
         where = f"auto_shard({name}): argument '{place}'"
@@ -142,8 +143,10 @@ def frozen(value: Any, where: str) -> Any:
     except TypeError:
         if not where:
             return type(value), id(value)
-        raise PlanError(f"{where} holds a {type(value).__name__}, which is neither an array nor hashable, so calls "
-                        "with it cannot be told apart: give its class a __hash__, or make it an array") from None  # fmt: skip
+        raise PlanError(
+            f"{where} holds a {type(value).__name__}, which is neither an array nor hashable, so calls with it cannot "
+            "be told apart: give its class a __hash__, or make it an array"
+        ) from None
     return type(value), value
 
 
