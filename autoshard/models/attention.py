@@ -85,7 +85,7 @@ def attention(
         out = _plain(grouped, k, v, mask, causal=causal, scale=scale)
     else:
         out = _blockwise(causal, scale, min(block_size, keys), grouped, k, v, mask)
-    return out.reshape(batch, seq, heads, head_dim)
+    return out.reshape(batch, seq, heads, head_dim)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _check(q, k, v, causal: bool, impl: str, block_size: int, mask) -> None:
