@@ -4,7 +4,8 @@
 
 A value lives from the operator that makes it to the last that takes it; inside a loop, what stands outside and is used
 inside lives until the loop ends. Values that XLA fuses into their users (elementwise, taken by no contraction) are
-never written. Each value counts by its shard. State that is donated is updated in place.
+never written. Each value counts by its shard. State that is donated is updated in place. Arrays that the function
+closes over are constants: whole on every device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.lower import decides, home
@@ -32,6 +34,7 @@ class MemoryModel:
         self.death = np.full(n, -1)
         self.written = np.zeros(n, bool)
         self.points = 0
+        self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self._scan(program.block)
         self.whole = np.array([nbytes(a) for a in program.avals], float)
         inputs = set(program.inputs)
@@ -95,5 +98,7 @@ class MemoryModel:
         change = np.zeros(self.points + 2)
         np.add.at(change, self.birth[self.keep], local[self.keep])
         np.add.at(change, self.death[self.keep] + 1, -local[self.keep])
+        if self.constant_bytes:
+            kinds["constant"] = self.constant_bytes
         kinds["temporary"] = float(np.cumsum(change).max(initial=0.0))
         return sum(kinds.values()), kinds

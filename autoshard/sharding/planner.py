@@ -29,6 +29,8 @@ from autoshard.sharding.search import Candidate, price, search
 from autoshard.sharding.tracing import Traced, trace_flags
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
+LARGE_CONSTANTS_BYTES = 2**20
+
 PlanLike = str | Mapping[str, Sequence[str]] | Plan
 
 
@@ -235,8 +237,9 @@ class Planner:
         """The candidate as a plan."""
         layout, axes = best.layout, self.axes
         notes = self._notes(layout)
-        if notes and notes[0].startswith("nothing is sharded"):
-            warnings.warn(f"auto_shard({self.traced.name}): {notes[0]}", AutoshardWarning, stacklevel=5)
+        for note in notes:
+            if note.startswith("nothing is sharded"):
+                warnings.warn(f"auto_shard({self.traced.name}): {note}", AutoshardWarning, stacklevel=5)
         alike = [(self.program.inputs[i], self.program.outputs[o]) for i, o in self.traced.alike]
         outputs = output_specs(self.program, layout, [*alike, *self.state])
         traffic: dict[tuple[str, str, str], float] = defaultdict(float)
@@ -278,6 +281,11 @@ class Planner:
 
     def _notes(self, layout: Layout) -> tuple[str, ...]:
         notes = []
+        if self.memory.constant_bytes > LARGE_CONSTANTS_BYTES:
+            notes.append(
+                f"the function closes over {bytes_text(self.memory.constant_bytes)} of arrays, which are whole on "
+                "every device: pass them as arguments"
+            )
         held = any(any(layout.stored(v)) for v in self.program.inputs)
         if self.machine.target.devices > 1 and not layout.cuts() and not held:
             notes.append(

@@ -162,3 +162,12 @@ def test_init_takes_settings_and_keywords():
 
     state = step.init(create, 0, 2.0, "normal", width=64)
     assert device_bytes(state) * 8 == whole_bytes(state)
+
+
+def test_arrays_that_a_function_closes_over_count():
+    weight = jnp.ones((1024, 512))
+    made = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")
+    assert made.estimate.memory_bytes["constant"] == weight.nbytes
+    assert any("closes over 2.00 MiB" in note for note in made.notes)
+    with pytest.raises(PlanError, match="constant 2.00 MiB"):
+        plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), memory_limit_bytes=2**20)
