@@ -33,10 +33,11 @@ dev: $(DEV_STAMP) ## The same, and what the tests need.
 train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU devices.
 	@$(CPU8) $(BIN)/autoshard train --preset quick $(ARGS)
 
-test: lint quick ## Set up, lint, types, and the quick tests.
-
-quick: $(DEV_STAMP) ## The quick tests alone.
+test: lint ## Set up, lint, types, and the tests.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+quick: $(DEV_STAMP) ## The tests without lint and without those that are run on one JAX version only.
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole" $(ARGS)
 
 test-all: lint ## Lint, types, and every test, slow ones included.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)

@@ -159,9 +159,12 @@ def under_trace() -> bool:
 
 
 def has_graph_nodes(tree: Any) -> bool:
-    """Whether a pytree of arguments holds nnx objects (modules, optimizers, metrics, random streams)."""
-    is_node = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
-    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+    """Whether a pytree of arguments holds nnx objects: modules, optimizers, metrics, random streams, variables.
+
+    An `nnx.State` is none, nor are the variables in it: it is a pytree of arrays to whoever splits and merges himself.
+    """
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State)))
+    return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in found)
 
 
 def nnx_jit(fn: Any, make: Any) -> tuple[Any, Any]:
@@ -182,17 +185,24 @@ def nnx_pure_call(wrapped: Any, call: Any, args: tuple[Any, ...], kwargs: dict[s
 
 def nnx_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The path of every array leaf of arguments with nnx objects, in the order in which `nnx.jit` flattens them."""
-    paths: list[str] = []
-    is_node = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    return [path for path, _ in _graph_leaves(args, kwargs)]
+
+
+def _graph_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, owner) of every array leaf, as `nnx.jit` flattens: what several objects share belongs to the first.
+
+    The owner is the variable or box that holds the array, or the array itself. A variable's value can be a pytree.
+    """
+    is_graph = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))  # noqa: E731
+    is_owner = lambda x: is_graph(x) or isinstance(x, linen.Partitioned)  # noqa: E731
     with nnx.split_context() as context:
-        for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_node)[0]:
-            prefix = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
-            if is_node(leaf):
-                _, state = context.split(leaf)
-                paths += ["/".join([prefix, *map(str, path)]) for path, _ in nnx.to_flat_state(state)]
-            else:
-                paths.append(prefix)
-    return paths
+        for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_owner)[0]:
+            held = context.flatten(leaf)[1] if is_graph(leaf) else [((), leaf)]
+            for path, owner in held:
+                for inside, _ in jax.tree_util.tree_flatten_with_path(owner)[0]:
+                    own = inside[1:] if isinstance(owner, nnx.Variable) else inside
+                    words = [jax.tree_util.keystr(k, simple=True, separator="/") for k in (keys[1:], own) if k]
+                    yield "/".join([words[0], *map(str, path), *words[1:]]), owner
 
 
 def split_graph(create: Any) -> tuple[Any, Any]:
@@ -216,16 +226,11 @@ def written_specs(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) ->
 
     Read are `linen.Partitioned` boxes (logical names through the rules in force) and the metadata of nnx variables.
     """
-    found: list[Any] = []
-    is_node = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, linen.Partitioned))  # noqa: E731
-    with nnx.split_context() as context:
-        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_node):
-            if graph and isinstance(leaf, nnx.Pytree):
-                _, state = context.split(leaf)
-                found += [_written_on(variable) for _, variable in nnx.to_flat_state(state)]
-            else:
-                found += [_written_on(leaf)] * len(jax.tree.leaves(leaf))
-    return found
+    if graph:
+        return [_written_on(owner) for _, owner in _graph_leaves(args, kwargs)]
+    is_owner = lambda x: isinstance(x, (nnx.Variable, linen.Partitioned))  # noqa: E731
+    owners = jax.tree.leaves((args, kwargs), is_leaf=is_owner)
+    return [_written_on(owner) for owner in owners for _ in jax.tree.leaves(owner)]
 
 
 def _written_on(leaf: Any) -> Any:

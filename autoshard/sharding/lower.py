@@ -24,6 +24,7 @@ from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.place import Spec, to_partition_spec
 from autoshard.spmdrules.program import Block, Op
+from autoshard.spmdrules.rule import Dims, Rule
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
@@ -32,6 +33,18 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_a
 def decides(op: Op) -> bool:
     """Whether the layout has something to say at this operator."""
     return op.rule is not None and (op.name in (*CONTRACTIONS, *ADDRESSED, *REDUCTIONS) or declared(op))
+
+
+def own_specs(op: Op) -> list[NamedSharding]:
+    """Every sharding that the program itself wrote on an operator: a constraint's, a nested `jit`'s."""
+    params = op.eqn.params
+    if op.name == "sharding_constraint":
+        found = (params["sharding"],)
+    elif op.name in ("jit", "pjit"):
+        found = (*params["in_shardings"], *params["out_shardings"])
+    else:
+        found = ()
+    return [s for s in found if isinstance(s, NamedSharding)]
 
 
 def declared(op: Op) -> bool:
@@ -99,6 +112,20 @@ def _without_fault(op: Op, chosen: Strategy, operands: Arrays, results: Arrays, 
     return whole
 
 
+def comes_out_as(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
+    """Whether XLA may take a result from how it is computed straight to where it is wanted.
+
+    Only where the wish cuts further (a partial sum becomes a reduce-scatter then), and not a batch dimension that is
+    cut already. Elsewhere the result is pinned to how it is computed first: the partitioner chooses on its own how to
+    go there, and from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp) it computes wrong values.
+    """
+    for names, c, w in zip(dims, computed, want, strict=True):
+        batch = any(all(any(f in dim for dim in operand) for operand in rule.operands) for f in names)
+        if w[: len(c)] != c or (batch and c and w != c):
+            return False
+    return True
+
+
 class Lowering:
     """Evaluates a program with the constraints of a layout over a mesh of devices."""
 
@@ -157,25 +184,20 @@ class Lowering:
         wants = [wanted(self.layout, op, v) for v in op.results]
         if op.name not in REDUCTIONS:
             results = [
-                self.as_computed(x, plan.spec(d), w) for x, d, w in zip(results, rule.results, wants, strict=True)
+                x if comes_out_as(rule, d, plan.spec(d), want) else self.constrain(x, plan.spec(d))
+                for x, d, want in zip(results, rule.results, wants, strict=True)
             ]
         return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
 
-    def as_computed(self, x: Any, computed: Spec, want: Spec) -> Any:
-        """A result pinned to how it was computed, before it goes to where it is wanted.
-
-        Not where the wish only cuts further (a partial sum becomes a reduce-scatter then). Elsewhere XLA's partitioner
-        must not choose: from (dp, tp) x (tp, fsdp) straight to ((dp, fsdp), tp) it computes wrong values.
-        """
-        further = all(w[: len(c)] == c for c, w in zip(computed, want, strict=True))
-        return x if further else self.constrain(x, computed)
-
     def own_constraint(self, op: Op, x: Any) -> list[Any]:
         """A constraint that the program brought along, on this mesh."""
-        sharding = op.eqn.params["sharding"]
+        return [self.as_written(x, op.eqn.params["sharding"])]
+
+    def as_written(self, x: Any, sharding: Any) -> Any:
+        """`x` with a sharding that the program wrote on it, on this mesh; as it is where nothing was written."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-            return [x]
-        return [lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))]
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))
 
     def after_cast(self, op: Op, results: list[Any]) -> list[Any]:
         """Keeps a stored parameter where it is stored through its cast to the compute type."""
@@ -192,7 +214,10 @@ class Lowering:
             return self.loop(op, args)
         if name == "cond":
             return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
-        if name in ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"):
+        if name in ("jit", "pjit"):
+            args = list(map(self.as_written, args, params["in_shardings"]))
+            return list(map(self.as_written, self.block(op.blocks[0], args), params["out_shardings"]))
+        if name in ("closed_call", "core_call", "eval_jaxpr"):
             return self.block(op.blocks[0], args)
         inner = op.blocks[0]
         traced = jax.make_jaxpr(self.function(inner))(*args)
@@ -220,12 +245,25 @@ class Lowering:
         return [*carry, *ys]
 
     def loop(self, op: Op, args: list[Any]) -> list[Any]:
-        """A while loop with its test and body rewritten."""
-        n_cond, n_body = op.eqn.params["cond_nconsts"], op.eqn.params["body_nconsts"]
-        test, body = op.blocks
-        of_test, of_body, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-        return lax.while_loop(
-            lambda carry: self.block(test, [*of_test, *carry])[0],
-            lambda carry: self.block(body, [*of_body, *carry]),
-            init,
-        )
+        """A while loop with its test and body rewritten.
+
+        Bound again, not built by `lax.while_loop`: that refuses the test of a loop under `vmap`, one truth value a row.
+        """
+        params = op.eqn.params
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        (test, of_test), (body, of_body) = map(self.rewritten, op.blocks)
+        changed = {
+            "cond_jaxpr": test, "cond_nconsts": n_cond + len(of_test),
+            "body_jaxpr": body, "body_nconsts": n_body + len(of_body),
+        }  # fmt: skip
+        operands = [*of_test, *args[:n_cond], *of_body, *args[n_cond:]]
+        return _compat.bind(op.eqn, {**params, **changed}, *operands)
+
+    def rewritten(self, block: Block) -> tuple[Any, list[Any]]:
+        """The closed jaxpr of a block with its constraints, and the constants that are its first inputs."""
+        inputs = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+            for v in _compat.open_jaxpr(block.jaxpr).invars
+        ]
+        bare, consts = _compat.split_constants(jax.make_jaxpr(self.function(block))(*inputs))
+        return _compat.close(bare, []), consts

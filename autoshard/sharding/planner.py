@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from autoshard import _compat
 from autoshard.errors import AutoshardWarning
@@ -19,7 +19,7 @@ from autoshard.sharding import request as requests
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.lower import Lowering
+from autoshard.sharding.lower import Lowering, own_specs
 from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
@@ -362,9 +362,9 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
 def constraint_mesh(traced: Traced) -> Any:
     """The mesh that the program's own sharding constraints are written for, None where there are none."""
     for op in traced.program.ops():
-        sharding = op.eqn.params.get("sharding") if op.name == "sharding_constraint" else None
-        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty and sharding.mesh.size > 1:
-            return sharding.mesh
+        for sharding in own_specs(op):
+            if not sharding.mesh.empty and sharding.mesh.size > 1:
+                return sharding.mesh
     return None
 
 
@@ -376,15 +376,13 @@ def check_constraints(traced: Traced, layout: Layout) -> None:
     """
     wrong = []
     for op in traced.program.ops():
-        sharding = op.eqn.params.get("sharding") if op.name == "sharding_constraint" else None
-        if not isinstance(sharding, NamedSharding):
-            continue
-        names = [a for dim in from_partition_spec(sharding.spec, len(sharding.spec)) for a in dim]
-        if missing := [a for a in names if a not in layout.mesh]:
-            wrong.append(
-                f"the constraint {sharding.spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, "
-                f"the plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
-            )
+        for spec in (sharding.spec for sharding in own_specs(op)):
+            names = [a for dim in from_partition_spec(spec, len(spec)) for a in dim]
+            if missing := [a for a in names if a not in layout.mesh]:
+                wrong.append(
+                    f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, the "
+                    f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
+                )
     if wrong:
         raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
 

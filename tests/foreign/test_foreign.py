@@ -19,7 +19,11 @@ PROGRAMS = {
     program.__name__.rpartition(".")[2]: program
     for program in (nnx_cnn, nnx_transformer, linen_transformer, linen_lstm, scan_recurrence, optax_mlp)
 }
-PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2"]
+PLANS = [
+    None,
+    "dp:2 fsdp:2 tp:2",
+    *(pytest.param(words, marks=pytest.mark.whole) for words in ("dp:8", "fsdp:8", "tp:8")),
+]
 STEPS = 20
 
 # Adam divides a gradient by its own size: a leaf whose gradient is all noise, a key's bias, moves by full steps.

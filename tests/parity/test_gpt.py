@@ -37,6 +37,7 @@ def test_plans(plan):
     compare(Case(), plan)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("plan", SOME)
 @pytest.mark.parametrize("name", QUICK)
 def test_variants(name, plan):
