@@ -44,11 +44,8 @@ from jax._src.random import prng
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import primitives as public_primitives
 
-Jaxpr = core.Jaxpr
 ONE_JAXPR_TYPE = ClosedJaxpr is core.Jaxpr
 Literal = core.Literal
-Var = core.Var
-DropVar = core.DropVar
 
 _PLACES = (
     lax, public_primitives, lax_internal, slicing, control_flow, ad_util, prng, pjit, ad_checkpoint, custom_derivatives,
@@ -78,11 +75,6 @@ def open_jaxpr(jaxpr: Any) -> Any:
 def constants(jaxpr: Any) -> list[Any]:
     """The constants that belong to a closed jaxpr's `constvars`; none for an open one."""
     return list(getattr(jaxpr, "consts", ()) or ())
-
-
-def constvars(jaxpr: Any) -> list[Any]:
-    """The variables of an open jaxpr that stand for its constants."""
-    return list(open_jaxpr(jaxpr).constvars)
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -193,16 +185,22 @@ def _graph_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tup
 
     The owner is the variable or box that holds the array, or the array itself. A variable's value can be a pytree.
     """
-    is_graph = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))  # noqa: E731
-    is_owner = lambda x: is_graph(x) or isinstance(x, linen.Partitioned)  # noqa: E731
     with nnx.split_context() as context:
-        for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_owner)[0]:
-            held = context.flatten(leaf)[1] if is_graph(leaf) else [((), leaf)]
+        for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_node_or_owner)[0]:
+            held = (
+                [((), leaf)]
+                if isinstance(leaf, linen.Partitioned) or not _is_node_or_owner(leaf)
+                else (context.flatten(leaf)[1])
+            )
             for path, owner in held:
                 for inside, _ in jax.tree_util.tree_flatten_with_path(owner)[0]:
                     own = inside[1:] if isinstance(owner, nnx.Variable) else inside
                     words = [jax.tree_util.keystr(k, simple=True, separator="/") for k in (keys[1:], own) if k]
                     yield "/".join([words[0], *map(str, path), *words[1:]]), owner
+
+
+def _is_node_or_owner(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable, linen.Partitioned))
 
 
 def split_graph(create: Any) -> tuple[Any, Any]:
@@ -228,8 +226,7 @@ def written_specs(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) ->
     """
     if graph:
         return [_written_on(owner) for _, owner in _graph_leaves(args, kwargs)]
-    is_owner = lambda x: isinstance(x, (nnx.Variable, linen.Partitioned))  # noqa: E731
-    owners = jax.tree.leaves((args, kwargs), is_leaf=is_owner)
+    owners = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, (nnx.Variable, linen.Partitioned)))
     return [_written_on(owner) for owner in owners for _ in jax.tree.leaves(owner)]
 
 
@@ -268,12 +265,6 @@ def is_floating(dtype: Any) -> bool:
 def is_tracer(value: Any) -> bool:
     """Whether a value stands for one in somebody's trace."""
     return isinstance(value, core.Tracer)
-
-
-def has_explicit_axes(sharding: Any) -> bool:
-    """Whether a sharding is part of an array's type."""
-    mesh = getattr(sharding, "mesh", None)
-    return mesh is not None and any(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types)
 
 
 def result_type(shape: Any, dtype: Any, operands: Any) -> Any:

@@ -47,7 +47,9 @@ def restore_step(path: Any, step: int, template: Any, config: Mapping[str, Any] 
             saved = storage.read_digest_rows(path, manifest)
             try:
                 return saved, storage.read_arrays(path, targets)
-            except Exception as error:
+            except (
+                Exception
+            ) as error:  # Orbax has no common one; `_reading` says what each means, this finds the leaves
                 raise _with_leaves(error, path, step, manifest, saved) from error
 
     saved, arrays = together(read, lambda who: damaged(path, step, who))
@@ -102,7 +104,7 @@ def _reading(path: Any, step: int) -> Iterator[None]:
         raise
     except PermissionError as error:
         raise CheckpointError(f"step {step} in {path.parent} cannot be read: {error}") from error
-    except Exception as error:
+    except Exception as error:  # a damaged file shows as any of theirs, decoding errors among them
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise damaged(path, step, _cause(error, path)) from error
@@ -162,10 +164,10 @@ def _as_wanted(array: Any, target: Any, spec: LeafSpec) -> bool:
 def _expected(path: Any, step: int, manifest: Manifest, saved: Mapping[str, np.ndarray]) -> dict[Key, int]:
     """The digests that were saved."""
     totals = {group: digest.total(rows) for group, rows in saved.items()}
-    bad = [group for group, parts in totals.items() if parts is None]
-    if bad:
+    whole = {group: parts for group, parts in totals.items() if parts is not None}
+    if len(whole) < len(totals):
         raise damaged(path, step, "the file of digests is not as it was written")
-    return {key: int(totals[group][column]) for key, (group, column) in manifest.digests.items()}  # type: ignore[index]
+    return {key: int(whole[group][column]) for key, (group, column) in manifest.digests.items()}
 
 
 def _digests(arrays: Mapping[Key, Any]) -> dict[Key, int]:

@@ -103,7 +103,7 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
     try:
         with context:
             return ocp.load_checkpointables(path, wanted)
-    except Exception:
+    except Exception:  # raised on as it is
         # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
         logging.getLogger("asyncio").addFilter(_not_orbax)
         raise

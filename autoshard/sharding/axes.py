@@ -39,11 +39,6 @@ class LogicalAxes:
     names: dict[int, str] = field(default_factory=dict)
 
     @cached_property
-    def classes(self) -> list[int]:
-        """Every class, in order of first appearance."""
-        return list(range(len(self.sizes)))
-
-    @cached_property
     def held(self) -> dict[int, int]:
         """Values that are a program input, or one loop step's slice of it, but for casts: value -> the input."""
         held: dict[int, int] = {v: v for v in self.program.inputs}
@@ -252,12 +247,3 @@ def _twice(leaves: Leaves, colour: list[int]) -> list[int]:
     classes = {c for dim in leaves for c in dim}
     shades = [colour[c] for c in classes]
     return [c for c in classes if shades.count(colour[c]) > 1]
-
-
-def describe(axes: LogicalAxes, value: int) -> str:
-    """The axes of one value, `[embed, (heads, head_dim)]`."""
-
-    def one(dim: Any) -> str:
-        return "1" if not dim else axes.name(dim[0]) if len(dim) == 1 else f"({', '.join(map(axes.name, dim))})"
-
-    return f"[{', '.join(map(one, axes.of_value[value]))}]"

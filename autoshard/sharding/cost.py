@@ -12,7 +12,6 @@ axis of an activation is an all-gather, or an all-to-all if it goes to another o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,8 +134,11 @@ class CostModel:
             for axis, cls in _class_of_axis(layout, v, spec).items():
                 n, to = layout.mesh[axis], after.get(axis)
                 if to != cls and cls in own:
-                    kind, size = ("all-to-all", local * (n - 1) / n) if to in own else ("all-gather", local * (n - 1))
-                    moves.append(Move(kind, axis, i, size))  # type: ignore[arg-type]
+                    moves.append(
+                        Move("all-to-all", axis, i, local * (n - 1) / n)
+                        if to in own
+                        else Move("all-gather", axis, i, local * (n - 1))
+                    )
         return tuple(moves)
 
     def _state_moves(self, layout: Layout) -> list[Collective]:
@@ -188,8 +190,3 @@ def group(axes: LogicalAxes) -> list[Group]:
         for seen, v in zip(g.values, op.operands, strict=True):
             seen.add(v)
     return list(groups.values())
-
-
-def ways(layout: Layout, spec: Spec) -> int:
-    """The number of shards that a spec cuts a tensor into."""
-    return math.prod(layout.mesh[a] for dim in spec for a in dim)

@@ -154,9 +154,3 @@ class Layout:
                 else:
                     found.setdefault(key, where)
         return found
-
-
-def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, mesh: Mapping[str, int]) -> float:
-    """Bytes on one device of an array under `spec`."""
-    ways = math.prod(mesh[a] for dim in spec for a in dim)
-    return math.prod(shape) * itemsize / ways

@@ -75,13 +75,13 @@ class Arguments:
 
     def merge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Other data with these static arguments."""
-        merged: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        merged: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}  # positions and names
         for place, tree, value in self.statics:
             if tree is not None:
                 holes = tree.flatten_up_to(merged[place])
                 value = jax.tree.unflatten(tree, [value.get(i, x) for i, x in enumerate(holes)])
             merged[place] = value
-        return tuple(merged.pop(i) for i in range(len(args))), merged  # type: ignore[return-value]
+        return tuple(merged.pop(i) for i in range(len(args))), merged
 
 
 def split_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Arguments:
@@ -396,7 +396,7 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
             entry = _entry_for_init(calls(self), variables, rngs, args, kwargs)
         except (AutoshardError, AutoshardWarning):
             raise
-        except Exception as error:  # whatever the user's forward raises
+        except Exception as error:  # the user's forward may raise anything; the warning names it
             warnings.warn(
                 f"auto_shard({name}): init made the variables on one device, because the forward pass that says where "
                 f"they lie could not be traced ({type(error).__name__}: {error}). They are moved at the first apply",
@@ -429,6 +429,6 @@ def _entry_for_init(
             return calls.entry(variables, args, {**kwargs, **way})
         except (AutoshardError, AutoshardWarning):
             raise
-        except Exception:  # noqa: S112  flax says in many ways that a stream or a collection is missing
+        except Exception:  # flax says in many ways that a stream or a collection is missing; the last way raises it
             continue
     return calls.entry(variables, args, {**kwargs, **ways[-1]})

@@ -98,7 +98,7 @@ def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
     """`check_rule` for one equation."""
     try:
         rule = _rule(case)
-    except Exception as error:  # noqa: BLE001 - whatever a rule raises is the finding
+    except Exception as error:  # whatever a rule raises is the finding
         return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {_brief(error)}")]
     if rule is None:
         return [_finding(case, None, "unknown", {}, "there is no rule for it")]

@@ -39,12 +39,12 @@ def run_strategies(
             outcomes.append(
                 _run_mapped(case, rule, trials, counts) if mapped else _traced(case, rule, trials[0], counts)
             )
-        except Exception as error:  # noqa: BLE001 - whatever an operator raises on its shards is the outcome
+        except Exception as error:  # whatever an operator raises on its shards is the outcome
             outcomes.append(error)
     waiting = [i for i, outcome in enumerate(outcomes) if outcome is None]
     try:
         found = _run_batch(case, rule, [strategies[i] for i in waiting], trials)
-    except Exception:  # noqa: BLE001 - one of them is guilty: each for itself then
+    except Exception:  # one of them is guilty: each for itself then
         found = [_run_alone(case, rule, strategies[i], trials) for i in waiting]
     for i, outcome in zip(waiting, found, strict=True):
         outcomes[i] = outcome
@@ -62,7 +62,7 @@ def _run_alone(
 ) -> list[list[Grid]] | Exception:
     try:
         return _run_batch(case, rule, [counts], trials)[0]
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # as above: it is the outcome
         return error
 
 

@@ -180,15 +180,13 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text that `from_json` reads on any machine."""
-        leaf = lambda x: {"path": x.path, "shape": x.shape, "dtype": x.dtype, "spec": _spec_json(x.spec),  # noqa: E731
-                          "axes": x.axes, "role": x.role}  # fmt: skip
         data = {
             "format": FORMAT,
             "mesh": dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True)),
             "axis_rules": self.axis_rules,
             "storage": self.storage,
-            "inputs": [leaf(x) for x in self.inputs],
-            "outputs": [leaf(x) for x in self.outputs],
+            "inputs": list(map(_leaf_json, self.inputs)),
+            "outputs": list(map(_leaf_json, self.outputs)),
             "estimate": asdict(self.estimate),
             "target": self.target,
             "traffic": self.traffic,
@@ -278,6 +276,18 @@ def _flat(spec: PartitionSpec) -> list[Any]:
 
 def _spec_json(spec: PartitionSpec) -> list[Any]:
     return [list(e) if isinstance(e, tuple) else e for e in tuple(spec)]
+
+
+def _leaf_json(leaf: Leaf) -> dict[str, Any]:
+    spec = _spec_json(leaf.spec)
+    return {
+        "path": leaf.path,
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+        "spec": spec,
+        "axes": leaf.axes,
+        "role": leaf.role,
+    }
 
 
 def _leaf_from_json(data: Mapping[str, Any]) -> Leaf:

@@ -24,7 +24,7 @@ from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_mach
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
-from autoshard.sharding.roles import Roles, find_roles, name_axes
+from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
 from autoshard.sharding.tracing import Traced, trace_flags
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
@@ -269,7 +269,7 @@ class Planner:
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
             function=self.traced.name,
-            axis_sizes={axes.name(c): axes.sizes[c] for c in axes.classes if c in axes.names},
+            axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,
             alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
             bound=Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh),
@@ -320,7 +320,10 @@ class Planner:
         sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
         numbers = {name: c for c, name in self.axes.names.items()}
         table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
-        layout = Layout(self.axes, self.roles, sizes, table, dict(plan.storage))  # type: ignore[arg-type]
+        storage: dict[Role, tuple[str, ...]] = {
+            role: plan.storage[role] for role in requests.STATE if role in plan.storage
+        }
+        layout = Layout(self.axes, self.roles, sizes, table, storage)
         layout.pins = {
             v: from_partition_spec(leaf.spec, len(leaf.shape))
             for v, leaf in zip(self.program.inputs, plan.inputs, strict=True)

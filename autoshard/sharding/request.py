@@ -126,7 +126,8 @@ def storage_for(owners: Mapping[str, str], everything: bool) -> dict[Role, tuple
         return {role: tuple(owners) for role in STATE}
     full = tuple(a for a, kind in owners.items() if kind == "fsdp")
     moments = tuple(a for a, kind in owners.items() if kind in ("fsdp", "zero1"))
-    return {role: axes for role, axes in (("parameter", full), ("optimizer", moments)) if axes}  # type: ignore[misc]
+    stored: dict[Role, tuple[str, ...]] = {"parameter": full, "optimizer": moments}
+    return {role: axes for role, axes in stored.items() if axes}
 
 
 def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:

@@ -152,7 +152,7 @@ def trace(
     finally:
         OUTER_PLAN.reset(token)
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
-    owners = [k[1].idx if k[0].idx == 0 else -1 for k, _ in flat]  # type: ignore[attr-defined]
+    owners = [i for i, a in enumerate(shapes[0]) for _ in jax.tree.leaves(a)] + [-1 for _ in jax.tree.leaves(shapes[1])]
     in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
     relative = [tuple(map(str, k[2:])) for k, _ in flat]
     state, alike = _match_state(

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 Kind = Literal["pass", "reduce", "whole", "halo", "index", "offset"]
 Reduction = Literal["sum", "max", "min", "mul", "and", "or", "xor", "argmax", "argmin"]
@@ -194,7 +194,8 @@ class Rule:
         head = f"{', '.join(map(_dims_text, self.operands))} -> {', '.join(map(_dims_text, self.results))}"
         return "; ".join([head.strip(), *clauses])
 
-    __str__ = text.fget  # type: ignore[assignment]
+    def __str__(self) -> str:
+        return self.text
 
     @classmethod
     def parse(cls, text: str, *avals: Any, local: LocalParams | None = None, body: Body | None = None) -> Rule:
@@ -308,6 +309,6 @@ def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -
         op = detail or "sum"
         if op not in REDUCTIONS:
             raise RuleError(f"rule '{text}': unknown reduction '{op}'; known: {', '.join(REDUCTIONS)}")
-        factors[name] = replace(factor, kind="reduce", op=op)  # type: ignore[arg-type]
+        factors[name] = replace(factor, kind="reduce", op=cast(Reduction, op))
     else:
-        factors[name] = replace(factor, kind=word)  # type: ignore[arg-type]
+        factors[name] = replace(factor, kind=cast(Kind, word))
