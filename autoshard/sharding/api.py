@@ -131,11 +131,11 @@ def plan(
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)
 
 
-def bind(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Plan:
+def bind(made: Plan, fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Plan:
     """See `Plan.bind`."""
     if not args:
         raise PlanError("Plan.bind needs the function's arguments or their shapes: plan.bind(fn, state, batch)")
-    return globals()["plan"](fn, *args, plan=plan, target=plan.target, **options)
+    return plan(fn, *args, plan=made, target=made.target, **options)
 
 
 class AutoSharded:

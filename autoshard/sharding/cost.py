@@ -20,8 +20,8 @@ from jax import numpy as jnp
 
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
+from autoshard.sharding.decide import decides, home, strategy, wanted
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.lower import decides, home, strategy, wanted
 from autoshard.sharding.roles import Roles, nbytes
 from autoshard.sharding.strategy import Move, flops_of
 from autoshard.sharding.targets import Target

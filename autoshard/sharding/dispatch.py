@@ -15,8 +15,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
+from autoshard.sharding.bound import NewSignature
 from autoshard.sharding.plan import Plan, PlanError
-from autoshard.sharding.planner import NewSignature, plan_traced
+from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.tracing import Traced, path_of, trace, trace_flags
 
 

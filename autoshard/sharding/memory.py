@@ -17,8 +17,8 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
+from autoshard.sharding.decide import decides, home
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.lower import decides, home
 from autoshard.sharding.roles import CONTRACTIONS, Roles, nbytes
 from autoshard.spmdrules.program import Block, Op
 

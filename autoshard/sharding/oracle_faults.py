@@ -3,7 +3,7 @@
 The oracle does not report them again, a test checks that they are still there, and a planner has to keep those that
 are `wrong`, `crash` or `fail` out of its plans, and to price those that are `dear`.
 
-One more is no property of what is cut but of where the result goes from there: see `lower.comes_out_as`.
+One more is no property of what is cut but of where the result goes from there: see `decide.comes_out_as`.
 """
 
 from __future__ import annotations

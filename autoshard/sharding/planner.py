@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import fnmatch
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from autoshard import _compat
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding import request as requests
 from autoshard.sharding.axes import LogicalAxes, find_axes
+from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.lower import Lowering, own_specs
-from autoshard.sharding.machine import Machine, MeshLike, device_mesh, find_machine, placed
+from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
+from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
-from autoshard.sharding.tracing import Traced, trace_flags
+from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
 LARGE_CONSTANTS_BYTES = 2**20
 
 PlanLike = str | Mapping[str, Sequence[str]] | Plan
-
-
-@dataclass(eq=False)
-class Bound:
-    """A plan's function: its trace, and the layout that the plan means for it."""
-
-    traced: Traced
-    layout: Layout
-    flops_per_byte: float
-    mesh: Any = None
-    wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
-
-    def mesh_over(self, plan: Plan, devices: Any) -> Any:
-        """The plan's mesh over these devices; those that the plan was made on, if none are given."""
-        if devices is None and self.mesh is not None:
-            return self.mesh
-        return device_mesh(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices)
-
-    def run(self, mesh: Any) -> Callable[..., list[Any]]:
-        """The annotated program over flat inputs."""
-        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
-
-    def jit(self, plan: Plan, devices: Any = None) -> Callable[..., Any]:
-        """See `Plan.jit`; of pure arguments, without `wrap`."""
-        mesh = self.mesh_over(plan, devices)
-        ins, outs = plan.shardings(mesh)
-        lowered, traced = self.run(mesh), self.traced
-        in_args, in_kwargs = jax.tree.unflatten(traced.in_tree, ins)
-
-        def run(*args: Any) -> Any:
-            leaves = traced.in_tree.flatten_up_to((args[: len(in_args)], args[-1] if in_kwargs else {}))
-            check_signature(traced, leaves)
-            return jax.tree.unflatten(traced.out_tree, lowered(*leaves))
-
-        run.__name__ = traced.name
-        donated = sorted({int(traced.owners[i]) for i in traced.donated})
-        return jax.jit(
-            run,
-            in_shardings=(*in_args, in_kwargs) if in_kwargs else in_args,
-            out_shardings=jax.tree.unflatten(traced.out_tree, outs),
-            donate_argnums=donated,
-        )
-
-
-class NewSignature(Exception):
-    """A planned function was called with arguments that it was not planned for."""
-
-
-def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:
-    """Raises `NewSignature` if the arguments' shapes or dtypes are not those of the trace."""
-    for leaf, aval in zip(leaves, traced.in_avals, strict=True):
-        if leaf.shape != aval.shape or leaf.dtype != aval.dtype or leaf.aval.weak_type != aval.weak_type:
-            raise NewSignature
-    if trace_flags() != traced.flags:
-        raise NewSignature
 
 
 def argnums(donate: int | Sequence[int], static: int | Sequence[int]) -> tuple[int, ...]:
@@ -360,85 +304,3 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
         return layout.gradient_spec(v) or layout.spec(v)  # what is made of state like state: gradients, moments
 
     return [one(v) for v in program.outputs]
-
-
-def constraint_mesh(traced: Traced) -> Any:
-    """The mesh that the program's own sharding constraints are written for, None where there are none."""
-    for op in traced.program.ops():
-        for sharding in own_specs(op):
-            if not sharding.mesh.empty and sharding.mesh.size > 1:
-                return sharding.mesh
-    return None
-
-
-def check_constraints(traced: Traced, layout: Layout) -> None:
-    """Checks that the program's own sharding constraints can be kept on the plan's mesh.
-
-    Raises:
-        PlanError: naming every constraint that cannot.
-    """
-    wrong = []
-    for op in traced.program.ops():
-        for spec in (sharding.spec for sharding in own_specs(op)):
-            names = [a for dim in from_partition_spec(spec, len(spec)) for a in dim]
-            if missing := [a for a in names if a not in layout.mesh]:
-                wrong.append(
-                    f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, the "
-                    f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
-                )
-    if wrong:
-        raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
-
-
-def fixed_pins(
-    traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any], word: str
-) -> dict[int, Spec]:
-    """The specs that the user fixed, by value; `word` is how messages call them.
-
-    Raises:
-        PlanError: every pattern that matches nothing and every spec that cannot hold.
-    """
-    pins: dict[int, Spec] = {}
-    wrong: list[str] = []
-    for pattern, what in fixed.items():
-        found = [i for i, path in enumerate(traced.in_paths) if path == pattern]
-        found = found or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
-        if not found:
-            wrong.append(f"{word} '{pattern}' matches no input; inputs are {', '.join(traced.in_paths[:6])}, ...")
-        for i in found:
-            value, aval = traced.program.inputs[i], traced.in_avals[i]
-            try:
-                pins[value] = _fixed_spec(what, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
-            except PlanError as error:
-                wrong.append(str(error))
-    if wrong:
-        raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
-    return pins
-
-
-def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
-    if not isinstance(what, PartitionSpec):
-        names = {name: c for c, name in axes.names.items()}
-        asked = [names.get(n) for n in what]
-        if unknown := [n for n in what if n is not None and n not in names]:
-            raise PlanError(f"{where} names {unknown}, which is no logical axis; there are {sorted(names)}")
-        spec = layout.spec(value)
-        return tuple(
-            spec[d] if d < len(asked) and asked[d] is not None and asked[d] in axes.of_value[value][d] else ()
-            for d in range(aval.ndim)
-        )
-    if len(what) > aval.ndim:
-        raise PlanError(f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}")
-    spec = from_partition_spec(what, aval.ndim)
-    flat = [a for dim in spec for a in dim]
-    if unknown := [a for a in flat if a not in layout.mesh]:
-        raise PlanError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
-                        "give mesh= with the names that the specs use")  # fmt: skip
-    if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {what} uses mesh axis {twice[0]!r} twice")
-    for d, dim in enumerate(spec):
-        n = layout.ways(dim)
-        if aval.shape[d] % n:
-            raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
-                            f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
-    return spec

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import _compat, auto_shard
 from autoshard.sharding import lower
-from autoshard.sharding.lower import comes_out_as, own_specs
+from autoshard.sharding.decide import comes_out_as
+from autoshard.sharding.pins import own_specs
 from autoshard.sharding.strategy import Strategy
 from autoshard.sharding.tracing import trace
 from autoshard.spmdrules.place import to_partition_spec
@@ -295,7 +296,7 @@ def product(mesh, left, right, *results):
 
 @pytest.mark.parametrize(("left", "right", "want"), FAULTY, ids=str)
 def test_the_partitioner_still_computes_a_product_wrongly_where_it_is_wanted(mesh_of, left, right, want):
-    """If this fails, XLA is mended: `lower.comes_out_as` can go once no supported version has the fault."""
+    """If this fails, XLA is mended: `decide.comes_out_as` can go once no supported version has the fault."""
     mesh = mesh_of(dp=2, fsdp=2, tp=2)
     right_values = whole_numbers(0) @ whole_numbers(1)
     assert not np.array_equal(product(mesh, left, right, want), right_values)

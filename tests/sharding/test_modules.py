@@ -11,8 +11,8 @@ from flax import linen, nnx
 
 from autoshard import auto_shard
 from autoshard.errors import AutoshardError, AutoshardWarning
-from autoshard.sharding.modules import split_arguments
 from autoshard.sharding.plan import PlanError
+from autoshard.sharding.statics import split_arguments
 from tests.sharding.programs import assert_close, batch, device_bytes, whole_bytes
 
 

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
-from autoshard.sharding.lower import decides, strategy
+from autoshard.sharding.decide import decides, strategy
 from autoshard.sharding.report.summary import leaf_bytes
 from autoshard.sharding.report.units import line_text
 

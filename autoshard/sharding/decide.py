@@ -1,0 +1,104 @@
+"""What a layout says at each operator: where operands come from, where results are wanted, how the work is cut.
+
+Cost, memory, lowering and reports all ask here, so that what is priced is what is written into the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard.sharding.layout import Layout
+from autoshard.sharding.oracle_faults import Cut, known_fault
+from autoshard.sharding.roles import CONTRACTIONS, nbytes
+from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
+from autoshard.spmdrules.opaque import is_operator
+from autoshard.spmdrules.place import Spec
+from autoshard.spmdrules.program import Op
+from autoshard.spmdrules.rule import Dims, Rule
+
+ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+
+
+def decides(op: Op) -> bool:
+    """Whether the layout has something to say at this operator."""
+    return op.rule is not None and (op.name in (*CONTRACTIONS, *ADDRESSED, *REDUCTIONS) or declared(op))
+
+
+def declared(op: Op) -> bool:
+    """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
+    return is_operator(op.eqn.primitive)
+
+
+def home(layout: Layout, value: int) -> Spec:
+    """Where a value is before an operator takes it: a (slice of a) stored parameter where it is stored."""
+    if value in layout.roles.inputs:
+        return layout.stored(value)
+    held = layout.held.get(value)
+    if held is not None:
+        spec = layout.stored(held)
+        return spec[len(spec) - len(layout.axes.of_value[value]) :]
+    return layout.spec(value)
+
+
+def wanted(layout: Layout, op: Op, value: int) -> Spec:
+    """Where the result of a deciding operator should end: a gradient as its state is stored, others as computed."""
+    batch = layout.roles.batch
+    leaves = layout.axes.of_value[value]
+    if batch is not None and layout.storage and not any(batch in dim for dim in leaves):
+        if any(v >= 0 and any(batch in dim for dim in layout.axes.of_value[v]) for v in op.operands):
+            spec = layout.gradient_spec(value)
+            if spec is not None:
+                return spec
+    return layout.spec(value)
+
+
+def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
+    """The cut of a deciding operator under a layout."""
+    assert op.rule is not None
+    avals = [v.aval for v in op.eqn.invars]
+    places = [
+        home(layout, v) if v >= 0 else ((),) * a.ndim for v, a in zip(op.operands, avals, strict=True)
+    ]  # fmt: skip
+    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places)
+    outs = [wanted(layout, op, v) for v in op.results]
+    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs)
+    chosen = choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
+    return _without_fault(op, chosen, operands, results, layout.mesh)
+
+
+def _without_fault(op: Op, chosen: Strategy, operands: Arrays, results: Arrays, mesh: Mapping[str, int]) -> Strategy:
+    """The strategy, or another where XLA's partitioner is known to compute it wrongly or to abort.
+
+    The known faults need a mesh of two axes of which one is left over, so all axes cut one summed factor, or nothing.
+    """
+    rule = op.rule
+    assert rule is not None
+    cut = [f for a, f in chosen.factors.items() if f is not None and mesh[a] > 1]
+    if declared(op) or not cut or sum(n > 1 for n in mesh.values()) < 2:
+        return chosen
+    place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, rule, tuple(dict.fromkeys(cut)))
+    if known_fault(op.name, place, "wrong", "crash", "fail") is None:
+        return chosen
+    for name in dict.fromkeys(cut):
+        if rule.factor(name).kind == "reduce":
+            everywhere = forced(rule, operands, results, mesh, name)
+            if everywhere is not None:
+                return everywhere
+    whole = forced(rule, operands, results, mesh, None)
+    assert whole is not None
+    return whole
+
+
+def comes_out_as(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
+    """Whether XLA may take a result from how it is computed straight to where it is wanted.
+
+    Only where the wish cuts further (a partial sum becomes a reduce-scatter then), and not a batch dimension that is
+    cut already. Elsewhere the result is pinned to how it is computed first: the partitioner chooses on its own how to
+    go there, and from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp) it computes wrong values.
+    """
+    for names, c, w in zip(dims, computed, want, strict=True):
+        batch = any(all(any(f in dim for dim in operand) for operand in rule.operands) for f in names)
+        if w[: len(c)] != c or (batch and c and w != c):
+            return False
+    return True
