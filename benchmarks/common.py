@@ -1,4 +1,4 @@
-"""What the benchmarks share: eight virtual devices, paired timing, a small GPT's train step, one form of result."""
+"""What the benchmarks share: eight virtual devices, timing, a small GPT's train step, one form of result."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from flax import nnx  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from autoshard.models.gpt import GPT, GPTConfig  # noqa: E402
-from autoshard.models.loss import cross_entropy  # noqa: E402
+from autoshard.models import GPT, GPTConfig, cross_entropy  # noqa: E402
 
 if not os.environ.get("JAX_PLATFORMS"):
     jax.config.update("jax_platforms", "cpu")  # not by the environment: a benchmark may have imported jax before
@@ -74,44 +73,22 @@ def measured(
     return Row(name, value, unit, target, low, high, note)
 
 
-def paired(
-    first: Callable[[], float], second: Callable[[], float], *, rounds: int, warm_up: int = 3
-) -> tuple[np.ndarray, np.ndarray]:
-    """Times of two things measured in turn, first and second swapped each round: drift meets both alike.
-
-    Args:
-        first: does one of them once and returns its seconds.
-        second: the same of the other.
-        rounds: pairs.
-        warm_up: pairs that do not count.
-    """
-    times = []
-    for number in range(warm_up + rounds):
-        if number % 2:
-            b, a = second(), first()
-        else:
-            a, b = first(), second()
-        times.append((a, b))
-    pairs = np.asarray(times[warm_up:])
-    return pairs[:, 0], pairs[:, 1]
-
-
-def seconds(action: Callable[[], Any]) -> float:
-    """How long something takes, once."""
+def timed(action: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
+    """How many seconds a call takes, once, and its result."""
     begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
+    result = action(*args, **kwargs)
+    return time.perf_counter() - begin, result
 
 
 def gpt_step(
-    config: GPTConfig, batch: int, used: Callable[[Any], Any] = lambda params: params
+    config: GPTConfig, batch: int, forward: Callable[[GPT, jax.Array], jax.Array] = GPT.__call__
 ) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
     """A train step (AdamW, clipping) of a GPT, written for one device.
 
     Args:
         config: the model.
         batch: sequences in a batch.
-        used: what the model makes of its parameters before it computes; a place for constraints by hand.
+        forward: the model's forward pass; a place for constraints by hand.
 
     Returns:
         The step `(state, tokens) -> (state, loss)`, the function that creates the state from a key, and the shapes
@@ -125,7 +102,7 @@ def gpt_step(
         return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
-        total, count = cross_entropy(nnx.merge(graph, _as_state(used(params)))(tokens[:, :-1]), tokens[:, 1:])
+        total, count = cross_entropy(forward(nnx.merge(graph, params), tokens[:, :-1]), tokens[:, 1:])
         return total / count
 
     def train_step(state: dict[str, Any], tokens: jax.Array) -> tuple[dict[str, Any], jax.Array]:
@@ -133,11 +110,6 @@ def gpt_step(
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
-
-    def _as_state(params: Any) -> nnx.State:
-        state = nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-        nnx.replace_by_pure_dict(state, params)
-        return state
 
     shapes = jax.eval_shape(create, jax.random.key(0))
     return train_step, create, shapes, jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import Row, measured, paired, report
+from common import Row, measured, report
 from flax import nnx
 
 from autoshard import auto_shard
+from autoshard.train.timing import paired
 
 LEAVES, ROUNDS, CALLS = 200, 200, 5
 PLACES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-from common import GPTConfig, Row, gpt_step, report, seconds
+from common import GPTConfig, Row, gpt_step, report, timed
 
 from autoshard import plan
 
@@ -23,12 +23,10 @@ def times(config: GPTConfig) -> tuple[float, float, float]:
     best = [float("inf")] * 3
     for _ in range(RUNS):
         train_step, _, state, tokens = gpt_step(config, BATCH)
-        jitted = jax.jit(train_step)
-        traced = []
-        trace_s = seconds(lambda jitted=jitted, out=traced, args=(state, tokens): out.append(jitted.trace(*args)))
-        lower_s = seconds(traced[0].lower)
+        trace_s, traced = timed(jax.jit(train_step).trace, state, tokens)
+        lower_s, _ = timed(traced.lower)
         train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, so that nothing is cached
-        plan_s = seconds(lambda fn=train_step, args=(state, tokens): plan(fn, *args, donate_argnums=0))
+        plan_s, _ = timed(plan, train_step, state, tokens, donate_argnums=0)
         best = [min(old, new) for old, new in zip(best, (trace_s, lower_s, plan_s), strict=True)]
     return best[0], best[1], best[2]
 

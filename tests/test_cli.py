@@ -5,10 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from autoshard.ckpt import Checkpointer
 from autoshard.cli import COMMANDS, main
+from autoshard.train.rundir import CHECKPOINTS, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +78,55 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture) -> None:
 def test_rules_are_a_table(capsys: pytest.CaptureFixture) -> None:
     assert main(["rules", "dot_general"]) == 0
     assert "dot_general" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_has_the_code_of_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoshard.commands.rules.run", interrupted)
+    assert main(["rules"]) == 130 and capsys.readouterr().err == "autoshard rules: interrupted\n"
+
+
+def test_damage_is_told_by_name_and_code(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_config(tmp_path, {})
+    with Checkpointer(tmp_path / CHECKPOINTS) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": np.arange(5000.0), "b": np.zeros(2)}, config={"step": step}, block=True)
+    file = max((tmp_path / CHECKPOINTS / "step_00000002").rglob("d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["ckpt", str(tmp_path), "--verify"]) == 1
+    assert capsys.readouterr().out == "step 1  intact\nstep 2  damaged: w\n"
+    assert main(["ckpt", str(tmp_path), "--step", "1", "--verify"]) == 0
+    assert capsys.readouterr().out == '{\n "step": 1\n}\nstep 1  intact\n'
+
+
+def test_every_option_of_generate_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    trained = SimpleNamespace(program="program", state="state", config=SimpleNamespace(tokenizer=None, model="gpt"))
+    heard: dict[str, Any] = {}
+
+    def load(run_dir: Path, step: int | None = None) -> Any:
+        heard.update(run_dir=run_dir, step=step)
+        return trained
+
+    def write(program: Any, state: Any, codec: Any, prompt: str, tokens: int, **options: Any) -> str:
+        heard.update(program=program, state=state, prompt=prompt, tokens=tokens, **options)
+        return "once upon"
+
+    monkeypatch.setattr("autoshard.train.restore.load_trained", load)
+    monkeypatch.setattr("autoshard.train.sample.sample_text", write)
+    options = "--prompt once --tokens 3 --temperature 0.5 --top-k 4 --seed 5 --step 6".split()
+    assert main(["generate", str(tmp_path), *options]) == 0 and capsys.readouterr().out == "once upon\n"
+    assert heard == dict(
+        run_dir=tmp_path, step=6, program="program", state="state", prompt="once", tokens=3, temperature=0.5, top_k=4,
+        seed=5,
+    )  # fmt: skip
 
 
 def test_a_run_from_the_command_line(tmp_path: Path) -> None:

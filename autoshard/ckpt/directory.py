@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -112,14 +111,12 @@ class StepDirectory:
             os.close(self._lock)
         self._lock = None
 
-    def prune(self, keep: int | None) -> Sequence[int]:
-        """Removes all but the newest `keep` steps and says which."""
-        old = self.steps()[:-keep] if keep else []
-        for step in old:
+    def prune(self, keep: int | None) -> None:
+        """Removes all but the newest `keep` steps; none where it is None."""
+        for step in self.steps()[:-keep] if keep else []:
             doomed = self.path / f"removed.step_{step:08d}"
             self.step_path(step).rename(doomed)
             doomed.rmtree(missing_ok=True)
-        return old
 
 
 def _lock(marker: epath.Path) -> int:

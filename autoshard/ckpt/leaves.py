@@ -35,11 +35,6 @@ class LeafSpec:
     key_impl: str | None = None
 
     @property
-    def path(self) -> str:
-        """The `/`-joined path that people read."""
-        return "/".join(self.key)
-
-    @property
     def stored(self) -> bool:
         """Whether it has elements: Orbax cannot write arrays that have none, and there is nothing to lose."""
         return 0 not in self.shape

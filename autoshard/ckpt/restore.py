@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -45,12 +45,8 @@ def restore_step(path: Any, step: int, template: Any, config: Mapping[str, Any] 
     def read() -> tuple[dict[str, np.ndarray], dict[Key, Any]]:
         with _reading(path, step):
             saved = storage.read_digest_rows(path, manifest)
-            try:
-                return saved, storage.read_arrays(path, targets)
-            except (
-                Exception
-            ) as error:  # Orbax has no common one; `_reading` says what each means, this finds the leaves
-                raise _with_leaves(error, path, step, manifest, saved) from error
+        with _reading(path, step, lambda: _damaged_here(path, step, manifest, saved)):
+            return saved, storage.read_arrays(path, targets)
 
     saved, arrays = together(read, lambda who: damaged(path, step, who))
     wrong = [key for key, array in arrays.items() if not _as_wanted(array, targets[key], specs[key])]
@@ -96,8 +92,8 @@ def damaged(path: Any, step: int, cause: str, leaves: list[Key] | None = None) -
 
 
 @contextlib.contextmanager
-def _reading(path: Any, step: int) -> Iterator[None]:
-    """Turns what Orbax and TensorStore raise into what it means."""
+def _reading(path: Any, step: int, find_leaves: Callable[[], list[Key]] = list) -> Iterator[None]:
+    """Turns what Orbax and TensorStore raise into what it means; `find_leaves` says which leaves damage is in."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -107,7 +103,7 @@ def _reading(path: Any, step: int) -> Iterator[None]:
     except Exception as error:  # a damaged file shows as any of theirs, decoding errors among them
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise damaged(path, step, _cause(error, path)) from error
+        raise damaged(path, step, _cause(error, path), find_leaves()) from error
 
 
 def _cause(error: BaseException, path: Any) -> str:
@@ -115,15 +111,11 @@ def _cause(error: BaseException, path: Any) -> str:
     return f"file {file} cannot be read ({text[:300]})" if file else f"it cannot be read ({text[:300]})"
 
 
-def _with_leaves(
-    error: Exception, path: Any, step: int, manifest: Manifest, saved: Mapping[str, np.ndarray]
-) -> Exception:
-    """The same failure with the leaves that it is about, where they can be found out."""
-    if isinstance(error, (PermissionError, MemoryError)) or "RESOURCE_EXHAUSTED" in str(error):
-        return error
+def _damaged_here(path: Any, step: int, manifest: Manifest, saved: Mapping[str, np.ndarray]) -> list[Key]:
+    """The damaged leaves, where they can be found out."""
     if jax.process_count() > 1:  # the others do not take part in the search
-        return damaged(path, step, _cause(error, path))
-    return damaged(path, step, _cause(error, path), _probe(path, manifest, _expected(path, step, manifest, saved)))
+        return []
+    return _probe(path, manifest, _expected(path, step, manifest, saved))
 
 
 def _probe(path: Any, manifest: Manifest, expected: Mapping[Key, int]) -> list[Key]:

@@ -46,10 +46,6 @@ class Writer:
         # Orbax starts a save with collectives, which must not meet the train step's from another thread.
         return ocp.save_checkpointables_async(path, contents, custom_metadata=metadata)
 
-    def close(self) -> None:
-        """Ends the thread; what is being written is finished first."""
-        self._thread.shutdown()
-
 
 def read_manifest(path: Any) -> Manifest:
     """What a step says of itself. Raises whatever Orbax or `Manifest.from_json` raise."""

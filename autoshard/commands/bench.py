@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config import TrainConfig
-from autoshard.train.options import parse_config
 
 _DESCRIPTION = """Time the train step that `autoshard train` would run with the same options: under its plan, and as the
 same function under jax.jit with the plan's input shardings written by hand. Both are timed in turn, in one process.
@@ -27,13 +27,9 @@ class BenchCommand(TrainConfig):
 
 def run(arguments: Sequence[str]) -> int:
     """Time; see `autoshard bench --help`."""
-    config = parse_config(arguments, BenchCommand, "autoshard bench", _DESCRIPTION)
+    config = read_settings(arguments, BenchCommand, "bench", _DESCRIPTION)
     if config.rounds < 1:
         raise ConfigError(f"--rounds is {config.rounds}, it must be at least 1")
-    from autoshard.commands.train import names_virtual_devices
-    from autoshard.train.distributed import set_virtual_devices
-
-    set_virtual_devices(config.virtual_devices, explicit=names_virtual_devices(arguments))
     from autoshard.train.timing import time_steps
 
     print(time_steps(config, config.rounds))

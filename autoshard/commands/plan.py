@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config import TrainConfig
-from autoshard.train.options import parse_config
 
 _DESCRIPTION = """Show the plan of the train step that `autoshard train` would run with the same options.
 
@@ -27,11 +27,7 @@ class PlanCommand(TrainConfig):
 
 def run(arguments: Sequence[str]) -> int:
     """Plan; see `autoshard plan --help`."""
-    config = parse_config(arguments, PlanCommand, "autoshard plan", _DESCRIPTION)
-    from autoshard.commands.train import names_virtual_devices
-    from autoshard.train.distributed import set_virtual_devices
-
-    set_virtual_devices(config.virtual_devices, explicit=names_virtual_devices(arguments))
+    config = read_settings(arguments, PlanCommand, "plan", _DESCRIPTION)
     plan = plan_train_step(config)
     if config.json == Path("-"):
         print(plan.to_json())

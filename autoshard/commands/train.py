@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoshard.commands.settings import read_settings
 from autoshard.train.config import TrainConfig
-from autoshard.train.distributed import set_virtual_devices
-from autoshard.train.options import parse_config
 
 _DESCRIPTION = """Train a model on text, under a plan.
 
@@ -17,14 +16,8 @@ Settings come from --preset, then --config FILE.toml, then the options."""
 
 def run(arguments: Sequence[str]) -> int:
     """Train; see `autoshard train --help`."""
-    config = parse_config(arguments, TrainConfig, "autoshard train", _DESCRIPTION)
-    set_virtual_devices(config.virtual_devices, explicit=names_virtual_devices(arguments))
+    config = read_settings(arguments, TrainConfig, "train", _DESCRIPTION)
     from autoshard.train.loop import train
 
     train(config)
     return 0
-
-
-def names_virtual_devices(arguments: Sequence[str]) -> bool:
-    """Whether the number of virtual devices is given on the command line."""
-    return any(argument.replace("_", "-").startswith("--virtual-devices") for argument in arguments)

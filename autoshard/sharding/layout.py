@@ -41,6 +41,7 @@ class Layout:
 
     def __post_init__(self):
         self._specs: dict[Leaves, Spec] = {}
+        self._homes: dict[tuple[Leaves, tuple[int, ...], Role], Spec] = {}
         self._stored: dict[Leaves, Spec] | None = None
         self._transposed: dict[Leaves, Leaves] = {}
         self.held = self.axes.held if any(self.storage.values()) else {}
@@ -99,7 +100,11 @@ class Layout:
         if value in self.pins:
             return self.pins[value]
         role = self.roles.inputs.get(value, "other")
-        return self.with_storage(self.axes.of_value[value], self.axes.program.avals[value].shape, role)
+        key = self.axes.of_value[value], self.axes.program.avals[value].shape, role
+        found = self._homes.get(key)
+        if found is None:
+            found = self._homes[key] = self.with_storage(*key)
+        return found
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, with the storage axes of its role on its largest free dimensions."""

@@ -12,6 +12,7 @@ its program is run too, and its collectives are counted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,14 +20,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from autoshard.sharding.oracle_cases import Case, collect
-from autoshard.sharding.oracle_missing import check_linear, missing_factors, subsets
+from autoshard.sharding.oracle_cases import Case, brief, collect
+from autoshard.sharding.oracle_missing import check_linear, missing_factors
 from autoshard.sharding.oracle_partitioner import check_partitioner
 from autoshard.sharding.oracle_run import run_strategies
 from autoshard.sharding.oracle_shards import Disagreement, Grid, join
 from autoshard.sharding.oracle_values import difference, trials
 from autoshard.spmdrules.registry import rule_for
-from autoshard.spmdrules.rule import Rule, Shard
+from autoshard.spmdrules.rule import POSITIONS, Rule, Shard
 
 FindingKind = Literal["wrong", "missing", "partitioner", "unknown"]
 _ADVICE = {
@@ -99,7 +100,7 @@ def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
     try:
         rule = _rule(case)
     except Exception as error:  # whatever a rule raises is the finding
-        return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {_brief(error)}")]
+        return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {brief(error)}")]
     if rule is None:
         return [_finding(case, None, "unknown", {}, "there is no rule for it")]
     if mismatch := _shape_mismatch(case, rule):
@@ -120,11 +121,12 @@ def strategies(rule: Rule) -> list[dict[str, int]]:
     """What is tried: every factor alone, and every two of them, each cut into the fewest pieces that divide it."""
     ways = {f.name: n for f in rule.factors if f.shardable and (n := _fewest(f.size))}
     # Positions are of the whole array: they are decided last, when the other factors are joined again.
-    names = sorted(ways, key=lambda name: rule.factor(name).op not in ("argmax", "argmin"))
-    found = [{name: ways[name] for name in group} for group in subsets(names)]
+    names = sorted(ways, key=lambda name: rule.factor(name).op not in POSITIONS)
+    groups = [*((name,) for name in names), *itertools.combinations(names, 2)]
+    found = [{name: ways[name] for name in group} for group in groups]
     # A shard in the middle has two neighbours and an offset that is no multiple of half.
-    finer = [f for f in rule.factors if f.kind in ("halo", "index", "offset") and f.size and f.size % 4 == 0]
-    return found + [{f.name: 4} for f in finer if f.size and f.size >= 8]
+    finer = (f for f in rule.factors if f.kind in ("halo", "index", "offset"))
+    return found + [{f.name: 4} for f in finer if f.size and f.size >= 8 and f.size % 4 == 0]
 
 
 def _fewest(size: int | None) -> int | None:
@@ -175,7 +177,7 @@ def _disagreement(
     if isinstance(outcome, Disagreement):
         return str(outcome)
     if isinstance(outcome, Exception):
-        return f"the operator cannot run on these shards: {_brief(outcome)}"
+        return f"the operator cannot run on these shards: {brief(outcome)}"
     try:
         for grids, x, whole in zip(outcome, operands, wholes, strict=True):
             for r, expected in enumerate(whole):
@@ -189,8 +191,3 @@ def _disagreement(
 def _finding(case: Case, rule: Rule | None, kind: FindingKind, counts: Mapping[str, int], text: str) -> Finding:
     mesh = "x".join(map(str, counts.values()))
     return Finding(kind, case.name, tuple(counts), mesh, text.rstrip("."), rule.text if rule else "", case.source)
-
-
-def _brief(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

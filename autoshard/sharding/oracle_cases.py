@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
-
-# Calls whose equations are the caller's own: they are entered, not examined.
-_CALLS = {"jit", "pjit", "remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call",
-          "custom_vjp_call_jaxpr", "closed_call", "core_call", "eval_jaxpr", "custom_lin"}  # fmt: skip
+from autoshard.spmdrules.program import called
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +67,12 @@ def typed(x: np.ndarray, like: Any) -> Any:
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key(like.dtype) else array
 
 
+def brief(error: Exception) -> str:
+    """An error's type and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
 def collect(fn: Any, args: Sequence[Any]) -> list[Case]:
     """Runs `fn` equation by equation and keeps the first of each kind (primitive, operands' types, parameters).
 
@@ -112,9 +115,8 @@ def _interpret(closed: Any, args: Iterable[Any], cases: dict[Any, Case]) -> list
 
 def _apply(eqn: Any, values: list[Any], cases: dict[Any, Case]) -> list[Any]:
     name = eqn.primitive.name
-    inner = _called(eqn) if name in _CALLS else None
-    if inner is not None:
-        return _interpret(inner, values, cases)
+    if call := called(eqn):  # its equations are the caller's own: it is entered, not examined
+        return _interpret(call[1], values, cases)
     if name in _BLOCKS:
         for jaxpr, operands in _BLOCKS[name](eqn.params, values):
             _interpret(jaxpr, operands, cases)
@@ -123,13 +125,6 @@ def _apply(eqn: Any, values: list[Any], cases: dict[Any, Case]) -> list[Any]:
     key = (eqn.primitive, tuple((a.shape, a.dtype) for a in case.avals), str(sorted(eqn.params.items(), key=str)))
     cases.setdefault(key, case)
     return case.call(case.operands)
-
-
-def _called(eqn: Any) -> Any | None:
-    for value in eqn.params.values():
-        if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
-            return value
-    return None
 
 
 def _scan_blocks(params: Any, values: list[Any]) -> list[tuple[Any, list[Any]]]:

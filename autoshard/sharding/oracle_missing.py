@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -231,8 +230,3 @@ def _rough_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, .
 def _max_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     first, second = random_like(x, rng), random_like(x, rng)
     return first, second, (first | second) if x.dtype == np.bool_ else reduce_pieces([first, second], "max")
-
-
-def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every name alone, then every two of them."""
-    return [(n,) for n in names] + list(itertools.combinations(names, 2))

@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import _compat
-from autoshard.sharding.oracle_cases import Case, is_key, plain, typed
+from autoshard.sharding.oracle_cases import Case, brief, is_key, plain, typed
 from autoshard.sharding.oracle_faults import Cut, known_fault
 from autoshard.sharding.oracle_run import QUICK, device_mesh
 from autoshard.sharding.oracle_values import difference
-from autoshard.spmdrules.rule import Dims, Rule
+from autoshard.spmdrules.rule import POSITIONS, Dims, Rule
 
 _COLLECTIVE = re.compile(
     r"= (?P<type>.*?) (?P<op>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
@@ -90,7 +90,7 @@ def check_partitioner(
 def _price(rule: Rule, strategy: Strategy) -> str:
     """What a strategy may cost: nothing, one reduction, or anything that does not gather an operand."""
     factors = [rule.factor(f) for f in strategy.factors]
-    if any(f.kind in ("index", "halo") or f.op in ("argmax", "argmin") for f in factors):
+    if any(f.kind in ("index", "halo") or f.op in POSITIONS for f in factors):
         return "some"
     return "one reduction" if any(f.kind == "reduce" for f in factors) else "nothing"
 
@@ -153,7 +153,7 @@ def _faults(
         placed = [[_place(x, sharded(spec)) for x, spec in zip(arrays, s.operands, strict=True)] for s in strategies]
         results = compiled(*placed)
     except Exception as error:  # whatever the compiler raises is the finding
-        return [f"the partitioner failed: {_first_line(error)}"]
+        return [f"the partitioner failed: {brief(error)}"]
     faults = []
     for outputs in results:
         for r, (value, expected) in enumerate(zip(outputs, whole, strict=True)):
@@ -200,8 +200,3 @@ def _elements(hlo_type: str) -> int:
     """Elements of the largest array in an HLO type such as ``f32[8,4]{1,0}`` or a tuple of them."""
     shapes = re.findall(r"\[([\d,]*)\]", hlo_type)
     return max((math.prod(int(n) for n in s.split(",") if n) for s in shapes), default=0)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

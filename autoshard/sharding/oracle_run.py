@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autoshard.sharding.oracle_cases import Case, plain, typed
 from autoshard.sharding.oracle_shards import Disagreement, Grid, cut, places
+from autoshard.spmdrules.opaque import flat
 from autoshard.spmdrules.rule import Rule, Shard
 
 # The oracle compiles much and runs it once.
@@ -102,10 +103,8 @@ def _on_shard(case: Case, rule: Rule, counts: Mapping[str, int]) -> Any:
         shard = Shard(rule, counts, {})
         params = rule.local(case.eqn.params, shard) if rule.local else case.eqn.params
         return lambda position, *shards: case.call(shards, params)
-    body = rule.body
-    return lambda position, *shards: _as_list(
-        body(Shard(rule, counts, dict(zip(counts, position, strict=True))), *shards)
-    )
+    body = flat(rule.body)
+    return lambda position, *shards: body(Shard(rule, counts, dict(zip(counts, position, strict=True))), *shards)
 
 
 def _position(place: tuple[int, ...]) -> tuple[Any, ...]:
@@ -119,10 +118,6 @@ def _shards_at(
         typed(cut(x, rule, dims, counts, [place])[place], like)
         for x, dims, like in zip(operands, rule.operands, case.operands, strict=True)
     ]
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def device_mesh(sizes: Sequence[int]) -> Mesh | None:
@@ -148,7 +143,7 @@ def _run_mapped(
 
     def run(*stacked: Any) -> list[Any]:
         index = {f: jax.lax.axis_index(axis) for f, axis in axes.items()}
-        return [x[None] for x in _as_list(body(Shard(rule, counts, index, axes), *(x[0] for x in stacked)))]
+        return [x[None] for x in flat(body)(Shard(rule, counts, index, axes), *(x[0] for x in stacked))]
 
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     outcomes = []

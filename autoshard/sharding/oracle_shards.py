@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle_values import difference
-from autoshard.spmdrules.rule import Dims, Rule, Shard
+from autoshard.spmdrules.rule import POSITIONS, Dims, Rule, Shard
 
 Grid = dict[tuple[int, ...], Any]  # place along each cut factor -> what that shard holds
 
@@ -44,25 +43,14 @@ def cut(
         wanted: the places of the shards to cut out, all if not given.
     """
     factors = [f for dim in dims for f in dim]
-    sizes = [_size(rule, f) for f in factors]
     tail = x.shape[len(dims) :]  # the words of PRNG keys
-    spread = x.reshape((*sizes, *tail))
+    spread = x.reshape((*map(Shard(rule, {}, {}).size, factors), *tail))
     grid = {}
     for place in places(counts) if wanted is None else wanted:
-        at = dict(zip(counts, place, strict=True))
-        slices = []
-        for f, size in zip(factors, sizes, strict=True):
-            part = size // counts.get(f, 1)
-            slices.append(slice(at.get(f, 0) * part, (at.get(f, 0) + 1) * part))
-        shape = Shard(rule, counts, at).shape(dims)
-        grid[place] = spread[tuple(slices)].reshape((*shape, *tail))
+        shard = Shard(rule, counts, dict(zip(counts, place, strict=True)))
+        slices = tuple(slice(shard.offset(f), shard.offset(f) + shard.size(f)) for f in factors)
+        grid[place] = spread[slices].reshape((*shard.shape(dims), *tail))
     return grid
-
-
-def _size(rule: Rule, name: str) -> int:
-    size = rule.factor(name).size
-    assert size is not None, f"{rule.text}: the size of {name} is not bound"
-    return size
 
 
 def join(grid: Grid, rule: Rule, result: int, counts: Mapping[str, int], operands: Sequence[np.ndarray]) -> Any:
@@ -80,8 +68,8 @@ def join(grid: Grid, rule: Rule, result: int, counts: Mapping[str, int], operand
     """
     dims = rule.results[result]
     factors = [f for dim in dims for f in dim]
-    local = [_size(rule, f) // counts.get(f, 1) for f in factors]
-    shape = tuple(math.prod(_size(rule, f) // counts.get(f, 1) for f in dim) for dim in dims)
+    shard, whole = Shard(rule, counts, {}), Shard(rule, {}, {})
+    local, shape = list(map(shard.size, factors)), shard.shape(dims)
     spread: Grid = {}
     for place, piece in grid.items():
         if piece.shape[: len(dims)] != shape:
@@ -94,8 +82,7 @@ def join(grid: Grid, rule: Rule, result: int, counts: Mapping[str, int], operand
             for head in heads
         }
     joined = spread[()]
-    whole = tuple(math.prod(_size(rule, f) for f in dim) for dim in dims)
-    return joined.reshape((*whole, *joined.shape[len(factors) :]))
+    return joined.reshape((*whole.shape(dims), *joined.shape[len(factors) :]))
 
 
 def _join_one(
@@ -109,7 +96,7 @@ def _join_one(
             if wrong := difference(pieces[0], piece):
                 raise Disagreement(f"result {result} should be the same on every shard of {name}, but {wrong}")
         return pieces[0]
-    if op in ("argmax", "argmin"):
+    if op in POSITIONS:
         return _join_positions(pieces, op, operands[0], rule.operands[0], name)
     if op in ("and", "or", "xor") and jnp.issubdtype(pieces[0].dtype, jnp.inexact):
         raise Disagreement(f"result {result} is {pieces[0].dtype}, '{op}' joins booleans and integers only")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,32 +29,36 @@ def own_specs(op: Op) -> list[NamedSharding]:
     return [s for s in found if isinstance(s, NamedSharding)]
 
 
-def constraint_mesh(traced: Traced) -> Any:
+def own_constraints(traced: Traced) -> list[tuple[Op, NamedSharding]]:
+    """Every sharding that the program wrote, with its operator."""
+    return [(op, sharding) for op in traced.program.ops() for sharding in own_specs(op)]
+
+
+def constraint_mesh(constraints: Sequence[tuple[Op, NamedSharding]]) -> Any:
     """The mesh that the program's own sharding constraints are written for, None where there are none."""
-    for op in traced.program.ops():
-        for sharding in own_specs(op):
-            if not sharding.mesh.empty and sharding.mesh.size > 1:
-                return sharding.mesh
+    for _, sharding in constraints:
+        if not sharding.mesh.empty and sharding.mesh.size > 1:
+            return sharding.mesh
     return None
 
 
-def check_constraints(traced: Traced, layout: Layout) -> None:
+def check_constraints(name: str, constraints: Sequence[tuple[Op, NamedSharding]], layout: Layout) -> None:
     """Checks that the program's own sharding constraints can be kept on the plan's mesh.
 
     Raises:
         PlanError: naming every constraint that cannot.
     """
     wrong = []
-    for op in traced.program.ops():
-        for spec in (sharding.spec for sharding in own_specs(op)):
-            names = [a for dim in from_partition_spec(spec, len(spec)) for a in dim]
-            if missing := [a for a in names if a not in layout.mesh]:
-                wrong.append(
-                    f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, the "
-                    f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
-                )
+    for op, sharding in constraints:
+        spec = sharding.spec
+        names = [a for dim in from_partition_spec(spec, len(spec)) for a in dim]
+        if missing := [a for a in names if a not in layout.mesh]:
+            wrong.append(
+                f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, the "
+                f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
+            )
     if wrong:
-        raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
+        raise PlanError(f"auto_shard({name}): " + "; ".join(wrong))
 
 
 def fixed_pins(

@@ -20,7 +20,7 @@ from autoshard.sharding.cost import CostModel
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
-from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins
+from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins, own_constraints
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
@@ -54,9 +54,11 @@ def plan_traced(
     """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
     free = mesh is None and target is None and plan is None  # a plan that was asked for says where arrays go
     held_mesh, held = placed(jax.tree.leaves(args)) if free else (None, {})
+    constraints = own_constraints(traced)
     if mesh is None and target is None:
-        mesh = next((m for m in (held_mesh, constraint_mesh(traced), _compat.current_mesh()) if m is not None), None)
-    planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes)
+        meshes = (held_mesh, constraint_mesh(constraints), _compat.current_mesh())
+        mesh = next((m for m in meshes if m is not None), None)
+    planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
     planner.complain_of_unknown(strict)
     if isinstance(plan, Plan):
         return planner.rebind(plan)
@@ -67,8 +69,8 @@ def plan_traced(
 class Planner:
     """One traced function on one machine."""
 
-    def __init__(self, traced: Traced, machine: Machine, limit: float | None):
-        self.traced, self.machine = traced, machine
+    def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
+        self.traced, self.machine, self.constraints = traced, machine, constraints
         self.limit_given = limit is not None
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
@@ -161,7 +163,7 @@ class Planner:
             **held,
             **fixed_pins(self.traced, self.axes, layout, fixed, "fixed"),
         }
-        check_constraints(self.traced, layout)
+        check_constraints(self.traced.name, self.constraints, layout)
 
     def _complain_of_memory(self, best: Candidate, asked: Any) -> None:
         over = best.peak_bytes - self.limit

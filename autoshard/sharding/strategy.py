@@ -5,14 +5,10 @@ A choice costs
 
     bytes moved = sum over operands of what takes it from where it is to where the choice needs it
                 + what takes each result from where the choice leaves it to where it is wanted
-    all-gather of a local part of `b` bytes over `n` devices      (n - 1) b
-    all-to-all of it                                              (n - 1) / n b
-    reduce-scatter of a partial of `b` bytes                      (n - 1) / n b
-    all-reduce of it                                            2 (n - 1) / n b
-    taking one's own part of something whole                      0
 
-plus, for none, the repeated work, turned into bytes by `flops_per_byte` (what the machine computes while one byte
-crosses a link). Ties go to the factor that stands first, so every process makes the same choice.
+each collective as `spmdrules.place` prices it, one's own part of something whole for nothing; plus, for none, the
+repeated work, turned into bytes by `flops_per_byte` (what the machine computes while one byte crosses a link). Ties go
+to the factor that stands first, so every process makes the same choice.
 """
 
 from __future__ import annotations
@@ -23,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from autoshard.spmdrules.place import Spec
+from autoshard.sharding.roles import CONTRACTIONS
+from autoshard.spmdrules.place import Spec, axes_of, sent, ways
 from autoshard.spmdrules.rule import Dims, Rule
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
@@ -99,7 +96,7 @@ def choose(
     cut: dict[str, int] = {}
     for axis, n in mesh.items():
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.places if p.get(axis))
-        able = [f for f in options if _fits(rule, f, cut, n)]
+        able = [f for f in options if rule.factor(f).cuts_into(cut.get(f, 1) * n)]
         best: tuple[float, str | None, list[Move]] | None = None
         for factor in [*able, None] if options else [None]:
             made = _moves(rule, operands, results, mesh, axis, factor)
@@ -120,15 +117,10 @@ def forced(
     rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], factor: str | None
 ) -> Strategy | None:
     """The strategy that cuts one factor (or, None, nothing) over every mesh axis; None if it does not divide."""
-    if factor is not None and not _fits(rule, factor, {}, math.prod(mesh.values())):
+    if factor is not None and not rule.factor(factor).cuts_into(math.prod(mesh.values())):
         return None
     moves = [m for axis in mesh for m in _moves(rule, operands, results, mesh, axis, factor)]
     return Strategy({axis: factor for axis in mesh}, tuple(moves))
-
-
-def _fits(rule: Rule, name: str, cut: Mapping[str, int], n: int) -> bool:
-    factor = rule.by_name[name]
-    return factor.kind not in ("whole", "halo") and bool(factor.size) and factor.size % (cut.get(name, 1) * n) == 0
 
 
 def _moves(
@@ -138,9 +130,10 @@ def _moves(
     n = mesh[axis]
     out: list[Move] = []
 
-    def add(kind: MoveKind, array: int, nbytes: float) -> None:
-        if nbytes:
-            out.append(Move(kind, axis, array, nbytes))
+    def add(kind: MoveKind, array: int, local: float) -> None:
+        """A collective of an array that has `local` bytes on each device before."""
+        if wire := sent(kind, n) * local:
+            out.append(Move(kind, axis, array, wire))
 
     for i, (dims, size, spec, place) in enumerate(
         zip(operands.dims, operands.nbytes, operands.specs, operands.places, strict=True)
@@ -148,26 +141,19 @@ def _moves(
         at = place.get(axis)
         if at is None or at == factor:
             continue
-        local = size / math.prod(mesh[a] for dim in spec for a in dim)
-        if factor is not None and _has(dims, factor):
-            add("all-to-all", i, local * (n - 1) / n)
-        else:
-            add("all-gather", i, local * (n - 1))
+        goes_to = factor is not None and _has(dims, factor)
+        add("all-to-all" if goes_to else "all-gather", i, size / ways(spec, mesh))
     for i, (dims, size, spec, place) in enumerate(
         zip(results.dims, results.nbytes, results.specs, results.places, strict=True)
     ):
         wanted = place.get(axis)
-        local = size / math.prod(mesh[a] for dim in spec for a in dim if a != axis)  # whole over this axis
         if factor is None or wanted == factor:
             continue
+        local = size / math.prod(mesh[a] for a in axes_of(spec) if a != axis)  # whole over this axis
         if _has(dims, factor):
-            if wanted is None:
-                add("all-gather", -1 - i, local / n * (n - 1))
-            else:
-                add("all-to-all", -1 - i, local / n * (n - 1) / n)
+            add("all-gather" if wanted is None else "all-to-all", -1 - i, local / n)
         elif rule.partial(factor, i) is not None:
-            kind = "all-reduce" if wanted is None else "reduce-scatter"
-            add(kind, -1 - i, local * (n - 1) / n * (2 if wanted is None else 1))
+            add("all-reduce" if wanted is None else "reduce-scatter", -1 - i, local)
     return out
 
 
@@ -181,6 +167,6 @@ def flops_of(op: Any) -> float:
     if rule is None:
         return 0.0
     sizes = {f.name: f.size or 1 for f in rule.factors}
-    if op.name in ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"):
+    if op.name in CONTRACTIONS:
         return 2.0 * math.prod(sizes.values())
     return float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))

@@ -73,6 +73,19 @@ def like(shape: Sequence[int]) -> tuple[Build, Dims]:
     return build, build.dims(shape)
 
 
+def along(shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None) -> tuple[Build, Dims]:
+    """A builder, and dimensions for `shape` of which `axes` are of another kind than pass."""
+    build = Build()
+    stem = "r" if kind == "reduce" else "w"
+    rest = iter(build.dims([n for d, n in enumerate(shape) if d not in axes]))
+    return build, tuple(build.dim(stem, n, kind, op) if d in axes else next(rest) for d, n in enumerate(shape))
+
+
+def put(dims: Dims, axis: int, dim: Dim) -> Dims:
+    """`dims` with another dimension at `axis`."""
+    return (*dims[:axis], dim, *dims[axis + 1 :])
+
+
 def without_sharding(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
     """Parameters without the sharding of the whole result, which a shard of it does not have."""
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}

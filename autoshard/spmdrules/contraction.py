@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from autoshard._compat import primitive
-from autoshard.spmdrules.build import Build, Dim, drops_sharding
+from autoshard.spmdrules.build import Build, Dim, drops_sharding, without_sharding
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, Rule, Shard
 from autoshard.spmdrules.window import slide
@@ -113,10 +113,9 @@ def conv_general_dilated(
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
         cut = shard.count(group[0]) if group else 1
         return {
-            **params,
+            **without_sharding(params, shard),
             "feature_group_count": features // cut if features > 1 else 1,
             "batch_group_count": batches // cut if batches > 1 else 1,
-            "out_sharding": None,
         }
 
     needs_local = group or out_sharding is not None

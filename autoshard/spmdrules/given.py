@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 
 from autoshard.errors import AutoshardError
 from autoshard.spmdrules.place import Place, Spec, from_partition_spec
+from autoshard.spmdrules.rule import POSITIONS, REDUCTIONS
 
-PARTIALS = ("sum", "max", "min", "mul", "and", "or", "xor")
+PARTIALS = tuple(op for op in REDUCTIONS if op not in POSITIONS)
 
 
 class PropagationError(AutoshardError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from autoshard._compat import primitives
-from autoshard.spmdrules.build import Build, Dim, like
+from autoshard.spmdrules.build import Build, Dim, along, like, put, without_sharding
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, LocalParams, Rule, Shard
 
@@ -23,8 +23,7 @@ def sets_shape(dims: Dims, *names: str) -> LocalParams:
     """Rewrites parameters that hold the shape of `dims`, and drops the sharding of the whole result."""
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
-        dropped = {k: None for k in ("sharding", "out_sharding") if k in params}
-        return {**params, **{name: shard.shape(dims) for name in names}, **dropped}
+        return {**without_sharding(params, shard), **{name: shard.shape(dims) for name in names}}
 
     return local
 
@@ -162,16 +161,10 @@ def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#concatenate
     """
-    joined = [x.shape[dimension] for x in xs]
-    build, rest = _all_but(xs[0].shape, dimension)
-    operands = [rest(build.whole(n)) for n in joined]
-    return build.rule(operands, [rest(build.whole(sum(joined)))], (_joint(xs),), _joint(xs))
-
-
-def _all_but(shape: Sequence[int], axis: int) -> tuple[Build, Callable[[Dim], Dims]]:
-    """A builder, and a function that puts a dimension at `axis` among pass-through ones for the rest of `shape`."""
-    build, dims = like((*shape[:axis], 1, *shape[axis + 1 :]))
-    return build, lambda dim: (*dims[:axis], dim, *dims[axis + 1 :])
+    build, first = along(xs[0].shape, (dimension,), "whole")
+    operands = [first, *(put(first, dimension, build.whole(x.shape[dimension])) for x in xs[1:])]
+    result = put(first, dimension, build.whole(sum(x.shape[dimension] for x in xs)))
+    return build.rule(operands, [result], (_joint(xs),), _joint(xs))
 
 
 @rule(*primitives("split"))
@@ -180,9 +173,8 @@ def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.split.html
     """
-    build, rest = _all_but(x.shape, axis)
-    operand = rest(build.whole(x.shape[axis]))
-    return build.rule([operand], [rest(build.whole(n)) for n in sizes], _FIRST, (0,))
+    build, dims = along(x.shape, (axis,), "whole")
+    return build.rule([dims], [put(dims, axis, build.whole(n)) for n in sizes], _FIRST, (0,))
 
 
 @rule(*primitives("stack"))
@@ -244,9 +236,8 @@ def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#reverse
     """
-    build, dims = like([1 if d in dimensions else n for d, n in enumerate(x.shape)])
-    full = tuple(build.whole(n) if d in dimensions else dims[d] for d, n in enumerate(x.shape))
-    return build.rule([full], [full], _FIRST, (0,))
+    build, dims = along(x.shape, dimensions, "whole")
+    return build.rule([dims], [dims], _FIRST, (0,))
 
 
 @rule(lax.slice_p)

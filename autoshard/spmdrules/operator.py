@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.spmdrules.opaque import Vjp, apply, check_fit, flat, make_primitive, shapes
+from autoshard.spmdrules.opaque import Vjp, apply, flat, make_primitive, shapes
 from autoshard.spmdrules.place import Place, Spec, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.registry import rule as register
 from autoshard.spmdrules.rule import Rule, RuleError
@@ -83,10 +83,9 @@ def _bound_vjp(vjp: Vjp | None, options: dict[str, Any]) -> Vjp | None:
 
 
 def _declared(name: str, text: str, module: str) -> Callable[..., Rule]:
-    """The function that the registry keeps for an operator."""
+    """The function that the registry keeps for an operator, whose equations fit their text: binding checks that."""
 
     def declared(*avals: Any, fn: Any, text: str, **_: Any) -> Rule:
-        check_fit(name, text, avals, shapes(fn, avals))
         return Rule.parse(text, *avals, body=lambda shard, *shards: flat(fn)(*shards))
 
     declared.__doc__ = f"``{text}``: what its author declares of `{name}`."
@@ -172,9 +171,7 @@ def _end(place: Place, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> 
     for axis, op in place.partial:
         for d, goal in enumerate(wanted or ()):
             here = (*spec[d], axis)
-            local = aval.shape[d]
-            for a in here[:-1]:
-                local //= mesh[a]
+            local = aval.shape[d] // math.prod(mesh[a] for a in spec[d])
             if op == "sum" and goal[: len(here)] == here and local % mesh[axis] == 0:
                 spec[d].append(axis)
     return tuple(map(tuple, spec))

@@ -9,19 +9,9 @@ import jax
 from jax import lax
 
 from autoshard._compat import primitives
-from autoshard.spmdrules.build import Build, Dim, like
+from autoshard.spmdrules.build import along, put
 from autoshard.spmdrules.registry import rule
-from autoshard.spmdrules.rule import Dims, Rule
-
-
-def _whole_axis(shape: tuple[int, ...], axis: int) -> tuple[Build, Dims]:
-    """Pass-through dimensions for `shape` but for one that is whole, and their builder."""
-    build, dims = like((*shape[:axis], 1, *shape[axis + 1 :]))
-    return build, _put(dims, axis, build.whole(shape[axis]))
-
-
-def _put(dims: Dims, axis: int, dim: Dim) -> Dims:
-    return (*dims[:axis], dim, *dims[axis + 1 :])
+from autoshard.spmdrules.rule import Rule
 
 
 @rule(lax.sort_p)
@@ -30,8 +20,8 @@ def sort(*xs: Any, dimension: int, **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#sort
     """
-    _build, dims = _whole_axis(xs[0].shape, dimension % len(xs[0].shape))
-    return _build.rule([dims] * len(xs), [dims] * len(xs))
+    build, dims = along(xs[0].shape, (dimension % len(xs[0].shape),), "whole")
+    return build.rule([dims] * len(xs), [dims] * len(xs))
 
 
 @rule(lax.top_k_p)
@@ -64,6 +54,6 @@ def approx_top_k(
 
 def _picked(shape: tuple[int, ...], axis: int, count: int) -> Rule:
     axis %= len(shape)
-    build, dims = _whole_axis(shape, axis)
-    picked = _put(dims, axis, build.whole(count))
+    build, dims = along(shape, (axis,), "whole")
+    picked = put(dims, axis, build.whole(count))
     return build.rule([dims], [picked, picked])

@@ -77,6 +77,21 @@ def bytes_of(aval: Any) -> float:
     return float(math.prod(aval.shape) * dtype.itemsize) if dtype is not None else 0.0
 
 
+def sent(kind: ReshardKind, n: int) -> float:
+    """What each of `n` devices sends for a step, in bytes for each byte on it before; see the module's head."""
+    match kind:
+        case "slice":
+            return 0.0
+        case "reduce-scatter" | "all-to-all":
+            return (n - 1) / n
+        case "collective-permute":
+            return 1.0
+        case "all-reduce":
+            return 2 * (n - 1) / n
+        case "all-gather":
+            return n - 1.0
+
+
 def steps(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> list[Step]:
     """What takes an array of `nbytes` from one place to another.
 
@@ -97,35 +112,34 @@ def steps(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> lis
     local = nbytes / ways(old.spec, mesh)
     made: list[Step] = []
 
-    def step(kind: ReshardKind, axis: str, sent: float, change: float) -> None:
+    def step(kind: ReshardKind, axis: str) -> None:
         nonlocal local
-        if mesh[axis] > 1:
-            made.append(Step(kind, axis, sent * local))
-            local *= change
+        n = mesh[axis]
+        if n > 1:
+            made.append(Step(kind, axis, sent(kind, n) * local))
+            local *= n if kind == "all-gather" else 1 / n if kind in ("slice", "reduce-scatter") else 1
 
     late = []
     for a, d in after.items():
-        n = mesh[a]
         if a in summed:
-            step("reduce-scatter", a, (n - 1) / n, 1 / n)
+            step("reduce-scatter", a)
         elif a not in before:
             if d in grown:
                 late.append(a)
             else:
-                step("slice", a, 0.0, 1 / n)
+                step("slice", a)
     for a, d in after.items():
-        n = mesh[a]
         if a in before and before[a] != d:
-            step("all-to-all", a, (n - 1) / n, 1.0)
+            step("all-to-all", a)
         elif a in before and _majors(old.spec[d], a) != _majors(new.spec[d], a):
-            step("collective-permute", a, 1.0, 1.0)
+            step("collective-permute", a)
     for a in summed:
         if a not in after:
-            step("all-reduce", a, 2 * (mesh[a] - 1) / mesh[a], 1.0)
+            step("all-reduce", a)
     for a in gathered:
-        step("all-gather", a, mesh[a] - 1, mesh[a])
+        step("all-gather", a)
     for a in late:
-        step("slice", a, 0.0, 1 / mesh[a])
+        step("slice", a)
     return made
 
 

@@ -160,16 +160,14 @@ class _Builder:
 
     def op(self, eqn: Any, operands: tuple[int, ...], trips: float) -> Op:
         name = eqn.primitive.name
-        if name in _TRANSPARENT:
-            found = _inner_jaxpr(eqn)
-            if found is not None:
-                block = self.nested(found[1], found[0], operands, trips)
-                return Op(eqn, operands, block.outputs, None, trips, (block,))
+        if call := called(eqn):
+            param, closed = call
+            block = self.nested(closed, param, operands, trips)
+            return Op(eqn, operands, block.outputs, None, trips, (block,))
+        results = tuple(self.new(v.aval) for v in eqn.outvars)
         if name in ("scan", "while", "cond"):
-            results = tuple(self.new(v.aval) for v in eqn.outvars)
             return getattr(self, f"{name}_op")(eqn, operands, results, trips)
         avals = tuple(v.aval for v in eqn.invars)
-        results = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = rule_for(eqn.primitive, avals, eqn.params)
         if rule is None:
             self.program.unknown.setdefault(name, []).append(_compat.source_line(eqn))
@@ -208,7 +206,10 @@ class _Builder:
         return Op(eqn, operands, results, None, trips, blocks, tuple(ties))
 
 
-def _inner_jaxpr(eqn: Any) -> tuple[str, Any] | None:
+def called(eqn: Any) -> tuple[str, Any] | None:
+    """The parameter of a transparent call that holds its jaxpr, and the jaxpr; None of any other equation."""
+    if eqn.primitive.name not in _TRANSPARENT:
+        return None
     for key, value in eqn.params.items():
         if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
             return key, value

@@ -8,24 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.spmdrules.build import Build, drops_sharding
+from autoshard.spmdrules.build import along, drops_sharding
 from autoshard.spmdrules.registry import rule
-from autoshard.spmdrules.rule import Dims, Kind, Reduction, Rule, Shard
+from autoshard.spmdrules.rule import Reduction, Rule, Shard
 
 
 def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
     """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum."""
-    kept, build = _along(x.shape, axes, "reduce", op)
+    build, kept = along(x.shape, axes, "reduce", op)
     result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
     return build.rule([kept], [result], ((0,),) if op == "sum" else (), local=drops_sharding(sharding))
-
-
-def _along(shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None) -> tuple[Dims, Build]:
-    """Dimensions for `shape` of which `axes` are of another kind than pass, and their builder."""
-    build = Build()
-    stem = "r" if kind == "reduce" else "w"
-    kept = iter(build.dims([n for d, n in enumerate(shape) if d not in axes]))
-    return tuple(build.dim(stem, n, kind, op) if d in axes else next(kept) for d, n in enumerate(shape)), build
 
 
 @rule(lax.reduce_sum_p)
@@ -128,7 +120,7 @@ def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#reduce
     """
     arrays = len(avals) // 2
-    dims, build = _along(avals[0].shape, dimensions, "whole")
+    build, dims = along(avals[0].shape, dimensions, "whole")
     result = tuple(dim for d, dim in enumerate(dims) if d not in dimensions)
     return build.rule([dims] * arrays + [()] * arrays, [result] * arrays)
 
@@ -139,7 +131,7 @@ def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
     """
-    dims, build = _along(x.shape, (axis,), "whole")
+    build, dims = along(x.shape, (axis,), "whole")
     return build.rule([dims], [dims], ((0,),))
 
 
@@ -149,5 +141,5 @@ def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
     """
-    dims, build = _along(x.shape, (axis,), "whole")
+    build, dims = along(x.shape, (axis,), "whole")
     return build.rule([dims], [dims])

@@ -26,6 +26,7 @@ Reduction = Literal["sum", "max", "min", "mul", "and", "or", "xor", "argmax", "a
 Dims = tuple[tuple[str, ...], ...]  # for each dimension its factors, major to minor; () is a dimension of size 1
 
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+POSITIONS = ("argmax", "argmin")  # reductions of where elements are, which only their values decide
 _CLAUSES = ("reduce", "whole", "halo", "index", "offset", "linear", "moves", "where")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -51,6 +52,10 @@ class Factor:
     def shardable(self) -> bool:
         """Whether a shard of this factor can be computed at all without the others."""
         return self.kind != "whole"
+
+    def cuts_into(self, pieces: int) -> bool:
+        """Whether a plan may cut it into so many pieces: equal ones, and no borders to exchange."""
+        return self.kind not in ("whole", "halo") and bool(self.size) and self.size % pieces == 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.spmdrules.place import Place, Spec, axes_of, cost
-from autoshard.spmdrules.rule import Dims, Factor, Rule
+from autoshard.spmdrules.rule import Dims, Rule
 
 IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
 _MOST_COMBINATIONS = 256
@@ -77,15 +77,11 @@ def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict
         for axis in axes:
             while parts and cut == factors[parts[0]].size and mesh[axis] > 1:
                 parts, cut = parts[1:], 1
-            if not parts or not _fits(factors[parts[0]], cut * mesh[axis]):
+            if not parts or not factors[parts[0]].cuts_into(cut * mesh[axis]):
                 break  # what is minor to a part that is not cut to single elements is not contiguous
             found[axis] = parts[0]
             cut *= mesh[axis]
     return found
-
-
-def _fits(factor: Factor, pieces: int) -> bool:
-    return factor.kind not in ("whole", "halo") and bool(factor.size) and factor.size % pieces == 0
 
 
 def settle(
@@ -242,7 +238,7 @@ class _Settling:
     def feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
         """Whether each factor is cut evenly, and what is minor in a dimension only where its majors are fully cut."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
-        if any(not _fits(self.factors[f], n) for f, n in pieces.items()):
+        if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
             return False
         for dims in (*self.rule.operands, *self.rule.results):
             for dim in dims:

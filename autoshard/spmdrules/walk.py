@@ -34,6 +34,7 @@ from autoshard.spmdrules.place import (
     to_partition_spec,
 )
 from autoshard.spmdrules.program import Block, Op, Program
+from autoshard.spmdrules.rule import POSITIONS
 from autoshard.spmdrules.settle import Operand, Settled, settle
 
 _ROUNDS = 4
@@ -282,7 +283,7 @@ class Walk:
         for j, (result, place) in enumerate(zip(op.results, settled.results, strict=True)):
             self.places[result] = place
             self.mark_zero(result, zero)
-            lasting = tuple((a, how) for a, how in place.partial if not how.startswith("arg"))
+            lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
             if lasting != place.partial:  # positions mean nothing without their values: decided at once
                 self.move(op, -1 - j, result, Place(place.spec, lasting))
         return settled

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 
 from autoshard.train.data import Source
-from autoshard.train.placement import PlacedEvalStep, Tree
+from autoshard.train.placement import PlacedEvalStep
 from autoshard.train.prefetch import Prefetcher, place_batch
+from autoshard.train.state import Tree
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Trainer:
         interrupts: Interrupts,
     ) -> tuple[int, TrainState]:
         config, done, last_loss = self.config, start, None
-        clock = Clock(self._tokens_per_step(), self._flops_per_step())
+        clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
         reporter.start()
         with self._batches(start) as batches:
             for step, batch in batches:
@@ -218,8 +218,8 @@ class Trainer:
     def _tokens_per_step(self) -> int:
         return self.config.batch_size * self.config.gpt.context
 
-    def _flops_per_step(self) -> float | None:
-        """FLOPs of a step as a share of the devices' peak in a second; None where either is not known."""
+    def _peak_seconds_per_step(self) -> float | None:
+        """Time of a step at the devices' peak; None where that or the model's FLOPs are not known."""
         peak = peak_flops(jax.devices()[0].device_kind)
         if peak is None or self.config.model != "gpt":
             return None

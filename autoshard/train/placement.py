@@ -13,10 +13,8 @@ import autoshard
 from autoshard.errors import ConfigError
 from autoshard.sharding.machine import device_mesh, mesh_sizes
 from autoshard.train.config import TrainConfig
-from autoshard.train.state import Program, TrainState
+from autoshard.train.state import Program, TrainState, Tree
 from autoshard.train.step import EvalStep, TrainStep, batch_shapes
-
-Tree = Any
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,6 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-from jax.sharding import SingleDeviceSharding
-
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import ConfigError
 from autoshard.train import rundir
@@ -55,10 +52,6 @@ def load_trained(run_dir: Path, step: int | None = None) -> Trained:
     """
     config = from_dict(rundir.read_config(run_dir), str(run_dir))
     program = make_program_of(config)
-    here = SingleDeviceSharding(jax.devices()[0])
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), program.abstract_state()
-    )
     with contextlib.closing(open_checkpoints(run_dir)) as checkpoints:
-        state = checkpoints.restore(template, step=step, config=checkpoint_config(config))
+        state = checkpoints.restore(program.abstract_state(), step=step, config=checkpoint_config(config))
     return Trained(config, program, state, int(state.step))

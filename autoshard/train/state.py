@@ -71,7 +71,7 @@ class Program:
         """A fresh state from a random key; pure, so that it can be made sharded."""
         key = as_key(key)
         build_key, run_key = jax.random.split(key)
-        _, params, frozen, _, variables = self._split(self.build(nnx.Rngs(build_key)))
+        _, params, frozen, _, variables = _split(self.build(nnx.Rngs(build_key)), self.freeze)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -96,13 +96,7 @@ class Program:
 
     def variables(self, model: nnx.Module) -> Tree:
         """The model's variables after a call, such as updated batch statistics."""
-        return self._split(model)[4]
-
-    def _split(self, model: nnx.Module) -> tuple[Any, Tree, Tree, Tree, Tree]:
-        frozen = nnx.All(nnx.Param, lambda path, _: matches("/".join(map(str, path)), self.freeze))
-        graph, *states = nnx.split(model, frozen, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
-        frozen, params, streams, _, variables = (nnx.to_pure_dict(state) for state in states)
-        return graph, params, frozen, streams, variables
+        return _split(model, self.freeze)[4]
 
 
 def as_key(key: jax.Array) -> jax.Array:
@@ -141,11 +135,17 @@ def make_program(
         ConfigError: A glob matches no parameter, or all parameters are frozen.
     """
     model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    program = Program(build, optimizer, graph=None, streams={}, freeze=freeze, ema_decay=ema_decay)
     _check_freeze(model, freeze)
-    # The graph must be split by the same filters that the state is.
-    graph, _, _, streams, _ = program._split(model)
+    graph, _, _, streams, _ = _split(model, freeze)
     return Program(build, optimizer, graph, streams, freeze, ema_decay)
+
+
+def _split(model: nnx.Module, freeze: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:
+    """Graph, parameters, frozen parameters, random streams and variables: the same filters for graph and state."""
+    is_frozen = nnx.All(nnx.Param, lambda path, _: matches("/".join(map(str, path)), freeze))
+    graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+    frozen, params, streams, _, variables = (nnx.to_pure_dict(state) for state in states)
+    return graph, params, frozen, streams, variables
 
 
 def _check_freeze(model: nnx.Module, freeze: tuple[str, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from autoshard.train.build import make_program_of, train_step_of
 from autoshard.train.config import TrainConfig
 from autoshard.train.placement import place_step
 from autoshard.train.prefetch import place_batch
-from autoshard.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -67,25 +65,52 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
         placed.batch_shapes,
         placed.batch_shardings,
     )
-    states = [placed.step.init(program.create_state, jax.random.key(config.seed)) for _ in range(2)]
-    seconds: list[list[float]] = [[], []]
-    for turn in range(rounds + 1):
-        for way, step in enumerate((placed.step, by_hand)):
-            states[way], elapsed = _timed(step, states[way], batch)
-            if turn:  # the first one is compiled
-                seconds[way].append(elapsed)
-    pairs = zip(*seconds, strict=True)
+    ours, theirs = (
+        Loop(step, placed.step.init(program.create_state, jax.random.key(config.seed)), batch)
+        for step in (placed.step, by_hand)
+    )
+    ours_seconds, theirs_seconds = paired(ours.once, theirs.once, rounds=rounds, warm_up=1)
     return Timing(
-        planned_seconds=statistics.median(seconds[0]),
-        by_hand_seconds=statistics.median(seconds[1]),
-        ratio=statistics.median(planned / hand for planned, hand in pairs),
+        planned_seconds=float(np.median(ours_seconds)),
+        by_hand_seconds=float(np.median(theirs_seconds)),
+        ratio=float(np.median(ours_seconds / theirs_seconds)),
         tokens=tokens.size,
         plan=placed.plan.chosen,
     )
 
 
-def _timed(step: Callable[..., Any], state: TrainState, batch: Any) -> tuple[TrainState, float]:
-    start = time.perf_counter()
-    state, metrics = step(state, batch)
-    jax.block_until_ready((state, metrics))
-    return state, time.perf_counter() - start
+class Loop:
+    """A step function and the state that it goes on from."""
+
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
+        """Nothing is run yet."""
+        self.step, self.state, self.batch = step, state, batch
+
+    def once(self) -> float:
+        """Seconds of one step, with everything that it started."""
+        begin = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        return time.perf_counter() - begin
+
+
+def paired(
+    first: Callable[[], float], second: Callable[[], float], *, rounds: int, warm_up: int = 3
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times of two things measured in turn, first and second swapped each round: drift meets both alike.
+
+    Args:
+        first: Does one of them once and returns its seconds.
+        second: The same of the other.
+        rounds: Pairs.
+        warm_up: Pairs that do not count.
+    """
+    times = []
+    for number in range(warm_up + rounds):
+        if number % 2:
+            b, a = second(), first()
+        else:
+            a, b = first(), second()
+        times.append((a, b))
+    pairs = np.asarray(times[warm_up:])
+    return pairs[:, 0], pairs[:, 1]

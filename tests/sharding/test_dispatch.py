@@ -19,6 +19,28 @@ def test_weak_types_are_types():
     assert [scale(x, s).dtype for s in (2.0, jnp.float32(2), 2.0)] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
 
 
+def test_types_are_part_of_a_plan():
+    def fn(x):
+        return x + x if x.dtype == jnp.float32 else x * x  # what is planned for one type could be run with the other
+
+    sharded, x = auto_shard(fn, plan="dp:8"), batch() * 9
+    for dtype in (np.float32, np.int32, np.float32):  # the second call finds one plan, the third two
+        found = sharded(x.astype(dtype))
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, fn(x.astype(dtype)))
+    assert len(sharded._plain.entries) == 2
+
+
+def test_the_mesh_in_force_is_part_of_a_plan(mesh_of):
+    double = auto_shard(lambda x: x * 2)
+    meshes = [mesh_of(a=8), mesh_of(b=4), mesh_of(a=8)]
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            assert double(batch()).sharding.mesh == mesh
+            assert mesh.axis_names[0] in double.plan(batch()).mesh.axis_names
+    assert len(double._plain.entries) == 2
+
+
 def test_settings_of_jax_are_part_of_a_plan():
     double = auto_shard(lambda x: jnp.asarray(x, float) * 2, plan="dp:8")
     x = np.ones((16, 8), np.float32)
@@ -54,6 +76,17 @@ def test_arguments_donated_from_the_end():
     x, s = jnp.asarray(batch()), jnp.zeros((8, 8))
     first = step(x, s)
     step(x, first)
+    assert first.is_deleted() and not x.is_deleted()
+
+
+def test_arguments_donated_beside_static_ones():
+    def fn(n, x, s):
+        return s + n * x.sum()
+
+    step = auto_shard(fn, static_argnums=0, donate_argnums=2)
+    x, s = jnp.asarray(batch()), jnp.zeros((8, 8))
+    first = step(2, x, s)
+    step(2, x, first)
     assert first.is_deleted() and not x.is_deleted()
 
 

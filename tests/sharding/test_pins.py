@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.tracing import StateChangedError
+from autoshard.spmdrules.place import to_partition_spec
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
 
 MESH = {"data": 2, "model": 4}
@@ -76,6 +77,14 @@ def test_partitioned_boxes_of_linen_are_pins():
         plan(forward, variables, batch(), mesh={"data": 8})
 
 
+def test_what_is_fixed_goes_before_what_is_written_on_an_array():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+    dense = linen.Dense(16, kernel_init=init)
+    variables = dense.init(jax.random.key(0), batch())
+    made = plan(dense.apply, variables, batch(), mesh=MESH, fixed={"0/params/kernel": P("data")})
+    assert specs(made)["0/params/kernel"] == P("data")
+
+
 def test_metadata_of_nnx_variables_are_pins(mesh8):
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
     with jax.set_mesh(mesh8):
@@ -106,6 +115,16 @@ def test_a_plan_goes_through_json():
     assert specs(used.plan(mlp_state(), batch())) == specs(made)
     with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
         read.bind(sgd_step, mlp_state(hidden=256), batch())
+
+
+def test_what_was_fixed_is_fixed_in_a_plan_that_is_read():
+    fixed = {"0/w": P("model"), "1": P("data")}
+    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
+    bound = Plan.from_json(made.to_json()).bind(sgd_step, mlp_state(), batch())
+    values = bound.bound.traced.program.inputs
+    assert {leaf.path: to_partition_spec(bound.bound.layout.stored(v))
+            for v, leaf in zip(values, made.inputs, strict=True)} == specs(made)  # fmt: skip
+    assert specs(made)["0/w"] == P("model")
 
 
 BAD = {

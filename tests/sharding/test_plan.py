@@ -122,6 +122,13 @@ def test_binding_refuses_another_program():
         plan.bind(lambda x, y: x @ y, np.ones((4, 4)), np.ones((4, 4)))
 
 
+def test_binding_refuses_a_program_whose_axes_are_others():
+    square = jax.ShapeDtypeStruct((16, 16), "float32")
+    plan = Plan.from_json(autoshard.plan(lambda x, w: x @ w, square, square, plan="dp:8").to_json())
+    with pytest.raises(PlanError, match="another program: the axes of '[01]' are .* there, .* here"):
+        plan.bind(lambda x, w: x.T @ w, square, square)
+
+
 def broken(**changes):
     return json.dumps(json.loads(planned().to_json()) | changes)
 

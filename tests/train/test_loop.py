@@ -15,6 +15,8 @@ import pytest
 
 from autoshard.ckpt import DamagedCheckpointError
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.models import flops_per_token
+from autoshard.train import loop
 from autoshard.train.config import TrainConfig
 from autoshard.train.interrupt import Interrupts
 from autoshard.train.loop import Trainer, train
@@ -77,6 +79,25 @@ def test_evaluation_leaves_training_as_it_is(make_config: MakeConfig, tmp_path: 
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+def test_what_is_written_and_how_often(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a learning rate of nothing two evaluations differ only by the batches that they take."""
+    monkeypatch.setattr(loop, "peak_flops", lambda kind: 1e9)
+    config = make_config(
+        steps=5, log_every=3, checkpoint_every=2, keep_checkpoints=0, eval_every=2, eval_batches=1,
+        optimizer=dict(name="sgd", learning_rate=0.0, min_learning_rate=0.0),
+    )  # fmt: skip
+    result = train(config)
+    lines = read_metrics(result.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 3, 5]
+    assert [line["step"] for line in lines if "val_loss" in line] == [2, 4, 5]
+    some, again, whole = validation(result.run_dir)
+    assert some == again != whole
+    steps = sorted(path.name for path in (result.run_dir / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000002", "step_00000004", "step_00000005"]
+    share = flops_per_token(config.gpt) / (1e9 * jax.device_count())
+    assert lines[-2]["mfu"] == pytest.approx(lines[-2]["tokens_per_second"] * share)
+
+
 @pytest.mark.parametrize("mesh", ["data=4", "data=1"])
 def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, mesh: str) -> None:
     shape = dict(gpt=dict(dropout=0.1), ema_decay=0.5, steps=16, checkpoint_every=6)
@@ -99,8 +120,8 @@ def test_lines_that_a_crash_left_behind_are_dropped(make_config: MakeConfig) -> 
     with (config.run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 5, "loss": 99.0}) + "\n" + '{"step": 6, "lo')
     train(replace(config, resume=True, steps=6))
-    found = losses(config.run_dir)
-    assert list(found) == [1, 2, 3, 4, 5, 6] and found[5] != 99.0
+    found = [(line["step"], line["loss"]) for line in read_metrics(config.run_dir / "metrics.jsonl") if "loss" in line]
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6] and found[4][1] != 99.0
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])

@@ -12,7 +12,7 @@ from flax import nnx
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
 from autoshard.train.optimizer import path_name
-from autoshard.train.state import Program, TrainState, make_program
+from autoshard.train.state import Program, TrainState, fill_streams, make_program
 from autoshard.train.step import batch_shapes, make_train_step
 
 SHAPE: dict[str, Any] = dict(vocab=32, layers=2, heads=2, width=8, context=8)
@@ -96,9 +96,9 @@ def test_a_glob_that_matches_nothing_is_refused() -> None:
 
 
 def test_the_moving_average_is_one() -> None:
-    first, last, _ = run(gpt(ema_decay=0.5), steps=1)
+    first, last, _ = run(gpt(ema_decay=0.75), steps=1)
     jax.tree.map(
-        lambda ema, a, b: np.testing.assert_allclose(ema, (a + b) / 2, rtol=1e-5, atol=1e-7),
+        lambda ema, a, b: np.testing.assert_allclose(ema, 0.75 * a + 0.25 * b, rtol=1e-5, atol=1e-7),
         last.ema,
         first.params,
         last.params,
@@ -130,12 +130,31 @@ def test_variables_follow_the_steps_and_streams_are_not_state(foreign: Program) 
     np.testing.assert_allclose(last.variables["norm"]["mean"], embedded.mean((0, 1)) / 2, rtol=1e-4, atol=1e-6)
 
 
+def test_variables_follow_each_microbatch(foreign: Program) -> None:
+    state = jax.jit(foreign.create_state)(jax.random.key(0))
+    after, _ = jax.jit(make_train_step(foreign, optax.constant_schedule(1e-2), 2))(state, tokens())
+    embedded = state.params["embed"]["embedding"][tokens()["inputs"]]
+    first, second = (embedded[i::2].mean((0, 1)) for i in range(2))
+    np.testing.assert_allclose(after.variables["norm"]["mean"], first / 4 + second / 2, rtol=1e-4, atol=1e-6)
+
+
 def test_evaluation_drops_nothing_and_changes_nothing(foreign: Program) -> None:
     state = jax.jit(foreign.create_state)(jax.random.key(0))
     parts = state.params, state.frozen, state.variables
     model = foreign.model(*parts, None)
     np.testing.assert_array_equal(model(tokens()["inputs"]), foreign.model(*parts, None)(tokens()["inputs"]))
     jax.tree.map(np.testing.assert_array_equal, foreign.variables(model), state.variables)
+
+
+def test_each_stream_has_its_own_key_and_starts_at_nothing() -> None:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    count = jax.ShapeDtypeStruct((), jnp.uint32)
+    many = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+    streams = {"a": {"key": key, "count": count}, "b": {"key": key, "count": count}, "layers": {"key": many}}
+    filled = fill_streams(streams, jax.random.key(7))
+    assert filled["a"]["count"] == filled["b"]["count"] == 0
+    keys = [filled["a"]["key"][None], filled["b"]["key"][None], filled["layers"]["key"]]
+    assert len({tuple(row) for part in keys for row in jax.random.key_data(part).tolist()}) == 5
 
 
 def test_streams_depend_on_the_key_and_on_nothing_else(foreign: Program) -> None:

@@ -85,3 +85,27 @@ def test_evaluation_has_no_dropout() -> None:
     parts = state.params, state.frozen, state.variables
     for one, other in zip(*(jax.jit(make_eval_step(p))(*parts, batch()) for p in (program, gpt())), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_used() -> None:
+    rate = optax.linear_schedule(1.0, 0.0, 10)
+    program = make_program(lambda rngs: GPT(GPTConfig(**SHAPE), rngs=rngs), optax.sgd(rate))
+    step, state = jax.jit(make_train_step(program, rate)), jax.jit(program.create_state)(jax.random.key(0))
+    for wanted in (1.0, 0.9, 0.8):
+        after, metrics = step(state, batch())
+        moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
+        np.testing.assert_allclose(metrics["learning_rate"], wanted, rtol=1e-6)
+        np.testing.assert_allclose(moved, wanted * metrics["grad_norm"], rtol=1e-4)
+        state = after
+
+
+def test_each_microbatch_has_its_own_dropout() -> None:
+    """Two microbatches of the same rows: their loss is that of one of them only where nothing is dropped."""
+    half = jax.tree.map(lambda rows: rows[:4], batch())
+    twice = jax.tree.map(lambda rows: jnp.repeat(rows, 2, axis=0), half)  # row i goes to microbatch i % 2
+    for dropout, same in ((0.0, True), (0.3, False)):
+        program = gpt(dropout=dropout)
+        state = jax.jit(program.create_state)(jax.random.key(0))
+        one = jax.jit(make_train_step(program, RATE))(state, half)[1]["loss"]
+        two = jax.jit(make_train_step(program, RATE, 2))(state, twice)[1]["loss"]
+        assert np.isclose(one, two, rtol=1e-6) == same

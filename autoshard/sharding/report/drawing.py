@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from autoshard.sharding.report.summary import AxisNames, entries, mesh_sizes
+from autoshard.sharding.report.summary import AxisNames, mesh_sizes, ruled_axes, spec_of
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Leaf, Plan
@@ -38,12 +38,10 @@ class Paint:
 
     def tensor(self, leaf: Leaf) -> str:
         """A tensor's dimensions."""
-        spec = entries(leaf.spec, len(leaf.shape))
-        parts = []
-        for d, size in enumerate(leaf.shape):
+        ruled, parts = ruled_axes(self.plan, leaf), []
+        for d, (size, over) in enumerate(zip(leaf.shape, spec_of(leaf), strict=False)):
             name = leaf.axes[d] if d < len(leaf.axes) else "?"
-            ruled = {a for a in spec[d] if set(name.split("*")) & set(self.plan.axis_rules.get(a, ()))}
-            parts.append(self.axis(name, spec[d], [a for a in spec[d] if a not in ruled], size))
+            parts.append(self.axis(name, over, [a for a in over if a not in ruled], size))
         return f'<span class="tensor">{"".join(parts) or "scalar"}</span>'
 
 

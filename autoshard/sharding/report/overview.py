@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING
 
 from autoshard.sharding.report.summary import (
     LABEL_WIDTH,
-    ROLES,
     AxisNames,
     Group,
     axis_traffic,
+    by_role,
     collectives,
     devices,
     exposed_us,
-    groups,
     memory_rows,
     mesh_sizes,
     mesh_text,
     storage_roles,
+    title,
+    totals,
     verdict,
 )
 from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut, wrap
@@ -48,8 +49,7 @@ def table(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     found = verdict(plan)
-    title = f"{plan.function or 'a function'} on {plan.target or 'an unknown machine'}: {mesh_text(plan)}"
-    lines = [title, f"plan: {found.sentence}"]
+    lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {found.sentence}"]
     if found.rivals:
         lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in found.rivals])
     return lines
@@ -69,8 +69,7 @@ def _axes(plan: Plan, names: AxisNames) -> list[str]:
     for line in columns(rows, right=(1, 2)):
         start = line[: len(line) - len(line.rsplit("  ", 1)[-1])]
         lines += wrap(start, line[len(start) :].split(", ")) if len(line) > WIDTH else [line]
-    ruled = {name for axes in plan.axis_rules.values() for name in axes}
-    if whole := [names.sized(name) for name in names.all if name not in ruled]:
+    if whole := [*map(names.sized, names.whole)]:
         lines += wrap("whole in compute: ", whole if len(whole) <= 12 else [*whole[:11], f"{len(whole) - 11} more"])
     return lines
 
@@ -78,24 +77,21 @@ def _axes(plan: Plan, names: AxisNames) -> list[str]:
 def _state(plan: Plan, names: AxisNames) -> list[str]:
     """The inputs, in groups, the largest first."""
     lines: list[str] = []
-    found = groups(plan, plan.inputs)
-    like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in found if g.first.role == "parameter"}
-    roles = dict.fromkeys([*ROLES, *(g.first.role for g in found)])
-    for role in roles:
-        some = [g for g in found if g.first.role == role and g.first.shape]
-        if not some:
-            continue
-        whole, local = sum(g.whole_bytes for g in some), sum(g.local_bytes for g in some)
-        if role == "other" and whole == local < 1024:
+    like_parameters: set[tuple[tuple[str, ...], str]] = set()
+    for role, found in by_role(plan):
+        if role == "parameter":
+            like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in found}
+        some = [g for g in found if g.first.shape]
+        count, whole, local = totals(some)
+        if not some or (role == "other" and whole == local < 1024):
             continue  # counters and keys
-        count = sum(len(g.leaves) for g in some)
-        title = (
+        head = (
             f"{role or 'inputs'}: {count} array{'s' * (count > 1)}, {bytes_text(whole)} -> {bytes_text(local)} a device"
         )
         if role == "optimizer" and all((g.first.axes, spec_text(g.first.spec)) in like_parameters for g in some):
-            lines.append(f"{title}, stored like the parameters")
+            lines.append(f"{head}, stored like the parameters")
             continue
-        lines += [title, *_group_lines(some, names)]
+        lines += [head, *_group_lines(some, names)]
     return lines
 
 
@@ -120,10 +116,8 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
             axes, _, spec = row[-1].partition(" -> ")
             lines += [line[:place] + axes, " " * place + f"-> {spec}"]
     if rest := some[len(shown) :]:
-        whole, local = sum(g.whole_bytes for g in rest), sum(g.local_bytes for g in rest)
-        lines.append(
-            f"{INDENT}and {sum(len(g.leaves) for g in rest)} smaller ones, {bytes_text(whole)} -> {bytes_text(local)}"
-        )
+        count, whole, local = totals(rest)
+        lines.append(f"{INDENT}and {count} smaller ones, {bytes_text(whole)} -> {bytes_text(local)}")
     return lines
 
 

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 from autoshard.sharding.report.drawing import Paint, grid, html_table, stack
 from autoshard.sharding.report.style import STYLE
 from autoshard.sharding.report.summary import (
-    ROLES,
     Group,
     axis_traffic,
+    by_role,
     collectives,
     devices,
     exposed_us,
-    groups,
-    leaf_bytes,
+    local_bytes,
     memory_rows,
     mesh_sizes,
     mesh_text,
     storage_roles,
+    title,
+    totals,
     verdict,
-    ways,
 )
 from autoshard.sharding.report.units import bytes_text, line_text, percent_text, ratio_text, spec_text, time_text
 
@@ -49,9 +49,8 @@ def to_html(plan: Plan, path: Any) -> None:
 def page(plan: Plan) -> str:
     """The page's HTML."""
     paint = Paint(plan)
-    title = f"{plan.function or 'a function'} on {plan.target or 'an unknown machine'}"
     body = [
-        _head(plan, title),
+        _head(plan),
         _section("Mesh", _mesh(plan, paint), "Which devices work together, and what each mesh axis shards."),
         _section(
             "State and data",
@@ -69,18 +68,18 @@ def page(plan: Plan) -> str:
         _section("Every input and result", _leaves(plan, paint)),
     ]
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Plan: {escape(title)}</title>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Plan: {escape(title(plan))}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style></head>\n'
         f"<body><main>\n{chr(10).join(part for part in body if part)}\n</main></body></html>\n"
     )
 
 
-def _section(title: str, inner: str, remark: str = "") -> str:
+def _section(heading: str, inner: str, remark: str = "") -> str:
     note = f'<p class="remark">{escape(remark)}</p>' if remark else ""
-    return f"<section><h2>{escape(title)}</h2>{note}{inner}</section>"
+    return f"<section><h2>{escape(heading)}</h2>{note}{inner}</section>"
 
 
-def _head(plan: Plan, title: str) -> str:
+def _head(plan: Plan) -> str:
     estimate, found = plan.estimate, verdict(plan)
     cards = [("a step", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} of it waiting for traffic")]
     if plan.alone:
@@ -98,7 +97,7 @@ def _head(plan: Plan, title: str) -> str:
     )
     then = f'<p class="next">Next best:</p><ul class="next">{rivals}</ul>' if rivals else ""
     return (
-        f"<header><h1>{escape(title)}</h1><p class=mesh>{escape(mesh_text(plan))}</p>"
+        f"<header><h1>{escape(title(plan))}</h1><p class=mesh>{escape(mesh_text(plan))}</p>"
         f"<p>Plan: {escape(found.sentence)}.</p>{then}</header><div class=cards>{drawn}</div>"
     )
 
@@ -113,8 +112,7 @@ def _mesh(plan: Plan, paint: Paint) -> str:
             [f"<b>{escape(axis)}</b>", str(size), ruled, escape(stored) or "-", bytes_text(traffic.get(axis, 0.0))]
         )
     head = ["mesh axis", "size", "shards the first of these that a tensor has", "stores between steps", "traffic"]
-    ruled_axes = {c for names in plan.axis_rules.values() for c in names}
-    rest = "".join(paint.axis(name) for name in paint.names.all if name not in ruled_axes)
+    rest = "".join(map(paint.axis, paint.names.whole))
     below = f'<p class="whole"><span>whole in compute:</span> {rest}</p>' if rest else ""
     return (
         f'<div class="meshes">{grid(sizes)}<div class="grow">{html_table(head, rows, right=(1, 4))}{below}</div></div>'
@@ -122,21 +120,17 @@ def _mesh(plan: Plan, paint: Paint) -> str:
 
 
 def _state(plan: Plan, paint: Paint) -> str:
-    found = groups(plan, plan.inputs)
-    most = max((g.whole_bytes for g in found), default=1.0) or 1.0
+    found = by_role(plan)
+    most = max((g.whole_bytes for _, some in found for g in some), default=1.0) or 1.0
     parts = []
-    for role in dict.fromkeys([*ROLES, *(g.first.role for g in found)]):
-        some = [g for g in found if g.first.role == role]
-        if not some:
-            continue
-        whole, local = sum(g.whole_bytes for g in some), sum(g.local_bytes for g in some)
-        count = sum(len(g.leaves) for g in some)
-        title = (f"<b>{escape(role or 'input')}</b> {count} array{'s' * (count > 1)}, {bytes_text(whole)}; "
-                 f"{bytes_text(local)} on each device")  # fmt: skip
+    for role, some in found:
+        count, whole, local = totals(some)
+        head = (f"<b>{escape(role or 'input')}</b> {count} array{'s' * (count > 1)}, {bytes_text(whole)}; "
+                f"{bytes_text(local)} on each device")  # fmt: skip
         rows = [_group_row(g, paint, most) for g in some]
         inner = html_table(["", "", "dimensions", "all", "a device", ""], rows, right=(1, 3, 4))
         parts.append(
-            f"<details{' open' if role in ('parameter', 'data') else ''}><summary>{title}</summary>{inner}</details>"
+            f"<details{' open' if role in ('parameter', 'data') else ''}><summary>{head}</summary>{inner}</details>"
         )
     return "".join(parts)
 
@@ -250,7 +244,7 @@ def _leaves(plan: Plan, paint: Paint) -> str:
                 escape(x.dtype),
                 paint.tensor(x),
                 f"<code>{escape(spec_text(x.spec))}</code>",
-                bytes_text(leaf_bytes(x) / ways(x.spec, paint.sizes)),
+                bytes_text(local_bytes(x, paint.sizes)),
             ]
             for x in leaves
         ]

@@ -14,9 +14,19 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autoshard.sharding.report.moves import traffic_of
-from autoshard.sharding.report.summary import AxisNames, Group, entries, groups, leaf_bytes, mesh_sizes, ways
+from autoshard.sharding.report.summary import (
+    AxisNames,
+    Group,
+    groups,
+    leaf_bytes,
+    local_bytes,
+    mesh_sizes,
+    ruled_axes,
+    spec_of,
+)
 from autoshard.sharding.report.text import INDENT, WIDTH
 from autoshard.sharding.report.units import bytes_text, spec_text
+from autoshard.spmdrules.place import axes_of, to_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Leaf, Plan
@@ -98,9 +108,8 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     if len(group.leaves) > 1:
         others = _some(x.path for x in group.leaves[1:])
         lines.append(f"{INDENT}and {len(group.leaves) - 1} like it: {others}")
-    whole = leaf_bytes(leaf)
-    lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(whole)}; "
-                 f"{bytes_text(whole / ways(leaf.spec, sizes))} on each device")  # fmt: skip
+    lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(leaf_bytes(leaf))}; "
+                 f"{bytes_text(local_bytes(leaf, sizes))} on each device")  # fmt: skip
     lines.append(f"{INDENT}{names.list(leaf.axes)} -> {spec_text(leaf.spec)}")
     lines += [f"{INDENT}{axis}: {reason}" for axis in sizes for reason in _reasons(plan, leaf, axis, names)]
     lines += [INDENT + line for line in _use(plan, leaf)]
@@ -112,7 +121,7 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
 def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
     """What became of one mesh axis in one tensor."""
     n = mesh_sizes(plan)[axis]
-    spec = entries(leaf.spec, len(leaf.shape))
+    spec = spec_of(leaf)
     ruled = plan.axis_rules.get(axis, ())
     mine = [name for dim in leaf.axes for name in dim.split("*")]
     here = [name for name in ruled if name in mine]
@@ -153,7 +162,7 @@ def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
 def _refusal(plan: Plan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> str:
     """Why a mesh axis does not shard a logical axis that the tensor has."""
     sizes = mesh_sizes(plan)
-    n, spec = sizes[axis], entries(leaf.spec, len(leaf.shape))
+    n, spec = sizes[axis], spec_of(leaf)
     short, size = names.short(name), names.sizes.get(name, 0)
     place = next((d for d, dim in enumerate(leaf.axes) if name in dim.split("*")), None)
     if place is None:
@@ -176,26 +185,15 @@ def _refusal(plan: Plan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> 
 
 def _use(plan: Plan, leaf: Leaf) -> list[str]:
     """How a tensor that is stored over more mesh axes than the rules say is used."""
-    extra = [a for a in plan.storage.get(leaf.role, ()) if a not in _ruled_axes(plan, leaf)]
-    extra = [a for a in extra if any(a in dim for dim in entries(leaf.spec, len(leaf.shape)))]
+    spec, ruled = spec_of(leaf), ruled_axes(plan, leaf)
+    extra = [a for a in plan.storage.get(leaf.role, ()) if a in axes_of(spec) and a not in ruled]
     if not extra:
         return []
-    used = [tuple(a for a in dim if a not in extra) for dim in entries(leaf.spec, len(leaf.shape))]
-    while used and not used[-1]:
-        used.pop()
-    spec = spec_text([dim[0] if len(dim) == 1 else dim or None for dim in used])
+    used = to_partition_spec(tuple(tuple(a for a in dim if a not in extra) for dim in spec))
     over = " and ".join(extra)
     if leaf.role == "optimizer":
         return [f"stored over {over}: its gradient is scattered to it, and it is updated where it stands"]
-    return [f"stored over {over}: gathered to {spec} for each use, after the cast to the compute type"]
-
-
-def _ruled_axes(plan: Plan, leaf: Leaf) -> set[str]:
-    """The mesh axes that the rules, and not the storage, put into a spec."""
-    found = set()
-    for names, dim in zip(leaf.axes, entries(leaf.spec, len(leaf.shape)), strict=False):
-        found |= {a for a in dim if set(names.split("*")) & set(plan.axis_rules.get(a, ()))}
-    return found
+    return [f"stored over {over}: gathered to {spec_text(used)} for each use, after the cast to the compute type"]
 
 
 def _traffic_lines(plan: Plan, group: Group) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jax import numpy as jnp
 
 from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text
+from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Leaf, Plan
@@ -41,15 +42,22 @@ def mesh_text(plan: Plan) -> str:
     return f"{axes} = {count} devices"
 
 
-def entries(spec: Any, rank: int) -> list[tuple[str, ...]]:
+def title(plan: Plan) -> str:
+    """`train_step on v5e:4x4`."""
+    return f"{plan.function or 'a function'} on {plan.target or 'an unknown machine'}"
+
+
+def spec_of(leaf: Leaf) -> Spec:
     """The mesh axes of each dimension."""
-    given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return [*given, *[()] * (rank - len(given))]
+    return from_partition_spec(leaf.spec, len(leaf.shape))
 
 
-def ways(spec: Any, sizes: dict[str, int]) -> int:
-    """How many parts a spec cuts an array into."""
-    return math.prod(sizes.get(a, 1) for dim in entries(spec, 0) for a in dim)
+def ruled_axes(plan: Plan, leaf: Leaf) -> set[str]:
+    """The mesh axes that the rules, and not the storage, put into a spec."""
+    found = set()
+    for names, dim in zip(leaf.axes, spec_of(leaf), strict=False):
+        found |= {a for a in dim if set(names.split("*")) & set(plan.axis_rules.get(a, ()))}
+    return found
 
 
 def leaf_bytes(leaf: Leaf) -> float:
@@ -61,14 +69,23 @@ def leaf_bytes(leaf: Leaf) -> float:
     return math.prod(leaf.shape) * item
 
 
+def local_bytes(leaf: Leaf, sizes: dict[str, int]) -> float:
+    """Bytes of one device's part of the array."""
+    return leaf_bytes(leaf) / math.prod(sizes.get(a, 1) for a in axes_of(spec_of(leaf)))
+
+
 class AxisNames:
-    """Logical axes by short names: one that is called after a path, `0/params/wq:3`, is shown as `wq:3`."""
+    """Logical axes by short names: one that is called after a path, `0/params/wq:3`, is shown as `wq:3`.
+
+    `all` are those of the plan, `whole` those that no mesh axis shards in compute.
+    """
 
     def __init__(self, plan: Plan):
         named = (part for leaf in (*plan.inputs, *plan.outputs) for dim in leaf.axes for part in dim.split("*"))
-        ruled = (name for names in plan.axis_rules.values() for name in names)
+        ruled = [name for names in plan.axis_rules.values() for name in names]
         self.sizes = dict(plan.axis_sizes)
         self.all = tuple(name for name in dict.fromkeys([*ruled, *named, *self.sizes]) if name != "1")
+        self.whole = tuple(name for name in self.all if name not in ruled)
         self._short: dict[str, str] = {}
         for name in self.all:
             parts, keep = name.split("/"), 1
@@ -116,7 +133,7 @@ class Group:
     @property
     def local_bytes(self) -> float:
         """Bytes of all of them on one device."""
-        return self.whole_bytes / ways(self.first.spec, self.sizes)
+        return local_bytes(self.first, self.sizes) * len(self.leaves)
 
 
 def groups(plan: Plan, leaves: Iterable[Leaf]) -> list[Group]:
@@ -127,6 +144,18 @@ def groups(plan: Plan, leaves: Iterable[Leaf]) -> list[Group]:
         found.setdefault(key, []).append(leaf)
     made = [Group(tuple(some), mesh_sizes(plan)) for some in found.values()]
     return sorted(made, key=lambda g: -g.whole_bytes)  # stable: those of equal size stay in the order of the inputs
+
+
+def by_role(plan: Plan) -> list[tuple[str, list[Group]]]:
+    """The inputs in groups for each role, those of the most bytes first."""
+    found = groups(plan, plan.inputs)
+    roles = dict.fromkeys([*ROLES, *(g.first.role for g in found)])
+    return [(role, some) for role in roles if (some := [g for g in found if g.first.role == role])]
+
+
+def totals(some: Sequence[Group]) -> tuple[int, float, float]:
+    """How many arrays there are in groups, their bytes, and their bytes on one device."""
+    return sum(len(g.leaves) for g in some), sum(g.whole_bytes for g in some), sum(g.local_bytes for g in some)
 
 
 def label(paths: Sequence[str]) -> str:
@@ -161,15 +190,14 @@ def verdict(plan: Plan) -> Verdict:
     name = plan.chosen or "this plan"
     others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
     limit = plan.limit_bytes or math.inf
-    too_large = plan.estimate.peak_memory_bytes > limit
     if not others:
         asked = f"{name}, as asked" if plan.chosen else name
-        return Verdict(f"{asked}; it does not fit {bytes_text(limit)}" if too_large else asked, ())
+        return Verdict(asked if plan.fits else f"{asked}; it does not fit {bytes_text(limit)}", ())
     count, fitting = len(plan.candidates), [c for c in others if c[2] <= limit]
     different = {(c[1], c[2]): c for c in reversed(fitting or others)}  # two names can mean one layout
     best = sorted(different.values(), key=lambda c: c[1])[:3]
     rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
-    if too_large:
+    if not plan.fits:
         why = (
             f"which does not fit {bytes_text(limit)}"
             if fitting

@@ -1,0 +1,73 @@
+"""Estimated times against their formulas, on a machine whose figures are known."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from autoshard.sharding.cost import OVERLAP
+from autoshard.sharding.plan import Estimate
+from autoshard.sharding.targets import CHIPS
+from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, whole_bytes
+
+H100 = CHIPS["h100"]
+
+
+def estimate(fn, *shapes, dtype="float32", **options) -> Estimate:
+    return plan(fn, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **options).estimate
+
+
+def product(w, x):
+    return x @ w
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("float32", H100.flops_f32), ("bfloat16", H100.flops)])
+def test_a_product_takes_the_time_of_its_operations(dtype, peak):
+    found = estimate(product, (4096, 4096), (4096, 4096), dtype=dtype, target="h100:8", plan="dp:8")
+    assert found.compute_us == pytest.approx(2 * 4096**3 / peak / 8 * 1e6)
+    assert (found.comm_us, found.comm_bytes, found.step_time_us) == (0, 0, found.compute_us)
+
+
+def test_a_thin_product_takes_the_time_of_its_bytes():
+    found = estimate(product, (4096, 4096), (8, 4096), target="h100:1", plan="dp:1")
+    moved = 4 * (4096 * 4096 + 2 * 8 * 4096)
+    assert found.compute_us == pytest.approx(moved / H100.memory_bandwidth * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("target", "bandwidth"), [("h100:8", H100.link_bandwidth), ("h100:2x4", H100.network_bandwidth)]
+)
+def test_a_gradient_is_summed_over_the_links_that_it_crosses(target, bandwidth):
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    found = estimate(gradient, (512, 1024), (4096, 512), target=target, plan="dp:8")
+    sent = 2 * 7 / 8 * 512 * 1024 * 4
+    assert found.comm_bytes == pytest.approx(sent)
+    assert found.comm_us == pytest.approx(H100.link_latency_us + sent / bandwidth * 1e6)
+    hidden = OVERLAP * min(found.compute_us, found.comm_us)
+    assert found.step_time_us == pytest.approx(found.compute_us + found.comm_us - hidden)
+
+
+def test_what_a_loop_does_counts_at_every_step():
+    def run(length):
+        def fn(x, w, v):
+            return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ v, None), x, None, length=length)[0]
+
+        return estimate(fn, (4096, 512), (512, 1024), (1024, 512), target="h100:8", plan="tp:8")
+
+    once, often = run(1), run(5)
+    assert once.comm_bytes == pytest.approx(2 * 7 / 8 * 4096 * 512 * 4)
+    assert often.comm_bytes == pytest.approx(5 * once.comm_bytes)
+    assert often.compute_us == pytest.approx(5 * once.compute_us)
+    assert often.comm_us == pytest.approx(5 * once.comm_us)
+
+
+def test_updated_parameters_go_back_to_where_they_are_whole():
+    params = mlp_state()
+    made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
+    sent = [size for kind, axis, size, line in made.traffic if line == "updated parameters"]
+    assert sent == [pytest.approx(7 / 8 * whole_bytes(params))]
+    for words in ("dp:8", "fsdp:8"):
+        made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=words)
+        assert not [line for *_, line in made.traffic if line == "updated parameters"]

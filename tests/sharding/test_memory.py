@@ -1,0 +1,53 @@
+"""What a device holds: by kind, by shard, and for as long as somebody needs it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, whole_bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "parameter", "optimizer"),
+    [("dp:8", 1, 1), ("zero1:8", 1, 8), ("fsdp:8", 8, 8), ("dp:2 fsdp:4", 4, 4), ("dp:8 state", 8, 8), ("tp:8", 8, 8)],
+)
+def test_state_counts_by_its_shards(words, parameter, optimizer):
+    params = mlp_state()
+    state = params, OPTIMIZER.init(params)
+    held = plan(adamw_step, state, batch(), plan=words, donate_argnums=0).estimate.memory_bytes
+    assert held["parameter"] == whole_bytes(params) / parameter
+    assert held["optimizer"] == 2 * whole_bytes(params) / optimizer
+    assert held["data"] == batch().nbytes / (1 if words == "tp:8" else 8)
+    assert held["other"] == 4
+
+
+def test_state_that_is_donated_is_not_held_twice():
+    state = mlp_state(), OPTIMIZER.init(mlp_state())
+    kept, given = (plan(adamw_step, state, batch(), plan="dp:8", donate_argnums=d).estimate for d in ((), 0))
+    assert kept.memory_bytes["temporary"] >= whole_bytes(state)
+    assert given.peak_memory_bytes <= kept.peak_memory_bytes - 0.75 * whole_bytes(state)
+    assert given.peak_memory_bytes == sum(given.memory_bytes.values())
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_values_that_nobody_needs_any_more_are_gone(times):
+    def fn(x, w, v):
+        for _ in range(times):
+            x = (x @ w) @ v
+        return jnp.sum(x)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
+    found = plan(fn, *shapes, plan="dp:8", target="h100:8").estimate
+    assert found.memory_bytes["temporary"] == pytest.approx(4096 * (512 + 1024) * 4 / 8, rel=1e-3)
+
+
+def test_what_the_backward_pass_needs_is_held_until_then():
+    def fn(x, w, v):
+        for _ in range(4):
+            x = jnp.tanh(x @ w) @ v
+        return jnp.sum(x)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
+    found = plan(jax.grad(fn, (1, 2)), *shapes, plan="dp:8", target="h100:8").estimate
+    assert found.memory_bytes["temporary"] >= 4 * 4096 * 1024 * 4 / 8

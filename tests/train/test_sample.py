@@ -1,0 +1,33 @@
+"""Text written by a trained model: by the average of its parameters where there is one."""
+
+from dataclasses import replace
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+from autoshard.errors import ConfigError
+from autoshard.models import GPT, GPTConfig
+from autoshard.train.sample import sample_text
+from autoshard.train.state import make_program
+from autoshard.train.tokens import ByteCodec
+
+SHAPE = GPTConfig(vocab=256, layers=1, heads=2, width=8, context=8, tie_head=False)
+
+
+def test_the_moving_average_writes() -> None:
+    program = make_program(lambda rngs: GPT(SHAPE, rngs=rngs), optax.sgd(1.0), ema_decay=0.5)
+    one, other = (jax.jit(program.create_state)(jax.random.key(seed)) for seed in (0, 1))
+    states = one, other, replace(one, ema=other.params)
+    first, second, mixed = (sample_text(program, s, ByteCodec(), "the ", 6, temperature=0.0) for s in states)
+    assert first is not None and first.startswith("the ")
+    assert mixed == second != first
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        sample_text(program, one, ByteCodec(), "", 6)
+
+
+def test_somebody_elses_model_writes_nothing() -> None:
+    program = make_program(lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(1.0))
+    state = program.create_state(jax.random.key(0))
+    assert sample_text(program, state, ByteCodec(), "the ", 6) is None
