@@ -44,12 +44,11 @@ def run(arguments: Sequence[str]) -> int:
 def plan_train_step(config: TrainConfig):
     """The plan of the config's train step, from shapes only."""
     import autoshard
-    from autoshard.train.build import fit_vocab, make_program_of, train_step_of
+    from autoshard.train.build import fit_tokenizer, make_program_of, train_step_of
     from autoshard.train.placement import plan_options
     from autoshard.train.step import batch_shapes
-    from autoshard.train.tokens import load_codec
 
-    config = fit_vocab(config, load_codec(config.tokenizer).vocab_size)
+    config = fit_tokenizer(config)
     program = make_program_of(config)
     shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
     return autoshard.plan(train_step_of(config, program), *shapes, donate_argnums=0, **plan_options(config))

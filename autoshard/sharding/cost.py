@@ -20,12 +20,12 @@ from jax import numpy as jnp
 
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.sharding.decide import decides, home, strategy, wanted
+from autoshard.sharding.decide import decides, home, regathers, strategy, wanted
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Roles, nbytes
 from autoshard.sharding.strategy import Move, flops_of
 from autoshard.sharding.targets import Target
-from autoshard.spmdrules.place import Spec
+from autoshard.spmdrules.place import Spec, sent
 from autoshard.spmdrules.program import Op
 
 OVERLAP = 0.3
@@ -134,29 +134,17 @@ class CostModel:
             for axis, cls in _class_of_axis(layout, v, spec).items():
                 n, to = layout.mesh[axis], after.get(axis)
                 if to != cls and cls in own:
-                    moves.append(
-                        Move("all-to-all", axis, i, local * (n - 1) / n)
-                        if to in own
-                        else Move("all-gather", axis, i, local * (n - 1))
-                    )
+                    kind = "all-to-all" if to in own else "all-gather"
+                    moves.append(Move(kind, axis, i, local * sent(kind, n)))
         return tuple(moves)
 
     def _state_moves(self, layout: Layout) -> list[Collective]:
-        """Updated parameters go from where they are updated to where they are stored (ZeRO-1 and 2)."""
-        out = []
-        for source, _ in self.state:
-            updated = layout.gradient_spec(source)
-            if updated is None or self.roles.inputs.get(source) != "parameter":
-                continue
-            stored = {a for dim in layout.stored(source) for a in dim}
-            size = nbytes(self.axes.program.avals[source])
-            extra = [a for dim in updated for a in dim if a not in stored]
-            n = layout.ways(extra)
-            if n > 1:
-                wire = size / layout.ways({*stored, *extra}) * (n - 1)
-                time = self.target.chip.link_latency_us + wire / self.target.bandwidth(1, n) * 1e6
-                out.append(Collective("all-gather", extra[0], wire, 1.0, time, "updated parameters"))
-        return out
+        found = []
+        for move in regathers(layout, [source for source, _ in self.state]):
+            bandwidth = self.target.bandwidth(1, layout.ways(move.axes))
+            time = self.target.chip.link_latency_us + move.wire_bytes / bandwidth * 1e6
+            found.append(Collective("all-gather", move.axes[0], move.wire_bytes, 1.0, time, f"parameters, {move.when}"))
+        return found
 
 
 def _class_of_axis(layout: Layout, value: int, spec: Spec) -> dict[str, int]:

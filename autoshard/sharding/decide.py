@@ -5,24 +5,29 @@ Cost, memory, lowering and reports all ask here, so that what is priced is what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.oracle_faults import Cut, known_fault
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
 from autoshard.spmdrules.opaque import is_operator
-from autoshard.spmdrules.place import Spec
+from autoshard.spmdrules.place import Spec, axes_of, sent
 from autoshard.spmdrules.program import Op
 from autoshard.spmdrules.rule import Dims, Rule
 
-ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 
 
 def decides(op: Op) -> bool:
-    """Whether the layout has something to say at this operator."""
-    return op.rule is not None and (op.name in (*CONTRACTIONS, *ADDRESSED, *REDUCTIONS) or declared(op))
+    """Whether the layout has something to say at this operator; a sum over dimensions of size 1 is only a reshape."""
+    if op.rule is None:
+        return False
+    if op.name in REDUCTIONS:
+        return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
+    return op.name in CONTRACTIONS or op.name in ADDRESSED or declared(op)
 
 
 def declared(op: Op) -> bool:
@@ -35,7 +40,7 @@ def home(layout: Layout, value: int) -> Spec:
     if value in layout.roles.inputs:
         return layout.stored(value)
     held = layout.held.get(value)
-    if held is not None:
+    if held is not None and not layout.early(held):
         spec = layout.stored(held)
         return spec[len(spec) - len(layout.axes.of_value[value]) :]
     return layout.spec(value)
@@ -53,6 +58,45 @@ def wanted(layout: Layout, op: Op, value: int) -> Spec:
     return layout.spec(value)
 
 
+@dataclass(frozen=True)
+class Regather:
+    """State that is gathered whole outside of any operator.
+
+    Attributes:
+        value: the program input.
+        axes: the mesh axes over which it is gathered.
+        wire_bytes: bytes that leave each device.
+        when: in words.
+    """
+
+    value: int
+    axes: tuple[str, ...]
+    wire_bytes: float
+    when: str
+
+
+def regathers(layout: Layout, updated: Iterable[int]) -> list[Regather]:
+    """The gathers of small stacks before their loops, and of parameters from where they are updated (ZeRO-1 and 2).
+
+    Args:
+        layout: the layout.
+        updated: the inputs that come back changed.
+    """
+    moves = [(v, layout.stored(v), layout.spec(v), "before a loop") for v in layout.gathered_early]
+    for v in updated:
+        there = layout.gradient_spec(v)
+        if there is not None and layout.roles.inputs.get(v) == "parameter":
+            moves.append((v, there, layout.stored(v), "once updated"))
+    found = []
+    for v, before, after, when in moves:
+        kept = set(axes_of(after))
+        extra = tuple(a for a in axes_of(before) if a not in kept)
+        local = nbytes(layout.axes.program.avals[v]) / layout.ways({*kept, *extra})
+        if wire := sent("all-gather", layout.ways(extra)) * local:
+            found.append(Regather(v, extra, wire, when))
+    return found
+
+
 def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     """The cut of a deciding operator under a layout."""
     assert op.rule is not None
@@ -60,9 +104,9 @@ def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     places = [
         home(layout, v) if v >= 0 else ((),) * a.ndim for v, a in zip(op.operands, avals, strict=True)
     ]  # fmt: skip
-    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places)
+    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places, op.rule, layout.mesh)
     outs = [wanted(layout, op, v) for v in op.results]
-    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs)
+    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, layout.mesh)
     chosen = choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
     return _without_fault(op, chosen, operands, results, layout.mesh)
 

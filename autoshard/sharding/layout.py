@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoshard.sharding.axes import Leaves, LogicalAxes
-from autoshard.sharding.roles import Role, Roles, is_float
+from autoshard.sharding.roles import Role, Roles, is_float, nbytes
 from autoshard.spmdrules.place import Spec
+
+EARLY_BYTES = 1 << 16  # a message of so few bytes is all latency
 
 
 @dataclass(eq=False)
@@ -105,6 +108,21 @@ class Layout:
         if found is None:
             found = self._homes[key] = self.with_storage(*key)
         return found
+
+    def early(self, value: int) -> bool:
+        """Whether a value is a stored stack of small slices: it is gathered once before a loop, not in every step."""
+        source = value if value in self.roles.inputs else self.held.get(value)
+        if source is None or not self.held:
+            return False
+        leaves, aval = self.axes.of_value[source], self.axes.program.avals[source]
+        if not leaves or not any(c in self.axes.stacked for c in leaves[0]):
+            return False
+        return nbytes(aval) <= EARLY_BYTES * aval.shape[0] and self.stored(source) != self.spec(source)
+
+    @cached_property
+    def gathered_early(self) -> list[int]:
+        """The program inputs that are gathered before the loops over them."""
+        return [v for v in dict.fromkeys(self.held.values()) if self.early(v)]
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, with the storage axes of its role on its largest free dimensions."""

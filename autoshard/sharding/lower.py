@@ -66,7 +66,7 @@ class Lowering:
             return self.own_constraint(op, args[0])
         if not decides(op):
             results = _compat.bind(op.eqn, op.eqn.params, *args)
-            return self.after_cast(op, results)
+            return self.near_state(op, results)
         rule = op.rule
         assert rule is not None
         plan = strategy(self.layout, op, self.flops_per_byte)
@@ -96,10 +96,18 @@ class Lowering:
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))
 
-    def after_cast(self, op: Op, results: list[Any]) -> list[Any]:
-        """Keeps a stored parameter where it is stored through its cast to the compute type."""
-        if op.name == "convert_element_type" and op.results[0] in self.layout.held:
-            return [self.constrain(results[0], home(self.layout, op.results[0]))]
+    def near_state(self, op: Op, results: list[Any]) -> list[Any]:
+        """Keeps a stored parameter where it is stored through its cast to the compute type.
+
+        One that was gathered before its loop stays so when it gets more dimensions: XLA would cut it again.
+        """
+        layout = self.layout
+        if op.name == "convert_element_type" and op.results[0] in layout.held:
+            return [self.constrain(results[0], home(layout, op.results[0]))]
+        if op.name in ("broadcast_in_dim", "reshape"):
+            taken = op.operands[0]
+            if taken in layout.held and layout.early(taken):
+                return [self.constrain(results[0], layout.spec(op.results[0]))]
         return results
 
     def nested(self, op: Op, args: list[Any]) -> list[Any]:
@@ -131,7 +139,11 @@ class Lowering:
         """A scan with its body rewritten."""
         params = op.eqn.params
         n_consts, n_carry = _compat.scan_arity(params)
-        consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+        consts, init = args[:n_consts], args[n_consts : n_consts + n_carry]
+        xs = [
+            self.constrain(x, self.layout.spec(v)) if self.layout.early(v) else x
+            for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
+        ]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = self.block(op.blocks[0], [*consts, *carry, *x])

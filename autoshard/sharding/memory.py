@@ -20,6 +20,7 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import decides, home
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import CONTRACTIONS, Roles, nbytes
+from autoshard.spmdrules.place import axes_of
 from autoshard.spmdrules.program import Block, Op
 
 
@@ -100,5 +101,7 @@ class MemoryModel:
         np.add.at(change, self.death[self.keep] + 1, -local[self.keep])
         if self.constant_bytes:
             kinds["constant"] = self.constant_bytes
-        kinds["temporary"] = float(np.cumsum(change).max(initial=0.0))
+        kinds["temporary"] = float(np.cumsum(change).max(initial=0.0)) + sum(
+            float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
+        )
         return sum(kinds.values()), kinds

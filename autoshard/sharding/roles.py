@@ -25,7 +25,7 @@ from autoshard.spmdrules.program import Op, Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
 FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @dataclass(eq=False)

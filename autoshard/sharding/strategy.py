@@ -22,6 +22,7 @@ from typing import Any, Literal
 from autoshard.sharding.roles import CONTRACTIONS
 from autoshard.spmdrules.place import Spec, axes_of, sent, ways
 from autoshard.spmdrules.rule import Dims, Rule
+from autoshard.spmdrules.settle import project
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
 
@@ -62,15 +63,16 @@ class Arrays:
     dims: Sequence[Dims]
     nbytes: Sequence[float]
     specs: Sequence[Spec]
+    rule: Rule
+    mesh: Mapping[str, int]
 
     @cached_property
     def places(self) -> list[dict[str, str]]:
-        """For each array: mesh axis -> the factor that it cuts."""
-        return [_factor_of_axis(dims, spec) for dims, spec in zip(self.dims, self.specs, strict=True)]
-
-
-def _factor_of_axis(dims: Dims, spec: Spec) -> dict[str, str]:
-    return {a: dim[0] if dim else "" for dim, axes in zip(dims, spec, strict=True) for a in axes}
+        """For each array: mesh axis -> the factor that it cuts, "" where it cuts none evenly."""
+        return [
+            dict.fromkeys(axes_of(spec), "") | project(self.rule, dims, spec, self.mesh)
+            for dims, spec in zip(self.dims, self.specs, strict=True)
+        ]
 
 
 def choose(
@@ -162,11 +164,21 @@ def _has(dims: Dims, factor: str) -> bool:
 
 
 def flops_of(op: Any) -> float:
-    """Floating-point operations of one equation on one device's worth of whole operands."""
+    """Floating-point operations of one equation on whole operands.
+
+    A contraction multiplies every element of one operand with as many elements as the result has dimensions that this
+    operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it.
+    """
     rule = op.rule
     if rule is None:
         return 0.0
-    sizes = {f.name: f.size or 1 for f in rule.factors}
-    if op.name in CONTRACTIONS:
-        return 2.0 * math.prod(sizes.values())
-    return float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
+    if op.name not in CONTRACTIONS:
+        return float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
+    is_convolution = op.name == "conv_general_dilated"
+    one, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
+    free = [f for f in _factors(rule.results[0]) if f not in one and (is_convolution or f in other)]
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free))
+
+
+def _factors(dims: Dims) -> list[str]:
+    return [f for dim in dims for f in dim]

@@ -50,8 +50,17 @@ CHIPS: dict[str, Chip] = {
     "a100": Chip(312e12, 156e12, 80 * GiB, 2.0e12, 300e9, 25e9, 5.0),
     "h100": Chip(989e12, 494e12, 80 * GiB, 3.35e12, 450e9, 50e9, 5.0),
     "h200": Chip(989e12, 494e12, 141 * GiB, 4.8e12, 450e9, 50e9, 5.0),
+    "b200": Chip(2250e12, 1125e12, 180 * GiB, 8.0e12, 900e9, 50e9, 5.0),
     "cpu": Chip(5e10, 5e10, 4 * GiB, 1e10, 5e9, 1e9, 20.0),
 }
+
+# A part of JAX's device kind, and the chip that it is; the first that fits.
+_KINDS = {
+    "v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e", "v5p": "v5p", "v5": "v5p", "v4": "v4",
+    "b200": "b200", "h200": "h200", "h100": "h100", "a100": "a100",
+}  # fmt: skip
+# What a device of an unknown kind is taken for.
+_STAND_INS = {"tpu": "v5e", "gpu": "a100", "cuda": "a100", "rocm": "a100"}
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,13 @@ def find_target(name: str) -> Target:
     slices = int(match[3] or 1)
     if min(*shape, slices, 1) < 1:
         raise TargetError(f"target '{name}' has no devices")
-    inner = shape[-1] if match[1] in ("a100", "h100", "h200") else math.prod(shape)
+    inner = shape[-1] if match[1] in ("a100", "h100", "h200", "b200") else math.prod(shape)
     return Target(name, CHIPS[match[1]], math.prod(shape) * slices, inner)
+
+
+def chip_name(kind: str) -> str | None:
+    """The chip that a `device_kind` names, None where it is not known (a CPU is not)."""
+    return next((name for part, name in _KINDS.items() if part in kind.lower()), None)
 
 
 def target_for(platform: str, kind: str, count: int) -> Target:
@@ -107,10 +121,5 @@ def target_for(platform: str, kind: str, count: int) -> Target:
         kind: its `device_kind`.
         count: how many there are.
     """
-    text = kind.lower()
-    known = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e", "v5p": "v5p", "v5": "v5p", "v4": "v4",
-             "h200": "h200", "h100": "h100", "a100": "a100"}  # fmt: skip
-    chip = next((name for part, name in known.items() if part in text), "cpu" if platform == "cpu" else None)
-    if chip is None:
-        chip = "v5e" if platform == "tpu" else "a100" if platform in ("gpu", "cuda", "rocm") else "cpu"
+    chip = chip_name(kind) or _STAND_INS.get(platform, "cpu")
     return Target(f"{chip}:{count}", CHIPS[chip], count, count)

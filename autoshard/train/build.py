@@ -20,6 +20,7 @@ from autoshard.train.data import Source, TokenSource, text_source
 from autoshard.train.optimizer import learning_rate_schedule, make_optimizer
 from autoshard.train.state import Program, make_program
 from autoshard.train.step import TrainStep, make_train_step
+from autoshard.train.tokens import load_codec
 
 VOCAB_MULTIPLE = 64
 """A vocabulary that the data makes larger than the config's becomes a multiple of this, which shards well."""
@@ -31,6 +32,11 @@ def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
         return config
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return replaced(config, "gpt", gpt=replaced(config.gpt, "gpt", vocab=padded))
+
+
+def fit_tokenizer(config: TrainConfig) -> TrainConfig:
+    """The config with a vocabulary that holds its tokenizer's: what a run has, from no data."""
+    return fit_vocab(config, load_codec(config.tokenizer).vocab_size)
 
 
 def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
@@ -218,6 +218,10 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     """A TOML or JSON value as the type of its setting."""
     kinds = [getattr(part, "__origin__", part) for part in getattr(kind, "__args__", ()) or ()]
     origin = getattr(kind, "__origin__", kind)
+    if origin is Literal:
+        if value not in kind.__args__:
+            raise ConfigError(f"{where} is one of {', '.join(map(repr, kind.__args__))}, not {value!r}")
+        return value
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ConfigError(f"{where} is a list, not {value!r}")

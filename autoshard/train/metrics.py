@@ -12,26 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
+from autoshard.sharding.targets import CHIPS, chip_name
 from autoshard.train import rundir
-
-# Dense bf16 peak of a device in FLOP/s, by a part of JAX's device kind; from the vendors' data sheets.
-_PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak FLOP/s of a device in bf16; None where it is not known, as for CPUs."""
-    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_kind), None)
+    chip = chip_name(device_kind)
+    return None if chip is None else CHIPS[chip].flops
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

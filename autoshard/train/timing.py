@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.train.build import make_program_of, train_step_of
+from autoshard.train.build import fit_tokenizer, make_program_of, train_step_of
 from autoshard.train.config import TrainConfig
 from autoshard.train.placement import place_step
 from autoshard.train.prefetch import place_batch
@@ -48,6 +48,7 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
         config: The run whose step is timed.
         rounds: Pairs of steps.
     """
+    config = fit_tokenizer(config)
     program = make_program_of(config)
     train_step = train_step_of(config, program)
     placed = place_step(train_step, program, config)

@@ -63,11 +63,42 @@ def test_what_a_loop_does_counts_at_every_step():
     assert often.comm_us == pytest.approx(5 * once.comm_us)
 
 
+def of_no_line(made):
+    """The traffic that no line of the user's asks for."""
+    return [(kind, size) for kind, _, size, line in made.traffic if ".py:" not in line]
+
+
 def test_updated_parameters_go_back_to_where_they_are_whole():
     params = mlp_state()
     made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
-    sent = [size for kind, axis, size, line in made.traffic if line == "updated parameters"]
+    sent = [size for kind, axis, size, line in made.traffic if line == "parameters, once updated"]
     assert sent == [pytest.approx(7 / 8 * whole_bytes(params))]
     for words in ("dp:8", "fsdp:8"):
         made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=words)
-        assert not [line for *_, line in made.traffic if line == "updated parameters"]
+        assert not [line for *_, line in made.traffic if line == "parameters, once updated"]
+
+
+def test_one_gather_serves_all_the_products_that_take_it():
+    def twice(x, w):
+        return jnp.cos(x) @ w + jnp.sin(x) @ w
+
+    shapes = (4096, 512), (512, 1024)
+    whole = 7 / 8 * 4 * 512 * 1024
+    assert estimate(twice, *shapes, target="h100:8", plan="fsdp:8").comm_bytes == pytest.approx(whole)
+
+    def apart(x, w, v):
+        return jnp.cos(x) @ w + jnp.sin(x) @ v
+
+    assert estimate(apart, *shapes, shapes[1], target="h100:8", plan="fsdp:8").comm_bytes == pytest.approx(2 * whole)
+
+
+def test_an_activation_that_is_cut_no_more_is_gathered():
+    def fn(x, w, v):
+        h = jnp.tanh(x @ w)
+        return h[:, :3], h @ v
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
+    made = plan(fn, *shapes, target="h100:8", plan="tp:8")
+    found = {kind: size for kind, _, size, _ in made.traffic}
+    wanted = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
+    assert found == pytest.approx(wanted)

@@ -126,6 +126,35 @@ def test_a_scan_keeps_its_parameters_and_the_types_of_its_carry():
     assert_close(run(*args), auto_shard(run, plan="dp:8")(*args))
 
 
+def test_rematerialisation_is_kept_with_its_policy():
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x: jnp.tanh(jnp.sin(x @ w) * 2), policy=policy, prevent_cse=False)
+        return jnp.sum(layer(layer(x)))
+
+    before, after = jaxpr_before_and_after(jax.grad(loss), batch(1, 64) * 0.1, batch(), plan="dp:8")
+    theirs, ours = ([op.eqn for op in build(c).ops() if "policy" in op.eqn.params] for c in (before, after))
+    assert len(theirs) == len(ours) == 2
+    for one, other in zip(theirs, ours, strict=True):
+        assert one.primitive is other.primitive and other.params["policy"] is policy
+        assert [one.params[k] for k in ("prevent_cse", "differentiated")] == [
+            other.params[k] for k in ("prevent_cse", "differentiated")
+        ]
+
+
+def test_a_stored_parameter_is_cast_where_it_lies_and_gathered_narrow():
+    def loss(w, x):
+        return jnp.mean((x @ w.astype(jnp.bfloat16)) ** 2)
+
+    w, x = jnp.ones((64, 128)), jnp.ones((4096, 64), jnp.bfloat16)
+    text = auto_shard(jax.grad(loss), plan="fsdp:8").lower(w, x).as_text()
+    constraint = r"sdy.sharding_constraint .*\[\{\}, \{%s\}\]>.* : tensor<64x128x%s>"
+    assert re.search(constraint % ('"fsdp"', "bf16"), text)  # where it is stored
+    assert re.search(constraint % ("", "bf16"), text)  # where the product takes it
+    assert not re.search(constraint % ("", "f32"), text)
+
+
 # --- annotations that programs bring along ---
 
 
@@ -373,3 +402,30 @@ def test_a_product_is_pinned_before_it_moves(mesh_of, monkeypatch):
     sharded = auto_shard(lambda x, w: x @ w + 1, mesh=mesh_of(dp=2, fsdp=2, tp=2))
     x, w = whole_numbers(0), whole_numbers(1)
     np.testing.assert_array_equal(sharded(x, w), x @ w + 1)
+
+
+def loop_of_layers(params, x):
+    def layer(x, p):
+        return jnp.tanh(x * p["scale"]) @ p["w"], None
+
+    return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+
+def test_small_stacks_are_gathered_once_before_their_loop():
+    params = {"scale": jnp.ones((4, 256)), "w": batch(0, 4 * 256, 256).reshape(4, 256, 256) / 16}
+    x = batch(1, 4096, 256)
+
+    def step(params, x):
+        gradients = jax.grad(loop_of_layers)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    sharded = auto_shard(step, plan="fsdp:8")
+    text = sharded.lower(params, x).compile().as_text()
+    bodies, _, entry = text.partition("\nENTRY")
+    gathers = re.compile(r"= (\S+?)\{\S* all-gather\(")
+    assert "f32[4,256]" in gathers.findall(entry)
+    assert not [shape for shape in gathers.findall(bodies) if shape.endswith("[256]") or shape.endswith("[1,256]")]
+    assert "f32[1,256,256]" in gathers.findall(bodies)  # a weight is gathered where it is used
+    made = sharded.plan(params, x)
+    assert {(kind, line) for kind, _, _, line in made.traffic} >= {("all-gather", "parameters, before a loop")}
+    assert_close(step(params, x), sharded(params, x))

@@ -51,3 +51,15 @@ def test_what_the_backward_pass_needs_is_held_until_then():
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
     found = plan(jax.grad(fn, (1, 2)), *shapes, plan="dp:8", target="h100:8").estimate
     assert found.memory_bytes["temporary"] >= 4 * 4096 * 1024 * 4 / 8
+
+
+def test_what_a_loop_makes_inside_is_held_once_while_it_runs():
+    def run(length):
+        def fn(x, w, v):
+            return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ v, None), x, None, length=length)[0]
+
+        shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
+        return plan(fn, *shapes, plan="dp:8", target="h100:8").estimate.memory_bytes["temporary"]
+
+    carry, inside = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
+    assert run(2) == run(9) >= 2 * carry + inside

@@ -122,6 +122,16 @@ def test_binding_refuses_another_program():
         plan.bind(lambda x, y: x @ y, np.ones((4, 4)), np.ones((4, 4)))
 
 
+def test_binding_refuses_arguments_of_another_type():
+    def fn(x, w):
+        return (x @ w).astype("float32")
+
+    wide, narrow = (jax.ShapeDtypeStruct((16, 16), dtype) for dtype in ("float32", "bfloat16"))
+    plan = Plan.from_json(autoshard.plan(fn, wide, wide, plan="dp:8").to_json())
+    with pytest.raises(PlanError, match=r"another program.*'0' float32\[16, 16\] there, '0' bfloat16\[16, 16\] here"):
+        plan.bind(fn, narrow, narrow)
+
+
 def test_binding_refuses_a_program_whose_axes_are_others():
     square = jax.ShapeDtypeStruct((16, 16), "float32")
     plan = Plan.from_json(autoshard.plan(lambda x, w: x @ w, square, square, plan="dp:8").to_json())

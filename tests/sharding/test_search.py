@@ -1,5 +1,7 @@
 """The fastest candidate that fits is the one, whatever the memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,23 +9,34 @@ import pytest
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.plan import PlanError
-from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
+from tests.sharding.programs import OPTIMIZER, adamw_step, mlp_state
+
+
+def train_step():
+    """A step that is fastest with all state whole on each device."""
+    state = jax.eval_shape(lambda: (mlp_state(hidden=1024), OPTIMIZER.init(mlp_state(hidden=1024))))
+    return adamw_step, state, jax.ShapeDtypeStruct((2**15, 64), "float32")
 
 
 def test_the_fastest_candidate_that_fits_is_taken():
-    state = jax.eval_shape(lambda: (mlp_state(hidden=1024), OPTIMIZER.init(mlp_state(hidden=1024))))
-    free = plan(adamw_step, state, batch(), donate_argnums=0)
-    peaks = sorted({peak for _, _, peak in free.candidates})
-    chosen = set()
-    for limit in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
-        made = plan(adamw_step, state, batch(), donate_argnums=0, memory_limit_bytes=limit)
+    options: Any = dict(target="h100:8", donate_argnums=0)
+    free = plan(*train_step(), **options)
+    peaks = {name: peak for name, _, peak in free.candidates}
+    assert free.chosen == "dp:8"
+    for limit in (min(peaks.values()), peaks["zero1:8"], peaks["dp:8"]):
+        made = plan(*train_step(), memory_limit_bytes=limit, **options)
         fastest = min(us for _, us, peak in free.candidates if peak <= limit)
         assert made.estimate.peak_memory_bytes <= limit
         assert made.estimate.step_time_us == pytest.approx(fastest, abs=1e-3)
-        chosen.add(made.chosen)
-    assert len(chosen) > 1 and made.chosen == free.chosen
     with pytest.raises(PlanError, match="no plan fits"):
-        plan(adamw_step, state, batch(), donate_argnums=0, memory_limit_bytes=peaks[0] - 1)
+        plan(*train_step(), memory_limit_bytes=min(peaks.values()) - 1, **options)
+
+
+def test_a_candidate_has_the_price_that_it_has_alone():
+    options: Any = dict(target="h100:8", donate_argnums=0)
+    for name, step_time_us, peak in plan(*train_step(), **options).candidates:
+        alone = plan(*train_step(), plan=name, **options).estimate
+        assert (step_time_us, peak) == pytest.approx((alone.step_time_us, alone.peak_memory_bytes)), name
 
 
 def test_a_fast_variant_that_does_not_fit_loses_to_a_slow_one_that_does():
@@ -37,7 +50,7 @@ def test_a_fast_variant_that_does_not_fit_loses_to_a_slow_one_that_does():
         return jax.lax.scan(part, jnp.zeros(len(x)), w)[0]
 
     x, w = jax.ShapeDtypeStruct((2**15, 512), "float32"), jax.ShapeDtypeStruct((64, 512, 4096), "float32")
-    with pytest.warns(AutoshardWarning, match="fits"):
+    with pytest.warns(AutoshardWarning, match="does not fit 4.00 GiB"):
         fast = plan(fn, x, w, target="cpu:8", plan="dp:8", variants={"careful": [False]})
         made = plan(fn, x, w, target="cpu:8", plan="dp:8", variants={"careful": [False, True]})
     assert made.fits and not fast.fits and made.notes[0] == "variant: {'careful': True}"

@@ -71,6 +71,7 @@ def test_wrong_options_are_told_in_one_line(arguments: list[str], complaint: str
         ("steps = 'many'", "steps is int, not 'many'"),
         ("steps = true", "steps is int, not True"),
         ("steps = 1.5", "steps is int, not 1.5"),
+        ("[optimizer]\nname = 'adam'", "name is one of 'adamw', 'sgd', not 'adam'"),
         ("gpt = 3", r"write \[gpt\]"),
         ("freeze = 'embed'", "freeze is a list"),
         ("[gpt]\nheads = 3", "not a multiple of heads 3"),

@@ -6,8 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
-from autoshard.sharding.decide import decides, strategy
-from autoshard.sharding.report.summary import leaf_bytes
+from autoshard.sharding.decide import decides, regathers, strategy
 from autoshard.sharding.report.units import line_text
 
 if TYPE_CHECKING:
@@ -50,11 +49,9 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
                 continue
             key = (move.kind, move.axis, what, line_text(_compat.source_line(op.eqn)))
             found[key] = found.get(key, 0.0) + move.wire_bytes * op.trips * share
-    stored = {a for dim in layout.stored(source) for a in dim}
-    extra = [a for dim in layout.gradient_spec(source) or () for a in dim if a not in stored] if is_parameter else []
-    if extra:
-        local = leaf_bytes(plan.inputs[number]) / layout.ways({*stored, *extra})
-        found["all-gather", " and ".join(extra), "it", "once updated"] = local * (layout.ways(extra) - 1)
+    for move in regathers(layout, [source]):
+        if move.value == source:
+            found["all-gather", " and ".join(move.axes), "it", move.when] = move.wire_bytes
     return found
 
 

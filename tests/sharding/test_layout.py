@@ -1,0 +1,61 @@
+"""From a table to the spec of every value: what is contiguous, what is stored, where gradients go."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard import plan
+from autoshard.sharding.axes import find_axes
+from autoshard.sharding.layout import Layout
+from autoshard.sharding.roles import find_roles
+from autoshard.spmdrules.program import build
+from tests.sharding.programs import batch, mlp_state
+
+
+@pytest.mark.parametrize(
+    ("mesh", "table", "merged", "split"),
+    [
+        ({"a": 2}, "major", "a", ((), ("a",), ())),
+        ({"a": 2}, "minor", "", ((), (), ("a",))),  # not contiguous in the merged dimension
+        ({"a": 4, "b": 2}, "major minor", "ab", ((), ("a",), ("b",))),
+        ({"a": 2, "b": 2}, "major minor", "a", ((), ("a",), ("b",))),
+        ({"a": 2, "b": 4}, "major major", "a", ((), ("a",), ())),  # together they do not divide it
+    ],
+)
+def test_a_minor_part_is_cut_only_behind_single_elements(mesh, table, merged, split):
+    program = build(jax.make_jaxpr(lambda x: x.reshape(8, 4, 16))(jax.ShapeDtypeStruct((8, 64), "float32")))
+    axes = find_axes(program)
+    classes = dict(zip(("major", "minor"), axes.of_value[program.inputs[0]][1], strict=True))
+    columns = {axis: (classes[word],) for axis, word in zip(mesh, table.split(), strict=True)}
+    layout = Layout(axes, find_roles(program, axes), mesh, columns)
+    assert layout.spec(program.inputs[0]) == ((), tuple(merged))
+    assert layout.spec(program.outputs[0]) == split
+
+
+def test_layers_that_a_loop_counts_are_never_cut():
+    def step(weights, x):
+        def loss(weights):
+            out, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) @ w["v"], None), x, weights)
+            return jnp.mean(out**2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = {"w": jax.ShapeDtypeStruct((512, 16, 64), "float32"), "v": jax.ShapeDtypeStruct((512, 64, 16), "float32")}
+    found = plan(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), plan="fsdp:8", target="h100:8")
+    assert {leaf.path: leaf.spec for leaf in found.inputs} == {
+        "0/w": P(None, None, "fsdp"), "0/v": P(None, "fsdp"), "1": P("fsdp")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_is_scattered_to_its_state_even_where_it_comes_out_transposed(transposed):
+    def step(params, x):
+        h = jnp.tanh(x @ params["w"])
+        gradient = (h.T @ x).T if transposed else x.T @ h
+        return {**params, "w": params["w"] - gradient}, jnp.sum(h @ params["v"])
+
+    made = plan(step, mlp_state(), batch(size=4096), plan="fsdp:8", target="h100:8")
+    kinds = {(kind, round(size)) for kind, _, size, _ in made.traffic if size > 1000}
+    assert ("reduce-scatter", 7 / 8 * 4 * 64 * 128) in kinds
+    assert "all-reduce" not in {kind for kind, _ in kinds}
