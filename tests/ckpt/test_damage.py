@@ -1,5 +1,6 @@
 """Damaged files and killed processes: every damage is found and named, and nothing committed is lost."""
 
+import json
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError
+from autoshard.ckpt.manifest import _checksum
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -167,6 +169,32 @@ def test_a_renamed_step(run: Any, tmp_path: Path) -> None:
     (tmp_path / "step_00000003").rename(tmp_path / "step_00000004")
     with pytest.raises(DamagedCheckpointError, match="manifest is the one of step 3"):
         checkpoints.restore(states[3])
+
+
+def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
+    """What is valid JSON and says something else is no manifest; one of a later format is no damage."""
+    checkpoints, states = run
+    file = tmp_path / "step_00000003" / "_CHECKPOINT_METADATA"
+    whole = file.read_text()
+    written = json.loads(whole)["custom_metadata"]
+
+    def put(**changes: Any) -> dict[str, Any]:
+        body = written["autoshard"] | changes
+        return {"autoshard": body, "sha256": _checksum(body)}
+
+    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(config={"model": 2})}))
+    assert checkpoints.config(3) == {"model": 2}  # with its checksum, so the file is what is read
+    file.write_text(
+        json.dumps(
+            json.loads(whole) | {"custom_metadata": written | put(config={"model": 3}) | {"sha256": written["sha256"]}}
+        )
+    )
+    with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest is not as it was written"):
+        checkpoints.restore(states[3])
+    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=2)}))
+    with pytest.raises(CheckpointError, match="has format 2, .* reads up to 1: upgrade") as caught:
+        checkpoints.restore(states[3])
+    assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 def test_files_that_may_not_be_read_are_not_called_damaged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

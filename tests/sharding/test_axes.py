@@ -107,3 +107,9 @@ def test_a_transformer_has_the_axes_that_people_name(scan):
     assert {"batch", "seq", "embed", "vocab", "heads", "ffn"} <= names
     sharded = [leaf for leaf in specs if any("tp" in str(e) for e in leaf.spec)]
     assert len(sharded) >= (8 if scan else 14)
+
+
+def test_what_two_activations_contract_is_never_cut():
+    made, _ = _gpt_plan(rename=False, scan=False, plan="tp:8")
+    heads = [leaf for leaf in made.inputs if leaf.shape in ((32, 4, 8), (32, 2, 8))]  # [embed, heads, head_dim]
+    assert len(heads) == 2 * 3 and all(leaf.spec[1] and len(leaf.spec) == 2 for leaf in heads)

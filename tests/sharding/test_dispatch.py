@@ -197,6 +197,29 @@ def test_init_takes_settings_and_keywords():
     assert device_bytes(state) * 8 == whole_bytes(state)
 
 
+def test_init_takes_no_state_of_another_type():
+    step = auto_shard(sgd_step, plan="fsdp:8")
+    step.plan(jax.eval_shape(mlp_state), batch())
+    with pytest.raises(PlanError, match="fit none of the planned arguments"):
+        step.init(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp_state()))
+
+
+def test_a_plan_for_nnx_objects_takes_them():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Variable(jnp.zeros(64))
+
+    def count(counter, x):
+        counter.n[...] += x.sum(0)
+        return x * 2
+
+    counter, sharded = Counter(), auto_shard(count, plan="dp:8")
+    run = sharded.plan(counter, batch()).jit()
+    for _ in range(2):
+        assert_close(batch() * 2, run(counter, batch()))
+    assert_close(2 * batch().sum(0), counter.n[...])
+
+
 def test_arrays_that_a_function_closes_over_count():
     weight = jnp.ones((1024, 512))
     made = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")

@@ -6,8 +6,9 @@ import pytest
 from jax import lax
 
 from autoshard.sharding.roles import CONTRACTIONS
-from autoshard.sharding.strategy import Arrays, flops_of
+from autoshard.sharding.strategy import Arrays, choose, flops_of
 from autoshard.spmdrules.program import build
+from autoshard.spmdrules.rule import Rule
 
 
 def convolution(groups, stride, padding):
@@ -55,3 +56,43 @@ def test_a_mesh_axis_is_taken_for_the_part_of_a_dimension_that_it_cuts():
     places = Arrays(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).places
     assert places == [{"a": merged[0], "b": merged[1]}]
     assert Arrays(op.rule.operands, [128], [(("a", "c"),)], op.rule, mesh).places == [{"a": merged[0], "c": ""}]
+
+
+# --- the choice ---
+
+WHOLE = ((), ())
+
+
+def cut(shapes, specs, want, mesh, flops_per_byte):
+    """The strategy of `x @ w` with operands at `specs` and its result wanted at `want`."""
+    (m, k), (_, n) = shapes
+    rule = Rule.parse("m k, k n -> m n; reduce k", *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    operands = Arrays(rule.operands, [4 * m * k, 4 * k * n], specs, rule, mesh)
+    results = Arrays(rule.results, [4 * m * n], [want], rule, mesh)
+    return choose(rule, operands, results, mesh, 2 * m * k * n, flops_per_byte)
+
+
+@pytest.mark.parametrize(
+    ("flops_per_byte", "factor", "array", "sent"),
+    [(10, None, 0, 7 / 8 * 4 * 4096 * 8), (1, "m", -1, 7 / 8 * 4 * 4096 * 64)],
+)
+def test_work_is_repeated_where_that_is_cheaper_than_what_it_saves(flops_per_byte, factor, array, sent):
+    found = cut([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
+    assert found.factors == {"a": factor}
+    assert [(m.kind, m.array, m.wire_bytes) for m in found.moves] == [("all-gather", array, sent)]
+
+
+def test_a_partial_goes_to_where_it_is_wanted_or_is_made_whole():
+    specs = [((), ("a",)), (("a",), ())]
+    whole = cut([(64, 128), (128, 64)], specs, WHOLE, {"a": 4}, 0.01)
+    apart = cut([(64, 128), (128, 64)], specs, ((), ("a",)), {"a": 4}, 0.01)
+    assert whole.factors == apart.factors == {"a": "k"}
+    assert [(m.kind, m.array, m.wire_bytes) for m in whole.moves] == [("all-reduce", -1, 2 * 3 / 4 * 4 * 64 * 64)]
+    assert [(m.kind, m.array, m.wire_bytes) for m in apart.moves] == [("reduce-scatter", -1, 3 / 4 * 4 * 64 * 64)]
+
+
+def test_a_factor_is_cut_only_as_far_as_all_axes_divide_it():
+    mesh, specs = {"a": 2, "b": 4}, [(("a",), ()), WHOLE]
+    fits = cut([(8, 16), (16, 16)], specs, (("a", "b"), ()), mesh, 0.01)
+    small = cut([(4, 16), (16, 16)], specs, (("b",), ()), mesh, 0.01)
+    assert fits.factors == {"a": "m", "b": "m"} and small.factors == {"a": "m", "b": None}

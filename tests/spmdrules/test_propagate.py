@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.given import Faults, place_of
-from autoshard.spmdrules.place import Place, from_partition_spec, meet, steps, to_partition_spec
+from autoshard.spmdrules.place import Place, extend, from_partition_spec, meet, steps, to_partition_spec
 from autoshard.spmdrules.propagate import Propagation, PropagationError, propagate
 from tests.spmdrules.simulate import simulate
 
@@ -300,6 +300,16 @@ def test_conflicts_move_the_smaller_operand():
     assert small_x.out_specs == P(None, "model") and [r.operand for r in small_x.reshards] == [0]
 
 
+def test_the_larger_operand_keeps_the_order_of_its_axes():
+    specs = (P(("data", "model")), P(("model", "data")))
+    found = propagate(lambda x, y: x[:, None] * y, f32(8), f32(8, 64), in_specs=specs, mesh=MESH)
+    assert found.out_specs == P(("model", "data")) and {r.operand for r in found.reshards} == {0}
+    turned = propagate(lambda x, y: y[:, None] * x, f32(8, 64), f32(8), in_specs=specs, mesh=MESH)
+    assert turned.out_specs == P(("data", "model")) and {(r.operator, r.kind) for r in turned.reshards} == {
+        ("mul", "collective-permute")
+    }
+
+
 def test_compound_dimensions_are_cut_from_the_major_part():
     split = lambda x: x.reshape(8, 4, 2)  # noqa: E731
     inside = propagate(split, f32(8, 8), in_specs=P(None, ("model", "data")), mesh=MESH)
@@ -336,6 +346,13 @@ def test_a_reshard_inside_a_loop_counts_its_steps():
     assert {r.times for r in found.reshards if r.kind == "all-reduce"} == {5.0}
 
 
+def test_a_carry_that_a_step_leaves_partial_is_reduced_in_every_step():
+    fn = lambda c, xs, w: lax.scan(lambda c, x: (x @ w, None), c, xs)[0]  # noqa: E731
+    specs = (P(), P(None, None, "data"), P("data"))
+    found = propagate(fn, f32(8, 8), f32(5, 8, 16), f32(16, 8), in_specs=specs, mesh=MESH)
+    assert [(r.operator, r.kind, r.times) for r in found.reshards] == [("scan", "all-reduce", 5.0)]
+
+
 def test_while_and_cond():
     assert propagate(countdown, f32(8, 8), in_specs=P("data"), mesh=MESH).out_specs == P("data")
     found = propagate(branch, f32(8, 8), f32(8, 8), in_specs=(P("data"), P()), mesh=MESH)
@@ -346,6 +363,31 @@ def test_branches_meet_where_it_costs_least():
     pick = lambda i, x, y: lax.cond(i > 0, lambda: x, lambda: y)  # noqa: E731
     found = propagate(pick, i32(), f32(8), f32(8), in_specs=(P(), P("data"), P()), mesh=MESH)
     assert found.out_specs == P("data") and [r.kind for r in found.reshards] == ["slice"]
+
+
+def test_branches_of_which_one_is_partial_meet_whole():
+    fn = lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: y)  # noqa: E731
+    args, specs = (i32(), f32(8, 16), f32(16, 8), f32(8, 8)), (P(), P(None, "data"), P("data"), P())
+    found = propagate(fn, *args, in_specs=specs, mesh=MESH)
+    assert found.out_partial == {} and [(r.kind, r.axis) for r in found.reshards] == [("all-reduce", "data")]
+    both = propagate(
+        lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: -(x @ w)), *args, in_specs=specs, mesh=MESH
+    )
+    assert both.out_partial == {"data": "sum"} and not both.reshards
+    zeros = propagate(lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: jnp.zeros((8, 8))), *args,
+                      in_specs=specs, mesh=MESH)  # fmt: skip
+    assert zeros.out_partial == {"data": "sum"} and not zeros.reshards  # zeros are a partial sum already
+
+
+def test_partials_of_two_kinds_do_not_pass_together():
+    join = lambda x, y: jnp.concatenate([x, y])  # noqa: E731
+    args = {"in_specs": P(), "mesh": MESH}
+    mixed = propagate(join, f32(8), f32(8), in_partial=({"data": "sum"}, {"data": "max"}), **args)
+    assert mixed.out_partial == {} and [r.kind for r in mixed.reshards] == ["all-reduce"] * 2
+    flags = jax.ShapeDtypeStruct((8,), jnp.bool_)
+    for op, kept in (("and", {"data": "and"}), ("or", {"data": "or"}), ("sum", {})):  # of copies `and` gives the same
+        found = propagate(join, flags, flags, in_partial=({"data": op}, None), **args)
+        assert found.out_partial == kept
 
 
 def test_constraints_of_the_user_hold(mesh8):
@@ -425,6 +467,17 @@ def test_steps_end_where_they_should_and_count_bytes():
     turned = steps(Place((("data", "model"),)), Place((("model", "data"),)), 800, MESH)
     assert {s.kind for s in turned} == {"collective-permute"}
     assert meet([Place(((),)), Place((("data",),))], 8, MESH) == Place((("data",),))
+    partial = Place(((),), (("data", "sum"),))
+    assert meet([partial, Place(((),))], 8, MESH) == Place(((),)) and meet([partial, partial], 8, MESH) == partial
+
+
+def test_a_place_is_extended_by_what_it_does_not_use():
+    place = Place((("data",), ()))
+    assert extend(place, ((), ("model",))) == (("data",), ("model",))
+    assert extend(place, (("data", "model"), ())) == (("data", "model"), ())
+    assert extend(place, ((), ("data",))) == place.spec  # used by another dimension
+    assert extend(place, (("model", "data"), ())) == place.spec  # not minor to what is there
+    assert extend(Place(((),), (("data", "sum"),)), (("data",),)) == ((),)
 
 
 @given(st.lists(st.sampled_from(["data", "model", None]), min_size=2, max_size=2), st.booleans())

@@ -58,9 +58,10 @@ def test_adamw_is_its_formula_with_every_setting() -> None:
         learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, beta1=0.8, beta2=0.6, epsilon=1e-2,
         weight_decay=0.3, clip_norm=0.5,
     )  # fmt: skip
-    optimizer, rate = make_optimizer(config, 10), learning_rate_schedule(config, 10)
+    optimizer = make_optimizer(config, 10)
+    rate: Any = learning_rate_schedule(config, 10)
     params = {"matrix": np.array([[1.0, -2.0], [3.0, 4.0]], np.float32), "vector": np.array([5.0, 6.0], np.float32)}
-    moments = {name: (0.0, 0.0) for name in params}
+    moments: dict[str, Any] = {name: (0.0, 0.0) for name in params}
     state, random = optimizer.init(params), np.random.default_rng(0)
     for step in range(3):
         gradients = {name: random.normal(size=leaf.shape).astype(np.float32) for name, leaf in params.items()}
