@@ -14,7 +14,7 @@ from autoshard.sharding.dispatch import Entry, GraphArguments, GraphFunction, Pu
 from autoshard.sharding.machine import MeshLike
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import PlanLike, argnums
-from autoshard.sharding.tracing import OUTER_PLAN
+from autoshard.sharding.tracing import OUTER_PLAN, name_of
 
 
 def auto_shard(
@@ -151,6 +151,7 @@ class AutoSharded:
         example: tuple[Any, ...] | None = None,
     ):
         functools.update_wrapper(self, fn)
+        self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
         self.names = _positional(fn)
         self.static = _numbers(static_argnums, len(self.names or ()), "static_argnums")
@@ -198,7 +199,7 @@ class AutoSharded:
             found = self.functions.get(key)
         except TypeError:
             raise PlanError(
-                f"auto_shard({getattr(self, '__name__', 'function')}): a static argument is not hashable: "
+                f"auto_shard({self.__name__}): a static argument is not hashable: "
                 f"{[*fixed.values(), *by_name.values()]!r:.200}. Pass a tuple or a frozen dataclass"
             ) from None
         if found is None:
@@ -244,7 +245,7 @@ class AutoSharded:
             PlanError: there is no plan yet, or no argument of the planned function has this structure.
         """
         entry = self._planned()
-        return born_sharded(entry, create, args, getattr(self, "__name__", "function"), kwargs)
+        return born_sharded(entry, create, args, self.__name__, kwargs)
 
     def _planned(self) -> Entry:
         functions = [self._plain, *self.functions.values(), self._graph]
@@ -253,7 +254,7 @@ class AutoSharded:
             return found[-1]
         if self.example is None:
             raise PlanError(
-                f"auto_shard({getattr(self, '__name__', 'function')}).init: there is no plan to shard by. Call "
+                f"auto_shard({self.__name__}).init: there is no plan to shard by. Call "
                 ".plan(...) with the shapes of the arguments first, or pass example=(...) to auto_shard"
             )
         return self._entry(self.example, {})

@@ -25,7 +25,7 @@ from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Roles, nbytes
 from autoshard.sharding.strategy import Move, flops_of
 from autoshard.sharding.targets import Target
-from autoshard.spmdrules.place import Spec, sent
+from autoshard.spmdrules.place import Spec, axes_of, sent
 from autoshard.spmdrules.program import Op
 
 OVERLAP = 0.3
@@ -117,8 +117,10 @@ class CostModel:
         plan = strategy(layout, op, self.target.flops_per_byte)
         ways = layout.ways(a for a, f in plan.factors.items() if f is not None)
         peak = chip.flops if jnp.dtype(op.eqn.outvars[0].aval.dtype).itemsize <= 2 else chip.flops_f32
-        moved = out_bytes + sum(nbytes(v.aval) for v in op.eqn.invars)
-        return max(flops_of(op) / peak, moved / chip.memory_bandwidth) / ways * 1e6, plan.moves
+        assert op.rule is not None
+        arrays = zip((*op.eqn.invars, *op.eqn.outvars), (*op.rule.operands, *op.rule.results), strict=True)
+        moved = sum(nbytes(v.aval) / layout.ways(axes_of(plan.spec(dims))) for v, dims in arrays)
+        return max(flops_of(op) / ways / peak, moved / chip.memory_bandwidth) * 1e6, plan.moves
 
     def _plain_moves(self, op: Op, layout: Layout, specs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> tuple[Move, ...]:
         """What moves between an activation's layout before and after an operator at which nothing is decided."""

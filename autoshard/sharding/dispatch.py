@@ -18,7 +18,7 @@ from autoshard import _compat
 from autoshard.sharding.bound import NewSignature
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import plan_traced
-from autoshard.sharding.tracing import Traced, path_of, trace, trace_flags
+from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
 
 
 class GraphArguments(Exception):
@@ -124,7 +124,7 @@ class PureFunction:
         if traced and not _compat.under_trace():
             path = path_of(jax.tree_util.tree_flatten_with_path((args, kwargs))[0][traced[0]][0][1:])
             raise PlanError(
-                f"auto_shard({getattr(self, '__name__', 'function')}): argument '{path}' is a leaked tracer "
+                f"auto_shard({name_of(self.fn)}): argument '{path}' is a leaked tracer "
                 f"({leaves[traced[0]].aval.str_short()}): a value of a function that was being traced was kept outside "
                 "of it. Return it from that function instead"
             )

@@ -10,7 +10,7 @@ closes over are constants: whole on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,11 +59,12 @@ class MemoryModel:
 
     def _scan(self, block: Block) -> None:
         taken: dict[int, list[Op]] = {}
-        for op in block.ops:
+        ops = list(_inlined(block))
+        for op in ops:
             for v in op.operands:
                 taken.setdefault(v, []).append(op)
         outputs = set(block.outputs)
-        for op in block.ops:
+        for op in ops:
             self.points += 1
             start = self.points
             for inner in op.blocks:
@@ -105,3 +106,12 @@ class MemoryModel:
             float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
         )
         return sum(kinds.values()), kinds
+
+
+def _inlined(block: Block) -> Iterator[Op]:
+    """The operators of a block, those of calls in the calls' place: XLA inlines them and fuses across their borders."""
+    for op in block.ops:
+        if len(op.blocks) == 1 and op.results == op.blocks[0].outputs:
+            yield from _inlined(op.blocks[0])
+        else:
+            yield op

@@ -105,7 +105,11 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
 
 
 def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
-    """Of the axes that nearly as many activation bytes carry as any, the one that stands foremost in an input."""
+    """Of the axes that nearly as many activation bytes carry as any, the one that stands foremost in an input.
+
+    Where no state is known, parameters are inputs like others, with axes that activations carry, too. What tells them
+    from the batch is that the next weight sums over them; over the batch at most a gradient sums, later.
+    """
     carried: Counter[int] = Counter()
     for op in program.ops():
         if op.rule is None:
@@ -128,7 +132,27 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
     if not able:
         return None
     most = max(carried[c] for c in able)
-    return min((c for c in able if carried[c] >= 0.7 * most), key=lambda c: (position[c], c))
+    summed = {} if state else _first_summed(program, axes)
+    last = len(program.avals)
+
+    def order(c: int) -> tuple[int, ...]:
+        dim, number = position[c]
+        return dim, -summed.get(c, last), number, c
+
+    return min((c for c in able if carried[c] >= 0.7 * most), key=order)
+
+
+def _first_summed(program: Program, axes: LogicalAxes) -> dict[int, int]:
+    """The number of the first operator that contracts an axis, or addresses it by index."""
+    found: dict[int, int] = {}
+    for number, (op, factors) in enumerate(zip(program.ops(), axes.of_op, strict=True)):
+        if op.rule is not None and op.name in (*CONTRACTIONS, "gather"):
+            kind = "index" if op.name == "gather" else "reduce"
+            for f in op.rule.factors:
+                if f.kind == kind:
+                    for c in factors.get(f.name, ()):
+                        found.setdefault(c, number)
+    return found
 
 
 def _input_roles(

@@ -6,6 +6,7 @@ dtypes. Its results are stored as its inputs are, so that a step can be called o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -112,6 +113,13 @@ def path_of(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
+def name_of(fn: Any) -> str:
+    """What messages call a function; a partial one is called like the function that it is made of."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -133,7 +141,7 @@ def trace(
     Raises:
         StateChangedError: a donated argument comes back with other shapes or dtypes.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     shapes = abstract((args, kwargs))
     flat, in_tree = jax.tree_util.tree_flatten_with_path(shapes)
     keys = [path_of(k[1:]) for k, _ in flat]

@@ -156,18 +156,17 @@ def branches(walk: Walk, op: Op) -> None:
     """Places what a cond computes: each branch by itself, then their results meet."""
     walk.move(op, 0, op.operands[0], Place(()))
     shared = [v for v in op.operands if v >= 0]
-    before = [walk.place(v) for v in shared]
     for block in op.blocks:
-        walk.enter(op, block, 1)
-        walk.forward(block)
-        for value, place in zip(shared, before, strict=True):
-            walk.places[value] = place
+        with walk.apart(shared):
+            walk.enter(op, block, 1)
+            walk.forward(block)
     for j, result in enumerate(op.results):
         outs = [block.outputs[j] for block in op.blocks]
         places = [walk.place(v) for v in outs]
         target = meet(_like_others(walk, outs, places), walk.nbytes[result], walk.mesh)
         for value in outs:
-            _leave(walk, op, j, value, target)
+            with walk.apart(shared):
+                _leave(walk, op, j, value, target, op.trips / len(outs))
         walk.places[result] = target
         walk.mark_zero(result, all(v in walk.zeros for v in outs))
     if walk.learning:

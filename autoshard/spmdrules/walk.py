@@ -12,7 +12,8 @@ Three of them make a propagation:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,6 +319,21 @@ class Walk:
         if set(place.partial) - set(target.partial):  # made whole once, it is whole for all later uses
             home = Place(extend(Place(place.spec, target.partial), target.spec), target.partial)
             self.places[value] = self._whole[value] = home
+
+    @contextmanager
+    def apart(self, values: Sequence[int]) -> Iterator[None]:
+        """What happens to `values` in here may not happen: after it they are where they were, nothing made of them."""
+        before = {v: self.place(v) for v in values}
+        made, whole = {m for m in self._made if m[0] in before}, {v: self._whole.get(v) for v in values}
+        yield
+        for v, here in before.items():
+            self.places[v] = here
+        self._made = {m for m in self._made if m[0] not in before} | made
+        for v, place in whole.items():
+            if place is None:
+                self._whole.pop(v, None)
+            else:
+                self._whole[v] = place
 
     def record(self, name: str, operand: int, value: int, target: Place, times: float, eqn: Any) -> None:
         """Notes every step that takes a value to `target`."""

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
 from autoshard.models import GPT, GPTConfig, cross_entropy
 from autoshard.sharding.axes import find_axes
 from autoshard.spmdrules.program import build
+from tests.sharding.programs import batch, mlp_state
 
 
 def axes_of(fn, *shapes):
@@ -113,3 +115,16 @@ def test_what_two_activations_contract_is_never_cut():
     made, _ = _gpt_plan(rename=False, scan=False, plan="tp:8")
     heads = [leaf for leaf in made.inputs if leaf.shape in ((32, 4, 8), (32, 2, 8))]  # [embed, heads, head_dim]
     assert len(heads) == 2 * 3 and all(leaf.spec[1] and len(leaf.spec) == 2 for leaf in heads)
+
+
+@pytest.mark.parametrize("parameters_first", [True, False])
+def test_the_batch_of_a_function_without_state_is_what_no_weight_sums_over(parameters_first):
+    def apply(params, x):
+        return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
+
+    fn = apply if parameters_first else lambda x, params: apply(params, x)
+    args = (mlp_state(), batch(size=64)) if parameters_first else (batch(size=64), mlp_state())
+    made = plan(fn, *args, plan="dp:8")
+    specs = {leaf.path: leaf.spec for leaf in made.inputs}
+    assert {path: spec for path, spec in specs.items() if any(spec)} == {"1" if parameters_first else "0": P("dp")}
+    assert not made.traffic

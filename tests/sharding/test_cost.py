@@ -102,3 +102,8 @@ def test_an_activation_that_is_cut_no_more_is_gathered():
     found = {kind: size for kind, _, size, _ in made.traffic}
     wanted = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
     assert found == pytest.approx(wanted)
+
+
+def test_a_weight_that_is_whole_is_read_whole_on_every_device():
+    found = estimate(product, (4096, 4096), (8, 4096), target="h100:8", plan="dp:8")
+    assert found.compute_us == pytest.approx(4 * (4096 * 4096 + 2 * 4096) / H100.memory_bandwidth * 1e6)

@@ -63,3 +63,18 @@ def test_what_a_loop_makes_inside_is_held_once_while_it_runs():
 
     carry, inside = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
     assert run(2) == run(9) >= 2 * carry + inside
+
+
+def test_a_call_is_no_border_for_memory():
+    def gradients(params, x):
+        return jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]) ** 2))(params)
+
+    def update(params, grads):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = mlp_state(hidden=1024)
+    plain, called = (
+        plan(lambda p, x, u=u: u(p, gradients(p, x)), params, batch(), plan="dp:8", donate_argnums=0).estimate
+        for u in (update, jax.jit(update))
+    )
+    assert called.memory_bytes == plain.memory_bytes

@@ -365,6 +365,21 @@ def test_branches_meet_where_it_costs_least():
     assert found.out_specs == P("data") and [r.kind for r in found.reshards] == ["slice"]
 
 
+@pytest.mark.parametrize(
+    ("fn", "moved", "partial"),
+    [
+        (lambda i, y: lax.cond(i > 0, lambda: jnp.sin(y), lambda: jnp.cos(y)), [0.5, 0.5], {}),
+        (lambda i, y: lax.cond(i > 0, lambda: jnp.sin(y), lambda: y), [0.5, 0.5], {}),
+        (lambda i, y: lax.cond(i > 0, lambda: jnp.sin(y), lambda: y * 0.0) + jnp.cos(y), [0.5, 0.5, 1.0], {}),
+        (lambda i, y: lax.cond(i > 0, lambda: -y, lambda: y) + 2 * y, [], {"data": "sum"}),
+    ],
+)
+def test_what_one_branch_makes_whole_is_whole_in_that_branch_only(fn, moved, partial):
+    found = propagate(fn, i32(), f32(8), in_specs=P(), in_partial=(None, {"data": "sum"}), mesh=MESH)
+    assert [r.times for r in found.reshards] == moved and {r.kind for r in found.reshards} <= {"all-reduce"}
+    assert found.out_partial == partial
+
+
 def test_branches_of_which_one_is_partial_meet_whole():
     fn = lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: y)  # noqa: E731
     args, specs = (i32(), f32(8, 16), f32(16, 8), f32(8, 8)), (P(), P(None, "data"), P("data"), P())
