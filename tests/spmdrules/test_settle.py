@@ -8,26 +8,26 @@ from autoshard.spmdrules.rule import Rule
 from autoshard.spmdrules.settle import Operand, settle
 
 MESH = {"a": 4}
-ROWS, COLUMNS, WHOLE = Place((("a",), ())), Place(((), ("a",))), Place(((), ()))
+BY_ROWS, COLUMNS, WHOLE = Place((("a",), ())), Place(((), ("a",))), Place(((), ()))
 SQUARE = jax.ShapeDtypeStruct((8, 8), "float32")
 
 
 def test_a_value_that_is_taken_twice_moves_once():
     rule = Rule.parse("i j, i j, i j -> i j", SQUARE, SQUARE, SQUARE)
-    for first_twin, where in ((0, COLUMNS), (1, ROWS)):  # one value of 100 bytes twice, or two of them
+    for first_twin, where in ((0, COLUMNS), (1, BY_ROWS)):  # one value of 100 bytes twice, or two of them
         operands = [
-            Operand(ROWS, 100, False, 0),
-            Operand(ROWS, 100, False, first_twin),
+            Operand(BY_ROWS, 100, False, 0),
+            Operand(BY_ROWS, 100, False, first_twin),
             Operand(COLUMNS, 150, False, 2),
         ]
         found = settle(rule, operands, [0], [None], MESH)
         assert found.operands == (where,) * 3 and found.results == (where,)
 
 
-@pytest.mark.parametrize(("wanted", "where"), [(None, ROWS), (ROWS.spec, ROWS), (COLUMNS.spec, COLUMNS)])
+@pytest.mark.parametrize(("wanted", "where"), [(None, BY_ROWS), (BY_ROWS.spec, BY_ROWS), (COLUMNS.spec, COLUMNS)])
 def test_where_a_result_is_wanted_decides_between_equals(wanted, where):
     rule = Rule.parse("m k, k n -> m n; reduce k", SQUARE, SQUARE)
-    operands = [Operand(ROWS, 256, False, 0), Operand(COLUMNS, 256, False, 1)]
+    operands = [Operand(BY_ROWS, 256, False, 0), Operand(COLUMNS, 256, False, 1)]
     assert settle(rule, operands, [256], [wanted], MESH).results == (where,)
 
 
