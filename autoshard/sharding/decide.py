@@ -139,10 +139,12 @@ def comes_out_as(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
 
     Only where the wish cuts further (a partial sum becomes a reduce-scatter then), and not a batch dimension that is
     cut already. Elsewhere the result is pinned to how it is computed first: the partitioner chooses on its own how to
-    go there, and from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp) it computes wrong values.
+    go there, and from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp) it computes wrong values. What is looked up in a table
+    that is cut both ways is no better off: there it fails to compile where an axis of the indices is cut further.
     """
+    indexed = any(f.kind == "index" for f in rule.factors)
     for names, c, w in zip(dims, computed, want, strict=True):
-        batch = any(all(any(f in dim for dim in operand) for operand in rule.operands) for f in names)
+        batch = indexed or any(all(any(f in dim for dim in operand) for operand in rule.operands) for f in names)
         if w[: len(c)] != c or (batch and c and w != c):
             return False
     return True

@@ -98,6 +98,11 @@ class Layout:
         listed = {c for classes in self.table.values() for c in classes}
         return {c for c in listed if self.ways(self.spec_of(((c,),))[0]) > 1}
 
+    def idle(self) -> list[str]:
+        """The mesh axes that cut no work: their devices all do the same."""
+        used = {a for classes in self.table.values() for c in classes for a in self.spec_of(((c,),))[0]}
+        return [a for a, n in self.mesh.items() if n > 1 and a not in used]
+
     def stored(self, value: int) -> Spec:
         """The sharding in which a program input is held between calls."""
         if value in self.pins:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from autoshard.sharding.oracle_cases import Case, brief, collect
-from autoshard.sharding.oracle_missing import check_linear, missing_factors
+from autoshard.sharding.oracle_missing import check_linear, missing_factors, tells
 from autoshard.sharding.oracle_partitioner import check_partitioner
 from autoshard.sharding.oracle_run import run_strategies
 from autoshard.sharding.oracle_shards import Disagreement, Grid, join
@@ -95,10 +95,10 @@ def check_rule(fn: Any, *args: Any, partitioner: bool = True) -> list[Finding]:
     return list(findings)
 
 
-def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
-    """`check_rule` for one equation."""
+def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -> list[Finding]:
+    """`check_rule` for one equation; `rule` is checked in place of the registered one."""
     try:
-        rule = _rule(case)
+        rule = rule or _rule(case)
     except Exception as error:  # whatever a rule raises is the finding
         return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {brief(error)}")]
     if rule is None:
@@ -108,7 +108,7 @@ def check_case(case: Case, partitioner: bool = True) -> list[Finding]:
     operands = trials(case)
     findings = list(_check_shards(case, rule, operands))
     findings += [_finding(case, rule, kind, {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
-    for name, how in missing_factors(case, rule):
+    for name, how in [*missing_factors(case, rule), *_kinds_that_hold(case, rule)]:
         text = f"'{name}' is whole in the rule, but pieces can be joined: {how}"
         findings.append(_finding(case, rule, "missing", {name: 2}, text))
     if partitioner and not any(f.kind == "wrong" for f in findings):
@@ -127,6 +127,24 @@ def strategies(rule: Rule) -> list[dict[str, int]]:
     # A shard in the middle has two neighbours and an offset that is no multiple of half.
     finer = (f for f in rule.factors if f.kind in ("halo", "index", "offset"))
     return found + [{f.name: 4} for f in finer if f.size and f.size >= 8 and f.size % 4 == 0]
+
+
+def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
+    """Whole factors that the rule's own way of running on a shard would do for, were they declared otherwise."""
+    able = [f for f in rule.factors if f.kind == "whole" and f.size and f.size % 2 == 0]
+    if not able or (rule.body is None and rule.local is None):
+        return
+    operands = trials(case, 12)
+    wholes = [case.run(x) for x in operands]
+    if not all(map(tells, wholes)):
+        return
+    for f in able:
+        for other in (replace(f, kind="pass"), replace(f, kind="index"), replace(f, kind="reduce", op="sum")):
+            changed = rule.where(factors=tuple(other if g == f else g for g in rule.factors))
+            (outcome,) = run_strategies(case, changed, [{f.name: 2}], operands)
+            if _disagreement(changed, {f.name: 2}, outcome, operands, wholes) is None:
+                yield f.name, f"as the factor of kind '{other.kind}'"
+                break
 
 
 def _fewest(size: int | None) -> int | None:

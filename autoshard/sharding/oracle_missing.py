@@ -48,7 +48,7 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
     ways: list[set[str]] | None = None
     for operands in tried:
         whole = case.run(operands)
-        if not _tells(whole):
+        if not tells(whole):
             continue
         try:
             pieces = _run_pieces(case, rule, name, axes, operands)
@@ -63,7 +63,7 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
     return ", ".join(min(way) for way in ways) if ways else None
 
 
-def _tells(results: Sequence[np.ndarray]) -> bool:
+def tells(results: Sequence[np.ndarray]) -> bool:
     """Whether results are evidence of anything: finite numbers, and not all the same, such as zero."""
     exact = [np.asarray(x, np.complex128) for x in results]
     return all(np.isfinite(x).all() for x in exact) and any(
@@ -182,7 +182,7 @@ def _additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndar
 def _surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
     """Linear beyond rounding, and seen on values that tell."""
     runs = [_run_terms(case, group, operands, _rough_terms) for operands in tried[:3]]
-    told = [terms for terms in runs if all(_tells(term) for term in terms)]
+    told = [terms for terms in runs if all(tells(term) for term in terms)]
     return bool(told) and all(_agree(terms, "sum", _NO_ROUNDING) for terms in told)
 
 

@@ -187,8 +187,10 @@ def _input_roles(
             roles[v] = "data"
         elif not aval.ndim or not is_float(aval):
             roles[v] = "other"
+        elif v in parameters:
+            roles[v] = "parameter"
         else:
-            roles[v] = "parameter" if v in parameters else "optimizer"
+            roles[v] = "data" if state and v not in state else "optimizer"
     return roles, owner
 
 

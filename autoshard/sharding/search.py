@@ -20,6 +20,8 @@ from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, request, seeds
 from autoshard.sharding.roles import Roles
 
+IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -64,15 +66,23 @@ def search(
     layouts = list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices))
     for _, layout in layouts:
         pin(layout)
-    priced = [price(name, layout, cost, memory) for name, layout in layouts]
+    layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
+    priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
     fitting = [c for c in priced if c.fits(limit)]
-    fitting = [c for c in fitting if c.layout.cuts()] or fitting  # doing all of the work everywhere is no plan
     best = (
         min(fitting, key=lambda c: round(c.cost.step_time_us, 3))
         if fitting
         else min(priced, key=lambda c: c.peak_bytes)
     )
     return best, sorted(priced, key=lambda c: c.cost.step_time_us)
+
+
+def _at_work(priced: list[Candidate], limit: float) -> list[Candidate]:
+    """Without candidates that leave devices nothing of their own to do and are no faster for it than noise."""
+    times = [c.cost.step_time_us for c in priced if c.fits(limit) and not c.layout.idle()]
+    if not times:
+        return priced
+    return [c for c in priced if not c.layout.idle() or c.cost.step_time_us * IDLE_MARGIN < min(times)]
 
 
 def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:

@@ -429,3 +429,19 @@ def test_small_stacks_are_gathered_once_before_their_loop():
     made = sharded.plan(params, x)
     assert {(kind, line) for kind, _, _, line in made.traffic} >= {("all-gather", "parameters, before a loop")}
     assert_close(step(params, x), sharded(params, x))
+
+
+def test_a_lookup_in_a_table_that_is_cut_both_ways_is_pinned_before_it_moves():
+    def loss(params, x):
+        z = x @ params["into"]
+        distance = jnp.sum((z[:, :, None] - params["codes"]) ** 2, -1)
+        return jnp.mean((params["codes"][distance.argmin(-1)] @ params["out"] - x) ** 2)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = {"into": batch(0, 24, 16), "codes": batch(1, 32, 16), "out": batch(2, 16, 24)}
+    x = batch(3, 48, 24).reshape(8, 6, 24)
+    for asked in ("dp:2 fsdp:2 tp:2", "fsdp:4 tp:2"):
+        assert_close(step(params, x), auto_shard(step, plan=asked)(params, x))

@@ -56,3 +56,18 @@ def test_a_fast_variant_that_does_not_fit_loses_to_a_slow_one_that_does():
     assert made.fits and not fast.fits and made.notes[0] == "variant: {'careful': True}"
     assert made.function == "fn"
     assert made.estimate.step_time_us > fast.estimate.step_time_us
+
+
+def test_no_device_is_left_idle_for_nothing():
+    def step(params, tokens):
+        def loss(params):
+            x = params["table"][tokens]  # [batch, 9, 64]: nine positions cannot be cut by 2
+            return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    shapes = {"table": (512, 64), "w": (64, 256), "v": (256, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    made = plan(step, params, jax.ShapeDtypeStruct((256, 9), "int32"), target="h100:8")
+    assert not made.bound.layout.idle()
+    assert all(time >= made.estimate.step_time_us for _, time, _ in made.candidates)
