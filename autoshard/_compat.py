@@ -7,6 +7,8 @@ Supported: jax 0.10.2 (Python 3.11) to the newest. What differs: parameters of c
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +22,18 @@ from jax._src import (
     config,
     core,
     custom_derivatives,
+    custom_partitioning,
+    custom_partitioning_sharding_rule,
+    debugging,
     dispatch,
     dtypes,
     pjit,
     shard_map,
     source_info_util,
+    xla_metadata,
 )
 from jax._src import mesh as mesh_lib
+from jax._src.cudnn import fused_attention_stablehlo, scaled_matmul_stablehlo
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import (
     ann,
@@ -40,17 +47,24 @@ from jax._src.lax import (
     windowed_reductions,
 )
 from jax._src.lax import lax as lax_internal
-from jax._src.random import prng
+from jax._src.pallas import core as pallas_core
+from jax._src.random import core as random_core
+from jax._src.random import philox2x32, philox4x32, prng, threefry4x32
+from jax._src.state import primitives as state_primitives
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core import primitives as public_primitives
 
 ONE_JAXPR_TYPE = ClosedJaxpr is core.Jaxpr
 Literal = core.Literal
+ELLIPSIS = custom_partitioning_sharding_rule.BATCHING  # in a sharding rule: all leading dimensions
 
 _PLACES = (
     lax, public_primitives, lax_internal, slicing, control_flow, ad_util, prng, pjit, ad_checkpoint, custom_derivatives,
     dispatch, shard_map, ann, convolution, fft, linalg, parallel, special, windowed_reductions,
+    custom_partitioning, debugging, xla_metadata, pallas_core, state_primitives, random_core, philox2x32, philox4x32,
+    threefry4x32, importlib.import_module("jax._src.lax.scaled_dot"),  # as an attribute it is the function
 )  # fmt: skip
+_VENDORS = (fused_attention_stablehlo, scaled_matmul_stablehlo)  # these keep their primitives under names of their own
 
 
 def primitive(name: str) -> Primitive | None:
@@ -59,12 +73,24 @@ def primitive(name: str) -> Primitive | None:
         found = getattr(place, f"{name}_p", None)
         if found is not None:
             return found
-    return None
+    values = (value for place in _VENDORS for value in vars(place).values())
+    return next((v for v in values if isinstance(v, Primitive) and v.name == name), None)
 
 
 def primitives(*names: str) -> list[Primitive | None]:
     """`primitive` for several names."""
     return [primitive(name) for name in names]
+
+
+def homes(wanted: list[Any]) -> dict[Any, set[str]]:
+    """The modules that keep each of these primitives, `jax._src.` left out of their names, and those of their types."""
+    found = {p: {type(p).__module__.removeprefix("jax._src.")} for p in wanted}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("jax", "flax", "optax"):
+            for value in list(vars(module).values()):
+                if isinstance(value, Primitive) and value in found:
+                    found[value].add(name.removeprefix("jax._src."))
+    return found
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -105,8 +131,13 @@ def source_line(eqn: Any) -> str:
 
 def bind(eqn: Any, params: Any, *args: Any) -> list[Any]:
     """Applies the primitive of `eqn` with other parameters; results always as a list."""
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(dict(params)))
-    return list(out) if eqn.primitive.multiple_results else [out]
+    return bind_primitive(eqn.primitive, params, *args)
+
+
+def bind_primitive(primitive: Any, params: Any, *args: Any) -> list[Any]:
+    """Applies a primitive with the parameters of an equation; results always as a list."""
+    out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    return list(out) if primitive.multiple_results else [out]
 
 
 def dce(closed: Any) -> Any:
@@ -121,6 +152,23 @@ def close(jaxpr: Any, consts: list[Any]) -> Any:
     if ONE_JAXPR_TYPE:
         return jaxpr.with_consts(consts)
     return ClosedJaxpr(pe.convert_invars_to_constvars(jaxpr, len(consts)), consts)
+
+
+def call_of(closed: Any) -> Any:
+    """A closed jaxpr as a function of its inputs that returns a list."""
+    return core.jaxpr_as_fun(closed)
+
+
+def stand_in(var: Any) -> jax.ShapeDtypeStruct:
+    """A stand-in of the same type as a jaxpr's variable."""
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+
+
+def solve_operands(eqn: Any) -> list[int]:
+    """Which operands of a `custom_linear_solve` its solver takes; the others are those of the matrix and transposes."""
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
 
 
 def split_constants(closed: Any) -> tuple[Any, list[Any]]:
@@ -255,6 +303,11 @@ def auto_axes() -> Iterator[None]:
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is one of JAX's own (a typed random key)."""
     return dtypes.issubdtype(dtype, dtypes.extended)
+
+
+def element_shape(dtype: Any) -> tuple[int, ...]:
+    """The shape of the plain array that one element of an extended type is."""
+    return core.physical_element_aval(dtype).shape
 
 
 def is_floating(dtype: Any) -> bool:

@@ -1,5 +1,6 @@
 """The command line: help without a device, one line for each mistake."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,9 +55,32 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["train", "--freeze", "nothing"], "--freeze nothing: no parameter matches"),
         (["plan", "--mesh", "data"], "such as data=4,model=2"),
         (["rules", "no_such_operator"], "'no_such_operator'"),
+        (["rules", "--operators", "dot_general"], "'dot_general'"),
+        (["rules", "--json", "--markdown"], "not allowed with"),
+        (["rules", "--coverage", "example"], "write module:function, such as train:example"),
+        (["rules", "--coverage", "json:no_such"], "module 'json' has no function 'no_such'"),
+        (
+            ["rules", "--coverage", "no_such_module:f"],
+            "cannot be imported: ModuleNotFoundError",
+        ),
+        (["rules", "--coverage", "json:loads"], "'loads' cannot be called without arguments: TypeError"),
+        (["rules", "--coverage", "time:time"], "'time' returns float; it should return (fn, args)"),
+        (["rules", "--coverage", "time:time", "exp"], "--coverage goes alone"),
         (["ckpt", "nowhere"], "'nowhere' holds no run"),
         (["generate"], "run_dir"),
-        (["generate", "nowhere", "--tokens", "x"], "--tokens"),
+        (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x', it must be a whole number"),
+        (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5, it must not be negative"),
+        (
+            ["generate", "nowhere", "--temperature", "-1", "--top-k", "0"],
+            "--temperature is -1.0, it must be at least 0",
+        ),
+        (["generate", "nowhere", "--temperature", "nan"], "--temperature is nan"),
+        (["generate", "nowhere", "--top-k", "0"], "--top-k is 0, it must be at least 1"),
+        (
+            ["train", "--data", __file__, "--run-dir", "/proc/no/such/folder"],
+            "'/proc/no/such/folder' cannot be written to",
+        ),
+        (["plan", "--batch-size", "7", "--plan", "dp:8"], "batch 7 is not divisible by dp 8. Pad batch to 8"),
         (["bench", "--rounds", "0"], "--rounds is 0"),
     ],
 )
@@ -78,6 +102,57 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture) -> None:
 def test_rules_are_a_table(capsys: pytest.CaptureFixture) -> None:
     assert main(["rules", "dot_general"]) == 0
     assert "dot_general" in capsys.readouterr().out
+
+
+def test_rules_of_named_operators(capsys: pytest.CaptureFixture) -> None:
+    assert main(["rules", "--operators", "rms_norm"]) == 0
+    told = capsys.readouterr().out
+    assert "rms_norm_grad" in told and "gradients" in told and "dot_general" not in told
+    assert main(["rules", "--json", "rms_norm"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["operators"]}
+    assert rows["rms_norm"]["rule"] == "a b c, c -> a b c; inside c" and rows["rms_norm"]["gradient"] == "rms_norm_grad"
+    factors = {factor["name"]: factor for factor in rows["rms_norm_grad"]["factors"]}
+    assert (factors["a"]["kind"], factors["a"]["partial"]) == ("reduce", [None, "sum"])
+    assert (factors["c"]["kind"], factors["c"]["inside"]) == ("inside", ["sum"])
+
+
+def test_rules_as_json_and_markdown(capsys: pytest.CaptureFixture) -> None:
+    assert main(["rules", "--json", "dot_general"]) == 0
+    (row,) = (r for r in json.loads(capsys.readouterr().out)["primitives"] if r["name"] == "dot_general")
+    assert row["checked"] is True and row["rule"].startswith("b m k, b k n -> b m n; reduce k")
+    assert main(["rules", "--markdown", "pure_callback"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("# Rules") and "| `pure_callback` | runs Python on one device's host" in page
+
+
+COVERED = """
+import jax, jax.numpy as jnp, numpy as np
+
+def step(w, x):
+    return jax.pure_callback(np.sin, x, x) @ w
+
+def covered():
+    return jnp.matmul, (jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+
+def uncovered():
+    return step, (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32))
+
+def untraceable():
+    return step, (jnp.ones((3, 4)), jnp.ones((4, 8)))
+"""
+
+
+def test_rules_coverage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "covered_example.py").write_text(COVERED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["rules", "--coverage", "covered_example:covered"]) == 0
+    assert "each with a rule" in capsys.readouterr().out
+    assert main(["rules", "--coverage", "covered_example:uncovered"]) == 1
+    told = capsys.readouterr().out
+    assert "1 without a rule" in told and "pure_callback: runs Python" in told and "covered_example.py:5" in told
+    assert main(["rules", "--coverage", "covered_example:untraceable"]) == 2
+    assert "cannot be traced: TypeError" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_has_the_code_of_one(
@@ -103,6 +178,20 @@ def test_damage_is_told_by_name_and_code(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "step 1  intact\nstep 2  damaged: w\n"
     assert main(["ckpt", str(tmp_path), "--step", "1", "--verify"]) == 0
     assert capsys.readouterr().out == '{\n "step": 1\n}\nstep 1  intact\n'
+
+
+def test_a_run_of_truncated_checkpoints_is_one_line(tmp_path: Path) -> None:
+    write_config(tmp_path, {"gpt": {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 256}})
+    with Checkpointer(tmp_path / CHECKPOINTS) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": np.arange(5000.0)}, config={"step": step}, block=True)
+    for file in (tmp_path / CHECKPOINTS).rglob("*"):
+        if file.is_file() and file.stat().st_size > 200:
+            os.truncate(file, 100)
+    # In a process of its own: what libraries log goes to its standard error.
+    found = run("generate", str(tmp_path))
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1, found.stderr
+    assert "step 2 in" in found.stderr and "is damaged" in found.stderr and "No earlier step is intact" in found.stderr
 
 
 def test_every_option_of_generate_is_heard(

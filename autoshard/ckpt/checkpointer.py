@@ -232,7 +232,8 @@ class Checkpointer:
 
 
 def _advised(error: DamagedCheckpointError, advice: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{error}\n{advice}", step=error.step, cause=error.cause, leaves=error.leaves)
+    gap = "\n" if "\n" in str(error) else ". "  # below a list of leaves, else on the same line
+    return DamagedCheckpointError(f"{error}{gap}{advice}", step=error.step, cause=error.cause, leaves=error.leaves)
 
 
 def _few(steps: list[int]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -49,7 +50,8 @@ class Writer:
 
 def read_manifest(path: Any) -> Manifest:
     """What a step says of itself. Raises whatever Orbax or `Manifest.from_json` raise."""
-    return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
+    with _told_once():
+        return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
 
 
 def read_digest_rows(path: Any, manifest: Manifest) -> dict[str, np.ndarray]:
@@ -97,12 +99,34 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
         context.multiprocessing_options.active_processes = {me}
         context.multiprocessing_options.barrier_sync_key_prefix = f"autoshard_process_{me}"
     try:
-        with context:
+        with context, _told_once():
             return ocp.load_checkpointables(path, wanted)
     except Exception:  # raised on as it is
         # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
         logging.getLogger("asyncio").addFilter(_not_orbax)
         raise
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Holds back what Orbax logs, and drops it where reading fails: the error that is raised says it in one line."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(hold)
+    try:
+        yield
+    except Exception:
+        held.clear()
+        raise
+    finally:
+        logger.removeFilter(hold)
+        for record in held:
+            logger.handle(record)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

@@ -12,8 +12,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises our error instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise ConfigError(message)
+        """Raise what argparse would print, in our own words where we have some."""
+        from autoshard.train.options import in_our_words
+
+        raise ConfigError(in_our_words(message))
 
 
 def parser(command: str, summary: str, example: str) -> Parser:

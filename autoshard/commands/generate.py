@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     options.add_argument("--seed", type=int, default=0, help="decides the choices (default: 0)")
     options.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
     given = options.parse_args(arguments)
+    _check(given.tokens, given.temperature, given.top_k)
     from autoshard.train.restore import load_trained
     from autoshard.train.sample import sample_text
     from autoshard.train.tokens import load_codec
@@ -43,3 +45,16 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--model {trained.config.model} of that run is not the built-in model: it cannot be sampled")
     print(text)
     return 0
+
+
+def _check(tokens: int, temperature: float, top_k: int | None) -> None:
+    """Refuse numbers that cannot be used, all at once, before anything is read."""
+    problems = []
+    if tokens < 0:
+        problems.append(f"--tokens is {tokens}, it must not be negative")
+    if not 0 <= temperature < math.inf:
+        problems.append(f"--temperature is {temperature}, it must be at least 0 and finite")
+    if top_k is not None and top_k < 1:
+        problems.append(f"--top-k is {top_k}, it must be at least 1: leave it out to choose among all tokens")
+    if problems:
+        raise ConfigError("; ".join(problems))

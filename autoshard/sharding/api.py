@@ -45,7 +45,8 @@ def auto_shard(
         variants: static keywords to choose among, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may take.
         static_argnums: arguments that are not arrays.
-        example: arguments (or their shapes) to plan from before the first call.
+        example: arguments (or their shapes) to plan from before the first call; of an nnx class, the arguments of a
+            call, which `.sharded` then need not be given.
         verify: see `autoshard.plan`.
         strict: an operator without a rule is an error.
 
@@ -61,18 +62,16 @@ def auto_shard(
         >>> float(loss(jnp.ones((16, 8)), jnp.ones((32, 16)))) > 0
         True
     """
-    options = dict(
-        mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict,
-    )  # fmt: skip
-    if verify:
-        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
+    options = _checked(verify, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
+                       plan=plan, strict=strict)  # fmt: skip
     if obj is None:
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
         from autoshard.sharding.modules import shard_class
 
-        return shard_class(obj, options)
+        given = dict(variants=variants, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        return shard_class(obj, options, example, [k for k, v in given.items() if v is not None and v not in ((), [])])
     if not callable(obj):
         raise PlanError(f"auto_shard takes a function or a Flax module class, got {type(obj).__name__} {obj!r:.60}")
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
@@ -123,11 +122,8 @@ def plan(
         >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
         8
     """
-    if verify:
-        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
-    options = dict(
-        mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed, plan=plan, strict=strict
-    )
+    options = _checked(verify, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
+                       plan=plan, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)
 
 
@@ -154,8 +150,9 @@ class AutoSharded:
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
         self.names = _positional(fn)
-        self.static = _numbers(static_argnums, len(self.names or ()), "static_argnums")
-        donated = _numbers(donate_argnums, len(self.names or ()), "donate_argnums")
+        count, most = len(self.names or ()), None if _takes_any_number(fn) else len(self.names or ())
+        self.static = _numbers(static_argnums, count, most, f"auto_shard({self.__name__}): static_argnums")
+        donated = _numbers(donate_argnums, count, most, f"auto_shard({self.__name__}): donate_argnums")
         self.donate = argnums(donated, self.static)
         self.functions: dict[Any, PureFunction | GraphFunction] = {}
         self._plain = self._make(fn)
@@ -270,13 +267,46 @@ def _positional(fn: Callable[..., Any]) -> list[str] | None:
     return [p.name for p in parameters if p.kind in kinds]
 
 
-def _numbers(given: int | Sequence[int], count: int, what: str) -> list[int]:
+def _takes_any_number(fn: Callable[..., Any]) -> bool:
+    """Whether a function takes `*args`, or cannot tell what it takes."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+
+
+def _numbers(given: int | Sequence[int], count: int, most: int | None, what: str) -> list[int]:
     """Argument numbers, negative ones counted from the end.
 
     Raises:
         PlanError: there is no such argument.
     """
     numbers = [given] if isinstance(given, int) else list(given)
-    if wrong := [n for n in numbers if n < -count]:
-        raise PlanError(f"{what} {wrong[0]}: the function has {count} positional arguments")
+    wrong = [n for n in numbers if not isinstance(n, int) or n < -count or (most is not None and n >= most)]
+    if wrong:
+        raise PlanError(
+            f"{what} {wrong[0]!r}: the function has {count} positional arguments"
+            + (f", numbered 0 to {count - 1}" if count else "")
+        )
     return [n % count if n < 0 else n for n in numbers]
+
+
+def _checked(verify: int, **options: Any) -> dict[str, Any]:
+    """The options of a plan, after a look at their types.
+
+    Raises:
+        PlanError: naming the one that cannot be used.
+    """
+    if verify:
+        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
+    made, limit = options["plan"], options["memory_limit_bytes"]
+    if made is not None and not isinstance(made, (str, Mapping, Plan)):
+        raise PlanError(
+            f"plan is {made!r:.60}; give words such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, or a Plan"
+        )
+    if limit is not None and (isinstance(limit, (str, bool)) or not hasattr(limit, "__float__") or not limit > 0):
+        raise PlanError(
+            f"memory_limit_bytes is {limit!r:.60}; give a positive number of bytes on each device, such as 4 * 2**30"
+        )
+    return options

@@ -115,7 +115,26 @@ class PureFunction:
         """What a plan depends on: structure, shapes, types, JAX's settings and the mesh in force."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         mesh = _compat.current_mesh() if self.takes_placement else None
-        return tree, tuple(map(_type_of, leaves)), trace_flags(), mesh
+        try:
+            types = tuple(map(_type_of, leaves))
+        except TypeError:
+            raise self.refusal(args, kwargs) from None
+        return tree, types, trace_flags(), mesh
+
+    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanError:
+        """The error that names the first leaf of the arguments that is neither an array nor a number."""
+        for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+            try:
+                _type_of(leaf)
+            except TypeError:
+                found = f"argument '{path_of(keys[1:])}' is {leaf!r:.60}, a {type(leaf).__name__}"
+                break
+        else:
+            found = "an argument is of a type that JAX does not know"
+        return PlanError(
+            f"auto_shard({name_of(self.fn)}): {found}: arguments are pytrees of arrays and numbers. Leave it out, or "
+            "name a whole argument in static_argnums"
+        )
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with the arguments looked at: plans what is new, moves what lies elsewhere."""
@@ -194,6 +213,8 @@ def _choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any
 def _type_of(x: Any) -> tuple[Any, Any, bool]:
     if not hasattr(x, "dtype"):  # a Python number
         return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True
+    if getattr(x.dtype, "kind", "") in tuple("OSU"):
+        raise TypeError(f"{x.dtype} is no type of JAX's")
     dtype = x.dtype if _compat.is_extended(x.dtype) else jax.dtypes.canonicalize_dtype(x.dtype)
     return x.shape, dtype, bool(getattr(x, "weak_type", False))
 

@@ -22,6 +22,9 @@ from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.place import Spec, to_partition_spec
 from autoshard.spmdrules.program import Block, Op
 
+# Calls whose jaxpr holds no constants: they are the first operands, and this parameter counts them.
+_COUNTED = {"linear_call": "num_callee_consts", "remat_opt": "num_consts"}
+
 
 class Lowering:
     """Evaluates a program with the constraints of a layout over a mesh of devices."""
@@ -119,21 +122,37 @@ class Lowering:
             return self.loop(op, args)
         if name == "cond":
             return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
-        if name in ("jit", "pjit"):
+        if name == "jit":
             args = list(map(self.as_written, args, params["in_shardings"]))
             return list(map(self.as_written, self.block(op.blocks[0], args), params["out_shardings"]))
-        if name in ("closed_call", "core_call", "eval_jaxpr"):
+        if name in ("call", "closed_call", "eval_jaxpr"):
             return self.block(op.blocks[0], args)
+        if name == "custom_linear_solve":
+            return self.solve(op, args)
         inner = op.blocks[0]
         traced = jax.make_jaxpr(self.function(inner))(*args)
-        if name in ("remat2", "checkpoint", "remat"):
+        if name in ("remat2", *_COUNTED):
             bare, consts = _compat.split_constants(traced)
+            if name in _COUNTED:
+                params = {**params, _COUNTED[name]: params[_COUNTED[name]] + len(consts)}
+                bare = _compat.close(bare, [])
             return _compat.bind(op.eqn, {**params, inner.param: bare}, *consts, *args)
         return _compat.bind(op.eqn, {**params, inner.param: traced}, *args)
 
     def function(self, block: Block) -> Callable[..., list[Any]]:
         """A block as a function of its inputs."""
         return lambda *args: self.block(block, args)
+
+    def solve(self, op: Op, args: list[Any]) -> list[Any]:
+        """A linear solve with its solver rewritten; the products by which it is differentiated stay as they are."""
+        taken = _compat.solve_operands(op.eqn)
+
+        def solver(*some: Any) -> list[Any]:
+            given = dict(zip(taken, some, strict=True))
+            return self.block(op.blocks[0], [given.get(i, x) for i, x in enumerate(args)])
+
+        jaxprs = op.eqn.params["jaxprs"]._replace(solve=jax.make_jaxpr(solver)(*(args[i] for i in taken)))
+        return _compat.bind(op.eqn, {**op.eqn.params, "jaxprs": jaxprs}, *args)
 
     def scan(self, op: Op, args: list[Any]) -> list[Any]:
         """A scan with its body rewritten."""
@@ -170,9 +189,6 @@ class Lowering:
 
     def rewritten(self, block: Block) -> tuple[Any, list[Any]]:
         """The closed jaxpr of a block with its constraints, and the constants that are its first inputs."""
-        inputs = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-            for v in _compat.open_jaxpr(block.jaxpr).invars
-        ]
+        inputs = map(_compat.stand_in, _compat.open_jaxpr(block.jaxpr).invars)
         bare, consts = _compat.split_constants(jax.make_jaxpr(self.function(block))(*inputs))
         return _compat.close(bare, []), consts

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import glob
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,12 +37,20 @@ from autoshard.sharding.statics import Arguments, frozen, split_arguments
 from autoshard.sharding.tracing import OUTER_PLAN, path_of
 
 
-def shard_class(cls: type, options: Mapping[str, Any]) -> type:
-    """See `auto_shard`.
+def shard_class(
+    cls: type, options: Mapping[str, Any], example: tuple[Any, ...] | None = None, others: Sequence[str] = ()
+) -> type:
+    """See `auto_shard`; `others` are the names of options that only a function can use.
 
     Raises:
-        PlanError: the class is no Flax module, or has nothing to call.
+        PlanError: the class is no Flax module, has nothing to call, or was given what means nothing on it.
     """
+    if others:
+        raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} means nothing on a class, whose calls donate "
+                        "nothing and take what is no array as static: give it to the step that uses it")  # fmt: skip
+    if example is not None and issubclass(cls, linen.Module):
+        raise PlanError(f"auto_shard({cls.__name__}): example means nothing on a linen class: its init plans from the "
+                        "arguments that it is given")  # fmt: skip
     if issubclass(cls, linen.Module):
         return _shard_linen(cls, options)
     if not issubclass(cls, nnx.Module):
@@ -51,7 +59,7 @@ def shard_class(cls: type, options: Mapping[str, Any]) -> type:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise PlanError(f"auto_shard({cls.__name__}): the class has no __call__ to plan. Decorate the derived class "
                         "that has one, or the function that calls its methods")  # fmt: skip
-    return _shard_nnx(cls, options)
+    return _shard_nnx(cls, options, example)
 
 
 # --- plans of a class's calls -----------------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ def _has_gradient(x: Any) -> bool:
 # --- nnx --------------------------------------------------------------------------------------------------------------
 
 
-def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
+def _shard_nnx(cls: Any, options: Mapping[str, Any], usual: tuple[Any, ...] | None) -> type:
     original = cls.__call__
     trainings: list[Plan] = []
     by_class: dict[type, ModuleCalls] = {}
@@ -234,15 +242,22 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any]) -> type:
         type(self).autoshard_plan, result = planned(self, args, kwargs)
         return result
 
-    def sharded(klass: Any, *args: Any, example: tuple[Any, ...], **kwargs: Any) -> Any:
+    def sharded(klass: Any, *args: Any, example: tuple[Any, ...] | None = usual, **kwargs: Any) -> Any:
         """Makes the module with its parameters born sharded.
 
         Args:
             klass: the class, or one derived from it.
             *args: for the constructor.
-            example: arguments of a call (arrays or shapes), to plan from.
+            example: arguments of a call (arrays or shapes), to plan from; default: those that the class was decorated
+                with.
             **kwargs: for the constructor.
+
+        Raises:
+            PlanError: there is no example.
         """
+        if example is None:
+            raise PlanError(f"{klass.__name__}.sharded: there is nothing to plan from: give example=(...), the "
+                            "arguments of a call or their shapes")  # fmt: skip
         graphdef, state = nnx.split((args, kwargs))
 
         def create(inputs: Any) -> Any:

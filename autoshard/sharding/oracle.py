@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle_cases import Case, brief, collect
-from autoshard.sharding.oracle_missing import check_linear, missing_factors, tells
+from autoshard.sharding.oracle_missing import check_linear, missing_factors
 from autoshard.sharding.oracle_partitioner import check_partitioner
 from autoshard.sharding.oracle_run import run_strategies
 from autoshard.sharding.oracle_shards import Disagreement, Grid, join
@@ -131,19 +132,27 @@ def strategies(rule: Rule) -> list[dict[str, int]]:
 
 def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
     """Whole factors that the rule's own way of running on a shard would do for, were they declared otherwise."""
-    able = [f for f in rule.factors if f.kind == "whole" and f.size and f.size % 2 == 0]
-    if not able or (rule.body is None and rule.local is None):
+    taken = {name for dims in rule.operands for dim in dims for name in dim}
+    able = [f for f in rule.factors if f.kind == "whole" and f.size and f.size % 2 == 0 and f.name in taken]
+    others: list[dict[str, Any]] = []
+    if rule.body is not None or rule.local is not None:
+        others += [{"kind": "pass"}]
+        if not any(a.dtype == np.bool_ for a in case.results):  # of which there are no partial sums
+            others += [{"kind": "index"}, {"kind": "reduce", "op": "sum"}]
+    if len(rule.operands) == 1 and all(jnp.issubdtype(a.dtype, jnp.integer) for a in case.results):
+        others += [{"kind": "reduce", "op": op} for op in POSITIONS]
+    if not able or not others:
         return
     operands = trials(case, 12)
     wholes = [case.run(x) for x in operands]
-    if not all(map(tells, wholes)):
-        return
+    if sum(any(len(np.unique(np.asarray(x, str))) > 1 for x in whole) for whole in wholes) < len(wholes) / 2:
+        return  # results that are all the same are evidence of nothing
     for f in able:
-        for other in (replace(f, kind="pass"), replace(f, kind="index"), replace(f, kind="reduce", op="sum")):
-            changed = rule.where(factors=tuple(other if g == f else g for g in rule.factors))
+        for other in others:
+            changed = rule.where(factors=tuple(replace(f, **other) if g == f else g for g in rule.factors))
             (outcome,) = run_strategies(case, changed, [{f.name: 2}], operands)
             if _disagreement(changed, {f.name: 2}, outcome, operands, wholes) is None:
-                yield f.name, f"as the factor of kind '{other.kind}'"
+                yield f.name, f"as a factor of kind '{':'.join(other.values())}'"
                 break
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -64,10 +65,11 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
 
 
 def tells(results: Sequence[np.ndarray]) -> bool:
-    """Whether results are evidence of anything: finite numbers, and not all the same, such as zero."""
+    """Whether results are evidence of anything: among them numbers that are not all the same, such as zero."""
     exact = [np.asarray(x, np.complex128) for x in results]
-    return all(np.isfinite(x).all() for x in exact) and any(
-        x.any() if x.size == 1 else x.size and (x != x.flat[0]).any() for x in exact
+    finite = [x[np.isfinite(x)] for x in exact]
+    return all(x.size for x in finite) and any(
+        f.any() if x.size == 1 else (f != f.flat[0]).any() for x, f in zip(exact, finite, strict=True)
     )
 
 
@@ -196,7 +198,7 @@ def _run_terms(
     case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split
 ) -> list[list[np.ndarray]]:
     """The results for each of two terms of the operands in `group`, and for both together."""
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng([zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in operands])
     splits = {i: split(operands[i], rng) for i in group}
     return [case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)]
 

@@ -52,8 +52,17 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
         elif case.name == "select_n" and i == 0 and _integer(recorded):
             operands.append(rng.integers(0, len(case.operands) - 1, recorded.shape).astype(recorded.dtype))
         else:
-            operands.append(random_like(recorded, rng))
+            values = random_like(recorded, rng)
+            operands.append(_tied(values) if trial % 3 == 1 else values)
     return operands
+
+
+def _tied(values: np.ndarray) -> np.ndarray:
+    """Whole numbers in the place of floats, none zero: of random floats no two are equal, and `eq` says nothing."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        return values
+    wide = values.astype(np.float64)
+    return np.where(wide < 0, np.floor(wide), np.maximum(np.ceil(wide), 1.0)).astype(values.dtype)
 
 
 def random_like(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:

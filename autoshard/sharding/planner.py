@@ -25,6 +25,7 @@ from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_me
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, price, search
+from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
@@ -60,6 +61,7 @@ def plan_traced(
         mesh = next((m for m in meshes if m is not None), None)
     planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
     planner.complain_of_unknown(strict)
+    complain_of_changes(traced, planner.axes)
     if isinstance(plan, Plan):
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
@@ -94,7 +96,7 @@ class Planner:
         """Names the primitives that have no rule."""
         if not self.program.unknown:
             return
-        places = "; ".join(f"'{name}' at {sorted(set(lines))[0]}" for name, lines in self.program.unknown.items())
+        places = "; ".join(f"'{name}'{_place(lines)}" for name, lines in self.program.unknown.items())
         text = (f"auto_shard({self.traced.name}): no rule for {places}. Their operands are gathered and the work is "
                 "repeated on every device; write a rule with @autoshard.rule")  # fmt: skip
         if strict:
@@ -122,9 +124,38 @@ class Planner:
                 self._pin(layout, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
             best = min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us))
+            if isinstance(asked, str):
+                self._refuse_idle(asked, best.layout)
         if not best.fits(self.limit):
             self._complain_of_memory(best, asked)
         return best, others
+
+    def _refuse_idle(self, asked: str, layout: Layout) -> None:
+        """Refuses words that cut nothing because no size divides: every device would do all of the work."""
+        undivided = self._undivided(layout)
+        if undivided and self._is_idle(layout):
+            pad = " or ".join(f"{self.axes.name(c)} to {_multiple(self.axes.sizes[c], n)}" for c, _, n in undivided)
+            raise PlanError(
+                f"auto_shard({self.traced.name}): plan '{asked}' cuts nothing: "
+                f"{'; '.join(self._undivided_text(*u) for u in undivided)}. Pad {pad}, or ask for a plan that divides"
+            )
+
+    def _is_idle(self, layout: Layout) -> bool:
+        """Whether a layout cuts nothing at all, neither in compute nor where inputs are stored."""
+        held = any(any(layout.stored(v)) for v in self.program.inputs)
+        return self.machine.target.devices > 1 and not layout.cuts() and not held
+
+    def _undivided(self, layout: Layout) -> list[tuple[int, list[str], int]]:
+        """(class, the mesh axes that list it, their devices) of all classes that these do not divide."""
+        found = []
+        for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
+            over = [a for a, classes in layout.table.items() if c in classes]
+            if layout.ways(layout.spec_of(((c,),))[0]) < layout.ways(over):
+                found.append((c, over, layout.ways(over)))
+        return found
+
+    def _undivided_text(self, c: int, over: Sequence[str], wanted: int) -> str:
+        return f"{self.axes.name(c)} {self.axes.sizes[c]} is not divisible by {', '.join(over)} {wanted}"
 
     def _requested(self, text: str) -> Layout:
         asked = requests.parse_request(text)
@@ -184,7 +215,7 @@ class Planner:
         layout, axes = best.layout, self.axes
         notes = self._notes(layout)
         for note in notes:
-            if note.startswith("nothing is sharded"):
+            if note.startswith("nothing is "):
                 warnings.warn(f"auto_shard({self.traced.name}): {note}", AutoshardWarning, stacklevel=5)
         alike = [(self.program.inputs[i], self.program.outputs[o]) for i, o in self.traced.alike]
         outputs = output_specs(self.program, layout, [*alike, *self.state])
@@ -232,21 +263,21 @@ class Planner:
                 f"the function closes over {bytes_text(self.memory.constant_bytes)} of arrays, which are whole on "
                 "every device: pass them as arguments"
             )
-        held = any(any(layout.stored(v)) for v in self.program.inputs)
-        if self.machine.target.devices > 1 and not layout.cuts() and not held:
+        undivided = self._undivided(layout)
+        why = "; ".join(self._undivided_text(*u) for u in undivided)
+        idle = self._is_idle(layout)
+        if idle or (undivided and self.machine.target.devices > 1 and not layout.cuts()):
             notes.append(
-                f"nothing is sharded: every one of the {self.machine.target.devices} devices does all of the work "
-                "(no logical axis of the program can be cut by this plan)"
+                f"nothing is {'sharded' if idle else 'computed in parts'}: every one of the "
+                f"{self.machine.target.devices} devices does all of the work "
+                f"({why or 'no logical axis of the program can be cut by this plan'})"
             )
-        for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
-            over = [a for a, classes in layout.table.items() if c in classes]
-            wanted, size = layout.ways(over), self.axes.sizes[c]
-            cut = layout.ways(layout.spec_of(((c,),))[0])
-            if cut < wanted:
-                notes.append(
-                    f"{self.axes.name(c)} ({size}) is not divisible by mesh axes {', '.join(over)} ({wanted}): it is "
-                    f"cut into {cut}; {-(-size // wanted) * wanted} would be cut into {wanted}"
-                )
+        for c, over, wanted in undivided:
+            size, cut = self.axes.sizes[c], layout.ways(layout.spec_of(((c,),))[0])
+            notes.append(
+                f"{self.axes.name(c)} ({size}) is not divisible by mesh axes {', '.join(over)} ({wanted}): it is "
+                f"cut into {cut}; {_multiple(size, wanted)} would be cut into {wanted}"
+            )
         return tuple(notes)
 
     def rebind(self, plan: Plan) -> Plan:
@@ -276,6 +307,17 @@ class Planner:
         }
         bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh)
         return plan.where(bound=bound)
+
+
+def _multiple(size: int, n: int) -> int:
+    """The least multiple of `n` that holds `size`."""
+    return -(-size // n) * n
+
+
+def _place(lines: Sequence[str]) -> str:
+    """` at FILE:LINE`, the first of those that are known."""
+    known = sorted({line for line in lines if line})
+    return f" at {known[0]}" if known else " (it has no source line)"
 
 
 def _estimate(candidate: Candidate) -> Estimate:

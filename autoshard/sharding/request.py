@@ -212,12 +212,19 @@ class Table:
                 by_name.setdefault(stem, []).append(c)
         wrong = [a for a in self.columns if a not in mesh]
         wrong_names = sorted({n for names in self.columns.values() for n in names if n not in by_name})
-        if wrong or wrong_names:
-            raise PlanRequestError(
-                (f"plan: the mesh has no axis {', '.join(map(repr, wrong))}, it has {dict(mesh)}. " if wrong else "")
-                + (f"plan: the program has no logical axis {', '.join(map(repr, wrong_names))}; it has "
-                   f"{', '.join(sorted(by_name))}" if wrong_names else "")
-            )  # fmt: skip
+        complaints = []
+        if wrong:
+            complaints.append(
+                f"the mesh has no axis {', '.join(map(repr, wrong))}, it has {dict(mesh)}: name the table's columns "
+                f"after the mesh's axes, or give mesh= with axes {', '.join(self.columns)}"
+            )
+        if wrong_names:
+            complaints.append(
+                f"the program has no logical axis {', '.join(map(repr, wrong_names))}; it has "
+                f"{', '.join(sorted(by_name))}"
+            )
+        if complaints:
+            raise PlanRequestError(f"plan: {'. '.join(complaints)}")
         table = {a: tuple(c for n in self.columns.get(a, ()) for c in by_name[n]) for a in mesh}
         shards_state = tuple(a for a in mesh if a.startswith(("fsdp", "zero3")))
         return Layout(axes, roles, mesh, table, {role: shards_state for role in STATE} if shards_state else {})

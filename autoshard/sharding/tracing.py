@@ -1,7 +1,6 @@
 """A user's function traced once: its jaxpr, the trees and paths around it, and what of it is state.
 
-State is an argument that comes back: a part of the results whose leaves have the same relative paths, shapes and
-dtypes. Its results are stored as its inputs are, so that a step can be called on what it returned.
+The results that are state (see `state`) are stored as its inputs are, so that a step can be called on what it returned.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ import jax
 import numpy as np
 
 from autoshard import _compat
-from autoshard.errors import AutoshardError
+from autoshard.sharding.state import Drift, match
 from autoshard.spmdrules.program import Program, build
 
 # Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
 OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)
-
-
-class StateChangedError(AutoshardError):
-    """A donated state that does not come back as it went in."""
 
 
 @dataclass(eq=False)
@@ -48,6 +43,7 @@ class Traced:
         written: input leaf -> the `PartitionSpec` that its owner wrote on it.
         flags: JAX's settings under which it was traced.
         alike: pairs (input leaf, output leaf) of results that have the leaves of an argument that came back already.
+        drifts: the arguments that nearly come back.
     """
 
     name: str
@@ -64,6 +60,7 @@ class Traced:
     written: dict[int, Any]
     flags: tuple[Any, ...]
     alike: list[tuple[int, int]]
+    drifts: list[Drift]
 
     @cached_property
     def program(self) -> Program:
@@ -137,9 +134,6 @@ def trace(
         donate_argnums: arguments whose buffers the results may take.
         input_paths: names of the input leaves, where their key paths would say nothing.
         written: the `PartitionSpec` written on each input leaf by its owner, or None.
-
-    Raises:
-        StateChangedError: a donated argument comes back with other shapes or dtypes.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -162,85 +156,27 @@ def trace(
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
     owners = [i for i, a in enumerate(shapes[0]) for _ in jax.tree.leaves(a)] + [-1 for _ in jax.tree.leaves(shapes[1])]
     in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
-    relative = [tuple(map(str, k[2:])) for k, _ in flat]
-    state, alike = _match_state(
-        name, owners, relative, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums)
-    )
-    donated = frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums)
-    return Traced(name, closed, in_tree, out[-1], input_paths or keys, [path_of(k) for k, _ in out_keys], in_avals,
-                  list(out_shapes), state, owners, donated,
-                  {i: spec for i, spec in enumerate(written) if spec is not None}, trace_flags(), alike)  # fmt: skip
-
-
-def _match_state(
-    name: str,
-    owners: list[int],
-    relative: list[tuple[str, ...]],
-    avals: list[Any],
-    out_keys: list[Any],
-    out_avals: list[Any],
-    donated: frozenset[int],
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pairs each argument with the part of the results that has the same leaves, each part used once."""
-    parts: dict[tuple[str, ...], dict[tuple[str, ...], int]] = {}
-    for n, keys in enumerate(out_keys):
-        words = tuple(map(str, keys))
-        for depth in range(min(3, len(words)) + 1):
-            parts.setdefault(words[:depth], {})[words[depth:]] = n
-    pairs: list[tuple[int, int]] = []
-    used: set[int] = set()
-    for owner in sorted(set(owners)):
-        leaves = {relative[i]: i for i, o in enumerate(owners) if o == owner}
-        if owner < 0:
-            continue
-        fits = [part for part in parts.values() if part.keys() == leaves.keys() and not used & set(part.values())]
-        if len(leaves) == 1 and owner not in donated:  # a lone array: an activation, unless it stands where it stood
-            fits = [part for part in fits if len(out_keys) > 1 and _stands_at(out_keys[min(part.values())], owner)]
-        same = [p for p in fits if all(_same(avals[leaves[k]], out_avals[p[k]]) for k in leaves)]
-        if same:
-            pairs += [(leaves[k], same[0][k]) for k in leaves]
-            used |= set(same[0].values())
-        elif owner in donated and fits and len(leaves) > 1:
-            _complain(name, owner, leaves, fits[0], avals, out_avals)
-    return pairs, _match_alike(owners, relative, avals, out_avals, parts, used)
-
-
-def _match_alike(
-    owners: list[int],
-    relative: list[tuple[str, ...]],
-    avals: list[Any],
-    out_avals: list[Any],
-    parts: dict[tuple[str, ...], dict[tuple[str, ...], int]],
-    used: set[int],
-) -> list[tuple[int, int]]:
-    """Pairs what is left of the results with arguments that have the same leaves: both moments of an optimizer."""
-    pairs: list[tuple[int, int]] = []
-    for owner in sorted(set(owners) - {-1}):
-        leaves = {relative[i]: i for i, o in enumerate(owners) if o == owner}
-        for part in parts.values():
-            if len(leaves) > 1 and part.keys() == leaves.keys() and not used & set(part.values()):
-                if all(_same(avals[leaves[k]], out_avals[part[k]]) for k in leaves):
-                    pairs += [(leaves[k], part[k]) for k in leaves]
-                    used |= set(part.values())
-    return pairs
-
-
-def _stands_at(keys: Any, owner: int) -> bool:
-    return len(keys) > 0 and getattr(keys[0], "idx", None) == owner
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype
-
-
-def _complain(name: str, owner: int, leaves: dict, part: dict, avals: list[Any], out_avals: list[Any]) -> None:
-    changed = [
-        f"'{'/'.join(k).translate(str.maketrans('', '', chr(39) + '[].'))}' from {avals[i].str_short()} to "
-        f"{out_avals[part[k]].dtype.name}{list(out_avals[part[k]].shape)}"
-        for k, i in leaves.items()
-        if not _same(avals[i], out_avals[part[k]])
-    ]
-    raise StateChangedError(
-        f"auto_shard({name}): argument {owner} is donated, but comes back changed: {'; '.join(changed[:5])}"
-        f"{' ...' if len(changed) > 5 else ''}. A step must return its state with the shapes and dtypes it took."
+    arguments: dict[int, dict[tuple[str, ...], int]] = {}
+    for i, (owner, (k, _)) in enumerate(zip(owners, flat, strict=True)):
+        if owner >= 0:
+            arguments.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
+    found = match(arguments, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
+    # Leaves of an nnx object that come and go (sown values) are part of what nnx carries from call to call.
+    drifts = [d for d in found.drifts if input_paths is None or d.same_paths]
+    return Traced(
+        name=name,
+        closed=closed,
+        in_tree=in_tree,
+        out_tree=out[-1],
+        in_paths=input_paths or keys,
+        out_paths=[path_of(k) for k, _ in out_keys],
+        in_avals=in_avals,
+        out_avals=list(out_shapes),
+        state=found.state,
+        owners=owners,
+        donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
+        written={i: spec for i, spec in enumerate(written) if spec is not None},
+        flags=trace_flags(),
+        alike=found.alike,
+        drifts=drifts,
     )

@@ -40,13 +40,51 @@ def _place(
     return tuple(known[d] if d in known else free[d] for d in range(len(shape))), list(free.values())
 
 
+@rule(primitive("scaled_dot"))
+def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers: Any, **_: Any) -> Rule:
+    """``b m (k x), b (k x) n, b m k, b k n -> b m n; reduce k x``: products of scaled blocks, in narrow types.
+
+    A contracted dimension is cut into blocks, each with a scale of its own; one scale for all of it is one block.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.scaled_dot.html
+    """
+    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+    build = Build()
+    batch = [build.dim("b", x.shape[d]) for d in x_batch]
+    blocks = [
+        _blocks(build, x.shape[i], x_scale.shape[i], y_scale.shape[j])
+        for i, j in zip(x_contract, y_contract, strict=True)
+    ]
+    lhs, x_free = _place(build, "m", x.shape, [(x_batch, batch), (x_contract, [full for full, _, _ in blocks])])
+    rhs, y_free = _place(build, "n", y.shape, [(y_batch, batch), (y_contract, [full for full, _, _ in blocks])])
+    x_scales = _replaced(lhs, dict(zip(x_contract, (first for _, first, _ in blocks), strict=True)))
+    y_scales = _replaced(rhs, dict(zip(y_contract, (second for _, _, second in blocks), strict=True)))
+    return build.rule([lhs, rhs, x_scales, y_scales], [(*batch, *x_free, *y_free)])
+
+
+def _blocks(build: Build, size: int, first: int, second: int) -> tuple[Dim, Dim, Dim]:
+    """A contracted dimension, and those of its two scales, which count blocks of it; the fewer, the larger."""
+    few, many = sorted((first, second))
+    if many % few:
+        return build.whole(size), build.whole(first), build.whole(second)
+    outer = build.dim("k", few, "reduce", "sum")
+    inner = outer + build.dim("k", many // few, "reduce", "sum")
+    full = inner + build.dim("x", size // many, "reduce", "sum")
+    return full, outer if first == few else inner, outer if second == few else inner
+
+
+def _replaced(dims: Dims, others: Mapping[int, Dim]) -> Dims:
+    return tuple(others.get(d, dim) for d, dim in enumerate(dims))
+
+
 @rule(primitive("ragged_dot_general"))
 def ragged_dot_general(
     x: Any, y: Any, sizes: Any, *offset: Any, ragged_dot_dimension_numbers: Any, out_sharding: Any = None, **_: Any
 ) -> Rule:
     """``w k, w1 k n, w2 -> w n; reduce k; whole w w1 w2; linear 0; linear 1``: rows in groups, each with its matrix.
 
-    The ragged dimension and that of the groups are whole: a shard of one would need its own group sizes.
+    The ragged dimension and that of the groups are whole: a shard of one would need its own group sizes. A ragged
+    batch passes.
 
     https://openxla.org/stablehlo/spec#ragged_dot
     """
@@ -54,7 +92,7 @@ def ragged_dot_general(
     (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
     ragged = set(numbers.lhs_ragged_dimensions)
     build = Build()
-    batch = [build.whole(x.shape[d]) if d in ragged else build.dim("b", x.shape[d]) for d in x_batch]
+    batch = [build.dim("b", x.shape[d]) for d in x_batch]
     summed = [
         build.whole(x.shape[d]) if d in ragged else build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract
     ]
@@ -65,10 +103,22 @@ def ragged_dot_general(
     groups = [build.whole(y.shape[d]) for d in numbers.rhs_group_dimensions]
     placed = [(y_batch, batch), (y_contract, summed), (numbers.rhs_group_dimensions, groups)]
     rhs, y_free = _place(build, "n", y.shape, placed)
-    counts = [tuple(build.whole(n) for n in a.shape) for a in (sizes, *offset)]
+    before = [lhs[d] for d in _before_ragged(numbers, len(x.shape))] if len(sizes.shape) > 1 else []
+    # Which rows of a ragged batch are whose changes nothing: every one has a matrix of its own.
+    groups = build.next(sizes.shape[-1]) if ragged & set(x_batch) else build.whole(sizes.shape[-1])
+    counts = [(*before, groups), *(tuple(map(build.whole, a.shape)) for a in offset)]
     by_group = [build.whole(sizes.shape[-1])] if ragged & set(x_contract) else []
     result = (*by_group, *batch, *free, *y_free)
     return build.rule([lhs, rhs, *counts], [result], _EITHER, local=drops_sharding(out_sharding))
+
+
+def _before_ragged(numbers: Any, rank: int) -> list[int]:
+    """The dimensions of the left operand of which every element has group sizes of its own."""
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    free = [d for d in range(rank) if d not in (*contract, *batch)]
+    own = next(list(dims) for dims in (batch, contract, free) if ragged in dims)
+    return [*(batch if own != list(batch) else ()), *own[: own.index(ragged)]]
 
 
 @rule(lax.conv_general_dilated_p)

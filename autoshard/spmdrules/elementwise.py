@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes, lax
 
+from autoshard import _compat
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.build import Build, drops_sharding, like
 from autoshard.spmdrules.registry import rule
@@ -19,7 +20,8 @@ _UNARY = (
     "log2", "logistic", "not", "one_minus_square", "population_count", "reduce_precision", "round", "rsqrt", "sign",
     "sin", "sinh", "sqrt", "square", "tan", "tanh",
 )  # fmt: skip
-_MOVED = ("copy", "stop_gradient", "name")
+_MOVED = ("copy", "stop_gradient", "name", "xla_metadata_value")
+_PLACED = ("with_memory_space_constraint", "relayout")
 _CONSTRAINTS = ("sharding_constraint", "reshard", "layout_constraint")
 _LINEAR = ("neg", "real", "imag", "conj")
 _SEVERAL = (
@@ -66,6 +68,15 @@ def moved(x: Any, **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
     return pointwise(x, linear=((0,),), moves=(0,))
+
+
+@rule(*primitives(*_PLACED))
+def placed(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: the same elements in a memory, or in an order in it, of the program's choice.
+
+    https://docs.jax.dev/en/latest/pallas/tpu/details.html
+    """
+    return pointwise(x, linear=((0,),), moves=(0,), body=lambda shard, x: x)
 
 
 @rule(*primitives(*_CONSTRAINTS))
@@ -187,6 +198,26 @@ def bitcast_convert_type(x: Any, *, new_dtype: Any, **_: Any) -> Rule:
     build, dims = like(x.shape if old > new else x.shape[:-1])
     packed = (*dims, build.whole(max(old, new) // min(old, new)))
     return build.rule([dims], [packed]) if old > new else build.rule([packed], [dims])
+
+
+@rule(primitive("to_edtype"))
+def to_edtype(x: Any, *, edtype: Any, **_: Any) -> Rule:
+    """``a w -> a; whole w``: an extended type's elements from what they are made of, in the last dimensions if in any.
+
+    https://docs.jax.dev/en/latest/jax.dtypes.html
+    """
+    build, dims = like(x.shape[: len(x.shape) - len(_compat.element_shape(edtype))])
+    return build.rule([(*dims, *map(build.whole, x.shape[len(dims) :]))], [dims])
+
+
+@rule(primitive("from_edtype"))
+def from_edtype(x: Any, **_: Any) -> Rule:
+    """``a -> a w; whole w``: what an extended type's elements are made of.
+
+    https://docs.jax.dev/en/latest/jax.dtypes.html
+    """
+    build, dims = like(x.shape)
+    return build.rule([dims], [(*dims, *map(build.whole, _compat.element_shape(x.dtype)))])
 
 
 @rule(lax.optimization_barrier_p)

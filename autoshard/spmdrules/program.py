@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from autoshard import _compat
 from autoshard.spmdrules.registry import replicated, rule_for
 from autoshard.spmdrules.rule import Rule
@@ -101,8 +103,12 @@ def walk(block: Block) -> Iterator[Op]:
             yield from walk(inner)
 
 
-_TRANSPARENT = {"jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
-                "closed_call", "core_call", "eval_jaxpr", "custom_lin", "remat"}  # fmt: skip
+# Calls, which mean what their jaxpr means, and control flow. `run_state` is none: its jaxpr works on references.
+CALLS = frozenset({
+    "call", "closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call",
+    "eval_jaxpr", "jit", "linear_call", "remat2", "remat_opt", "xla_metadata_call",
+})  # fmt: skip
+CONTROL = frozenset({"scan", "while", "cond"})
 
 
 def build(closed: Any) -> Program:
@@ -165,7 +171,7 @@ class _Builder:
             block = self.nested(closed, param, operands, trips)
             return Op(eqn, operands, block.outputs, None, trips, (block,))
         results = tuple(self.new(v.aval) for v in eqn.outvars)
-        if name in ("scan", "while", "cond"):
+        if name in CONTROL:
             return getattr(self, f"{name}_op")(eqn, operands, results, trips)
         avals = tuple(v.aval for v in eqn.invars)
         rule = rule_for(eqn.primitive, avals, eqn.params)
@@ -208,12 +214,20 @@ class _Builder:
 
 def called(eqn: Any) -> tuple[str, Any] | None:
     """The parameter of a transparent call that holds its jaxpr, and the jaxpr; None of any other equation."""
-    if eqn.primitive.name not in _TRANSPARENT:
+    if eqn.primitive.name not in CALLS:
         return None
+    if eqn.primitive.name == "custom_linear_solve":
+        return "jaxprs", _solver(eqn)
     for key, value in eqn.params.items():
         if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
             return key, value
     return None
+
+
+def _solver(eqn: Any) -> Any:
+    """What computes the result of a `custom_linear_solve`, as a jaxpr that takes all of its operands."""
+    solve, taken = _compat.call_of(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
+    return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in taken)))(*map(_compat.stand_in, eqn.invars))
 
 
 def _pairs(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[Tie]:

@@ -111,13 +111,31 @@ def random_fold_in(keys: Any, data: Any, **_: Any) -> Rule:
     return pointwise(keys, data)
 
 
-@rule(primitive("threefry2x32"))
-def threefry2x32(*words: Any, **_: Any) -> Rule:
-    """``a, a, a, a -> a, a``: two words of key and two of counter, each for itself.
+@rule(primitive("threefry2x32"), primitive("philox2x32"))
+def two_words(*words: Any, **_: Any) -> Rule:
+    """``a, a, a, a -> a, a``: two words from the words of a key and of a counter, each element for itself.
 
     https://docs.jax.dev/en/latest/jax.random.html
     """
     return pointwise(*words, results=2)
+
+
+@rule(primitive("threefry4x32"), primitive("philox4x32"))
+def four_words(*words: Any, **_: Any) -> Rule:
+    """``a, a, a, a, a, a, a, a -> a, a, a, a``: four words from the words of a key and of a counter.
+
+    https://docs.jax.dev/en/latest/jax.random.html
+    """
+    return pointwise(*words, results=4)
+
+
+@rule(primitive("random_clone"))
+def random_clone(keys: Any, **_: Any) -> Rule:
+    """``a -> a``: the same keys, which may be used once more.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.random.clone.html
+    """
+    return pointwise(keys)
 
 
 @rule(primitive("iota_2x32_shape"))

@@ -47,6 +47,11 @@ def registered() -> Iterator[tuple[Primitive, RuleFn]]:
     return iter(_RULES.items())
 
 
+def has_rule(primitive: Primitive) -> bool:
+    """Whether a primitive has a rule."""
+    return primitive in _RULES
+
+
 def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule | None:
     """The rule of one application of a primitive, None if there is none.
 

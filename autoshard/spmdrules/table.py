@@ -6,19 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoshard.spmdrules import (
+    brought,
     contraction,
     elementwise,
+    host,
     indexing,
     layout,
     linalg,
     order,
     random,
     reduction,
+    vendor,
     window,
 )
 from autoshard.spmdrules.registry import RuleFn, registered
 
-FAMILIES = (elementwise, reduction, window, contraction, layout, indexing, random, order, linalg)
+FAMILIES = (
+    elementwise, reduction, window, contraction, layout, indexing, random, order, linalg, host, brought, vendor,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,8 @@ def _rows() -> Iterator[TableRow]:
 
 
 def _documented(fn: RuleFn) -> tuple[str, str]:
-    """The factor map and the sentence that the first line of a rule's docstring holds: ``map``: sentence."""
-    head = (fn.__doc__ or "").strip().split("\n", 1)[0]
+    """The factor map and the sentence that the first paragraph of a rule's docstring holds: ``map``: sentence."""
+    head = " ".join((fn.__doc__ or "").strip().split("\n\n", 1)[0].split())
     _, marked, rest = head.partition("``")
     text, closed, note = rest.partition("``")
     return (text, note.lstrip(": ")) if marked and closed else ("", head)

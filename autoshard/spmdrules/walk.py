@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard import _compat
 from autoshard.spmdrules import control
+from autoshard.spmdrules.brought import mapped_specs
 from autoshard.spmdrules.learn import Learnt, find_open
 from autoshard.spmdrules.place import (
     Place,
@@ -225,6 +226,10 @@ class Walk:
         pinned = self.constraint(op)
         if pinned is not None:
             return Settled((Place(pinned),), (Place(pinned),))
+        mapped = mapped_specs(op.eqn, self.mesh)
+        if mapped is not None:
+            taken, given = mapped
+            return Settled(tuple(map(Place, taken)), tuple(map(Place, given)))
         places = tuple(map(self.place, op.operands))
         zero = tuple(self.is_zero(op, i) for i in range(len(op.operands)))
         hints = self._hints.specs if any(place.partial for place in places) else {}

@@ -93,6 +93,25 @@ def reduce_window(*avals: Any, jaxpr: Any = None, consts: Any = (), **params: An
     return build.rule([dims] * arrays + [()] * arrays, [counted] * arrays)
 
 
+@rule(primitive("select_and_scatter"))
+def select_and_scatter(
+    operand: Any,
+    source: Any,
+    init: Any,
+    *,
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    **_: Any,
+) -> Rule:
+    """``a w b, a t b, [] -> a w b; whole w t``: what is at the windows goes, folded, to the elements they select.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    build, dims, counted = _windows(operand.shape, window_dimensions, window_strides, padding)
+    return build.rule([dims, counted, ()], [dims])
+
+
 @rule(primitive("select_and_scatter_add"))
 def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
     """``a t b, a w b -> a w b; whole t w; linear 0``: the gradient of pooling by the largest element.

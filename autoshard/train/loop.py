@@ -87,14 +87,13 @@ class Trainer:
     def _check_run_dir(self) -> None:
         """Refuse a folder that holds another run; nothing is written before everything is known to fit."""
         run_dir, config = self.config.run_dir, self.config
-        if run_dir is None or not rundir.is_taken(run_dir):
-            if config.resume:
-                raise ConfigError(f"--resume: {str(run_dir)!r} holds no run")
-            return
+        if run_dir is not None and not config.resume:
+            rundir.check_free(run_dir)
+        rundir.check_writable(run_dir or rundir.RUNS)
         if not config.resume:
-            raise ConfigError(
-                f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another --run-dir"
-            )
+            return
+        if run_dir is None or not rundir.is_taken(run_dir):
+            raise ConfigError(f"--resume: {str(run_dir)!r} holds no run")
         stored = identity(from_dict(rundir.read_config(run_dir), str(run_dir)))
         changed = differences(stored, identity(config))
         if changed:
@@ -106,9 +105,12 @@ class Trainer:
         run_dir = self.config.run_dir or rundir.fresh(self.config.preset, distributed.agree(int(time.time())))
         # Every process has checked the folder by now, and found it as the others did.
         distributed.barrier("claim run folder")
-        if distributed.is_main():
-            rundir.write_config(run_dir, to_dict(replace(self.config, run_dir=run_dir, resume=False)))
+        if distributed.is_main() and not self.config.resume:
+            self._write_config(run_dir)
         return run_dir
+
+    def _write_config(self, run_dir: Path) -> None:
+        rundir.write_config(run_dir, to_dict(replace(self.config, run_dir=run_dir, resume=False)))
 
     def _first_state(self, checkpoints: Checkpointer) -> TrainState:
         if self.config.resume and checkpoints.latest() is not None:
@@ -126,8 +128,8 @@ class Trainer:
             f"the run {origin} in {self.run_dir}"
         )
         if distributed.is_main():
-            (self.run_dir / rundir.PLAN_TEXT).write_text(f"{self.placed.plan}\n")
-            (self.run_dir / rundir.PLAN_JSON).write_text(self.placed.plan.to_json() + "\n")
+            self._write_config(self.run_dir)  # of a run that goes on only now: its state could be read
+            rundir.write_plan(self.run_dir, self.placed.plan, start)
 
     def _batches(self, start: int) -> Prefetcher:
         def make(step: int) -> tuple[int, dict[str, jax.Array]]:

@@ -7,15 +7,18 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import re
+import tomllib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
-from autoshard.errors import ConfigError
+from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train import rundir
-from autoshard.train.config import TrainConfig, from_dict, load_toml, near
+from autoshard.train.config import TrainConfig, from_dict, load_toml, near, replaced
 from autoshard.train.presets import preset
 
 Command = TypeVar("Command", bound=TrainConfig)
@@ -39,11 +42,30 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
+            config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
+            return _fit_warmup(config, arguments)
     except SystemExit as end:
         if end.code:
-            raise ConfigError(_one_line(complaint.getvalue())) from end
+            raise ConfigError(in_our_words(_one_line(complaint.getvalue()))) from end
         raise
+
+
+# How argparse and tyro complain of text where a number belongs.
+_NO_NUMBER = (
+    r"argument (?P<name>\S+): invalid (?P<kind>int|float) value: (?P<value>.*)",
+    r"Error parsing (?P<name>\S+): invalid literal for (?P<kind>int)\(\) with base 10: (?P<value>.*)",
+    r"Error parsing (?P<name>\S+): could not convert string to (?P<kind>float): (?P<value>.*)",
+    r"Error parsing (?P<name>\S+): no type matching \{None\}\|(?P<kind>INT|FLOAT) .* from \[(?P<value>.*?)\]\..*",
+)
+
+
+def in_our_words(complaint: str) -> str:
+    """What a parser says of an option, so that people understand it who do not know Python."""
+    for pattern in _NO_NUMBER:
+        if found := re.fullmatch(pattern, complaint):
+            kind = "a whole number" if found["kind"].lower() == "int" else "a number"
+            return f"{found['name']} is {found['value']}, it must be {kind}"
+    return complaint
 
 
 def _one_line(box: str) -> str:
@@ -75,6 +97,29 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
     else:
         base = preset(known.preset or "quick")
     return load_toml(base, known.config) if known.config else base
+
+
+def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
+    """A preset's warm-up as the same share of a run that is not longer than it; one that was asked for stays."""
+    warmup, steps = config.optimizer.warmup_steps, config.steps
+    if config.resume or not warmup >= steps > 0 or _asks_for_warmup(config, arguments):
+        return config
+    fitting = warmup * steps // preset(config.preset).steps
+    warnings.warn(
+        f"the warm-up of preset {config.preset}, {warmup} steps, does not fit a run of {steps}: it is {fitting} here. "
+        "--optimizer.warmup-steps sets it",
+        AutoshardWarning,
+        stacklevel=3,
+    )
+    return replaced(config, "optimizer", optimizer=replaced(config.optimizer, "optimizer", warmup_steps=fitting))
+
+
+def _asks_for_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
+    """Whether the warm-up comes from an option or a file, not from the preset."""
+    if any(a.partition("=")[0].replace("_", "-") == "--optimizer.warmup-steps" for a in arguments):
+        return True
+    settings = tomllib.loads(config.config.read_text()) if config.config else {}
+    return "warmup_steps" in settings.get("optimizer", {})
 
 
 def _refuse_unknown(arguments: Sequence[str], config: TrainConfig) -> None:

@@ -37,7 +37,7 @@ def sample_text(
         top_k: Choose among so many likeliest tokens; all where None.
 
     Raises:
-        ConfigError: An empty prompt.
+        ConfigError: An empty prompt, or more likeliest tokens than the vocabulary has.
     """
     model = program.model(eval_params(state), state.frozen, state.variables, None)
     if not isinstance(model, GPT):
@@ -45,6 +45,10 @@ def sample_text(
     start = codec.encode(prompt).astype(np.int32)
     if not len(start):
         raise ConfigError("the prompt is empty: give at least one character")
+    if top_k is not None and top_k > model.cfg.vocab:
+        raise ConfigError(
+            f"top-k is {top_k}, the model's vocabulary has {model.cfg.vocab} tokens: take at most as many"
+        )
     written = generate(
         model,
         jnp.asarray(start[None]),

@@ -31,6 +31,15 @@ def test_types_are_part_of_a_plan():
     assert len(sharded._plain.entries) == 2
 
 
+@pytest.mark.parametrize("wrong", ["adam", np.array(["adam"]), object()], ids=["text", "array of text", "object"])
+def test_what_is_no_array_is_named_at_the_first_call_and_later(wrong):
+    step = auto_shard(sgd_step, plan="dp:8")
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"argument '0/name' is .*: arguments are pytrees of arrays and numbers"):
+            step({**mlp_state(), "name": wrong}, batch())
+        step(mlp_state(), batch())
+
+
 def test_the_mesh_in_force_is_part_of_a_plan(mesh_of):
     double = auto_shard(lambda x: x * 2)
     meshes = [mesh_of(a=8), mesh_of(b=4), mesh_of(a=8)]

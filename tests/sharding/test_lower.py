@@ -1,5 +1,6 @@
 """Programs keep their meaning, types and annotations when a layout is written into them."""
 
+import functools
 import itertools
 import re
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from jax import lax
+from jax.experimental import xla_metadata
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +22,7 @@ from autoshard.sharding.pins import own_specs
 from autoshard.sharding.strategy import Strategy
 from autoshard.sharding.tracing import trace
 from autoshard.spmdrules.place import to_partition_spec
-from autoshard.spmdrules.program import build
+from autoshard.spmdrules.program import build, walk
 from autoshard.spmdrules.rule import Rule
 from tests.sharding.programs import assert_close, batch
 
@@ -153,6 +155,97 @@ def test_a_stored_parameter_is_cast_where_it_lies_and_gathered_narrow():
     assert re.search(constraint % ('"fsdp"', "bf16"), text)  # where it is stored
     assert re.search(constraint % ("", "bf16"), text)  # where the product takes it
     assert not re.search(constraint % ("", "f32"), text)
+
+
+# --- calls that hold a jaxpr ---
+
+W, TABLE = batch(1, 64) * 0.1, np.linspace(0, 1, 64, dtype=np.float32)  # the table is too large for a literal
+block = functools.partial(lax.composite, name="my.block")(lambda x, w: jnp.tanh(x @ w))
+vectorised = jax.custom_batching.custom_vmap(lambda x, w: jnp.tanh(x @ w))
+vectorised.def_vmap(lambda size, batched, x, w: (jnp.tanh(x @ w), True))
+saving = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
+saving.defvjp(
+    lambda x, w: (jnp.tanh(x @ w) + TABLE * 0, (jnp.cosh(x @ w) ** -2, x, w)),
+    lambda kept, g: ((g * kept[0]) @ kept[2].T, kept[1].T @ (g * kept[0])), optimize_remat=True,
+)  # fmt: skip
+
+
+def linear(w, x):
+    return jax.custom_derivatives.linear_call(lambda w, x: (x @ w) * TABLE, lambda w, g: (g * TABLE) @ w.T, w, x).sum()
+
+
+def solved(w, x):
+    return jnp.linalg.solve(w @ w.T + 2 * jnp.eye(64), x.T).sum()
+
+
+def conjugate(w, x):
+    return jax.scipy.sparse.linalg.cg(lambda v: jnp.cos(w) @ v * 0.1 + 3 * v, x.sum(0), maxiter=4)[0].sum()
+
+
+CALLED_WITH_METADATA = getattr(xla_metadata, "xla_metadata_call2", None)  # younger than the oldest JAX
+
+
+def noted(w, x):
+    assert CALLED_WITH_METADATA is not None
+    return CALLED_WITH_METADATA({"kept": "so"})(lambda x, w: jnp.tanh(x @ w))(x, w).sum()
+
+
+CALLS = [
+    ("composite", lambda w, x: (block(x, w) @ w).sum()),
+    ("custom_vmap_call", lambda w, x: (vectorised(x, w) @ w).sum()),
+    ("linear_call", linear),
+    ("linear_call", jax.grad(linear, argnums=1)),
+    ("custom_linear_solve", solved),
+    ("custom_linear_solve", jax.grad(solved)),
+    ("custom_linear_solve", conjugate),
+    ("remat_opt", jax.value_and_grad(lambda w, x: jnp.sin(saving(x, w)).sum())),
+    *([("xla_metadata_call", noted)] if CALLED_WITH_METADATA else []),
+]
+
+
+@pytest.mark.parametrize(("name", "fn"), CALLS)
+def test_what_a_call_holds_is_planned_and_the_call_stays(name, fn):
+    x = batch(size=32)
+    assert_close(jax.jit(fn)(W, x), auto_shard(fn, plan="dp:8")(W, x))
+    before, after = jaxpr_before_and_after(fn, W, x, plan="dp:8")
+    constraints = {op.name for call in calls(after, name) for op in walk(call.blocks[0])} & {"sharding_constraint"}
+    assert len(calls(before, name)) >= len(calls(after, name)) > 0 and constraints
+
+
+def calls(closed, name):
+    """The operators of one primitive, nested ones too."""
+    return [op for op in build(closed).ops() if op.name == name]
+
+
+def test_a_planned_solve_is_differentiated_from_outside():
+    x = batch(size=32)
+    planned = auto_shard(solved, plan="dp:8")
+    assert_close(jax.grad(solved)(W, x), jax.grad(planned)(W, x))
+
+
+def test_what_is_told_to_the_host_is_told_once_and_whole():
+    seen = []
+
+    def run(w, x):
+        jax.debug.callback(lambda h: seen.append(np.asarray(h)), x @ w)
+        return (x @ w).sum()
+
+    x = batch(size=32)
+    planned = auto_shard(run, plan="dp:8")
+    assert_close(run(W, x), planned(W, x))
+    jax.effects_barrier()
+    assert [h.shape for h in seen] == [(32, 64)] * 2 and not planned.plan(W, x).unknown
+    assert_close(*seen)
+
+
+def test_a_programs_own_shard_map_runs_in_a_planned_one(mesh_of):
+    mesh = mesh_of(i=4, j=2)
+    specs = {"in_specs": (P("i", "j"), P("j")), "out_specs": P("i")}
+    mapped = jax.shard_map(lambda x, w: lax.psum(jnp.tanh(x @ w), "j"), mesh=mesh, **specs)
+    run = lambda w, x: (mapped(x, w) @ w).sum()  # noqa: E731
+    x = batch(size=32)
+    for planned in (auto_shard(run, mesh=mesh), auto_shard(run, plan="dp:8")):
+        assert_close(jax.jit(run)(W, x), planned(W, x))
 
 
 # --- annotations that programs bring along ---

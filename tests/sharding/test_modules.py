@@ -346,6 +346,28 @@ def test_an_nnx_class_without_a_call_is_refused():
         auto_shard(Base)
 
 
+@pytest.mark.parametrize("make", [nnx_class, linen_class])
+@pytest.mark.parametrize(
+    "option", [dict(donate_argnums=0), dict(static_argnums=1), dict(variants={"train": [True, False]})]
+)
+def test_options_of_functions_mean_nothing_on_a_class(make, option):
+    with pytest.raises(PlanError, match=rf"auto_shard\(Net\): {next(iter(option))} means nothing on a class"):
+        auto_shard(make(), **option)
+    auto_shard(make(), **dict.fromkeys(option, ()))
+
+
+def test_an_example_given_to_the_decorator_is_the_one_of_sharded():
+    cls = auto_shard(nnx_class(), plan="fsdp:8", example=(batch(),))
+    model = cls.sharded(64, 128, rngs=nnx.Rngs(0))
+    assert device_bytes(nnx.state(model, nnx.Param)) * 8 == whole_bytes(nnx.state(model, nnx.Param))
+    cls.sharded(64, 128, rngs=nnx.Rngs(0), example=(batch(size=16),))
+    assert [leaf.shape for leaf in cls.autoshard_plan.inputs if leaf.path == "1"] == [(16, 64)]
+    with pytest.raises(PlanError, match=r"Net.sharded: there is nothing to plan from: give example="):
+        auto_shard(nnx_class()).sharded(64, 128, rngs=nnx.Rngs(0))
+    with pytest.raises(PlanError, match="example means nothing on a linen class: its init plans"):
+        auto_shard(linen_class(), example=(batch(),))
+
+
 def test_a_warning_of_a_first_call_stands_at_the_call():
     model = auto_shard(nnx_class(), plan="dp:8")(64, 128, rngs=nnx.Rngs(0))
     with pytest.warns(AutoshardWarning, match="somebody's trace") as found:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import AutoshardError, AutoshardWarning
-from autoshard.sharding.tracing import StateChangedError
+from autoshard.sharding.state import StateChangedError
 from autoshard.spmdrules.place import to_partition_spec
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
 
@@ -133,6 +133,13 @@ BAD = {
     "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, cpu:8 has 8"),
     "no such axis": (dict(plan="ep:8"), "the program has no axis for ep"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
+    "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
+    "plan of no kind": (dict(plan=8), "plan is 8; give words such as 'fsdp:8'"),
+    "memory in words": (dict(memory_limit_bytes="4GB"), "memory_limit_bytes is '4GB'; give a positive number"),
+    "no memory": (dict(memory_limit_bytes=0), "memory_limit_bytes is 0; give a positive number"),
+    "donated": (dict(donate_argnums=5), "donate_argnums 5: the function has 2 positional arguments, numbered 0 to 1"),
+    "donated by name": (dict(donate_argnums="params"), "donate_argnums 'p'"),
+    "static": (dict(static_argnums=(1, 2)), "static_argnums 2: the function has 2"),
     "mesh": (dict(mesh={"data": 0}), "mesh is"),
     "other mesh": (dict(mesh={"data": 8}, plan="fsdp:8"), "does not fit the mesh"),
     "target": (dict(target="v7:3"), "does not exist.*v5p"),
@@ -170,6 +177,29 @@ def test_a_dimension_that_does_not_divide():
     assert_close(sgd_step(params, batch())[0], made.jit()(params, batch())[0])
 
 
+@pytest.mark.parametrize(("words", "axis"), [("dp:8", "dp"), ("data=dp:8", "data")])
+def test_words_that_cut_nothing_are_refused_with_what_would_do(words, axis):
+    mesh = {"data": 8} if axis == "data" else None
+    with pytest.raises(AutoshardError, match=f"'{words}' cuts nothing: batch 7 is not .* by {axis} 8. Pad batch to 8"):
+        plan(sgd_step, mlp_state(), batch(size=7), plan=words, mesh=mesh)
+    with pytest.warns(AutoshardWarning, match=r"nothing is computed in parts: .* \(batch 7 is not divisible by fsdp 8"):
+        made = plan(sgd_step, mlp_state(), batch(size=7), plan="fsdp:8")  # at least the state is stored in parts
+    assert made.estimate.memory_bytes["parameter"] < 9000
+
+
+def test_a_plan_that_was_not_asked_for_by_words_may_cut_nothing():
+    with pytest.warns(
+        AutoshardWarning, match=r"nothing is sharded: every one of the 7 .* \(.* is not divisible by data 7"
+    ):
+        made = plan(sgd_step, mlp_state(), batch(), mesh={"data": 7})
+    assert_close(sgd_step(mlp_state(), batch())[0], made.jit()(mlp_state(), batch())[0])
+
+
+def test_arguments_of_a_function_that_takes_any_number_can_be_donated():
+    step = auto_shard(lambda *args: sgd_step(*args), donate_argnums=0)
+    assert_close(sgd_step(mlp_state(), batch())[1], step(mlp_state(), batch())[1])
+
+
 def test_a_mesh_with_more_devices_than_there_are():
     with pytest.raises(AutoshardError, match="takes 16 devices, there are 8"):
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 16}).jit()
@@ -203,6 +233,17 @@ def test_a_primitive_without_a_rule_is_named():
         made = plan(lambda x: opaque.bind(x) * 2, batch())
     assert "opaque_kernel" in made.unknown
     with pytest.raises(AutoshardError, match="no rule for 'opaque_kernel'"):
+        plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)
+
+
+def test_a_primitive_without_a_rule_or_a_source_line(monkeypatch):
+    from jax.extend.core import Primitive
+
+    opaque = Primitive("nameless_kernel")
+    opaque.def_impl(lambda x: x)
+    opaque.def_abstract_eval(lambda x: x)
+    monkeypatch.setattr("autoshard._compat.source_line", lambda eqn: "")
+    with pytest.raises(AutoshardError, match=r"no rule for 'nameless_kernel' \(it has no source line\)\. Their"):
         plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.spmdrules import Rule, rule_for
+from autoshard.spmdrules.table import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Row:
         args: its arguments: arrays, and `ShapeDtypeStruct`s where any value will do.
         expected: the text form of the rule.
         note: what sets it apart from other rows of the same primitive.
+        unchecked: why the oracle cannot run it here; empty where it can.
+        unpartitioned: why its shards can be run, and the partitioner's program finds fault; empty where it does not.
     """
 
     primitive: str
@@ -37,6 +40,8 @@ class Row:
     args: tuple[Any, ...]
     expected: str
     note: str = ""
+    unchecked: str = ""
+    unpartitioned: str = ""
 
     @property
     def id(self) -> str:
@@ -96,6 +101,12 @@ def keys(*shape: int) -> jax.Array:
     return jax.random.split(jax.random.key(7), shape) if shape else jax.random.key(7)
 
 
+def bind(name: str) -> Callable[..., Any]:
+    """A function that binds a primitive that no public function binds."""
+    found = _compat.primitive(name)
+    return lambda *operands, **params: found.bind(*operands, **params)  # pyright: ignore[reportOptionalMemberAccess]
+
+
 def exists(name: str) -> bool:
     """Whether the installed JAX has a primitive."""
     return _compat.primitive(name) is not None
@@ -104,7 +115,8 @@ def exists(name: str) -> bool:
 def all_rows() -> list[Row]:
     """The rows of every family."""
     rows: list[Row] = []
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
-        if path.stem not in ("test_oracle_rows", "test_rule"):
-            rows += getattr(importlib.import_module(f"tests.spmdrules.{path.stem}"), "ROWS", [])
+    for family in FAMILIES:
+        name = f"test_{family.__name__.rpartition('.')[2]}"
+        if (Path(__file__).parent / f"{name}.py").exists():
+            rows += importlib.import_module(f"tests.spmdrules.{name}").ROWS
     return rows

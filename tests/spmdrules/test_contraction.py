@@ -25,9 +25,28 @@ def _conv(groups=1, strides=(1, 1), padding="SAME", layout=("NHWC", "HWIO", "NHW
     return conv
 
 
-def _ragged(contracting, ragged, group):
-    numbers = lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, group)
+def _ragged(contracting, ragged, group, batch=((), ())):
+    numbers = lax.RaggedDotDimensionNumbers((contracting, batch), ragged, group)
     return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
+
+
+def _scaled(x, y, x_scale, y_scale):
+    narrow, scales = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    return lax.scaled_dot(
+        x.astype(narrow), y.astype(narrow), lhs_scale=None if x_scale is None else x_scale.astype(scales),
+        rhs_scale=None if y_scale is None else y_scale.astype(scales), preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+_SCALED = [
+    (_scaled, (f32(4, 8, 64), f32(4, 64, 4), f32(4, 8, 2), f32(4, 2, 4)),
+     "b m (k x), b (k x) n, b m k, b k n -> b m n; reduce k x; where k=2 x=32", ""),
+    (_scaled, (f32(8, 64), f32(64, 4), f32(8, 2), f32(4, 4)),
+     "m (k k1 x), (k k1 x) n, m k, (k k1) n -> m n; reduce k k1 x; where k=2 k1=2 x=16",
+     "of other blocks"),
+    (lambda x, y, s: _scaled(x, y, s, None), (f32(8, 64), f32(64, 4), f32(8, 2)),
+     "m (k x), (k x) n, m k, 1 n -> m n; reduce k x; where k=2 x=32", "of one operand"),
+]  # fmt: skip
 
 
 ROWS = [
@@ -46,6 +65,15 @@ ROWS = [
         "w k, w1 k n, w2 -> w n; reduce k; whole w w1 w2; linear 0; linear 1"),
     Row("ragged_dot_general", _ragged(((0,), (0,)), (0,), ()), (f32(8, 4), f32(8, 12), _GROUPS),
         "w m, w n, w1 -> w2 m n; whole w w1 w2; linear 0; linear 1", "summed"),
+    Row("ragged_dot_general", _ragged(((1,), (2,)), (0,), (0,)), (f32(8, 4), f32(4, 12, 4), _GROUPS),
+        "w k, w1 n k, w2 -> w n; reduce k; whole w w1 w2; linear 0; linear 1", "transposed"),
+    Row("ragged_dot_general", _ragged(((2,), (1,)), (0,), (), batch=((0,), (0,))),
+        (f32(8, 6, 4), f32(8, 4, 12), _GROUPS), "b m k, b k n, a -> b m n; reduce k; linear 0; linear 1",
+        "of a batch"),
+    Row("ragged_dot_general", _ragged(((2,), (2,)), (1,), (1,), batch=((0,), (0,))),
+        (f32(2, 8, 4), f32(2, 4, 4, 12), np.stack([_GROUPS, _GROUPS[::-1]])),
+        "b w k, b w1 k n, b w2 -> b w n; reduce k; whole w w1 w2; linear 0; linear 1", "batched"),
+    *(Row("scaled_dot", fn, args, expected, note) for fn, args, expected, note in _SCALED),
     Row("conv_general_dilated", _conv(strides=(1,), layout=("NCH", "OIH", "NCH")), (f32(4, 4, 6), f32(8, 4, 3)),
         "n c s, o c x -> n o t; reduce c; whole s x t; linear 0; linear 1", "in one dimension"),
     Row("conv_general_dilated", _conv(), (f32(4, 6, 6, 4), f32(3, 3, 4, 8)),

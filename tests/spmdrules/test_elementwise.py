@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import primal_tangent_dtype
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from autoshard import _compat
-from tests.spmdrules.rows import Row, below, exists, f32, numbers, of
+from tests.spmdrules.rows import Row, below, bind, exists, f32, numbers, of
 
 X = f32(4, 8)
 INTS = of(jnp.int32, 4, 8)
+
+_EXTENDED = primal_tangent_dtype(jnp.float32, jnp.bfloat16)
+_NO_ARRAYS = "no array of such a type leaves a compiled program"
+_COMPILED_ONLY = "it exists in compiled programs only"
 
 _SAME = "a b -> a b"
 _LINEAR = "a b -> a b; linear 0"
@@ -43,12 +48,6 @@ _INTEGERS = {
 _TOTAL_ORDER = ("eq_to", "lt_to", "le_to")
 
 
-def _bind(name):
-    """A function that binds a primitive that no public function binds."""
-    found = _compat.primitive(name)
-    return lambda *operands, **params: found.bind(*operands, **params)  # type: ignore[union-attr]
-
-
 def _on_one(axis_type):
     return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",), axis_types=(axis_type,)), PartitionSpec())
 
@@ -61,13 +60,26 @@ def _resharded(x):
     return reshard(x, _on_one(AxisType.Explicit))
 
 
+def _in_memory(x):
+    return bind("with_memory_space_constraint")(x, memory_space=jax.memory.Space.Device)
+
+
+def _runs_by_itself(fn):
+    """Whether the installed JAX runs a function that is not compiled."""
+    try:
+        fn(jnp.zeros(4))
+    except ValueError:
+        return False
+    return True
+
+
 ROWS = [
     *(Row(name, fn, (X,), _SAME) for name, fn in _UNARY.items()),
     *(Row(name, fn, (X, X), _TWO) for name, fn in _BINARY.items()),
     *(Row(name, fn, (INTS, below(5, 4, 8)), _TWO) for name, fn in _INTEGERS.items() if fn),
-    *(Row(name, _bind(name), (X, X), _TWO) for name in _TOTAL_ORDER if exists(name)),
-    *(Row("log2", lambda x: _bind("log2")(x, accuracy=None), (X,), _SAME) for _ in range(exists("log2"))),
-    *(Row("one_minus_square", _bind("one_minus_square"), (X,), _SAME) for _ in range(exists("one_minus_square"))),
+    *(Row(name, bind(name), (X, X), _TWO) for name in _TOTAL_ORDER if exists(name)),
+    *(Row("log2", lambda x: bind("log2")(x, accuracy=None), (X,), _SAME) for _ in range(exists("log2"))),
+    *(Row("one_minus_square", bind("one_minus_square"), (X,), _SAME) for _ in range(exists("one_minus_square"))),
     # In a type so narrow that the step to the next number is none of rounding.
     Row("nextafter", lax.nextafter, (of(jnp.bfloat16, 4, 8), of(jnp.bfloat16, 4, 8)), _TWO),
     Row("not", lax.bitwise_not, (of(jnp.bool_, 4, 8),), _SAME),
@@ -75,25 +87,37 @@ ROWS = [
     Row("population_count", lax.population_count, (INTS,), _SAME),
     Row("reduce_precision", lambda x: lax.reduce_precision(x, 5, 3), (X,), _SAME),
     Row("integer_pow", lambda x: lax.integer_pow(x, 3), (X,), _SAME),
-    Row("integer_pow", lambda x: _bind("integer_pow")(x, y=1), (X,), _LINEAR, "one"),
+    Row("integer_pow", lambda x: bind("integer_pow")(x, y=1), (X,), _LINEAR, "one"),
     Row("polygamma", lax.polygamma, (numbers(4, 8, low=1, high=4), numbers(4, 8, low=1, high=4)), _TWO),
     Row("regularized_incomplete_beta", lax.betainc, (X, X, numbers(4, 8, low=0, high=1)), "a b, a b, a b -> a b"),
     *(
-        Row("polynomial", lambda x, a, b: _bind("polynomial")(x, a, b), (X, f32(), f32()), "a b, [], [] -> a b")
+        Row("polynomial", lambda x, a, b: bind("polynomial")(x, a, b), (X, f32(), f32()), "a b, [], [] -> a b")
         for _ in range(exists("polynomial"))
     ),
-    Row("copy", _bind("copy"), (X,), _MOVED),
-    *(Row("stop_gradient", _bind("stop_gradient"), (X,), _MOVED) for _ in range(exists("stop_gradient"))),
+    Row("copy", bind("copy"), (X,), _MOVED),
+    *(Row("stop_gradient", bind("stop_gradient"), (X,), _MOVED) for _ in range(exists("stop_gradient"))),
     Row("name", lambda x: checkpoint_name(x, "kept"), (X,), _MOVED),
+    Row("xla_metadata_value", lambda x: set_xla_metadata(x, note="kept"), (X,), _MOVED),
+    Row("with_memory_space_constraint", _in_memory, (X,), _MOVED,
+        unchecked="" if _runs_by_itself(_in_memory) else _COMPILED_ONLY),
+    *(
+        Row("relayout", lambda x: bind("relayout")(x, dst_layout=Layout((1, 0))), (X,), _MOVED,
+            unchecked=_COMPILED_ONLY)
+        for _ in range(exists("relayout"))
+    ),
+    Row("to_edtype", lambda x: lax.convert_element_type(x, _EXTENDED), (X,), _SAME, unchecked=_NO_ARRAYS),
+    Row("from_edtype", lambda x: lax.convert_element_type(lax.convert_element_type(x, _EXTENDED), jnp.float32), (X,),
+        _SAME, unchecked=_NO_ARRAYS),
     Row("sharding_constraint", _constrained, (X,), _MOVED),
     Row("reshard", _resharded, (X,), _MOVED),
     Row("layout_constraint", lambda x: with_layout_constraint(x, Layout((1, 0))), (X,), _MOVED),
     Row("device_put", jax.device_put, (X,), _MOVED),
+    Row("device_put", lambda x: jax.device_put(x, jax.memory.Space.Host), (X,), _MOVED, "to the host"),
     Row("optimization_barrier", lax.optimization_barrier, (X,), _MOVED),
     Row("optimization_barrier", lambda *xs: lax.optimization_barrier(xs), (X, f32(4), f32()),
         "a b, c, [] -> a b, c, []; linear 0 1 2; moves 0 1 2", "several"),
     *(
-        Row("tie", _bind("tie"), (f32(4), X), "a, b c -> b c; linear 1; linear 0 1; moves 1")
+        Row("tie", bind("tie"), (f32(4), X), "a, b c -> b c; linear 1; linear 0 1; moves 1")
         for _ in range(exists("tie"))
     ),
     Row("neg", lax.neg, (X,), _LINEAR),
@@ -105,7 +129,7 @@ ROWS = [
     Row("add", lax.add, (of(jnp.bfloat16, 4, 8), of(jnp.bfloat16, 4, 8)), _JOINT, "bf16"),
     Row("sub", lax.sub, (X, X), _JOINT),
     Row("sub", lambda x, y: x - y, (X, f32(4, 1)), "a b, a 1 -> a b; linear 0 1", "a column"),
-    Row("add_any", _bind("add_any"), (X, X), _JOINT),
+    Row("add_any", bind("add_any"), (X, X), _JOINT),
     Row("complex", lax.complex, (X, X), _JOINT),
     Row("mul", lax.mul, (X, X), "a b, a b -> a b; linear 0; linear 1"),
     Row("mul", lambda x: 2.0 * x, (X,), "[], a b -> a b; linear 0; linear 1", "a scalar"),

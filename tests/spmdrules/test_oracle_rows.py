@@ -7,7 +7,9 @@ from autoshard.sharding.oracle_cases import collect
 from autoshard.spmdrules.registry import registered
 from tests.spmdrules.rows import Row, all_rows
 
-ROWS = all_rows()
+ALL = all_rows()
+ROWS = [row for row in ALL if not row.unchecked]
+UNCHECKED = [row for row in ALL if row.unchecked]
 # The partitioner's part takes most of the time: the quick suite has it for what every model is made of.
 COMMON = (
     "add", "broadcast_in_dim", "concatenate", "convert_element_type", "dot_general", "exp", "gather", "iota", "mul",
@@ -43,11 +45,20 @@ def test_partitioner_on_common_operators(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_partitioner(row):
     findings = examine(row, partitioner=True)
-    assert not findings, told(findings)
+    if row.unpartitioned:
+        assert {finding.kind for finding in findings} == {"partitioner"}, f"{row.id} is mended"
+    else:
+        assert not findings, told(findings)
+
+
+@pytest.mark.parametrize("row", UNCHECKED, ids=lambda row: row.id)
+def test_what_is_not_checked_cannot_be(row):
+    with pytest.raises(Exception):  # noqa: B017  whatever keeps it from running
+        examine(row, partitioner=False)
 
 
 def test_every_registered_primitive_has_a_row():
-    rows = {row.primitive for row in ROWS}
+    rows = {row.primitive for row in ALL}
     missing = [primitive.name for primitive, _ in registered() if primitive.name not in rows]
     assert not missing, f"no row for {', '.join(missing)}: add one to the table of its family"
 

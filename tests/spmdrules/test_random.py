@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autoshard import _compat
 from autoshard.spmdrules import Shard
-from tests.spmdrules.rows import Row, below, exists, f32, keys
+from tests.spmdrules.rows import Row, below, bind, exists, f32, keys
 
+_UNKNOWN = "it is made of mulhi, which XLA cannot read in a program for several devices"
 WORDS = below(1000, 8, dtype=np.uint32)
-
-
-def _bind(name):
-    found = _compat.primitive(name)
-    return lambda *operands, **params: found.bind(*operands, **params)  # type: ignore[union-attr]
 
 
 ROWS = [
@@ -28,10 +23,17 @@ ROWS = [
     Row("random_wrap", jax.random.wrap_key_data, (below(1000, 4, 2, dtype=np.uint32),), "a w -> a; whole w"),
     Row("random_unwrap", jax.random.key_data, (keys(4),), "a -> a w; whole w"),
     Row("random_fold_in", lambda k, x: jax.vmap(jax.random.fold_in, (None, 0))(k, x), (keys(), WORDS), "[], a -> a"),
-    Row("random_gamma", lambda k, a: _bind("random_gamma")(k, a, log_space=True), (keys(4), f32(4, 2)),
+    Row("random_gamma", lambda k, a: bind("random_gamma")(k, a, log_space=True), (keys(4), f32(4, 2)),
         "k, k w -> k w; whole w"),
-    Row("threefry2x32", lambda *x: _bind("threefry2x32")(*x), (WORDS, WORDS, WORDS, WORDS), "a, a, a, a -> a, a"),
-    Row("iota_2x32_shape", lambda: _bind("iota_2x32_shape")(shape=(4, 8)), (), "-> a b, a b; offset a b"),
+    Row("threefry2x32", lambda *x: bind("threefry2x32")(*x), (WORDS, WORDS, WORDS, WORDS), "a, a, a, a -> a, a"),
+    Row("threefry4x32", lambda *x: bind("threefry4x32")(*x), (WORDS,) * 8,
+        "a, a, a, a, a, a, a, a -> a, a, a, a"),
+    Row("philox2x32", lambda *x: bind("philox2x32")(*x), (WORDS,) * 3, "a, a, a -> a, a",
+        unpartitioned=_UNKNOWN),
+    Row("philox4x32", lambda *x: bind("philox4x32")(*x), (np.uint32(3), np.uint32(5), *(WORDS,) * 4),
+        "[], [], a, a, a, a -> a, a, a, a", unpartitioned=_UNKNOWN),
+    Row("random_clone", lambda k: jax.random.clone(k), (keys(4),), "a -> a"),
+    Row("iota_2x32_shape", lambda: bind("iota_2x32_shape")(shape=(4, 8)), (), "-> a b, a b; offset a b"),
     Row("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (4, 8)), (below(1000, 4, dtype=np.uint32),),
         "w -> w, a b; whole w; offset a b"),
     *(Row("rng_uniform", lambda: lax.rng_uniform(jnp.float32(0), jnp.float32(1), (4,)), (), "[], [] -> w; whole w")

@@ -1,12 +1,15 @@
 """The table of operators on sliding windows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from autoshard import _compat
 from autoshard.spmdrules.window import window_count
-from tests.spmdrules.rows import Row, f32
+from tests.spmdrules.rows import Row, bind, f32, of
 
 X = f32(4, 8, 4)
 _SLID = "a w c -> a t c; whole w t"
@@ -18,6 +21,28 @@ def _window(x, init, op, padding="SAME", size=3, stride=1):
 
 def _own(x):
     return _window(x, 1.0, lambda a, b: a * b + 0.5 * a + 0.1)
+
+
+def _larger(x, i):
+    def larger(a, b):
+        return tuple(lax.select(a[0] >= b[0], p, q) for p, q in zip(a, b, strict=True))
+
+    return lax.reduce_window((x, i), (-jnp.inf, 0), larger, (1, 3, 1), (1, 1, 1), "SAME")
+
+
+def _mixed(a, b):
+    return a * b + 0.5 * a * a + 0.1
+
+
+def _scattered(x, source, window=3):
+    """Each element of `source` goes to the smallest of its window, where they are folded."""
+    scalars = jnp.float32(0), jnp.float32(0)
+    select, scatter = (_compat.open_jaxpr(jax.make_jaxpr(op)(*scalars)) for op in (lax.le, _mixed))
+    low = (window - 1) // 2
+    return bind("select_and_scatter")(
+        x, source, jnp.float32(1.5), select_jaxpr=select, select_consts=(), scatter_jaxpr=scatter, scatter_consts=(),
+        window_dimensions=(1, window, 1), window_strides=(1, 2, 1), padding=((0, 0), (low, window - 2 - low), (0, 0)),
+    )  # fmt: skip
 
 
 def _max_pool(x):
@@ -34,6 +59,11 @@ ROWS = [
         "a (t x) b -> a t b; whole x; where t=4 x=2", "of parts"),
     Row("reduce_window_min", lambda x: _window(x, jnp.inf, lax.min, "VALID"), (X,), "a w b -> a t b; whole w t"),
     Row("reduce_window", _own, (X,), "a w b, [] -> a t b; whole w t"),
+    Row("select_and_scatter", _scattered, (X, f32(4, 4, 4)), "a w b, a t b, [] -> a w b; whole w t"),
+    Row("select_and_scatter", functools.partial(_scattered, window=2), (X, f32(4, 4, 4)),
+        "a (t x) b, a t b, [] -> a (t x) b; whole x; where t=4 x=2", "of parts"),
+    Row("reduce_window", _larger, (X, of(jnp.int32, 4, 8, 4)),
+        "a w b, a w b, [], [] -> a t b, a t b; whole w t", "of two arrays"),
     Row("select_and_scatter_add", jax.grad(_max_pool), (X,), "a t b, a w b -> a w b; whole t w; linear 0"),
     Row("select_and_gather_add", lambda x: jax.jvp(_max_pool, (x,), (x,)), (X,),
         "a w b, a w b -> a t b; whole w t; linear 0"),

@@ -1,12 +1,14 @@
 """Where settings come from, and how mistakes in them are told."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from autoshard.errors import ConfigError
+from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config import TrainConfig, differences, from_dict, identity, merge, to_dict
+from autoshard.train.optimizer import learning_rate_schedule
 from autoshard.train.options import parse_config
 from autoshard.train.presets import PRESETS
 
@@ -48,7 +50,10 @@ def test_presets_know_their_names(name: str) -> None:
         (["--preset"], "preset"),
         (["--stps", "3"], "unknown option --stps: did you mean --steps"),
         (["--optimizer.learning-rat=3"], "did you mean --optimizer.learning-rate"),
-        (["--steps", "many"], "--steps.*many"),
+        (["--steps", "many"], "^--steps is 'many', it must be a whole number$"),
+        (["--steps=1.5"], "^--steps is '1.5', it must be a whole number$"),
+        (["--optimizer.beta1", "much"], "^--optimizer.beta1 is 'much', it must be a number$"),
+        (["--memory-limit-bytes", "4GB"], "^--memory-limit-bytes is '4GB', it must be a whole number$"),
         (["--steps", "-1"], "steps is -1"),
         (["--gpt.heads", "3"], "width 128 is not a multiple of heads 3"),
         (["--accumulation", "3"], "batch_size 64 does not divide"),
@@ -61,6 +66,28 @@ def test_wrong_options_are_told_in_one_line(arguments: list[str], complaint: str
     with pytest.raises(ConfigError, match=complaint) as raised:
         parse(*arguments)
     assert "\n" not in str(raised.value)
+
+
+def test_the_warm_up_of_a_preset_fits_a_shorter_run() -> None:
+    with pytest.warns(
+        AutoshardWarning, match="warm-up of preset quick, 25 steps, does not fit a run of 20: it is 2 here"
+    ):
+        short = parse("--steps", "20")
+    assert short.optimizer == dataclasses.replace(PRESETS["quick"].optimizer, warmup_steps=2)
+    assert learning_rate_schedule(short.optimizer, short.steps)(2) == pytest.approx(short.optimizer.learning_rate)
+    with pytest.warns(AutoshardWarning, match="it is 0 here"):
+        assert parse("--steps", "4").optimizer.warmup_steps == 0
+    assert parse("--steps", "26").optimizer.warmup_steps == 25 and parse("--steps", "0").optimizer.warmup_steps == 25
+
+
+def test_a_warm_up_that_was_asked_for_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("steps = 20\n[optimizer]\nwarmup_steps = 25\n")
+    for arguments in (["--optimizer.warmup-steps=25"], ["--optimizer.warmup_steps", "25"], ["--config", str(path)]):
+        assert parse("--steps", "20", *arguments).optimizer.warmup_steps == 25
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(PRESETS["quick"])))
+    resumed = parse("--resume", "--run-dir", str(tmp_path), "--steps", "20")  # a run is resumed with its own settings
+    assert resumed.optimizer.warmup_steps == 25
 
 
 @pytest.mark.parametrize(

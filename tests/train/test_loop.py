@@ -176,10 +176,43 @@ def test_a_folder_with_something_else_is_left_alone(make_config: MakeConfig) -> 
     assert config.run_dir is not None
     config.run_dir.mkdir()
     (config.run_dir / "thesis.txt").write_text("years of work")
-    for resume in (False, True):
-        with pytest.raises(ConfigError):
+    for resume, complaint in ((False, "is not empty and holds no run: give a folder"), (True, "holds no run")):
+        with pytest.raises(ConfigError, match=complaint) as raised:
             train(replace(config, resume=resume))
+        assert "add --resume" not in str(raised.value)
+    with pytest.raises(ConfigError, match="thesis.txt' is a file: give a folder that is new or empty"):
+        train(replace(config, run_dir=config.run_dir / "thesis.txt"))
     assert [path.name for path in config.run_dir.iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_planning(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object) -> None:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr(loop, "place_step", plan)
+    (tmp_path / "file").write_text("a file")
+    for run_dir in (tmp_path / "file" / "run", Path("/proc/no/run")):
+        with pytest.raises(ConfigError, match=f"--run-dir '{run_dir}' cannot be written to .*: give another folder"):
+            train(make_config(run_dir=run_dir))
+    with pytest.raises(AssertionError, match="planned"):
+        train(make_config(run_dir=tmp_path / "new" / "run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_plan_of_a_run_is_kept(make_config: MakeConfig) -> None:
+    config = make_config(steps=2)
+    train(config)
+    assert config.run_dir is not None
+    first = {name: content for name, content in contents(config.run_dir).items() if "/plan." in name}
+    train(replace(config, resume=True, steps=3))
+    assert not list(config.run_dir.glob("plan-*"))  # the same machine, the same plan
+    for plan, name in (("dp:8", "plan-3"), ("dp:4 fsdp:2", "plan-3-2"), ("dp:8", "plan-3")):
+        train(replace(config, resume=True, steps=3, plan=plan))
+        assert plan in (config.run_dir / f"{name}.txt").read_text() and (config.run_dir / f"{name}.json").exists()
+    assert first.items() <= contents(config.run_dir).items() and len(first) == 2
+    assert len(list(config.run_dir.glob("plan*"))) == 6
 
 
 def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> None:
@@ -191,8 +224,10 @@ def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> Non
         content = bytearray(path.read_bytes())
         content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
         path.write_bytes(content)
+    before = contents(config.run_dir)
     with pytest.raises(DamagedCheckpointError, match="step 3"):
         train(replace(config, resume=True, steps=5))
+    assert contents(config.run_dir) == before
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(make_config: MakeConfig) -> None:

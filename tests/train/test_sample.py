@@ -25,6 +25,8 @@ def test_the_moving_average_writes() -> None:
     assert mixed == second != first
     with pytest.raises(ConfigError, match="the prompt is empty"):
         sample_text(program, one, ByteCodec(), "", 6)
+    with pytest.raises(ConfigError, match="top-k is 257, the model's vocabulary has 256 tokens"):
+        sample_text(program, one, ByteCodec(), "the ", 6, top_k=257)
 
 
 def test_somebody_elses_model_writes_nothing() -> None:

@@ -1,0 +1,92 @@
+"""`autoshard rules --coverage`: which primitives of a user's function have no rule."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a function is made of.
+
+    Attributes:
+        target: what the user called it.
+        primitives: how many different primitives it has.
+        missing: those without a rule, with the lines that they stand on.
+    """
+
+    target: str
+    primitives: int
+    missing: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        if not self.missing:
+            return f"{self.target}: {self.primitives} primitives, each with a rule"
+        head = f"{self.target}: {self.primitives} primitives, {len(self.missing)} without a rule (replicated in a plan)"
+        return "\n".join([head, *(self._told(name, lines) for name, lines in sorted(self.missing.items()))])
+
+    def _told(self, name: str, lines: list[str]) -> str:
+        from autoshard.spmdrules.coverage import EXEMPT, NO_RULE
+
+        reason = NO_RULE.get(name) or EXEMPT.get(name, "")
+        counted = {line or "(line unknown)": lines.count(line) for line in lines}
+        where = [f"    {line}" + (f" x {count}" if count > 1 else "") for line, count in counted.items()]
+        return "\n".join([f"  {name}: {reason}" if reason else f"  {name}", *where])
+
+
+def coverage_of(target: str) -> Coverage:
+    """Traces the function that `target` leads to and looks for primitives without a rule.
+
+    Args:
+        target: `module:function`; the function takes no arguments and returns `(fn, args)`.
+
+    Raises:
+        ConfigError: it leads to nothing that can be traced.
+    """
+    fn, args = _example(target)
+    import jax
+
+    from autoshard.spmdrules import program
+
+    closed = _tried(target, "the function cannot be traced", lambda: jax.make_jaxpr(fn)(*args))
+    found = program.build(closed)
+    return Coverage(target, len({op.name for op in found.ops()}), found.unknown)
+
+
+def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"--coverage {target!r}: write module:function, such as train:example")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    module = _tried(target, f"module '{module_name}' cannot be imported", lambda: importlib.import_module(module_name))
+    if not callable(function := getattr(module, name, None)):
+        raise ConfigError(f"--coverage {target!r}: module '{module_name}' has no function '{name}'")
+    made = _tried(target, f"'{name}' cannot be called without arguments", function)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (tuple, list))):
+        raise ConfigError(f"--coverage {target!r}: '{name}' returns {_brief(made)}; it should return (fn, args), a "
+                          "function and the tuple of its arguments")  # fmt: skip
+    return made[0], tuple(made[1])
+
+
+def _tried(target: str, what: str, attempt: Callable[[], Any]) -> Any:
+    try:
+        return attempt()
+    except Exception as error:  # whatever a user's module raises is told in one line
+        lines = str(error).strip().splitlines()
+        raise ConfigError(
+            f"--coverage {target!r}: {what}: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        ) from error
+
+
+def _brief(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else kind

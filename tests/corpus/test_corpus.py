@@ -1,0 +1,139 @@
+"""Twelve kinds of models, each a whole train step: no operator without a rule, results of one device, batches cut.
+
+A program's `make()` gives `(train_step, state, batch)`, state a tuple. `train_step(*state, batch)` returns `(new state,
+loss)` where that is one pytree; of nnx objects, updated in place, the loss.
+"""
+
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import autoshard
+from autoshard.sharding.oracle_faults import KNOWN_PARTITIONER_FAULTS
+from tests.corpus import (
+    actor_critic,
+    decoder,
+    diffusion,
+    encoder_decoder,
+    graph_network,
+    lstm,
+    moe,
+    resnet,
+    state_space,
+    unet,
+    vae,
+    vit,
+)
+from tests.foreign import harness
+
+MODULES = (
+    decoder, encoder_decoder, moe, resnet, unet, vit, lstm, state_space, graph_network, vae, diffusion, actor_critic,
+)  # fmt: skip
+PROGRAMS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+STEPS = 2  # `optax.MultiSteps` moves parameters at its second
+
+ALL_GATHER = re.compile(r"^.* = (.*) all-gather(?:-start)?\(.*$", re.MULTILINE)
+OP_NAME = re.compile(r'op_name="(?:[^"]*/)?([^"/]*)"')
+# What the partitioner gathers although nothing needs it, each a row of a table that is checked elsewhere.
+DEAR = {name for fault in KNOWN_PARTITIONER_FAULTS if fault.effect == "dear" for name in fault.primitives}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A program's step under `auto_shard`, its first arguments and its plan."""
+
+    step: Any
+    args: tuple[Any, ...]
+    plan: autoshard.Plan
+
+
+@cache
+def planned(name: str, plan: str | None) -> Planned:
+    """A program and its plan; None is the chosen one."""
+    step, state, batch = PROGRAMS[name].make()
+    step = autoshard.auto_shard(step, plan=plan)
+    return Planned(step, (*state, batch), step.plan(*state, batch))
+
+
+@cache
+def single(name: str) -> tuple[harness.Arrays, harness.Arrays]:
+    """What a program computes as its author would run it, on one device."""
+    step, state, batch = PROGRAMS[name].make()
+    return train(name, (nnx.jit if harness.is_nnx(PROGRAMS[name]) else jax.jit)(step), state, batch)
+
+
+def train(name: str, step: Any, state: tuple[Any, ...], batch: Any) -> tuple[harness.Arrays, harness.Arrays]:
+    """The optimizer's state, in which a wrong gradient has its true size, and all else with the losses."""
+    losses = []
+    for _ in range(STEPS):
+        out = step(*state, batch)
+        state, loss = (state, out) if harness.is_nnx(PROGRAMS[name]) else ((out[0],), out[1])
+        losses.append(loss)
+    found = harness.arrays(state) | harness.arrays({"losses": losses})
+    optimizer = {path: x for path, x in found.items() if "opt_state" in path}
+    assert optimizer
+    return optimizer, {path: x for path, x in found.items() if path not in optimizer}
+
+
+def gathered(text: str) -> list[tuple[str, str]]:
+    """The all-gathers of a compiled program: result type, operator."""
+    lines = [(found[1], OP_NAME.search(found[0])) for found in ALL_GATHER.finditer(text)]
+    return [(kind, name[1] if name else "") for kind, name in lines]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_operator_has_a_rule(name):
+    """That nothing warns either is for a fixture to see."""
+    assert planned(name, None).plan.unknown == {}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "plan", [None, pytest.param("dp:2 fsdp:2 tp:2", marks=pytest.mark.slow)], ids=lambda plan: plan or "chosen"
+)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_parity_with_one_device(name, plan):
+    made = planned(name, plan)
+    if plan is not None:
+        assert dict(made.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
+        assert all(made.plan.axis_rules.values())  # something is cut along each
+    *state, batch = made.args
+    found = train(name, made.step, tuple(state), batch)
+    for reference, other in zip(single(name), found, strict=True):
+        assert harness.differences(reference, other, harness.TOLERANCE) == []
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_data_parallel_steps_keep_their_batch_cut(name):
+    """Gradients are reduced, and no activation is put together."""
+    made = planned(name, "dp:8")
+    data = [leaf for leaf in made.plan.inputs if leaf.role == "data"]
+    assert data
+    for leaf in data:
+        assert ("dp" in leaf.spec or ("dp",) in leaf.spec) == ("batch" in leaf.axes), leaf.path
+    text = made.plan.jit().lower(*made.args).compile().as_text() or ""
+    assert "all-reduce" in text
+    assert [found for found in gathered(text) if found[1] not in DEAR] == []
+
+
+def test_gathers_of_a_compiled_program_are_seen(mesh_of):
+    """The pattern above, on a program that gathers one."""
+    mesh = mesh_of(dp=8)
+    cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("dp",), ()))
+    double = jax.jit(lambda x: 2 * x, in_shardings=cut, out_shardings=whole)
+    text = double.lower(jax.ShapeDtypeStruct((16, 8), "float32")).compile().as_text() or ""
+    assert [kind.partition("{")[0] for kind, _ in gathered(text)] == ["f32[16,8]"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_know_nothing_of_us(name):
+    source = inspect.getsource(PROGRAMS[name]).lower()
+    assert not [word for word in ("autoshard", "sharding", "partitionspec", "mesh") if word in source]

@@ -1,0 +1,128 @@
+"""Rules broken one way at a time: what the oracle has to notice.
+
+    python -m tests.spmdrules.mutants [name ...]     every rule's mutants, or those of the primitives named
+
+A mutant is caught if the oracle, which knows no expected map, finds it wrong or finds something missing by running
+shards. Those that nothing can tell from the rule, because they say the same, are listed with the reason in `SAME`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.sharding.oracle import check_case
+from autoshard.sharding.oracle_cases import Case, collect, is_key
+from autoshard.spmdrules.rule import Dims, Factor, Reduction, Rule, RuleError
+from tests.spmdrules.rows import Row, all_rows
+
+OTHER_OP: dict[Reduction, Reduction] = {
+    "sum": "max", "max": "sum", "min": "max", "mul": "sum", "and": "or", "or": "and", "xor": "or",
+    "argmax": "argmin", "argmin": "argmax",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A broken rule and how it was broken."""
+
+    how: str
+    rule: Rule
+
+
+def mutants(rule: Rule, sums: bool = True) -> Iterator[Mutant]:
+    """Every rule that is one mistake away from this one; `sums` says whether its results can be partial sums at all."""
+    for how, make in _mistakes(rule, sums):
+        try:
+            broken = make()
+        except RuleError:
+            continue  # says so itself
+        if broken != rule:
+            yield Mutant(how, broken)
+
+
+def _mistakes(rule: Rule, sums: bool):
+    for f in rule.factors:
+        if f.size == 1:
+            continue  # never cut
+        if f.kind == "whole":
+            yield f"{f.name} is not whole", lambda f=f: _changed(rule, replace(f, kind="pass"))
+            continue
+        yield f"{f.name} is whole", lambda f=f: _changed(rule, replace(f, kind="whole", op=None))
+        if f.op is not None:
+            other = OTHER_OP[f.op]
+            yield f"{f.name}:{other}", lambda f=f, other=other: _changed(rule, replace(f, op=other))
+            yield f"{f.name} is not reduced", lambda f=f: _changed(rule, replace(f, kind="pass", op=None))
+        if f.kind in ("index", "offset", "halo"):
+            yield f"{f.name} passes", lambda f=f: _changed(rule, replace(f, kind="pass")).where(body=None, local=None)
+        for r, dims in enumerate(rule.results):
+            if any(f.name in dim for dim in dims) and any(f.name in dim for o in rule.operands for dim in o):
+                yield f"{f.name} dropped from result {r}", lambda f=f, r=r: _dropped(rule, f, r)
+    for side in ("operands", "results"):
+        arrays = getattr(rule, side)
+        for i, dims in enumerate(arrays):
+            for a, b in itertools.combinations(range(len(dims)), 2):
+                yield (
+                    f"{side} {i}: dimensions {a} and {b} swapped",
+                    lambda *x, s=side, i=i, a=a, b=b: rule.where(**{s: _swapped(getattr(rule, s), i, a, b)}),
+                )
+    for group in rule.linear:
+        if set(group) <= set(rule.moves):
+            continue  # what is only moved is linear
+        yield f"not linear in {group}", lambda g=group: rule.where(linear=tuple(x for x in rule.linear if x != g))
+    for i in range(len(rule.operands)) if sums else ():
+        if not any(i in group for group in rule.linear) and i not in rule.moves:
+            yield f"linear in {i}", lambda i=i: rule.where(linear=(*rule.linear, (i,)))
+
+
+def _changed(rule: Rule, factor: Factor) -> Rule:
+    return rule.where(factors=tuple(factor if f.name == factor.name else f for f in rule.factors))
+
+
+def _dropped(rule: Rule, factor: Factor, result: int) -> Rule:
+    """The rule with a factor of its own, to be whole, in the place of `factor` in one result."""
+    own = Factor(f"{factor.name}_own", factor.size, "whole")
+    dims = tuple(tuple(own.name if f == factor.name else f for f in dim) for dim in rule.results[result])
+    results = tuple(dims if r == result else other for r, other in enumerate(rule.results))
+    used = {f for array in (*rule.operands, *results) for dim in array for f in dim}
+    return rule.where(results=results, factors=(*(f for f in rule.factors if f.name in used), own))
+
+
+def _swapped(arrays: Sequence[Dims], i: int, a: int, b: int) -> tuple[Dims, ...]:
+    dims = list(arrays[i])
+    dims[a], dims[b] = dims[b], dims[a]
+    return tuple(tuple(dims) if k == i else other for k, other in enumerate(arrays))
+
+
+def case_of(row: Row) -> tuple[Case, Rule]:
+    """The row's own equation as the oracle sees it, and its rule with sizes."""
+    case = next(case for case in collect(row.fn, row.args) if case.name == row.primitive)
+    rule = row.rule()
+    return case, rule.bind(*case.avals) if any(f.size is None for f in rule.factors) else rule
+
+
+def survivors(row: Row) -> tuple[int, list[Mutant]]:
+    """How many mutants a row's rule has, and those that the oracle does not notice."""
+    case, rule = case_of(row)
+    sums = all(not is_key(a.dtype) and a.dtype != bool for a in case.results)
+    made = list(mutants(rule, sums))
+    return len(made), [m for m in made if not check_case(case, partitioner=False, rule=m.rule)]
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints the mutants that survive on every row of their primitive, and the share that is caught."""
+    total = alive = 0
+    for row in all_rows():
+        if names and row.primitive not in names:
+            continue
+        count, left = survivors(row)
+        total, alive = total + count, alive + len(left)
+        for mutant in left:
+            print(f"{row.id}: {mutant.how}: '{mutant.rule.text}' for '{row.rule().text}'", flush=True)
+    print(f"{total - alive} of {total} mutants caught, {100 * (1 - alive / max(total, 1)):.1f} %")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

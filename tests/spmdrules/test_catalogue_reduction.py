@@ -1,0 +1,43 @@
+"""The reductions of the catalogue that JAX has not, against NumPy and SciPy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from autoshard.spmdrules.catalogue import reduction
+
+ops: Any = reduction  # NumPy's arrays will do
+
+X, Y = np.random.default_rng(0).gamma(2.0, size=(2, 4, 9, 3)).astype(np.float32) - 1
+
+
+def test_distance(strict_numerics):
+    np.testing.assert_allclose(ops.distance(X, Y), np.linalg.norm((X - Y).ravel()), rtol=1e-6)
+
+
+def test_cosine_similarity(strict_numerics):
+    expected = np.einsum("ijk,ijk->ik", X, Y) / np.sqrt(np.einsum("ijk,ijk->ik", X, X) * np.einsum("ijk,ijk->ik", Y, Y))
+    np.testing.assert_allclose(ops.cosine_similarity(X, Y, 1), expected, rtol=1e-5)
+    np.testing.assert_array_equal(ops.cosine_similarity(np.zeros_like(X), Y, 1), np.zeros((4, 3)))
+
+
+@pytest.mark.parametrize(("order", "expected"), [(3, stats.skew(X, 1)), (4, stats.kurtosis(X, 1, fisher=False))])
+def test_standardised_moment(order, expected):
+    np.testing.assert_allclose(ops.standardised_moment(X, order, 1), expected, rtol=2e-5, atol=1e-6)
+
+
+def test_var_mean():
+    for found, expected in zip(ops.var_mean(X, 1), (X.var(1), X.mean(1)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", [1, 3, np.inf])
+def test_norm_from(order):
+    np.testing.assert_allclose(ops.norm_from(X, order, 1), np.linalg.norm(X, order, 1), rtol=1e-5)
+
+
+def test_weighted_average():
+    weights = np.arange(1, 10, dtype=np.float32)
+    np.testing.assert_allclose(ops.weighted_average(X, weights), np.average(X, 1, weights), rtol=1e-5)

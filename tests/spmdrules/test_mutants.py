@@ -1,0 +1,46 @@
+"""A broken rule is noticed by running it, without a map to compare it with."""
+
+import pytest
+
+from autoshard.spmdrules import Rule
+from tests.spmdrules.mutants import mutants, survivors
+from tests.spmdrules.rows import all_rows
+
+ROWS_BY_ID = {row.id: row for row in all_rows()}
+SAMPLE = (
+    "add",
+    "argmax",
+    "broadcast_in_dim",
+    "concatenate",
+    "cumsum",
+    "dot_general",
+    "reduce_max",
+    "reduce_sum",
+    "transpose",
+)
+
+
+def first_row(primitive: str):
+    return next(row for row in ROWS_BY_ID.values() if row.primitive == primitive)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("primitive", SAMPLE)
+def test_mistakes_in_common_rules_are_noticed(primitive):
+    count, left = survivors(first_row(primitive))
+    assert count and not left, [m.how for m in left]
+
+
+def test_a_rule_is_broken_in_every_way():
+    made = {m.how for m in mutants(Rule.parse("b m k, b k n -> b m n; reduce k; linear 0; linear 1"))}
+    expected = {"k is whole", "k:max", "k is not reduced", "m dropped from result 0", "not linear in (0,)"}
+    assert expected <= made and "operands 1: dimensions 0 and 2 swapped" in made
+
+
+@pytest.mark.slow
+def test_nearly_every_mistake_in_any_rule_is_noticed():
+    found = {name: survivors(row) for name, row in ROWS_BY_ID.items()}
+    total, alive = sum(count for count, _ in found.values()), sum(len(left) for _, left in found.values())
+    told = [f"{name}: {m.how}" for name, (_, left) in found.items() for m in left]
+    print(f"{total - alive} of {total} mutants caught")
+    assert alive <= 0.02 * total, told

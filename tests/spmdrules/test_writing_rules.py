@@ -1,0 +1,24 @@
+"""The page on writing rules shows what runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from autoshard.spmdrules import registry
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-rules.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """The rules of these examples are nobody else's."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+def test_examples_run_in_order(own_registry):
+    assert len(EXAMPLES) == 5
+    names = {"__name__": "example"}
+    for example in EXAMPLES:
+        exec(compile(example, PAGE.name, "exec"), names)
