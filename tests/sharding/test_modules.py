@@ -353,7 +353,8 @@ def test_an_nnx_class_without_a_call_is_refused():
 def test_options_of_functions_mean_nothing_on_a_class(make, option):
     with pytest.raises(PlanError, match=rf"auto_shard\(Net\): {next(iter(option))} means nothing on a class"):
         auto_shard(make(), **option)
-    auto_shard(make(), **dict.fromkeys(option, ()))
+    nothing: Any = dict.fromkeys(option, ())
+    auto_shard(make(), **nothing)
 
 
 def test_an_example_given_to_the_decorator_is_the_one_of_sharded():

@@ -181,4 +181,4 @@ def test_sown_values_of_an_nnx_step_come_and_go():
 
     model = Net(rngs=nnx.Rngs(0))
     step(model, batch())
-    assert model.hidden[0].shape == (32,)
+    assert vars(model)["hidden"][0].shape == (32,)
