@@ -109,6 +109,26 @@ def test_axes_named_after_paths_stay_apart_when_shortened():
     assert len({names.short(name) for name in names.all}) == len(names.all)
 
 
+def test_long_names_are_cut_in_the_middle_and_stay_apart():
+    long = "MultiHeadDotProductAttention_0/relative_position_bias"
+    leaf = Leaf("x", (2, 2, 2), "float32", P(), (f"{long}:0", f"{long}:1.0*{long}:1.1", "heads"))
+    names = AxisNames(half_built(inputs=(leaf,)))
+    assert names.list(leaf.axes) == "[relative_position_bias:0, relative_position_bias:1.0*1.1, heads]"
+    leaf = Leaf(
+        "x", (2, 2), "float32", P(), tuple(f"{b}/{'very_' * 8}long/kernel:{n}" for b, n in (("a", 0), ("b", 0)))
+    )
+    names = AxisNames(half_built(inputs=(leaf,)))
+    assert names.list(leaf.axes) == "[a/very_very_very_v..._very_long/kernel:0, b/very_very_very_v..._very_long/kernel:0]"
+    alike = tuple(f"{'very_' * 8}long_{c}_{'very_' * 8}long/kernel:0" for c in "ab")  # would be one if they were cut
+    names = AxisNames(half_built(inputs=(Leaf("x", (2, 2), "float32", P(), alike),)))
+    assert names.list(alike) == f"[{alike[0]}, {alike[1]}]"
+
+
+def test_the_table_keeps_the_ends_of_long_paths():
+    leaf = Leaf("0/TransformerEncoderLayer_0/kernel", (2, 2), "float32", P(), ("a", "b"), "parameter")
+    assert "  Transforme...er_0/kernel    16 B" in str(half_built(inputs=(leaf,)))
+
+
 # the table
 
 

@@ -22,7 +22,7 @@ from autoshard.sharding.report.summary import (
     totals,
     verdict,
 )
-from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut, wrap
+from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut, cut_middle, wrap
 from autoshard.sharding.report.units import bytes_text, line_text, percent_text, ratio_text, spec_text, time_text
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
     shown = some if len(some) <= GROUPS_SHOWN else some[: GROUPS_SHOWN - 1]
     rows = [
         (
-            INDENT + cut(g.label, LABEL_WIDTH),
+            INDENT + cut_middle(g.label, LABEL_WIDTH),
             f"x{len(g.leaves)}" if len(g.leaves) > 1 else "",
             bytes_text(g.whole_bytes),
             f"-> {bytes_text(g.local_bytes)}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax import numpy as jnp
 
+from autoshard.sharding.report.text import cut_middle
 from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text
 from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from autoshard.sharding.plan import Leaf, Plan
 
 LABEL_WIDTH = 24
+NAME_WIDTH = 40
 KEY_BYTES = 8  # a typed PRNG key has no item size of its own
 ROLES = ("parameter", "optimizer", "data", "other")
 
@@ -94,10 +96,19 @@ class AxisNames:
             ):
                 keep += 1
             self._short[name] = "/".join(parts[-keep:])
+        cut_names = {name: cut_middle(text, NAME_WIDTH) for name, text in self._short.items()}
+        if len(set(cut_names.values())) == len(set(self._short.values())):  # none may pass for another
+            self._short = cut_names
 
     def short(self, name: str) -> str:
-        """The short name of an axis, or of several that make up one dimension, `heads*groups`."""
-        return "*".join(self._short.get(part, part) for part in name.split("*"))
+        """The short name of an axis, or of several that make up one dimension, `heads*groups`, `b/kernel:2.0*2.1`."""
+        found, before = [], ""
+        for part in name.split("*"):
+            text = self._short.get(part, part)
+            stem, _, number = text.rpartition(":")
+            found.append(number if stem and stem == before else text)
+            before = stem
+        return "*".join(found)
 
     def sized(self, name: str) -> str:
         """`heads 16`."""

@@ -34,3 +34,11 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 def cut(text: str, width: int) -> str:
     """The text, shortened to `width` if it is longer."""
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def cut_middle(text: str, width: int) -> str:
+    """The text, shortened to `width` if it is longer; of a path the end says most, so a little more of it stays."""
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
