@@ -110,7 +110,7 @@ def test_parity_with_one_device(name, plan):
         assert harness.differences(reference, other, harness.TOLERANCE) == []
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_data_parallel_steps_keep_their_batch_cut(name):
     """Gradients are reduced, and no activation is put together."""

@@ -118,7 +118,8 @@ def test_long_names_are_cut_in_the_middle_and_stay_apart():
         "x", (2, 2), "float32", P(), tuple(f"{b}/{'very_' * 8}long/kernel:{n}" for b, n in (("a", 0), ("b", 0)))
     )
     names = AxisNames(half_built(inputs=(leaf,)))
-    assert names.list(leaf.axes) == "[a/very_very_very_v..._very_long/kernel:0, b/very_very_very_v..._very_long/kernel:0]"
+    short = "very_very_very_v..._very_long/kernel:0"
+    assert names.list(leaf.axes) == f"[a/{short}, b/{short}]"
     alike = tuple(f"{'very_' * 8}long_{c}_{'very_' * 8}long/kernel:0" for c in "ab")  # would be one if they were cut
     names = AxisNames(half_built(inputs=(Leaf("x", (2, 2), "float32", P(), alike),)))
     assert names.list(alike) == f"[{alike[0]}, {alike[1]}]"

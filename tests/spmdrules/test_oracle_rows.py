@@ -29,6 +29,7 @@ def told(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_shards(row):
     findings = examine(row, partitioner=False)
