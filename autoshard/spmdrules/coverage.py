@@ -79,7 +79,8 @@ def standing(primitive: Any) -> Standing | None:
     """Where a primitive stands, None where nobody has said anything of it.
 
     Example:
-        >>> standing(jax.lax.dot_general_p).kind
+        >>> from jax import lax
+        >>> standing(lax.dot_general_p).kind
         'rule'
     """
     return standings([primitive])[primitive]

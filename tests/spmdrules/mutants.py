@@ -50,6 +50,8 @@ def _mistakes(rule: Rule, sums: bool):
         if f.kind == "whole":
             yield f"{f.name} is not whole", lambda f=f: _changed(rule, replace(f, kind="pass"))
             continue
+        if not any(f.name in dim for dims in rule.operands for dim in dims):
+            continue  # only a result has it (iota, broadcasts): nothing is cut that could be joined
         yield f"{f.name} is whole", lambda f=f: _changed(rule, replace(f, kind="whole", op=None))
         if f.op is not None:
             other = OTHER_OP[f.op]

@@ -4,6 +4,7 @@ import pytest
 
 from autoshard.sharding.oracle import Finding, check_case, strategies
 from autoshard.sharding.oracle_cases import collect
+from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.registry import registered
 from tests.spmdrules.rows import Row, all_rows
 
@@ -54,13 +55,17 @@ def test_partitioner(row):
 
 @pytest.mark.parametrize("row", UNCHECKED, ids=lambda row: row.id)
 def test_what_is_not_checked_cannot_be(row):
-    with pytest.raises(Exception):  # noqa: B017  whatever keeps it from running
-        examine(row, partitioner=False)
+    try:
+        findings = examine(row, partitioner=False)
+    except Exception:  # whatever keeps it from running
+        return
+    assert findings, f"{row.id} can be checked"
 
 
 def test_every_registered_primitive_has_a_row():
     rows = {row.primitive for row in ALL}
-    missing = [primitive.name for primitive, _ in registered() if primitive.name not in rows]
+    ours = [p.name for p, _ in registered() if not is_operator(p)]  # tests declare operators of their own
+    missing = [name for name in ours if name not in rows]
     assert not missing, f"no row for {', '.join(missing)}: add one to the table of its family"
 
 

@@ -27,7 +27,8 @@ def toml(tmp_path: Path) -> Path:
 
 
 def test_options_override_toml_which_overrides_the_preset(toml: Path) -> None:
-    config = parse("--preset", "shakespeare", "--config", str(toml), "--steps", "9", "--optimizer.beta1", "0.5")
+    with pytest.warns(AutoshardWarning, match="warm-up of preset shakespeare"):
+        config = parse("--preset", "shakespeare", "--config", str(toml), "--steps", "9", "--optimizer.beta1", "0.5")
     assert (config.steps, config.batch_size, config.freeze) == (9, 16, ("embed",))
     assert (config.gpt.layers, config.gpt.context) == (2, 64)
     assert (config.optimizer.learning_rate, config.optimizer.beta1, config.optimizer.beta2) == (1.0, 0.5, 0.99)

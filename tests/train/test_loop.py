@@ -202,14 +202,14 @@ def test_a_folder_that_cannot_be_made_is_refused_before_planning(
 
 
 def test_every_plan_of_a_run_is_kept(make_config: MakeConfig) -> None:
-    config = make_config(steps=2)
+    config = make_config(steps=3)
     train(config)
     assert config.run_dir is not None
     first = {name: content for name, content in contents(config.run_dir).items() if "/plan." in name}
-    train(replace(config, resume=True, steps=3))
+    train(replace(config, resume=True, steps=4))
     assert not list(config.run_dir.glob("plan-*"))  # the same machine, the same plan
-    for plan, name in (("dp:8", "plan-3"), ("dp:4 fsdp:2", "plan-3-2"), ("dp:8", "plan-3")):
-        train(replace(config, resume=True, steps=3, plan=plan))
+    for plan, name in (("dp:8", "plan-4"), ("dp:4 fsdp:2", "plan-4-2"), ("dp:8", "plan-4")):
+        train(replace(config, resume=True, steps=4, plan=plan))
         assert plan in (config.run_dir / f"{name}.txt").read_text() and (config.run_dir / f"{name}.json").exists()
     assert first.items() <= contents(config.run_dir).items() and len(first) == 2
     assert len(list(config.run_dir.glob("plan*"))) == 6
