@@ -37,6 +37,7 @@ MODULES = (
     decoder, encoder_decoder, moe, resnet, unet, vit, lstm, state_space, graph_network, vae, diffusion, actor_critic,
 )  # fmt: skip
 PROGRAMS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+QUICKEST = ("decoder", "moe", "resnet", "lstm", "actor_critic")  # the others' parity is left to the slow tests
 STEPS = 2  # `optax.MultiSteps` moves parameters at its second
 
 ALL_GATHER = re.compile(r"^.* = (.*) all-gather(?:-start)?\(.*$", re.MULTILINE)
@@ -98,7 +99,9 @@ def test_every_operator_has_a_rule(name):
 @pytest.mark.parametrize(
     "plan", [None, pytest.param("dp:2 fsdp:2 tp:2", marks=pytest.mark.slow)], ids=lambda plan: plan or "chosen"
 )
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICKEST else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+)
 def test_parity_with_one_device(name, plan):
     made = planned(name, plan)
     if plan is not None:

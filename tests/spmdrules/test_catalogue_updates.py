@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from autoshard.spmdrules.catalogue import updates
 from autoshard.spmdrules.propagate import propagate
 
+pytestmark = pytest.mark.whole
+
 RNG = np.random.default_rng(0)
 PARAMETER, GRADIENT = (jnp.asarray(RNG.normal(size=(8, 12)), jnp.float32) for _ in range(2))
 OTHER = jnp.asarray(RNG.normal(size=(16, 20)), jnp.float32)
