@@ -70,13 +70,13 @@ def loop(walk: Walk, op: Op) -> None:
     for i, outer, inner in parts.xs:
         here = walk.place(outer)
         walk.move(op, i, outer, Place(((), *here.spec[1:]), here.partial))
-        walk.places[inner] = Place(here.spec[1:], here.partial)
         walk.mark_zero(inner, outer in walk.zeros)
-    fixed = _fixed_point(walk, op, parts.carries)
+    fixed = _fixed_point(walk, op, parts)
     for carry, place in zip(parts.carries, fixed, strict=True):
         zero = walk.is_zero(op, carry.operand)
         walk.move(op, carry.operand, carry.init, Place(place.spec, walk.place(carry.init).partial) if zero else place)
         walk.places[carry.inner] = place
+    _slice(walk, parts)
     _step(walk, op)
     for j, (carry, place) in enumerate(zip(parts.carries, fixed, strict=True)):
         _leave(walk, op, j, carry.out, place, parts.trips)
@@ -96,12 +96,20 @@ def _leave(walk: Walk, op: Op, result: int, value: int, place: Place, times: flo
     walk.move(op, -1 - result, value, target, times)
 
 
-def _fixed_point(walk: Walk, op: Op, carries: Sequence[Carry]) -> list[Place]:
+def _slice(walk: Walk, parts: Loop) -> None:
+    """Places what a step takes of the inputs that are cut by steps: as partial as they are outside."""
+    for _, outer, inner in parts.xs:
+        here = walk.place(outer)
+        walk.places[inner] = Place(here.spec[1:], here.partial)
+
+
+def _fixed_point(walk: Walk, op: Op, parts: Loop) -> list[Place]:
     """Places of the carries that a step keeps, found by walking steps that do not count.
 
     Partials of constants that a step needs whole are made whole before the loop.
     """
     recording, walk.recording = walk.recording, False
+    carries = parts.carries
     shared = [v for v in op.operands if v >= 0]
     before = [walk.place(v) for v in shared]
     starts = [_start(walk, carry) for carry in carries]
@@ -111,6 +119,7 @@ def _fixed_point(walk: Walk, op: Op, carries: Sequence[Carry]) -> list[Place]:
             walk.places[carry.inner] = place
             # A sum that starts from zeros may be partial from its first step on.
             walk.mark_zero(carry.inner, number == 0 and walk.is_zero(op, carry.operand))
+        _slice(walk, parts)
         assumed = any(carry.inner in walk.zeros for carry in carries)
         _step(walk, op)
         outs = [walk.place(c.out) for c in carries]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autoshard.spmdrules.place import Place, Spec, extend
+from autoshard.spmdrules.place import Spec, extend
 from autoshard.spmdrules.program import Block, Op, Program
 
 
@@ -22,12 +23,12 @@ class Learnt:
     specs: dict[int, Spec] = field(default_factory=dict)
     changed: bool = False
 
-    def add(self, value: int, here: Place, spec: Spec) -> None:
-        """Adds the mesh axes of `spec` to a value that is at `here`, if it is open."""
-        if value not in self.open:
+    def add(self, value: int, here: Spec, spec: Spec, partial: Iterable[tuple[str, str]] = ()) -> None:
+        """Adds the mesh axes of `spec` to a value that is at `here` and maybe partial, if it is open."""
+        before = self.specs.get(value, here)
+        if spec == before or value not in self.open:
             return
-        before = self.specs.get(value, here.spec)
-        after = extend(Place(before, here.partial), spec)
+        after = extend(before, spec, (axis for axis, _ in partial))
         if after != before:
             self.specs[value] = after
             self.changed = True

@@ -17,7 +17,7 @@ Steps that make an array smaller come first, steps that make it larger last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -162,13 +162,19 @@ def meet(places: Sequence[Place], nbytes: float, mesh: Mapping[str, int]) -> Pla
     return min(options, key=lambda o: sum(cost(p, o, nbytes, mesh) for p in places))
 
 
-def extend(old: Place, wanted: Spec) -> Spec:
-    """The spec of `old` with the mesh axes of `wanted` that it does not use yet, where these are minor to its own."""
-    used = {*axes_of(old.spec), *(axis for axis, _ in old.partial)}
-    return tuple(
-        w if w[: len(o)] == o and not used.intersection(w[len(o) :]) else o
-        for o, w in zip(old.spec, wanted, strict=True)
-    )
+def extend(old: Spec, wanted: Spec, taken: Iterable[str] = ()) -> Spec:
+    """A spec with the mesh axes of `wanted` that it does not use yet, where these are minor to its own.
+
+    Args:
+        old: the spec.
+        wanted: what it should come closer to.
+        taken: axes in use otherwise (partial terms), which are not added.
+    """
+    if old == wanted:
+        return old
+    used = {*axes_of(old), *taken}
+    pairs = zip(old, wanted, strict=True)
+    return tuple([w if w[: len(o)] == o and used.isdisjoint(w[len(o) :]) else o for o, w in pairs])
 
 
 def to_partition_spec(spec: Spec) -> PartitionSpec:

@@ -16,7 +16,8 @@ from autoshard.spmdrules.given import Faults, PropagationError, is_partial, is_s
 from autoshard.spmdrules.given import place_of as given_place
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.program import build
-from autoshard.spmdrules.walk import Reshard, Walk
+from autoshard.spmdrules.reshard import Reshard
+from autoshard.spmdrules.walk import Walk
 
 __all__ = ["Propagation", "PropagationError", "Reshard", "propagate"]
 

@@ -149,9 +149,13 @@ class _Settling:
         return list(dict.fromkeys(found))
 
     def reduces(self, options: Mapping[str, Sequence[Choice]]) -> bool:
-        """Whether an axis over which an operand is partial cuts a factor: making it whole may be cheaper."""
+        """Whether making a partial whole here may be cheaper: its axis cuts a factor, or what it makes is larger."""
         partial = {a for o in self.operands for a, _ in o.place.partial}
-        return any(isinstance(c, Cut) for a in partial for c in options.get(a, ()))
+        if any(isinstance(c, Cut) for a in partial for c in options.get(a, ())):
+            return True
+        largest = max(self.result_bytes, default=0.0)
+        passed = [c for found in options.values() for c in found if isinstance(c, Pass)]
+        return any(largest > sum(self.operands[i].nbytes for i in c.operands) for c in passed)
 
     def passes(self, axis: str) -> Iterator[Pass]:
         """The ways in which a partial over `axis` can pass through."""

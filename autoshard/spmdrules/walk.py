@@ -21,11 +21,10 @@ from jax.sharding import PartitionSpec
 
 from autoshard import _compat
 from autoshard.spmdrules import control
-from autoshard.spmdrules.brought import mapped_specs
 from autoshard.spmdrules.learn import Learnt, find_open
+from autoshard.spmdrules.live import live_ops
 from autoshard.spmdrules.place import (
     Place,
-    ReshardKind,
     Spec,
     axes_of,
     bytes_of,
@@ -36,46 +35,12 @@ from autoshard.spmdrules.place import (
     to_partition_spec,
 )
 from autoshard.spmdrules.program import Block, Op, Program
+from autoshard.spmdrules.reshard import Reshard
 from autoshard.spmdrules.rule import POSITIONS
-from autoshard.spmdrules.settle import Operand, Settled, settle
+from autoshard.spmdrules.seen import Seen, Settlements, literal_zero
+from autoshard.spmdrules.settle import Settled
 
 _ROUNDS = 4
-_CONSTRAINTS = ("sharding_constraint", "reshard")
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """One collective (or free slice) that the rules ask for.
-
-    Attributes:
-        operator: the operator that asks, `output` for the function's results.
-        operand: which of its operands; of a loop's or branch's own results `-1 - number`; of `output` the leaf.
-        from_spec: where the array is; what it is partial over is not said here.
-        to_spec: where it goes.
-        kind: what kind of collective; `slice` is free.
-        axis: the mesh axis that it runs over.
-        bytes_moved: bytes that each device sends, each time.
-        times: how often it runs.
-        source: the user's line.
-    """
-
-    operator: str
-    operand: int
-    from_spec: PartitionSpec
-    to_spec: PartitionSpec
-    kind: ReshardKind
-    axis: str
-    bytes_moved: float
-    times: float
-    source: str
-
-    def __str__(self) -> str:
-        where = f" at {self.source}" if self.source else ""
-        often = f" x {self.times:g}" if self.times != 1 else ""
-        return (
-            f"{self.operator} operand {self.operand}: {self.from_spec} -> {self.to_spec}, {self.kind} over "
-            f"'{self.axis}', {self.bytes_moved:.0f} bytes{often}{where}"
-        )
 
 
 @dataclass(eq=False)
@@ -101,15 +66,17 @@ class Walk:
     zeros: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places: list[Place | None] = [None] * len(self.program.avals)
+        self.places: list[Place | None] = []
         self.nbytes = [bytes_of(a) for a in self.program.avals]
         self.learnt = Learnt(find_open(self.program, self.chosen))
         # Where users want values that are decided already: a partial on its way there is reduced to shards.
-        self._hints = Learnt(set(range(len(self.places))) - self.learnt.open)
+        self._hints = Learnt(set(range(len(self.nbytes))) - self.learnt.open)
         self.learning = False
         self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
         self._made: set[tuple[int, Place]] = set()  # copies that an earlier reshard has made
-        self._settled: dict[Any, Settled] = {}
+        self._settlements = Settlements(self.mesh, self.nbytes)
+        self._seen: dict[Op, Seen] = {}
+        self._live = live_ops(self.program)
         self._whole: dict[int, Place] = {}  # partials that some use needs whole, and where they are then
         self._callers: list[Any] = []  # the equations that hold the block being walked
 
@@ -140,8 +107,7 @@ class Walk:
             self.forward(self.program.block)
             for v, goal in zip(self.program.outputs, goals, strict=True):
                 if goal is not None:
-                    self.learnt.add(v, self.place(v), goal)
-                    self._hints.add(v, self.place(v).whole, goal)
+                    self.learn_of(v, goal)
             self.backward(self.program.block)
             if not self.learnt.changed and not self._hints.changed:
                 break
@@ -149,13 +115,15 @@ class Walk:
 
     def start(self) -> None:
         """Puts the arguments where they are given or learnt."""
-        self.places = [None] * len(self.program.avals)
+        self.places = [*[None] * len(self.program.avals), Place(())]  # the last is that of literals, number -1
         for v, place in zip(self.program.inputs, self.inputs, strict=True):
             self.places[v] = Place(self.learnt.specs.get(v, place.spec), place.partial)
 
     def forward(self, block: Block) -> None:
-        """Places every value of a block, in order."""
+        """Places every value of a block, in order; what nobody uses asks for nothing."""
         for op in block.ops:
+            if op not in self._live:
+                continue
             if op.rule is not None:
                 self.apply(op)
                 continue
@@ -184,6 +152,8 @@ class Walk:
     def backward(self, block: Block) -> None:
         """Lets open values learn from what uses them, in reverse order."""
         for op in reversed(block.ops):
+            if op not in self._live:
+                continue
             if op.rule is not None:
                 self.learn_operands(op, self.settle(op))
                 continue
@@ -192,13 +162,22 @@ class Walk:
                 self.backward(inner)
             self.tie(op)
 
-    def learn_operands(self, op: Op, settled: Settled) -> None:
+    def learn_operands(self, op: Op, seen: Seen) -> None:
         """Lets the open operands of an operator follow what it takes."""
-        for value, target in zip(op.operands, settled.operands, strict=True):
-            if value in self.learnt.open:
-                self.learnt.add(value, self.place(value), target.spec)
-            elif value >= 0:
-                self._hints.add(value, self.place(value).whole, target.spec)
+        known = self.learnt.specs.keys(), self._hints.specs.keys()
+        if seen.settled is None or (seen.still and all([specs.isdisjoint(op.operands) for specs in known])):
+            return  # they are there
+        for value, target in zip(op.operands, seen.settled.operands, strict=True):
+            if value >= 0:
+                self.learn_of(value, target.spec)
+
+    def learn_of(self, value: int, spec: Spec) -> None:
+        """Lets a value follow where some use wants it, or notes the wish if it is decided already."""
+        here = self.place(value)
+        if value in self.learnt.open:
+            self.learnt.add(value, here.spec, spec, here.partial)
+        else:
+            self._hints.add(value, here.spec, spec)
 
     def tie(self, op: Op) -> None:
         """Lets what a loop or branch joins learn from each other."""
@@ -206,48 +185,44 @@ class Walk:
             head: Spec = ((),) if tie.stacked else ()
             outer, inner = self.learnt.specs.get(tie.outer), self.learnt.specs.get(tie.inner)
             if outer is not None:
-                self.learnt.add(tie.inner, self.place(tie.inner), outer[len(head) :])
+                here = self.place(tie.inner)
+                self.learnt.add(tie.inner, here.spec, outer[len(head) :], here.partial)
             if inner is not None:
-                self.learnt.add(tie.outer, self.place(tie.outer), head + inner)
+                here = self.place(tie.outer)
+                self.learnt.add(tie.outer, here.spec, head + inner, here.partial)
 
     def place(self, value: int) -> Place:
         """Where a value is now."""
-        if value < 0:
-            return Place(())
         found = self.places[value]
         if found is None:  # a constant
             here = replicated_place(len(self.program.avals[value].shape))
             found = self.places[value] = Place(self.learnt.specs.get(value, here.spec))
         return found
 
-    def settle(self, op: Op) -> Settled:
-        """How an operator is cut."""
-        assert op.rule is not None
-        pinned = self.constraint(op)
-        if pinned is not None:
-            return Settled((Place(pinned),), (Place(pinned),))
-        mapped = mapped_specs(op.eqn, self.mesh)
-        if mapped is not None:
-            taken, given = mapped
-            return Settled(tuple(map(Place, taken)), tuple(map(Place, given)))
-        places = tuple(map(self.place, op.operands))
-        zero = tuple(self.is_zero(op, i) for i in range(len(op.operands)))
-        hints = self._hints.specs if any(place.partial for place in places) else {}
-        wanted = tuple(self.learnt.specs.get(r, hints.get(r)) for r in op.results)
-        twins = tuple(op.operands.index(v) for v in op.operands)
-        key = (id(op.rule), places, zero, twins, wanted)
-        found = self._settled.get(key)
-        if found is None:
-            sizes = [0.0 if v < 0 else self.nbytes[v] for v in op.operands]
-            operands = [Operand(*each) for each in zip(places, sizes, zero, twins, strict=True)]
-            found = settle(op.rule, operands, [self.nbytes[r] for r in op.results], wanted, self.mesh)
-            self._settled[key] = found
-        return found
+    def settle(self, op: Op) -> Seen:
+        """How an operator is cut: `settled` of what it returns says so."""
+        seen = self._seen.get(op)
+        if seen is None:
+            seen = self._seen[op] = Seen.of(op, self.mesh)
+        here, zeros, specs = self.places, self.zeros, self.learnt.specs
+        places = [here[v] or self.place(v) for v in op.operands]
+        zero = seen.zeros
+        if not zeros.isdisjoint(op.operands):
+            zero = [v in zeros or said for v, said in zip(op.operands, zero, strict=True)]
+        fixed = seen.fixed
+        if seen.constrains and (pinned := self.constraint(op)) is not None:
+            fixed = Settled((Place(pinned),), (Place(pinned),))
+        if fixed is not None:
+            seen.note(op, places, zero, [], fixed)
+            return seen
+        hints = self._hints.specs if any([place.partial for place in places]) else {}
+        wanted = [specs.get(r, hints.get(r)) for r in op.results]
+        if places != seen.places or wanted != seen.wanted or zero != seen.zero:
+            seen.note(op, places, zero, wanted, self._settlements.of(op, seen.twins, places, zero, wanted))
+        return seen
 
     def constraint(self, op: Op) -> Spec | None:
         """The spec that the user's own constraint gives a value, if it speaks of this mesh."""
-        if op.name not in _CONSTRAINTS:
-            return None
         spec = getattr(op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding")), "spec", None)
         if spec is None:
             return None
@@ -265,10 +240,8 @@ class Walk:
 
     def is_zero(self, op: Op, operand: int) -> bool:
         """Whether an operand is all zeros."""
-        if op.operands[operand] >= 0:
-            return op.operands[operand] in self.zeros
-        value = getattr(op.eqn.invars[operand], "val", None)
-        return value is not None and getattr(value, "shape", ()) == () and bool(value == 0)
+        value = op.operands[operand]
+        return value in self.zeros if value >= 0 else literal_zero(op.eqn.invars[operand])
 
     def mark_zero(self, value: int, zero: bool) -> None:
         """Notes whether a value is all zeros."""
@@ -276,23 +249,28 @@ class Walk:
 
     def apply(self, op: Op) -> Settled:
         """Takes the operands where an operator needs them, and places its results; says how it is cut."""
-        if not self.learning:
+        if self._whole and not self.learning:
             self.make_whole(op)
-        settled = self.settle(op)
-        assert op.rule is not None
+        seen = self.settle(op)
+        settled = seen.settled
+        assert settled is not None
         if self.learning:
-            self.learn_operands(op, settled)
-        for i, (value, target) in enumerate(zip(op.operands, settled.operands, strict=True)):
-            self.move(op, i, value, target)
-        moved = op.rule.moves
-        zero = bool(moved) and all(self.is_zero(op, i) for i in moved)
+            self.learn_operands(op, seen)
+        if self.recording or not seen.still:
+            for i, (value, target) in enumerate(zip(op.operands, settled.operands, strict=True)):
+                self.move(op, i, value, target)
         for j, (result, place) in enumerate(zip(op.results, settled.results, strict=True)):
             self.places[result] = place
-            self.mark_zero(result, zero)
-            lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
-            if lasting != place.partial:  # positions mean nothing without their values: decided at once
-                self.move(op, -1 - j, result, Place(place.spec, lasting))
+            self.mark_zero(result, seen.gives_zero)
+            if place.partial:
+                self.decide_positions(op, j, place)
         return settled
+
+    def decide_positions(self, op: Op, result: int, place: Place) -> None:
+        """Makes positions whole at once: they mean nothing without their values."""
+        lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
+        if lasting != place.partial:
+            self.move(op, -1 - result, op.results[result], Place(place.spec, lasting))
 
     def make_whole(self, op: Op) -> None:
         """Makes those operands whole now that some later operator needs whole."""
@@ -322,7 +300,7 @@ class Walk:
             self._made.add((value, target))
             self.record(op.name, operand, value, target, op.trips if times is None else times, op.eqn)
         if set(place.partial) - set(target.partial):  # made whole once, it is whole for all later uses
-            home = Place(extend(Place(place.spec, target.partial), target.spec), target.partial)
+            home = Place(extend(place.spec, target.spec, dict(target.partial)), target.partial)
             self.places[value] = self._whole[value] = home
 
     @contextmanager

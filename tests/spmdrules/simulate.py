@@ -161,10 +161,6 @@ class Simulation(Walk):
         if self.recording and id(block) in self.loops:
             self._iterate(block)
             return
-        if self.recording:
-            jaxpr = _compat.open_jaxpr(block.jaxpr)
-            for v, variable in zip(block.inputs, jaxpr.invars, strict=True):
-                assert v in self.env, f"{variable} has no value"
         super().forward(block)
         for v, atom in zip(block.outputs, _compat.open_jaxpr(block.jaxpr).outvars, strict=True):
             if self.recording and isinstance(atom, _compat.Literal):
@@ -178,11 +174,12 @@ class Simulation(Walk):
             self.env[carry.inner] = value or dict.fromkeys(self.devices, np.asarray(getattr(literal, "val", 0)))
         slices = {inner: self.used[id(op), i] for i, _, inner in loop.xs}
         fixed = [self.place(c.inner) for c in loop.carries]
+        sliced = {inner: self.place(inner) for inner in slices}
         steps = range(op.eqn.params["length"])
         stacked: dict[int, dict[int, Shards]] = {outer: {} for outer, _ in loop.ys}
         for t in reversed(steps) if op.eqn.params["reverse"] else steps:
             for inner, value in slices.items():
-                self.env[inner] = {d: x[t] for d, x in value.items()}
+                self.env[inner], self.places[inner] = {d: x[t] for d, x in value.items()}, sliced[inner]
             super().forward(block)
             outs = []
             for carry, place in zip(loop.carries, fixed, strict=True):

@@ -401,8 +401,42 @@ def test_partials_of_two_kinds_do_not_pass_together():
     assert mixed.out_partial == {} and [r.kind for r in mixed.reshards] == ["all-reduce"] * 2
     flags = jax.ShapeDtypeStruct((8,), jnp.bool_)
     for op, kept in (("and", {"data": "and"}), ("or", {"data": "or"}), ("sum", {})):  # of copies `and` gives the same
-        found = propagate(join, flags, flags, in_partial=({"data": op}, None), **args)
+        found = propagate(jax.lax.select, flags, flags, flags, in_partial=(None, {"data": op}, None), **args)
         assert found.out_partial == kept
+
+
+def test_a_partial_is_made_whole_before_it_grows():
+    """Statistics of a batch norm are reduced, in both directions, not what they are broadcast to."""
+
+    def norm(x, scale):
+        mean = x.mean(0)
+        return (x - mean) * jax.lax.rsqrt(((x - mean) ** 2).mean(0) + 1e-5) * scale
+
+    def both(x, scale, wanted):
+        y, back = jax.vjp(norm, x, scale)
+        return y, *back(wanted)
+
+    found = propagate(both, f32(64, 8), f32(8), f32(64, 8), in_specs=(P("data"), P(), P("data")), mesh=MESH)
+    assert found.out_specs == (P("data"), P("data"), P()) and found.out_partial == ({}, {}, {"data": "sum"})
+    assert found.reshards and all(r.kind == "all-reduce" and r.bytes_moved <= 2 * 8 * 4 for r in found.reshards)
+
+
+def test_what_nobody_uses_asks_for_nothing():
+    def fn(x):
+        jnp.sort(x)
+        return x + 1
+
+    found = propagate(fn, f32(8), in_specs=P("data"), mesh=MESH)
+    assert found.out_specs == P("data") and found.reshards == ()
+
+
+def test_a_partial_that_every_step_needs_whole_is_reduced_in_every_step():
+    def fn(x, terms):
+        return lax.scan(lambda h, t: (jnp.tanh(h + t[:, None]), h.sum()), x, terms)
+
+    found = propagate(fn, f32(8, 8), f32(3, 8), in_specs=(P(), P()), in_partial=(None, {"data": "sum"}), mesh=MESH)
+    (reshard,) = found.reshards
+    assert (reshard.kind, reshard.times) == ("all-reduce", 3) and found.out_partial == ({}, {})
 
 
 def test_constraints_of_the_user_hold(mesh8):
@@ -487,12 +521,12 @@ def test_steps_end_where_they_should_and_count_bytes():
 
 
 def test_a_place_is_extended_by_what_it_does_not_use():
-    place = Place((("data",), ()))
-    assert extend(place, ((), ("model",))) == (("data",), ("model",))
-    assert extend(place, (("data", "model"), ())) == (("data", "model"), ())
-    assert extend(place, ((), ("data",))) == place.spec  # used by another dimension
-    assert extend(place, (("model", "data"), ())) == place.spec  # not minor to what is there
-    assert extend(Place(((),), (("data", "sum"),)), (("data",),)) == ((),)
+    spec = (("data",), ())
+    assert extend(spec, ((), ("model",))) == (("data",), ("model",))
+    assert extend(spec, (("data", "model"), ())) == (("data", "model"), ())
+    assert extend(spec, ((), ("data",))) == spec  # used by another dimension
+    assert extend(spec, (("model", "data"), ())) == spec  # not minor to what is there
+    assert extend(((),), (("data",),), ["data"]) == ((),)  # a partial's
 
 
 @given(st.lists(st.sampled_from(["data", "model", None]), min_size=2, max_size=2), st.booleans())

@@ -1,0 +1,66 @@
+"""What running the rules over a long program costs beyond tracing it.
+
+    python benchmarks/propagate_time.py
+
+An unrolled 48-layer GPT's train step, from shapes: batch over `dp`, the wide dimensions of weights over `tp`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from common import GPTConfig, Row, gpt_step, report, timed
+from jax.sharding import PartitionSpec as P
+
+from autoshard import propagate
+from autoshard.spmdrules.program import build
+
+SIZES: dict[str, Any] = {"layers": 48, "heads": 8, "width": 512, "vocab": 8192, "context": 128, "scan_layers": False}
+MODELS = {
+    "GPT": GPTConfig(**SIZES),
+    "GPT, bf16, remat": GPTConfig(**SIZES, dtype="bfloat16", remat="full"),
+    "GPT, LayerNorm, biases, remat": GPTConfig(**SIZES, norm="layernorm", bias=True, remat="full"),
+}
+RUNS, BATCH = 3, 16
+MESH = {"dp": 2, "tp": 4}
+
+
+def specs_of(state: Any) -> Any:
+    """Matrices cut over `tp` along their longer dimension, everything else replicated."""
+
+    def spec(x: jax.ShapeDtypeStruct) -> P:
+        if len(x.shape) != 2:
+            return P()
+        return P("tp") if x.shape[0] > x.shape[1] else P(None, "tp")
+
+    return jax.tree.map(spec, state)
+
+
+def rows_of(name: str, config: GPTConfig) -> list[Row]:
+    """The figures of one model: the best of a few runs of each."""
+    trace_s = whole_s = float("inf")
+    equations = reshards = 0
+    for _ in range(RUNS):
+        train_step, _, state, tokens = gpt_step(config, BATCH)
+        once_s, closed = timed(jax.make_jaxpr(train_step), state, tokens)
+        equations = sum(1 for _ in build(closed).ops())
+        train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, so that nothing is cached
+        found_s, found = timed(propagate, train_step, state, tokens, in_specs=(specs_of(state), P("dp")), mesh=MESH)
+        reshards = len(found.reshards)
+        trace_s, whole_s = min(trace_s, once_s), min(whole_s, found_s)
+    beyond_s = max(whole_s - trace_s, 0.0)
+    return [
+        Row(f"{name}: tracing {equations} equations", trace_s, "s"),
+        Row(f"{name}: propagation beyond the trace", beyond_s, "s", trace_s, note=f"{reshards} reshards"),
+    ]
+
+
+def main() -> None:
+    """Measures and reports."""
+    rows = [row for name, config in MODELS.items() for row in rows_of(name, config)]
+    report("propagate_time", rows, batch=BATCH, models={n: vars(c) for n, c in MODELS.items()}, mesh=MESH, runs=RUNS)
+
+
+if __name__ == "__main__":
+    main()
