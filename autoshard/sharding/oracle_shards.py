@@ -125,5 +125,6 @@ def _join_positions(pieces: list[np.ndarray], op: str, operand: np.ndarray, dims
 
     best = pieces[0]
     for piece in pieces[1:]:
-        best = np.where(value(piece) > value(best), piece, best)
+        new, old = value(piece), value(best)
+        best = np.where((new > old) | (np.isnan(new) & ~np.isnan(old)), piece, best)  # NaN wins, whichever is asked for
     return best

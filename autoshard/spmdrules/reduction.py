@@ -14,10 +14,16 @@ from autoshard.spmdrules.rule import Reduction, Rule, Shard
 
 
 def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
-    """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum."""
+    """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum, or of one element."""
     build, kept = along(x.shape, axes, "reduce", op)
     result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
-    return build.rule([kept], [result], ((0,),) if op == "sum" else (), local=drops_sharding(sharding))
+    linear, moves = ((0,),) if op == "sum" else (), _of_one(x, axes)
+    return build.rule([kept], [result], () if moves else linear, moves, local=drops_sharding(sharding))
+
+
+def _of_one(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+    """What only moves where each fold is of one element: operand 0."""
+    return (0,) if all(x.shape[d] == 1 for d in axes) else ()
 
 
 @rule(lax.reduce_sum_p)
@@ -102,7 +108,7 @@ def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
 
 
 def _position(find: Callable[..., Any], x: Any, axes: Sequence[int], index_dtype: Any, op: Reduction) -> Rule:
-    made = reduced(x, axes, op)
+    made = reduced(x, axes, op).where(moves=())  # what it gives are positions
     (axis,) = axes
     searched = made.operands[0][axis]
 
@@ -132,7 +138,8 @@ def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
     """
     build, dims = along(x.shape, (axis,), "whole")
-    return build.rule([dims], [dims], ((0,),))
+    moves = _of_one(x, (axis,))
+    return build.rule([dims], [dims], () if moves else ((0,),), moves)
 
 
 @rule(lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p)
@@ -142,4 +149,4 @@ def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
     """
     build, dims = along(x.shape, (axis,), "whole")
-    return build.rule([dims], [dims])
+    return build.rule([dims], [dims], moves=_of_one(x, (axis,)))

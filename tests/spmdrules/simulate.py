@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.spmdrules import Shard, control
-from autoshard.spmdrules.place import Place
+from autoshard.spmdrules.place import Place, Spec
 from autoshard.spmdrules.program import Block, Op, build
 from autoshard.spmdrules.settle import Settled, project
 from autoshard.spmdrules.walk import Walk
@@ -197,9 +197,21 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and _compat.is_extended(x.dtype)
 
 
-def simulate(fn: Any, args: Sequence[Any], inputs: Sequence[Place], mesh: dict[str, int]) -> list[Any]:
-    """The results of `fn`, put together, of shards that are at `inputs`."""
-    walk = Simulation(build(jax.make_jaxpr(fn)(*args)), mesh, inputs, set())
+def simulate(
+    fn: Any,
+    args: Sequence[Any],
+    inputs: Sequence[Place],
+    mesh: dict[str, int],
+    goals: Sequence[Spec | None] | None = None,
+    chosen: Sequence[int] = (),
+) -> list[Any]:
+    """The results of `fn`, put together, of shards that are at `inputs`, and taken to `goals` where there are any.
+
+    Arguments whose number is `chosen` may be anywhere.
+    """
+    program = build(jax.make_jaxpr(fn)(*args))
+    walk = Simulation(program, mesh, inputs, {program.inputs[i] for i in chosen})
     walk.prepare(args)
-    outs = walk.run([None] * len(walk.program.outputs))
-    return [walk.join(walk.env[v], place) for v, place in zip(walk.program.outputs, outs, strict=True)]
+    outs = walk.run(goals or [None] * len(program.outputs))
+    ends = [(walk.reshard(walk.env[v], walk.place(v), out), out) for v, out in zip(program.outputs, outs, strict=True)]
+    return [walk.join(shards, place) for shards, place in ends]

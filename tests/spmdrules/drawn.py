@@ -1,0 +1,243 @@
+"""Random programs: chains of operators over arrays of random ranks, sizes and types, and where their arguments are."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+from autoshard.spmdrules.place import Place, Spec
+
+Made = Callable[..., Any]
+Draw = Callable[..., Any]
+
+MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 4})
+SIZES = st.sampled_from([4, 8, 2, 6, 3, 1, 5, 0])
+INDICES = 2  # how many of a chain's arguments are positions
+_MOST_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A program: each step is a function of some earlier arrays; the last few arrays are the results.
+
+    Attributes:
+        args: the arguments.
+        steps: `(name, function, numbers of the arrays that it takes)`; each gives one array.
+        outputs: numbers of the arrays that are returned.
+    """
+
+    args: tuple[np.ndarray, ...]
+    steps: tuple[tuple[str, Made, tuple[int, ...]], ...]
+    outputs: tuple[int, ...]
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        arrays = list(args)
+        for _, fn, taken in self.steps:
+            arrays.append(fn(*(arrays[i] for i in taken)))
+        return tuple(arrays[i] for i in self.outputs)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.args)
+        return f"Chain({shapes}; {'; '.join(f'{name}{list(taken)}' for name, _, taken in self.steps)}; {self.outputs})"
+
+
+@st.composite
+def chains(draw: Draw, longest: int = 7) -> Chain:
+    """Chains of up to `longest` operators over two arrays of positions and one to three of floats."""
+    shapes = [draw(shapes_of()) for _ in range(draw(st.integers(1, 3)))]
+    positions = [positions_of(draw(st.sampled_from([4, 2, 3, 0])), draw(st.integers(0, 99))) for _ in range(INDICES)]
+    args = (*positions, *(values(shape, draw(st.integers(0, 99))) for shape in shapes))
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    steps: list[tuple[str, Made, tuple[int, ...]]] = []
+    for _ in range(draw(st.integers(1, longest))):
+        taken = draw(st.integers(INDICES, len(arrays) - 1))
+        step = draw(st.sampled_from(STEPS))
+        made = step(draw, arrays, taken)
+        if made is None:
+            continue
+        fn, operands = made
+        aval = jax.eval_shape(fn, *(arrays[i] for i in operands))
+        if math.prod(aval.shape) <= _MOST_ELEMENTS and len(aval.shape) <= 5:
+            steps.append((step.__name__, fn, operands))
+            arrays.append(aval)
+    last = len(arrays) - 1
+    outputs = tuple(sorted({last, *draw(st.lists(st.integers(INDICES, last), max_size=2))}))
+    return Chain(args, tuple(steps), outputs)
+
+
+def shapes_of(most: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of up to `most` dimensions: even and odd sizes, one, zero."""
+    return st.lists(SIZES, min_size=0, max_size=most).map(tuple)
+
+
+def values(shape: Sequence[int], seed: int) -> np.ndarray:
+    """Whole and half numbers of both signs, some of them equal."""
+    return np.asarray(np.random.default_rng(seed).integers(-5, 6, tuple(shape)) / 2, np.float32)
+
+
+def positions_of(count: int, seed: int) -> np.ndarray:
+    """Positions, some of them twice, some negative or beyond the end."""
+    return np.random.default_rng(seed).integers(-2, 7, count).astype(np.int32)
+
+
+@st.composite
+def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: bool = True) -> Place:
+    """Where an array is: each mesh axis cuts a dimension that it divides (two may cut one), holds terms, or neither."""
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    terms: list[tuple[str, str]] = []
+    for axis in draw(st.permutations(list(mesh))):
+        fits = [d for d, n in enumerate(shape) if n and n % math.prod(mesh[a] for a in (*spec[d], axis)) == 0]
+        where = draw(st.sampled_from([*fits, *fits, "whole", *(["sum"] if partial else [])]))
+        if where == "sum":
+            terms.append((axis, "sum"))
+        elif where != "whole":
+            spec[where] = (*spec[where], axis)
+    return Place(tuple(spec), tuple(sorted(terms)))
+
+
+@st.composite
+def goals(draw: Draw, mesh: dict[str, int], shape: Sequence[int]) -> Spec | None:
+    """Where a result is wanted, None for anywhere."""
+    return draw(placements(mesh, shape, partial=False)).spec if draw(st.booleans()) else None
+
+
+def _axis(draw: Draw, x: Any) -> int:
+    return draw(st.integers(0, len(x.shape) - 1))
+
+
+def unary(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """An elementwise function; linear ones among them."""
+    fns = [jnp.sin, jnp.tanh, jnp.negative, jnp.abs, lambda x: x * 0.5, lambda x: x + 1.0, jnp.sign, jax.nn.relu,
+           lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), lambda x: (x > 0).astype(jnp.float32)]  # fmt: skip
+    return draw(st.sampled_from(fns)), (i,)
+
+
+def binary(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """Two arrays that fit together, one of them broadcast if need be."""
+    fitting = [j for j, x in enumerate(arrays) if j >= INDICES and _fits(arrays[i].shape, x.shape)]
+    j = draw(st.sampled_from(fitting))
+    select = lambda x, y: jnp.where(x > y, x, y * 0.5)  # noqa: E731
+    fns = [jnp.add, jnp.subtract, lambda x, y: jnp.tanh(x) * y, jnp.maximum, jnp.minimum, select]
+    return draw(st.sampled_from(fns)), (i, j)
+
+
+def _fits(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b), strict=False))
+
+
+def reduction(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """A reduction over some dimensions, kept as ones or not."""
+    x = arrays[i]
+    if not x.shape:
+        return None
+    axes = tuple(sorted(draw(st.sets(st.integers(0, len(x.shape) - 1), min_size=1))))
+    fns = [jnp.sum, jnp.sum, jnp.mean] if 0 in x.shape else [jnp.sum, jnp.sum, jnp.mean, jnp.max, jnp.min, _product]
+    return functools.partial(draw(st.sampled_from(fns)), axis=axes, keepdims=draw(st.booleans())), (i,)
+
+
+def _product(x: Any, axis: Any, keepdims: bool) -> Any:
+    return jnp.prod(jnp.tanh(x), axis=axis, keepdims=keepdims)
+
+
+def along(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """Something along one dimension."""
+    x = arrays[i]
+    if not x.shape:
+        return None
+    axis = _axis(draw, x)
+    fns = [jnp.cumsum, jnp.sort, jnp.flip, jax.nn.softmax, lambda x, axis: lax.cummax(x, axis, reverse=True),
+           lambda x, axis: jnp.roll(x, 1, axis), lambda x, axis: jnp.concatenate([x, x * 2], axis),
+           lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // 2, axis=axis), jnp.expand_dims,
+           lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis], 2, axis), lambda x, axis: jnp.repeat(x, 2, axis),
+           lambda x, axis: jnp.pad(x, [(1, 1) if d == axis else (0, 0) for d in range(x.ndim)])]  # fmt: skip
+    if x.shape[axis]:
+        fns += [lambda x, axis: jnp.argmax(x, axis).astype(jnp.float32), lambda x, axis: jnp.take(x, 0, axis),
+                lambda x, axis: lax.dynamic_slice_in_dim(x, jnp.int32(1), max(1, x.shape[axis] // 2), axis),
+                lambda x, axis: lax.dynamic_update_slice_in_dim(x, lax.slice_in_dim(x, 0, 1, axis=axis), 1, axis),
+                lambda x, axis: lax.top_k(jnp.moveaxis(x, axis, -1), 1)[0]]  # fmt: skip
+    return functools.partial(draw(st.sampled_from(fns)), axis=axis), (i,)
+
+
+def arrangement(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """Dimensions in another order, two of them merged, or one of them split."""
+    shape = arrays[i].shape
+    kind = draw(st.sampled_from(["transpose", "merge", "split", "broadcast"]))
+    if kind == "transpose":
+        return functools.partial(jnp.transpose, axes=tuple(draw(st.permutations(range(len(shape)))))), (i,)
+    if kind == "broadcast":
+        return functools.partial(jnp.broadcast_to, shape=(draw(st.sampled_from([2, 4])), *shape)), (i,)
+    if len(shape) < (2 if kind == "merge" else 1):
+        return None
+    at = draw(st.integers(0, len(shape) - (2 if kind == "merge" else 1)))
+    if kind == "merge":
+        new = (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
+    else:
+        part = draw(st.sampled_from([n for n in (1, 2, 3, 4) if shape[at] % n == 0]))
+        new = (*shape[:at], part, shape[at] // part, *shape[at + 1 :])
+    return functools.partial(jnp.reshape, shape=new), (i,)
+
+
+def product(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """A contraction of an array with another, or with itself."""
+    x = arrays[i]
+    others = range(INDICES, len(arrays))
+    dims = [(j, a, b) for j in others for a in range(len(x.shape)) for b in range(len(arrays[j].shape))]
+    pairs = [(j, a, b) for j, a, b in dims if x.shape[a] == arrays[j].shape[b]]
+    if not pairs:
+        return None
+    j, a, b = draw(st.sampled_from(pairs))
+    return (lambda x, y: jnp.tanh(jnp.tensordot(x, y, ((a,), (b,))) * 0.25)), (i, j)
+
+
+def lookup(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """Rows read or written at positions, some of them twice, some of them beyond the end."""
+    x = arrays[i]
+    if not x.shape:
+        return None
+    axis, j = _axis(draw, x), draw(st.integers(0, INDICES - 1))
+    if draw(st.booleans()):
+        if not x.shape[axis] and arrays[j].shape[0]:
+            return None
+        mode = draw(st.sampled_from(["clip", "fill", "wrap"]))
+        return (lambda at, x: jnp.nan_to_num(jnp.take(x, at, axis, mode=mode))), (j, i)
+    where = (slice(None),) * axis
+    how = draw(st.sampled_from(["add", "max", "multiply"]))
+    return (lambda at, x: getattr(jnp.asarray(x).at[(*where, at)], how)(0.5)), (j, i)
+
+
+def loop(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """A recurrence over the first dimension: its last carry, or what it gives at every step."""
+    shape = arrays[i].shape
+    if not shape or not shape[0]:
+        return None
+    reverse, last = draw(st.booleans()), draw(st.booleans())
+
+    def recurrence(x: Any) -> Any:
+        carry, steps = lax.scan(lambda h, x: (jnp.tanh(h + x), h.sum()), jnp.zeros(shape[1:]), x, reverse=reverse)
+        return carry if last else steps
+
+    return recurrence, (i,)
+
+
+def position(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """What depends on where an element is: positions, masks."""
+    x = arrays[i]
+    if not x.shape:
+        return None
+    axis = _axis(draw, x)
+    ramp = lambda x: x + lax.broadcasted_iota(jnp.float32, x.shape, axis)  # noqa: E731
+    if len(x.shape) >= 2 and draw(st.booleans()):
+        return jnp.tril, (i,)
+    return ramp, (i,)
+
+
+STEPS = (unary, binary, binary, reduction, along, along, arrangement, product, product, lookup, loop, position)

@@ -1,0 +1,122 @@
+"""Random operators and chains of them: rules hold on them, shards placed by propagation and plans give their results.
+
+Tests of the default suite draw the same few programs each time. The slow ones draw many, others every time; what they
+find is printed with what repeats it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from autoshard import auto_shard, check_rule, plan
+from tests.spmdrules.drawn import INDICES, MESHES, Chain, chains, goals, placements
+from tests.spmdrules.drawn_operators import Drawn, operators
+from tests.spmdrules.simulate import simulate
+
+
+def few(count: int) -> settings:
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+
+
+def deep(count: int) -> settings:
+    return settings(few(count), derandomize=False, print_blob=True)
+
+
+def close(got: Any, whole: Any) -> None:
+    got, whole = np.asarray(got), np.asarray(whole)
+    assert got.shape == whole.shape and got.dtype == whole.dtype
+    scale = float(np.abs(whole).max()) if whole.size else 0.0
+    np.testing.assert_allclose(got, whole, rtol=1e-3, atol=1e-3 * max(1.0, scale))
+
+
+def check_operator(drawn: Drawn, partitioner: bool) -> None:
+    """The oracle finds nothing wrong with the rules of an operator, and nothing that they leave out."""
+    name, fn, args = drawn
+    findings = check_rule(fn, *args, partitioner=partitioner)
+    assert not findings, f"{name} of {[(str(x.dtype), x.shape) for x in args]}: " + "\n".join(map(str, findings))
+
+
+@pytest.mark.whole
+@few(15)
+@given(operators())
+def test_rules_hold_on_drawn_operators(drawn):
+    check_operator(drawn, False)
+
+
+@pytest.mark.slow
+@deep(400)
+@given(operators())
+def test_rules_hold_on_many_drawn_operators(drawn):
+    check_operator(drawn, False)
+
+
+@pytest.mark.slow
+@deep(60)
+@given(operators())
+def test_the_partitioner_agrees_on_drawn_operators(drawn):
+    check_operator(drawn, True)
+
+
+def check_shards(chain: Chain, data: Any) -> None:
+    """Shards of a chain, wherever its arguments are given and its results wanted, give one device's result."""
+    mesh = data.draw(st.sampled_from(MESHES), "mesh")
+    inputs = [data.draw(placements(mesh, x.shape, i >= INDICES), f"argument {i}") for i, x in enumerate(chain.args)]
+    expected = chain(*chain.args)
+    wanted = [data.draw(goals(mesh, x.shape), f"result {i}") for i, x in enumerate(expected)]
+    chosen = [i for i, place in enumerate(inputs) if not place.partial and data.draw(st.integers(0, 4)) == 0]
+    for got, whole in zip(simulate(chain, chain.args, inputs, mesh, wanted, chosen), expected, strict=True):
+        close(got, whole)
+
+
+@few(15)
+@given(chains(), st.data())
+def test_shards_of_a_chain_give_its_result(chain, data):
+    check_shards(chain, data)
+
+
+@pytest.mark.slow
+@deep(500)
+@given(chains(10), st.data())
+def test_shards_of_many_chains_give_their_results(chain, data):
+    check_shards(chain, data)
+
+
+def check_plan(chain: Chain, data: Any) -> None:
+    """A chain and its gradient under a table of logical axes drawn at random give one device's result."""
+    floats = tuple(range(INDICES, len(chain.args)))
+
+    def both(*args: Any) -> Any:
+        loss = lambda *xs: sum((jnp.tanh(y) ** 2).sum() for y in chain(*args[:INDICES], *xs))  # noqa: E731
+        return chain(*args), jax.grad(loss, tuple(i - INDICES for i in floats))(*args[INDICES:])
+
+    mesh = data.draw(st.sampled_from(MESHES[1:]), "mesh")
+    axes = plan(both, *chain.args, mesh=mesh).logical_axes.values()
+    names = sorted({name for dims in axes for name in dims if name != "1"})
+    assume(names)
+    some = st.lists(st.sampled_from(names), max_size=3, unique=True)
+    table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, some)), "table")
+    assume(any(table.values()))
+    found = auto_shard(both, plan=table, mesh=mesh)(*chain.args)
+    for got, whole in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(both)(*chain.args)), strict=True):
+        close(got, whole)
+
+
+@pytest.mark.whole
+@few(6)
+@given(chains(6), st.data())
+def test_a_chain_under_a_drawn_plan_gives_its_result(chain, data):
+    check_plan(chain, data)
+
+
+@pytest.mark.slow
+@deep(120)
+@given(chains(8), st.data())
+def test_chains_under_drawn_plans_give_their_results(chain, data):
+    check_plan(chain, data)
