@@ -63,6 +63,8 @@ class Layout:
     def _place(self, leaves: Leaves) -> Spec:
         given: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]  # for each dimension: place of a leaf -> axes
         sizes = self.axes.sizes
+        if any(sizes[c] == 0 for dim in leaves for c in dim):  # nothing to save; XLA gives pieces of nothing odd shapes
+            return ((),) * len(leaves)
         for axis, size in self.mesh.items():
             for cls in self.table.get(axis, ()):
                 spot = self._spot(leaves, given, cls, size, sizes)
@@ -133,7 +135,7 @@ class Layout:
         """The spec of a tensor of state, with the storage axes of its role on its largest free dimensions."""
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
-        if not free:
+        if not free or 0 in shape:
             return spec
         out = [list(dim) for dim in spec]
         able = [d for d in range(len(shape)) if shape[d] > 1 and not any(c in self.axes.stacked for c in leaves[d])]

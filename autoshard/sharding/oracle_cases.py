@@ -58,6 +58,8 @@ def is_key(dtype: Any) -> bool:
 
 def plain(x: Any) -> np.ndarray:
     """An array as NumPy has it; typed PRNG keys as their words, in a trailing dimension."""
+    if not x.size and not is_key(x.dtype):
+        return np.zeros(x.shape, x.dtype)  # pieces of nothing may come back from XLA in odd shapes
     return np.asarray(jax.random.key_data(x)) if is_key(x.dtype) else np.asarray(x)
 
 

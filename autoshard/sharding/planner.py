@@ -143,14 +143,20 @@ class Planner:
     def _is_idle(self, layout: Layout) -> bool:
         """Whether a layout cuts nothing at all, neither in compute nor where inputs are stored."""
         held = any(any(layout.stored(v)) for v in self.program.inputs)
-        return self.machine.target.devices > 1 and not layout.cuts() and not held
+        return self.machine.target.devices > 1 and not layout.cuts() and not held and not self._is_empty(layout)
+
+    def _is_empty(self, layout: Layout) -> bool:
+        """Whether there is nothing to cut: all that the layout would cut is empty, or all arrays are."""
+        sizes = [self.axes.sizes[c] for classes in layout.table.values() for c in classes]
+        arrays = [aval.shape for v in self.program.inputs if (aval := self.program.avals[v]).shape]
+        return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
 
     def _undivided(self, layout: Layout) -> list[tuple[int, list[str], int]]:
         """(class, the mesh axes that list it, their devices) of all classes that these do not divide."""
         found = []
         for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
             over = [a for a, classes in layout.table.items() if c in classes]
-            if layout.ways(layout.spec_of(((c,),))[0]) < layout.ways(over):
+            if self.axes.sizes[c] and layout.ways(layout.spec_of(((c,),))[0]) < layout.ways(over):
                 found.append((c, over, layout.ways(over)))
         return found
 

@@ -45,9 +45,16 @@ class Roles:
 
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype; a typed key counts its words."""
-    if _compat.is_extended(aval.dtype):
-        return math.prod(aval.shape) * 8
-    return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize
+    return math.prod(aval.shape) * _itemsize(aval)
+
+
+def _itemsize(aval: Any) -> int:
+    return 8 if _compat.is_extended(aval.dtype) else jnp.dtype(aval.dtype).itemsize
+
+
+def _weight(aval: Any) -> int:
+    """Bytes of an array, an empty dimension counted as one: roles are the same for an empty batch."""
+    return math.prod(max(n, 1) for n in aval.shape) * _itemsize(aval)
 
 
 def is_float(aval: Any) -> bool:
@@ -70,7 +77,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     weight = Counter()
     for v in parameters:
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
-            weight[c] += nbytes(program.avals[v])
+            weight[c] += _weight(program.avals[v])
     use = _contractions(program, axes, batch, in_parameters, owner)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1}
     data = [v for v, role in inputs.items() if role == "data"]
@@ -117,7 +124,7 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
         for v in op.results:
             if not _compat.is_extended(program.avals[v].dtype):
                 for c in {c for dim in axes.of_value[v] for c in dim}:
-                    carried[c] += int(nbytes(program.avals[v]) * op.trips)
+                    carried[c] += int(_weight(program.avals[v]) * op.trips)
     of_state = {c for v in state for dim in axes.of_value[v] for c in dim}
     position: dict[int, tuple[int, int]] = {}
     for n, v in enumerate(program.inputs):
