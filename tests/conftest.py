@@ -26,6 +26,15 @@ import jax  # noqa: E402  it reads both variables when it is imported
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_LIMIT_BYTES = 1 << 30
 
+# What hardly depends on the version of JAX, or is of what other tests run on both: the quick suite leaves it out.
+ON_ONE_JAX = {
+    "test_attention", "test_catalogue_activation", "test_catalogue_attention", "test_catalogue_convolution",
+    "test_catalogue_elementwise", "test_catalogue_indexing", "test_catalogue_layout", "test_catalogue_linalg",
+    "test_catalogue_losses", "test_catalogue_moe", "test_catalogue_norms", "test_catalogue_order",
+    "test_catalogue_random", "test_catalogue_reduction", "test_config", "test_data", "test_derive", "test_digest",
+    "test_discover", "test_docs", "test_harness", "test_loss", "test_report", "test_sample", "test_writing_rules",
+}  # fmt: skip
+
 # No deadline: the first example of a test compiles. Derandomised: a red run is red again.
 hypothesis.settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("autoshard")
@@ -60,8 +69,9 @@ def _size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*")) if folder.exists() else 0
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what this machine cannot run, and says why."""
+    """Leaves out what this machine cannot run, and says why; marks the files that one JAX version is enough for."""
     needs = {
         "tpu_compile": (importlib.util.find_spec("libtpu") is not None, "needs the extra aot-tpu"),
         "cuda_compile": (
@@ -71,6 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
     for item in items:
+        if item.path.stem in ON_ONE_JAX:
+            item.add_marker("whole")
         for marker, (is_here, reason) in needs.items():
             if not is_here and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

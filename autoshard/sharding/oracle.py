@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle_cases import Case, brief, collect
-from autoshard.sharding.oracle_missing import check_linear, missing_factors
+from autoshard.sharding.oracle_missing import check_linear, fewest, missing_factors
 from autoshard.sharding.oracle_partitioner import check_partitioner
 from autoshard.sharding.oracle_run import run_strategies
 from autoshard.sharding.oracle_shards import Disagreement, Grid, join
 from autoshard.sharding.oracle_values import difference, trials
+from autoshard.spmdrules.brought import communicates
 from autoshard.spmdrules.registry import rule_for
 from autoshard.spmdrules.rule import POSITIONS, Rule, Shard
 
@@ -97,7 +98,12 @@ def check_rule(fn: Any, *args: Any, partitioner: bool = True) -> list[Finding]:
 
 
 def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -> list[Finding]:
-    """`check_rule` for one equation; `rule` is checked in place of the registered one."""
+    """`check_rule` for one equation; `rule` is checked in place of the registered one.
+
+    Of a `shard_map` whose shards talk to each other nothing can be said: none of them can be run by itself.
+    """
+    if communicates(case.eqn):
+        return []
     try:
         rule = rule or _rule(case)
     except Exception as error:  # whatever a rule raises is the finding
@@ -120,7 +126,7 @@ def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -
 
 def strategies(rule: Rule) -> list[dict[str, int]]:
     """What is tried: every factor alone, and every two of them, each cut into the fewest pieces that divide it."""
-    ways = {f.name: n for f in rule.factors if f.shardable and (n := _fewest(f.size))}
+    ways = {f.name: n for f in rule.factors if f.shardable and (n := fewest(f.size))}
     # Positions are of the whole array: they are decided last, when the other factors are joined again.
     names = sorted(ways, key=lambda name: rule.factor(name).op not in POSITIONS)
     groups = [*((name,) for name in names), *itertools.combinations(names, 2)]
@@ -148,16 +154,15 @@ def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
     if sum(any(len(np.unique(np.asarray(x, str))) > 1 for x in whole) for whole in wholes) < len(wholes) / 2:
         return  # results that are all the same are evidence of nothing
     for f in able:
+        positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)
         for other in others:
+            if other.get("op") in POSITIONS and not positions:
+                continue
             changed = rule.where(factors=tuple(replace(f, **other) if g == f else g for g in rule.factors))
             (outcome,) = run_strategies(case, changed, [{f.name: 2}], operands)
             if _disagreement(changed, {f.name: 2}, outcome, operands, wholes) is None:
                 yield f.name, f"as a factor of kind '{':'.join(other.values())}'"
                 break
-
-
-def _fewest(size: int | None) -> int | None:
-    return next((n for n in (2, 3, 5) if size and size % n == 0), None)
 
 
 def _rule(case: Case) -> Rule | None:

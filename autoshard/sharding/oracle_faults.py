@@ -68,7 +68,9 @@ def _feature_groups(cut: Cut) -> bool:
 
 def _space_and_features(cut: Cut) -> bool:
     image, kernel, _ = cut.params["dimension_numbers"]
-    windows = [d for d, k in zip(image[2:], kernel[2:], strict=True) if cut.rule.operands[1][k]]
+    steps = zip(*(cut.params[name] for name in ("window_strides", "lhs_dilation", "rhs_dilation")), strict=True)
+    moved = [any(n > 1 for n in step) for step in steps]  # right is only what the window leaves as it is
+    windows = [d for d, k, m in zip(image[2:], kernel[2:], moved, strict=True) if m or cut.rule.operands[1][k]]
     return cut.touches(0, windows) and cut.touches(1, kernel[:1])
 
 
@@ -102,8 +104,8 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
         ("conv_general_dilated",),
         "wrong",
-        "Windows side by side (patches), an image dimension on one mesh axis and the output channels on another: "
-        "pieces of the image are added up that do not belong together.",
+        "An image dimension with a window, a stride or a dilation (patches) on one mesh axis and the output channels "
+        "on another: pieces of the image are added up that do not belong together.",
         _space_and_features,
     ),
     Fault(

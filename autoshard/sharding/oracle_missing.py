@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -14,12 +16,17 @@ from autoshard.sharding.oracle_shards import reduce_pieces
 from autoshard.sharding.oracle_values import difference, random_like, trials
 from autoshard.spmdrules.rule import Rule, Shard
 
-_WAYS = 2
 _NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
+_ENOUGH = 8  # the larger of two pairs' sums is the sum of the larger ones every other time
 # Operators whose rule cannot say it: the user's own function is folded, or the identity is only nearly met.
 _NOT_TO_TELL = ("reduce", "reduce_window", "nextafter")
 Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
-_REDUCTIONS = ("sum", "max", "min", "mul", "and", "or")
+_REDUCTIONS = ("sum", "max", "min", "mul", "and", "or", "xor")
+
+
+def fewest(size: int | None) -> int | None:
+    """The fewest equal pieces that a dimension can be cut into; None where 2, 3 and 5 do not divide it."""
+    return next((n for n in (2, 3, 5) if size and size % n == 0), None)
 
 
 def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
@@ -34,7 +41,7 @@ def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
     """
     found = []
     for factor in rule.factors:
-        if factor.kind == "whole" and factor.size and factor.size % _WAYS == 0:
+        if factor.kind == "whole" and fewest(factor.size):
             # Many sets of operands: half of all pairs of numbers have their first one as minimum.
             if how := _joins(case, rule, factor.name, trials(case, 12)):
                 found.append((factor.name, how))
@@ -47,10 +54,10 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
     if all(axis is None for axis in axes):
         return None
     ways: list[set[str]] | None = None
+    told = False  # results that are all the same may speak against a way, not for one
     for operands in tried:
         whole = case.run(operands)
-        if not tells(whole):
-            continue
+        told = told or tells(whole)
         try:
             pieces = _run_pieces(case, rule, name, axes, operands)
         except Exception:  # an operator that cannot run on pieces offers no strategy
@@ -61,7 +68,7 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
         ways = holds if ways is None else [a & b for a, b in zip(ways, holds, strict=True)]
         if not all(ways):
             return None
-    return ", ".join(min(way) for way in ways) if ways else None
+    return ", ".join(min(way) for way in ways) if ways and told else None
 
 
 def tells(results: Sequence[np.ndarray]) -> bool:
@@ -85,16 +92,18 @@ def _axis(rule: Rule, dims: Any, name: str) -> int | None:
 def _run_pieces(
     case: Case, rule: Rule, name: str, axes: Sequence[int | None], operands: Sequence[np.ndarray]
 ) -> list[list[np.ndarray]]:
-    halves = [
-        np.split(x, _WAYS, axis) if axis is not None else [x] * _WAYS for x, axis in zip(operands, axes, strict=True)
+    ways = fewest(rule.factor(name).size)
+    assert ways, "of such a size it was cut"
+    parts = [
+        np.split(x, ways, axis) if axis is not None else [x] * ways for x, axis in zip(operands, axes, strict=True)
     ]
-    params = _guess_params(case, rule, name)
-    return [case.run([half[i] for half in halves], params) for i in range(_WAYS)]
+    params = _guess_params(case, rule, name, ways)
+    return [case.run([part[i] for part in parts], params) for i in range(ways)]
 
 
-def _guess_params(case: Case, rule: Rule, name: str) -> Mapping[str, Any]:
+def _guess_params(case: Case, rule: Rule, name: str, ways: int) -> Mapping[str, Any]:
     """The parameters with every shape that is a result's or an operand's cut along the factor."""
-    shard = Shard(rule, {name: _WAYS}, {name: 0})
+    shard = Shard(rule, {name: ways}, {name: 0})
     pairs = [*zip(case.results, rule.results, strict=True), *zip(case.avals, rule.operands, strict=True)]
     local = {tuple(aval.shape): shard.shape(dims) for aval, dims in reversed(pairs)}
     params = rule.local(case.eqn.params, shard) if rule.local else case.eqn.params
@@ -125,7 +134,7 @@ def _concatenated(pieces: Sequence[np.ndarray], axis: int) -> np.ndarray:
 
 
 def _reducible(op: str, dtype: Any) -> bool:
-    return not is_key(dtype) and (op not in ("and", "or") or not jnp.issubdtype(dtype, jnp.inexact))
+    return not is_key(dtype) and (op not in ("and", "or", "xor") or not jnp.issubdtype(dtype, jnp.inexact))
 
 
 def check_linear(
@@ -136,6 +145,7 @@ def check_linear(
     Returns:
         For each finding its kind (wrong or missing) and what it is.
     """
+    tried = [operands for operands in tried if all(map(_finite, operands))]  # an infinity has no terms
     found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
         if _can_split(case, group) and not _additive(case, group, tried):
@@ -150,6 +160,10 @@ def check_linear(
         if not _implied(set(group), known) and _surely_additive(case, group, tried):
             found.append(("missing", f"is linear in operands {_listed(group)}"))
     return found
+
+
+def _finite(x: np.ndarray) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(x.astype(np.complex128)).all())
 
 
 def _implied(group: set[int], known: Sequence[set[int]]) -> bool:
@@ -182,10 +196,15 @@ def _additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndar
 
 
 def _surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
-    """Linear beyond rounding, and seen on values that tell."""
-    runs = [_run_terms(case, group, operands, _rough_terms) for operands in tried[:3]]
-    told = [terms for terms in runs if all(tells(term) for term in terms)]
-    return bool(told) and all(_agree(terms, "sum", _NO_ROUNDING) for terms in told)
+    """Linear beyond rounding, and seen on values that tell; on more of them where a result is few numbers."""
+    turns = max(1, _ENOUGH // max(1, sum(math.prod(a.shape) for a in case.results)))
+    told = False
+    for operands, turn in itertools.product(tried[:3], range(turns)):
+        terms = _run_terms(case, group, operands, _rough_terms, turn)
+        if not _agree(terms, "sum", _NO_ROUNDING):
+            return False
+        told = told or all(tells(term) for term in terms)
+    return told
 
 
 def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
@@ -195,10 +214,10 @@ def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndar
 
 
 def _run_terms(
-    case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split
+    case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split, turn: int = 0
 ) -> list[list[np.ndarray]]:
-    """The results for each of two terms of the operands in `group`, and for both together."""
-    rng = np.random.default_rng([zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in operands])
+    """The results for each of two terms of the operands in `group`, and for both together; other terms each turn."""
+    rng = np.random.default_rng([zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in operands] + [turn] * (turn > 0))
     splits = {i: split(operands[i], rng) for i in group}
     return [case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)]
 

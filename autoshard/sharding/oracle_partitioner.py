@@ -167,6 +167,14 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(x if is_key(x.dtype) else np.asarray(x), sharding)
 
 
+def _found(rule: Rule, strategy: Strategy) -> int:
+    """How many positions the shards find, which are gathered to decide among them."""
+    if not any(rule.factor(f).op in POSITIONS for f in strategy.factors):
+        return 0
+    sizes = [math.prod(rule.factor(f).size or 1 for dim in dims for f in dim) for dims in rule.results]
+    return max(sizes) * 2 ** len(strategy.axes)
+
+
 def _excess(
     rule: Rule, strategies: Sequence[Strategy], operands: Sequence[np.ndarray], price: str, text: str
 ) -> list[str]:
@@ -182,12 +190,13 @@ def _excess(
         if others or len(names) > partial:
             return [f"it should cost one reduction, but the partitioner makes {_counted(names)}"]
     if price == "some":
+        gathered = [_elements(kind) for op, kind in found if op == "all-gather"]
         return [
             f"the partitioner gathers the whole of operand {i}, which the rule says stays sharded"
             for s in strategies
             for i, dims in enumerate(rule.operands)
             if any(f in dim for f in s.factors for dim in dims)
-            and any(op == "all-gather" and _elements(kind) >= operands[i].size > 1 for op, kind in found)
+            and any(n >= operands[i].size > max(1, _found(rule, s)) for n in gathered)
         ]
     return []
 

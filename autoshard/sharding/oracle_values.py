@@ -53,8 +53,24 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
             operands.append(rng.integers(0, len(case.operands) - 1, recorded.shape).astype(recorded.dtype))
         else:
             values = random_like(recorded, rng)
-            operands.append(_tied(values) if trial % 3 == 1 else values)
+            values = _tied(values) if trial % 3 == 1 else values
+            values = _solvable(values) if case.name == "triangular_solve" and i == 0 else values
+            operands.append(_odd(values, rng) if case.name == "is_finite" else values)
     return operands
+
+
+def _solvable(matrices: np.ndarray) -> np.ndarray:
+    """Triangular matrices with a large diagonal: others solve to what is mostly rounding."""
+    size = matrices.shape[-1]
+    diagonal = np.eye(size, dtype=bool)
+    return np.where(diagonal, matrices + np.copysign(2, np.real(matrices)), matrices / size).astype(matrices.dtype)
+
+
+def _odd(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Some of them infinite or no number."""
+    return np.where(rng.uniform(size=values.shape) < 0.3, rng.choice([np.inf, np.nan], values.shape), values).astype(
+        values.dtype
+    )
 
 
 def _tied(values: np.ndarray) -> np.ndarray:
@@ -120,18 +136,33 @@ def index_ranges(case: Case) -> dict[int, np.ndarray]:
 
 
 def _indices(case: Case, recorded: np.ndarray, top: np.ndarray, trial: int, rng: np.random.Generator) -> np.ndarray:
-    """Random positions; the recorded ones where the operator was promised more than that.
+    """Random positions; all of them different, or in order, where the operator was promised that.
 
     Those of the last trials may lie outside, which every mode but a promise gives a meaning.
     """
-    promised = case.eqn.params.get("unique_indices") or case.eqn.params.get("indices_are_sorted")
-    overwrites = case.name == "scatter"  # equal positions would race
-    if promised or (overwrites and recorded.size > 1) or (trial == 0 and _informative(recorded)):
+    if trial == 0 and _informative(recorded):
         return recorded
+    ordered = bool(case.eqn.params.get("indices_are_sorted"))
+    overwrites = case.name == "scatter" and recorded.size > np.size(top)  # equal positions would race
+    if ordered or overwrites or case.eqn.params.get("unique_indices"):
+        return _distinct(case, recorded, top, rng, ordered)
     in_bounds = str(case.eqn.params.get("mode", "")).endswith("PROMISE_IN_BOUNDS")
     beyond = 0 if trial < 2 or in_bounds else 3
     below = 0 if jnp.issubdtype(recorded.dtype, jnp.unsignedinteger) else beyond
     return rng.integers(-below, np.asarray(top) + 1 + beyond, recorded.shape).astype(recorded.dtype)
+
+
+def _distinct(case: Case, recorded: np.ndarray, top: np.ndarray, rng: np.random.Generator, ordered: bool) -> np.ndarray:
+    """Positions none of which stands twice; the recorded ones where there are too few, or where windows would meet."""
+    places = np.asarray(top) + 1
+    rows, count = recorded.size // max(1, np.size(top)), int(np.prod(places))
+    numbers = case.eqn.params["dimension_numbers"]
+    mapped = getattr(numbers, "scatter_dims_to_operand_dims", ())
+    if rows > count or any(case.avals[0].shape[d] > n for d, n in zip(mapped, places, strict=False)):
+        return recorded
+    chosen = rng.choice(count, rows, replace=False)
+    found = np.unravel_index(np.sort(chosen) if ordered else chosen, tuple(places))
+    return np.stack(found, -1).reshape(recorded.shape).astype(recorded.dtype)
 
 
 def difference(whole: np.ndarray, other: np.ndarray, tolerance: float | None = None) -> str | None:

@@ -72,6 +72,22 @@ def _name(axis: Any) -> str:
     return re.sub(r"^(?=\d)|\W", "_", str(axis))
 
 
+def communicates(eqn: Any) -> bool:
+    """Whether an equation is a `shard_map` whose shards talk to each other: none of them means anything by itself."""
+    return eqn.primitive is _SHARD_MAP and _talks(eqn.params["jaxpr"])
+
+
+def _talks(jaxpr: Any) -> bool:
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        named = "axis_name" in eqn.params or eqn.primitive.name.startswith(("psum", "pmax", "pmin"))
+        if named and eqn.primitive.name != "axis_index":
+            return True
+        leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr)
+        if any(_compat.is_jaxpr(x) and _talks(x) for x in leaves):
+            return True
+    return False
+
+
 def _among_zeros(bind: Callable[..., Any], operands: Sequence[Dims], results: Sequence[Dims]) -> Body:
     """A body that runs the whole with zeros for what the other shards have, and keeps its own part of it."""
 

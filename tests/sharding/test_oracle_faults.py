@@ -17,9 +17,9 @@ from autoshard.sharding.oracle_values import trials
 from autoshard.spmdrules.registry import rule_for
 
 
-def conv(groups=1, batch_groups=1, strides=(1, 1), padding="SAME"):
+def conv(groups=1, batch_groups=1, strides=(1, 1), padding="SAME", dilation=(1, 1)):
     return lambda x, kernel: lax.conv_general_dilated(
-        x, kernel, strides, padding, feature_group_count=groups, batch_group_count=batch_groups
+        x, kernel, strides, padding, None, dilation, feature_group_count=groups, batch_group_count=batch_groups
     )
 
 
@@ -50,6 +50,7 @@ FAULTS = [
     ("conv_general_dilated", "wrong", conv(batch_groups=4), (f32(8, 4, 6, 6), f32(16, 4, 3, 3)), ["c"]),
     ("conv_general_dilated", "wrong", conv(strides=(2, 2), padding="VALID"),
      (f32(4, 3, 8, 8), f32(8, 3, 2, 2)), ["t", "o"]),
+    ("conv_general_dilated", "wrong", conv(dilation=(2, 2)), (f32(4, 3, 8, 8), f32(8, 3, 2, 1)), ["a", "o"]),
     ("conv_general_dilated", "dear", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
     ("dynamic_slice", "dear", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
     ("dynamic_update_slice", "dear", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),

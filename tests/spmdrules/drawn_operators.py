@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 Drawn = tuple[str, Callable[..., Any], tuple[np.ndarray, ...]]
 Draw = Callable[..., Any]
@@ -277,6 +279,27 @@ def window(draw: Draw) -> Drawn:
         return f"{kind} pooling", pool, (x,)
     ct = values(draw, jax.eval_shape(pool, x).shape, "float32", False)
     return f"{kind} pooling_grad", lambda x, ct: jax.vjp(pool, x)[1](ct), (x, ct)
+
+
+@st.composite
+def exchanges(draw: Draw) -> tuple[str, Callable[..., Any], np.ndarray, Mesh]:
+    """A collective among two devices: an all-to-all that splits one dimension and joins another, sums, gathers."""
+    kind = draw(st.sampled_from(["all_to_all", "all_gather", "psum", "psum_scatter", "ppermute"]))
+    sizes = [2, 1, 4] if kind in ("all_gather", "psum_scatter") else [2, 1, 4, 0]  # XLA gathers and scatters no nothing
+    shape = tuple(2 * n for n in draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3)))
+    held, other = draw(st.permutations(range(len(shape))))[:2]
+    cut = P(*("p" if d == held else None for d in range(len(shape))))
+    moved = P(*("p" if d == other else None for d in range(len(shape))))
+    local, out = {
+        "all_to_all": (lambda x: lax.all_to_all(x, "p", other, held, tiled=True), moved),
+        "all_gather": (lambda x: lax.all_gather(x, "p", axis=held, tiled=True), P()),
+        "psum": (lambda x: lax.psum(x, "p"), P()),
+        "psum_scatter": (lambda x: lax.psum_scatter(x, "p", scatter_dimension=other, tiled=True), moved),
+        "ppermute": (lambda x: lax.ppermute(x, "p", [(0, 1), (1, 0)]), cut),
+    }[kind]
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("p",))
+    fn = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=out, check_vma=False)
+    return kind, fn, values(draw, shape, "float32", False), mesh
 
 
 OPERATORS = (unary, binary, choice, reduction, position, cumulative, order, contraction, contraction, arrangement,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autoshard import auto_shard, check_rule, plan
 from tests.spmdrules.drawn import INDICES, MESHES, Chain, chains, goals, placements
-from tests.spmdrules.drawn_operators import Drawn, operators
+from tests.spmdrules.drawn_operators import Drawn, exchanges, operators
 from tests.spmdrules.simulate import simulate
 
 
@@ -120,3 +120,29 @@ def test_a_chain_under_a_drawn_plan_gives_its_result(chain, data):
 @given(chains(8), st.data())
 def test_chains_under_drawn_plans_give_their_results(chain, data):
     check_plan(chain, data)
+
+
+def check_exchange(fn: Any, x: np.ndarray, mesh: Any) -> None:
+    """A collective between planned operators, and its gradient, give what they give without a plan."""
+
+    def both(x: Any) -> Any:
+        loss = lambda x: (jnp.sin(fn(jnp.cos(x))) ** 2).sum()  # noqa: E731
+        return fn(x * 2.0), jax.grad(loss)(x)
+
+    for got, whole in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
+        close(got, np.zeros(whole.shape, whole.dtype) if not whole.size else whole)
+    assert check_rule(both, x, partitioner=False) == []
+
+
+@pytest.mark.whole
+@few(5)
+@given(exchanges())
+def test_an_exchange_in_a_planned_function(drawn):
+    check_exchange(*drawn[1:])
+
+
+@pytest.mark.slow
+@deep(30)
+@given(exchanges())
+def test_exchanges_in_planned_functions(drawn):
+    check_exchange(*drawn[1:])
