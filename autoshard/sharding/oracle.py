@@ -151,7 +151,7 @@ def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
         return
     operands = trials(case, 12)
     wholes = [case.run(x) for x in operands]
-    if sum(any(len(np.unique(np.asarray(x, str))) > 1 for x in whole) for whole in wholes) < len(wholes) / 2:
+    if sum(any(len(np.unique(np.asarray(x, np.complex128))) > 1 for x in whole) for whole in wholes) < len(wholes) / 2:
         return  # results that are all the same are evidence of nothing
     for f in able:
         positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)
