@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from autoshard.errors import AutoshardWarning as AutoshardWarning
     from autoshard.sharding.api import auto_shard as auto_shard
     from autoshard.sharding.api import plan as plan
+    from autoshard.sharding.discover import Discovery as Discovery
+    from autoshard.sharding.discover import discover as discover
     from autoshard.sharding.oracle import check_rule as check_rule
     from autoshard.sharding.plan import Plan as Plan
     from autoshard.spmdrules.operator import operator as operator
@@ -29,6 +31,8 @@ _PLACES = {
     "AutoshardWarning": "errors",
     "auto_shard": "sharding.api",
     "check_rule": "sharding.oracle",
+    "Discovery": "sharding.discover",
+    "discover": "sharding.discover",
     "Plan": "sharding.plan",
     "plan": "sharding.api",
     "operator": "spmdrules.operator",

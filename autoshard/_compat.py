@@ -7,6 +7,7 @@ Supported: jax 0.10.2 (Python 3.11) to the newest. What differs: parameters of c
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from jax._src import (
     debugging,
     dispatch,
     dtypes,
+    hijax,
     pjit,
     shard_map,
     source_info_util,
@@ -56,6 +58,7 @@ from jax.extend.core import primitives as public_primitives
 
 ONE_JAXPR_TYPE = ClosedJaxpr is core.Jaxpr
 Literal = core.Literal
+_HI_OPERATOR: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009  the older name
 ELLIPSIS = custom_partitioning_sharding_rule.BATCHING  # in a sharding rule: all leading dimensions
 
 _PLACES = (
@@ -169,6 +172,34 @@ def solve_operands(eqn: Any) -> list[int]:
     lengths = eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
+
+
+def expanded(eqn: Any) -> Any | None:
+    """What a HiJAX operator (`jnp.searchsorted` on a new JAX) is made of, as a closed jaxpr of its operands.
+
+    None where it works on other things than arrays, or does not say what it is made of.
+    """
+    if any(not isinstance(v.aval, core.ShapedArray) for v in (*eqn.invars, *eqn.outvars)):
+        return None
+    try:
+        with source_of(eqn):
+            lowered = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+            return jax.make_jaxpr(lowered)(*map(stand_in, eqn.invars))
+    except NotImplementedError:
+        return None
+
+
+def differentiated_as(eqn: Any, fn: Any) -> Any:
+    """`fn`, which computes the results of a HiJAX operator, differentiated as the operator is.
+
+    What an operator is made of may have no derivative of its own: `jnp.ldexp` works on bits.
+    """
+    own = functools.partial(bind, eqn, eqn.params)
+    if type(eqn.params["_prim"]).jvp is _HI_OPERATOR.jvp:  # it has none: it is left as one piece
+        return own
+    computed = jax.custom_jvp(fn)
+    computed.defjvp(lambda primals, tangents: (computed(*primals), jax.jvp(own, primals, tangents)[1]))
+    return computed
 
 
 def split_constants(closed: Any) -> tuple[Any, list[Any]]:

@@ -41,7 +41,8 @@ both in the same way. What the clauses say of a factor:
 function that sees shapes and parameters, and shown here by an example. Those of named operators and of their gradients
 (`layer_norm_grad`: the arguments and the cotangents of the results, to the gradients of the arguments) are derived from
 the primitives that they are made of. Every rule is checked by execution: each equation is run on the shards that its
-rule declares, and the results, put together as it declares, are compared with the whole.
+rule declares, and the results, put together as it declares, are compared with the whole. So are the equations of the
+forward derivatives (`jax.jvp`), which have no rows of their own.
 """
 
 
@@ -64,11 +65,12 @@ class Pages:
 
     @property
     def counted(self) -> str:
-        """How many named operators and gradients there are."""
+        """How many named operators, gradients and forward derivatives there are."""
         gradients = sum(row.name.endswith("_grad") for row in self.operators)
         unchecked = sum(not row.checked for row in self.operators)
         checked = f"all but {unchecked} checked" if unchecked else "all checked"
-        return f"{len(self.operators) - gradients} named operators and {gradients} gradients, {checked} by execution"
+        named = f"{len(self.operators) - gradients} named operators and {gradients} gradients, {checked} by execution"
+        return f"{named}, as are the equations of {gradients} forward derivatives"
 
     def print_tables(self) -> None:
         """Prints the tables to the terminal."""

@@ -5,7 +5,7 @@ Cost, memory, lowering and reports all ask here, so that what is priced is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.sharding.layout import Layout
@@ -114,17 +114,14 @@ def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
 def _without_fault(op: Op, chosen: Strategy, operands: Arrays, results: Arrays, mesh: Mapping[str, int]) -> Strategy:
     """The strategy, or another where XLA's partitioner is known to compute it wrongly or to abort.
 
-    The known faults need a mesh of two axes of which one is left over, so all axes cut one summed factor, or nothing.
+    No fault is known where all axes cut one summed factor, nor where nothing is cut.
     """
     rule = op.rule
     assert rule is not None
-    cut = [f for a, f in chosen.factors.items() if f is not None and mesh[a] > 1]
-    if declared(op) or not cut or sum(n > 1 for n in mesh.values()) < 2:
+    cut = list(dict.fromkeys(f for a, f in chosen.factors.items() if f is not None and mesh[a] > 1))
+    if declared(op) or not cut or not _faulty(op, cut, mesh):
         return chosen
-    place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, rule, tuple(dict.fromkeys(cut)))
-    if known_fault(op.name, place, "wrong", "crash", "fail") is None:
-        return chosen
-    for name in dict.fromkeys(cut):
+    for name in cut:
         if rule.factor(name).kind == "reduce":
             everywhere = forced(rule, operands, results, mesh, name)
             if everywhere is not None:
@@ -132,6 +129,27 @@ def _without_fault(op: Op, chosen: Strategy, operands: Arrays, results: Arrays, 
     whole = forced(rule, operands, results, mesh, None)
     assert whole is not None
     return whole
+
+
+def _faulty(op: Op, cut: Sequence[str], mesh: Mapping[str, int]) -> bool:
+    """Whether the partitioner is known to fail where these factors are cut."""
+    assert op.rule is not None
+    place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(cut))
+    axes = sum(n > 1 for n in mesh.values())
+    return known_fault(op.name, place, "wrong", "crash", "fail", axes=axes) is not None
+
+
+def comes_straight(layout: Layout, op: Op, plan: Strategy, result: int, want: Spec) -> bool:
+    """Whether XLA may take a result straight to where it is wanted, with all that the wish says cut as well."""
+    rule = op.rule
+    assert rule is not None
+    dims = rule.results[result]
+    computed = plan.spec(dims)
+    if not comes_out_as(rule, dims, computed, want):
+        return False
+    more = [f for dim, c, w in zip(dims, computed, want, strict=True) if len(w) > len(c) for f in dim]
+    cut = [f for f in plan.factors.values() if f is not None]
+    return not more or not _faulty(op, [*cut, *more], layout.mesh)
 
 
 def comes_out_as(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:

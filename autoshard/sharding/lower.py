@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.sharding.decide import ADDRESSED, REDUCTIONS, comes_out_as, decides, declared, home, strategy, wanted
+from autoshard.sharding.decide import ADDRESSED, REDUCTIONS, comes_straight, decides, declared, home, strategy, wanted
 from autoshard.sharding.layout import Layout
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.place import Spec, to_partition_spec
@@ -84,8 +84,8 @@ class Lowering:
         wants = [wanted(self.layout, op, v) for v in op.results]
         if op.name not in REDUCTIONS:
             results = [
-                x if comes_out_as(rule, d, plan.spec(d), want) else self.constrain(x, plan.spec(d))
-                for x, d, want in zip(results, rule.results, wants, strict=True)
+                x if comes_straight(self.layout, op, plan, r, want) else self.constrain(x, plan.spec(rule.results[r]))
+                for r, (x, want) in enumerate(zip(results, wants, strict=True))
             ]
         return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
 
@@ -129,6 +129,8 @@ class Lowering:
             return self.block(op.blocks[0], args)
         if name == "custom_linear_solve":
             return self.solve(op, args)
+        if name == "call_hi_primitive":
+            return list(_compat.differentiated_as(op.eqn, self.function(op.blocks[0]))(*args))
         inner = op.blocks[0]
         traced = jax.make_jaxpr(self.function(inner))(*args)
         if name in ("remat2", *_COUNTED):

@@ -46,12 +46,14 @@ class Fault:
             or there are collectives, and often work done on every device, that the rule does not need (`dear`).
         reason: what happens.
         when: whether it concerns this application of the operator.
+        least_axes: the fewest axes of a mesh on which it happens, those that cut nothing among them.
     """
 
     primitives: tuple[str, ...]
     effect: Effect
     reason: str
     when: When = lambda cut: True
+    least_axes: int = 2
 
 
 def _batch_groups(cut: Cut) -> bool:
@@ -72,6 +74,17 @@ def _space_and_features(cut: Cut) -> bool:
     moved = [any(n > 1 for n in step) for step in steps]  # right is only what the window leaves as it is
     windows = [d for d, k, m in zip(image[2:], kernel[2:], moved, strict=True) if m or cut.rule.operands[1][k]]
     return cut.touches(0, windows) and cut.touches(1, kernel[:1])
+
+
+def _grouped_pixels(cut: Cut) -> bool:
+    image, kernel, _ = cut.params["dimension_numbers"]
+    single = all(cut.avals[1].shape[k] == 1 for k in kernel[2:])
+    return _feature_groups(cut) and single and cut.touches(0, image[1:2])
+
+
+def _groups_and_features(cut: Cut) -> bool:
+    made = cut.rule.operands[1][cut.params["dimension_numbers"][1][0]]
+    return _feature_groups(cut) and sum(f in cut.factors for f in made) > 1
 
 
 def _indexed(cut: Cut) -> bool:
@@ -110,6 +123,20 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         ("conv_general_dilated",),
+        "wrong",
+        "A grouped convolution of single pixels, its groups cut: what is computed are other groups' features; with one "
+        "feature each and another mesh axis, the process ends.",
+        _grouped_pixels,
+        least_axes=1,
+    ),
+    Fault(
+        ("conv_general_dilated",),
+        "wrong",
+        "A grouped convolution, its groups on one mesh axis and the features of each on another.",
+        _groups_and_features,
+    ),
+    Fault(
+        ("conv_general_dilated",),
         "dear",
         "A grouped convolution with its batch or its groups cut: operands are gathered, each device does all.",
         _feature_groups,
@@ -144,15 +171,17 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
 )
 
 
-def known_fault(primitive: str, cut: Cut, *effects: Effect) -> Fault | None:
+def known_fault(primitive: str, cut: Cut, *effects: Effect, axes: int = 2) -> Fault | None:
     """The known fault of an operator some factors of whose rule are cut, None where there is none.
 
     Args:
         primitive: the operator's name.
         cut: how it is applied and what is cut.
         *effects: look for faults with one of these effects only; none for all.
+        axes: how many axes the mesh has, of more than one device each.
     """
     for fault in KNOWN_PARTITIONER_FAULTS:
-        if primitive in fault.primitives and (not effects or fault.effect in effects) and fault.when(cut):
+        concerned = primitive in fault.primitives and axes >= fault.least_axes
+        if concerned and (not effects or fault.effect in effects) and fault.when(cut):
             return fault
     return None

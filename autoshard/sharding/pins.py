@@ -13,8 +13,14 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.tracing import Traced
+from autoshard.spmdrules.given import names_axes
 from autoshard.spmdrules.place import Spec, from_partition_spec
 from autoshard.spmdrules.program import Op
+
+_EITHER = (
+    "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for what is free}, "
+    "such as {'0/*/kernel': PartitionSpec(None, 'model')} or {'0/*/kernel': (None, 'ffn')}"
+)
 
 
 def own_specs(op: Op) -> list[NamedSharding]:
@@ -70,8 +76,8 @@ def fixed_pins(
         PlanError: every pattern that matches nothing and every spec that cannot hold.
     """
     pins: dict[int, Spec] = {}
-    wrong: list[str] = []
-    for pattern, what in fixed.items():
+    wrong = _strange(fixed, word)
+    for pattern, what in () if wrong else fixed.items():
         found = [i for i, path in enumerate(traced.in_paths) if path == pattern]
         found = found or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
         if not found:
@@ -87,6 +93,20 @@ def fixed_pins(
     return pins
 
 
+def _strange(fixed: Any, word: str) -> list[str]:
+    """What of the user's table is no path, no `PartitionSpec` and no sequence of names."""
+    if not isinstance(fixed, Mapping):
+        return [f"{word} is {fixed!r}; {_EITHER}"]
+    pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not _says_something(w)]
+    return [f"{word} {pattern!r}: {what!r}; {_EITHER}" for pattern, what in pairs]
+
+
+def _says_something(what: Any) -> bool:
+    if isinstance(what, PartitionSpec):
+        return all(map(names_axes, what.partitions))
+    return isinstance(what, (tuple, list)) and all(name is None or isinstance(name, str) for name in what)
+
+
 def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
     if not isinstance(what, PartitionSpec):
         names = {name: c for c, name in axes.names.items()}
@@ -99,14 +119,15 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
             for d in range(aval.ndim)
         )
     if len(what) > aval.ndim:
-        raise PlanError(f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}")
+        raise PlanError(f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}. "
+                        "Drop the last ones")  # fmt: skip
     spec = from_partition_spec(what, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         raise PlanError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
                         "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {what} uses mesh axis {twice[0]!r} twice")
+        raise PlanError(f"{where}: {what} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
         n = layout.ways(dim)
         if aval.shape[d] % n:

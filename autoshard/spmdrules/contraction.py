@@ -139,8 +139,8 @@ def conv_general_dilated(
     """``n c s, o c x -> n o t; reduce c; whole s x t; linear 0; linear 1``: batch, features in and out.
 
     With feature groups ``n (g c) s, (g o) c x -> n (g o) t``, with batch groups ``(g n) c s, (g o) c x -> n (g o) t``.
-    Spatial dimensions are whole, but for patches that do not overlap: ``n c (t x), o c x -> n o t``. The kernel's
-    always are: the partitioner returns wrong gradients where one is cut.
+    Spatial dimensions are whole, but for patches that do not overlap, ``n c (t x), o c x -> n o t``, their gradient,
+    ``n c t, o c x1 -> n o (t x)``, and a kernel as large as the image, ``n c r, o c r -> n o 1; reduce r``.
 
     https://openxla.org/stablehlo/spec#convolution
     """
@@ -153,7 +153,7 @@ def conv_general_dilated(
     o = build.dim("o", kernel.shape[rhs[0]] // max(features, batches))
     in_batch, in_feature = (group + n, c) if batches > 1 else (n, group + c)
     spatial = [
-        slide(build, x.shape[d], kernel.shape[k], *slid, stem="s")
+        _spatial(build, x.shape[d], kernel.shape[k], *slid)
         for d, k, *slid in zip(lhs[2:], rhs[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ]
     x_dims = _arrange(lhs, [in_batch, in_feature, *(s[0] for s in spatial)])
@@ -170,6 +170,20 @@ def conv_general_dilated(
 
     needs_local = group or out_sharding is not None
     return build.rule([x_dims, kernel_dims], [result], _EITHER, local=local if needs_local else None)
+
+
+def _spatial(
+    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int
+) -> tuple[Dim, Dim, Dim]:
+    """A spatial dimension of the image, of the kernel and of the result.
+
+    A kernel for all patches, the gradient of theirs, could be summed over like one as large as the image. It is whole:
+    with space cut on one axis of a mesh that has two, the partitioner makes it too large by the size of the other.
+    """
+    if size == window > 1 and (*padding, base, dilation) == (0, 0, 1, 1):
+        dim = build.dim("r", size, "reduce", "sum")
+        return dim, dim, ()
+    return slide(build, size, window, stride, padding, base, dilation, stem="s")
 
 
 def _arrange(spec: Sequence[int], dims: Sequence[Dim]) -> Dims:

@@ -39,7 +39,7 @@ NO_RULE: Mapping[str, str] = {
 _INSIDE = "talks to other devices over a named axis, inside a shard_map, where nothing is planned"
 _REFERENCE = "makes, reads or writes memory in place, as kernels do"
 _PALLAS = "stands inside a Pallas kernel"
-_HIJAX = "works on Python objects, which jax lowers to arrays before a plan is made"
+_OBJECT = "makes, reads or writes a Python object (a box, a log, a variable), which has no sharding"
 _EXPORT = "computes sizes that are not known, which a plan must know"
 _CHECK = "an error check that checkify turns into values before the program is staged"
 _TOKEN = "orders effects; it has no elements"
@@ -51,11 +51,12 @@ EXEMPT: Mapping[str, str] = {
     "state": _REFERENCE, "new_ref": _REFERENCE, "empty_ref": _REFERENCE, "free_ref": _REFERENCE, "freeze": _REFERENCE,
     "accum_grad_in_ref": _REFERENCE,
     "pallas": _PALLAS,
-    "hijax": _HIJAX, "flax.nnx.variablelib": _HIJAX,
+    "hijax": _OBJECT, "flax.nnx.variablelib": _OBJECT,
     "export": _EXPORT,
     "checkify": _CHECK,
     "create_token": _TOKEN, "after_all": _TOKEN,
     "stage": _STEP, "zeros_like": _STEP, "custom_lin": _STEP, "custom_jvp_call_jaxpr": _STEP, "unreachable": _STEP,
+    "call_hi_primitive_linearized": _STEP,
     "jax.experimental.sparse": _SPARSE,
 }  # fmt: skip
 

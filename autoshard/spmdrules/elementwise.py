@@ -165,11 +165,14 @@ def clamp(low: Any, x: Any, high: Any, **_: Any) -> Rule:
 def convert_element_type(x: Any, *, new_dtype: Any, sharding: Any = None, **_: Any) -> Rule:
     """``a b -> a b; linear 0; moves 0``: linear where no value of the old type is rounded in the new one.
 
+    So are complex numbers from real ones, and the real parts of complex ones; these only add up, they are not ordered.
+
     https://openxla.org/stablehlo/spec#convert
     """
     exact = _holds(new_dtype, x.dtype)
+    ordered = _is_complex(new_dtype) == _is_complex(x.dtype)
     linear = ((0,),) if exact else ()
-    return pointwise(x, linear=linear, moves=(0,) if exact else (), local=drops_sharding(sharding))
+    return pointwise(x, linear=linear, moves=(0,) if exact and ordered else (), local=drops_sharding(sharding))
 
 
 def _holds(new: Any, old: Any) -> bool:
@@ -180,10 +183,12 @@ def _holds(new: Any, old: Any) -> bool:
         return False
     if not (jnp.issubdtype(new, jnp.inexact) and jnp.issubdtype(old, jnp.inexact)):
         return False
-    if jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating):
-        return False
     wide, narrow = jnp.finfo(new), jnp.finfo(old)
     return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp
+
+
+def _is_complex(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 @rule(lax.bitcast_convert_type_p)

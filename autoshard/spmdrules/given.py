@@ -47,7 +47,11 @@ class Faults:
 def mesh_sizes(mesh: Any) -> dict[str, int]:
     """Axis names and sizes of a `Mesh`, an `AbstractMesh` or a dict."""
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-    if not isinstance(sizes, Mapping) or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
+    if (
+        not isinstance(sizes, Mapping)
+        or not all(isinstance(n, int) and n > 0 for n in sizes.values())
+        or not all(isinstance(axis, str) for axis in sizes)
+    ):
         raise PropagationError(
             "mesh must be axis names with sizes, such as {'data': 4, 'model': 2}, a Mesh or an AbstractMesh; "
             f"got {mesh!r}"
@@ -65,26 +69,65 @@ def is_partial(value: Any) -> bool:
     return value is None or isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
 
 
+_NO_LEAF: dict[Callable[[Any], bool], str] = {
+    is_spec: "no spec. Write P('data') for an array's dimensions, None to let it be chosen.",
+    is_partial: "nothing that is partial. Write {mesh axis: operation}, such as {'data': 'sum'}, or None.",
+}
+_ADVICE: dict[Callable[[Any], bool], str] = {
+    is_spec: "Give one PartitionSpec or None for each array, or one for a whole subtree.",
+    is_partial: "Give one {mesh axis: operation} or None for each array, or one for a whole subtree.",
+}
+
+
 def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, faults: Faults) -> list[Any]:
     """For each leaf of `tree` what `given` says of it; one entry may stand for a whole subtree."""
-    count = jax.tree.structure(tree).num_leaves
     found: list[Any] = []
+    told = len(faults.found)
+    _match(given, tree, is_leaf, name, "", found, faults)
+    return found if told == len(faults.found) else [None] * jax.tree.structure(tree).num_leaves
 
-    def spread(entry: Any, subtree: Any) -> None:
-        if not is_leaf(entry):
-            raise ValueError(f"{entry!r} is neither")
-        found.extend([entry] * jax.tree.structure(subtree).num_leaves)
 
-    try:
-        jax.tree.map(spread, given, tree, is_leaf=is_leaf)
-    except (ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()
-        faults.add(
-            f"{name} does not match the tree it describes: {reason[0] if reason else 'another structure'}. Give one "
-            f"entry for each leaf, or one for a whole subtree; the tree is {jax.tree.structure(tree)}"
-        )
-        return [None] * count
-    return found
+def _match(
+    given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, path: str, found: list[Any], faults: Faults
+) -> None:
+    """Adds to `found` what `given` says of each leaf of `tree`, to `faults` where they have another structure."""
+    where = f"{name} does not match the tree" + (f" at {path}" if path else "")
+    if is_leaf(given):
+        found.extend([given] * jax.tree.structure(tree).num_leaves)
+        return
+    mine, own = _children(given), _children(tree)
+    if mine is None:
+        faults.add(f"{where}: {given!r} is {_NO_LEAF[is_leaf]}")
+    elif own is None:
+        faults.add(f"{where}: {given!r} stands where the arguments or results have one array. {_ADVICE[is_leaf]}")
+    elif type(given) is not type(tree):
+        faults.add(f"{where}: {_kind(given)} stands where there is {_kind(tree)}. {_ADVICE[is_leaf]}")
+    elif list(mine) != list(own):
+        faults.add(f"{where}: {_unlike(given, mine, own)}. {_ADVICE[is_leaf]}")
+    else:
+        for key, entry in mine.items():
+            _match(entry, own[key], is_leaf, name, f"{path}/{key}".lstrip("/"), found, faults)
+
+
+def _children(tree: Any) -> dict[str, Any] | None:
+    """The children of a pytree's outermost node by their keys; None of a leaf."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    if any(not path for path, _ in pairs):
+        return None
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): child for path, child in pairs}
+
+
+def _unlike(given: Any, mine: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """How the keys of what was given differ from those of the tree."""
+    if isinstance(given, (tuple, list)):
+        return f"it has {len(mine)} entries, there are {len(own)}"
+    missing, unknown = [k for k in own if k not in mine], [k for k in mine if k not in own]
+    said = [f"it lacks {', '.join(missing)}"] * bool(missing) + [f"there is no {', '.join(unknown)}"] * bool(unknown)
+    return " and ".join(said) or "its entries have another order"
+
+
+def _kind(tree: Any) -> str:
+    return f"a {type(tree).__name__} of {len(_children(tree) or ())}"
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -112,10 +155,13 @@ def place_of(
         faults: takes what is wrong.
     """
     rank = len(aval.shape)
-    terms = {**{a: "sum" for a in getattr(spec, "unreduced", None) or ()}, **(partial or {})}
-    entries: Spec = from_partition_spec(spec or (), rank)
-    used = [axis for dim in entries for axis in dim]
     what = f"{where} ({aval.str_short() if hasattr(aval, 'str_short') else tuple(aval.shape)})"
+    if strange := [e for e in getattr(spec, "partitions", ()) if not names_axes(e)]:
+        faults.add(f"{what}: {spec} holds {strange[0]!r}, which is no name of a mesh axis, nor a tuple of names.")
+        return Place(((),) * rank)
+    terms = {**{a: "sum" for a in getattr(spec, "unreduced", None) or ()}, **(partial or {})}
+    entries: Spec = from_partition_spec(() if spec is None else spec, rank)
+    used = [axis for dim in entries for axis in dim]
     told = len(faults.found)
     if len(entries) > rank:
         faults.add(f"{what}: {spec} has {len(entries)} entries, the array has {rank} dimensions. Drop the last ones.")
@@ -132,6 +178,12 @@ def place_of(
     if len(faults.found) > told:
         return Place(((),) * rank)
     return Place(_that_divide(entries, aval.shape, mesh), tuple(sorted(terms.items())))
+
+
+def names_axes(entry: Any) -> bool:
+    """Whether an entry of a `PartitionSpec` is one."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return entry is None or entry is PartitionSpec.UNCONSTRAINED or all(isinstance(name, str) for name in names)
 
 
 def _that_divide(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:

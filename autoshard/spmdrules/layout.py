@@ -159,11 +159,15 @@ class _Side:
 def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
     """``a w, a w1 -> a w2; whole w w1 w2; linear 0 1; moves 0 1``: joined along a dimension, which is whole.
 
+    Where all operands but one are empty, it passes.
+
     https://openxla.org/stablehlo/spec#concatenate
     """
-    build, first = along(xs[0].shape, (dimension,), "whole")
-    operands = [first, *(put(first, dimension, build.whole(x.shape[dimension])) for x in xs[1:])]
-    result = put(first, dimension, build.whole(sum(x.shape[dimension] for x in xs)))
+    lengths = [x.shape[dimension] for x in xs]
+    build, rest = like([1 if d == dimension else n for d, n in enumerate(xs[0].shape)])
+    alone = build.next(sum(lengths)) if sum(n > 0 for n in lengths) == 1 else None
+    joined = [build.whole(n) if alone is None or not n else alone for n in (*lengths, sum(lengths))]
+    *operands, result = (put(rest, dimension, dim) for dim in joined)
     return build.rule(operands, [result], (_joint(xs),), _joint(xs))
 
 
@@ -215,19 +219,28 @@ def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
 def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], **_: Any) -> Rule:
     """``a w, [] -> a w1; whole w w1; linear 0 1; moves 0 1``: padded dimensions are whole, others pass.
 
+    Where each element gets as many neighbours as the others, blocks of them pass: ``t, [] -> (t x); whole x``.
+
     https://openxla.org/stablehlo/spec#pad
     """
     padding = [tuple(p) for p in padding_config]
     adds = any(n > 0 for p in padding for n in p)
-    build, dims = like([n if p == (0, 0, 0) else 1 for n, p in zip(x.shape, padding, strict=True)])
-    operand, result = list(dims), list(dims)
-    for d, (n, p) in enumerate(zip(x.shape, padding, strict=True)):
-        if p != (0, 0, 0):
-            low, high, inner = p
-            operand[d] = build.whole(n)
-            result[d] = build.whole(low + high + n + max(n - 1, 0) * inner)
+    build = Build()
+    pairs = [_padded(build, n, *p) for n, p in zip(x.shape, padding, strict=True)]
+    operand, result = (tuple(side) for side in zip(*pairs, strict=True)) if pairs else ((), ())
     linear = ((0, 1),) if adds else ((0,), (0, 1))
-    return build.rule([tuple(operand), ()], [tuple(result)], linear, (0, 1) if adds else (0,))
+    return build.rule([operand, ()], [result], linear, (0, 1) if adds else (0,))
+
+
+def _padded(build: Build, size: int, low: int, high: int, inner: int) -> tuple[Dim, Dim]:
+    """A dimension before and after it is padded."""
+    if low == high == inner == 0:
+        dim = build.next(size)
+        return dim, dim
+    if size and low >= 0 and high >= 0 and low + high == inner:
+        blocks = build.dim("t", size)
+        return blocks, blocks + build.whole(inner + 1, "x")
+    return build.whole(size), build.whole(low + high + size + max(size - 1, 0) * inner)
 
 
 @rule(lax.rev_p)

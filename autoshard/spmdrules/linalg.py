@@ -143,11 +143,14 @@ def geqrf(x: Any, **_: Any) -> Rule:
 
 @rule(primitive("geqp3"))
 def geqp3(x: Any, pivots: Any, **_: Any) -> Rule:
-    """``a w w1, a w2 -> a w3 w4, a w5, a w6; whole w w1 w2 w3 w4 w5 w6``: the same with column pivots.
+    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: the same with column pivots.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """
-    return _batched((x, pivots), (2,), [x.shape[-2:], pivots.shape[-1:], (min(x.shape[-2:]),)])
+    build, batch = like(x.shape[:-2])
+    rows, columns = map(build.whole, x.shape[-2:])  # a pivot for each column: LAPACK takes their number on trust
+    results = (x.shape[-2:], pivots.shape[-1:], (min(x.shape[-2:]),))
+    return build.rule([(*batch, rows, columns), (*batch, columns)], [_whole(build, batch, core) for core in results])
 
 
 @rule(primitive("qr"))

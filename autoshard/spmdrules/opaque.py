@@ -119,14 +119,23 @@ def check_fit(name: str, text: str, avals: Sequence[Any], results: Sequence[Any]
     except RuleError as error:
         raise RuleError(f"operator '{name}': {error}. Correct its text, or the operands of this call.") from None
     if len(results) != len(rule.results):
-        raise RuleError(f"operator '{name}' returns {len(results)} arrays, '{text}' declares {len(rule.results)}")
+        raise RuleError(
+            f"operator '{name}': the function returns {len(results)} arrays, '{text}' declares {len(rule.results)} "
+            "results. Correct its text, or what it returns."
+        )
     for j, (result, dims) in enumerate(zip(results, rule.results, strict=True)):
         unknown = [f for dim in dims for f in dim if rule.factor(f).size is None]
         if unknown:
-            raise RuleError(f"operator '{name}': no operand in '{text}' has '{unknown[0]}': 'where {unknown[0]}=...'")
+            raise RuleError(
+                f"operator '{name}': no operand in '{text}' has '{unknown[0]}', of which result {j} is made; say how "
+                f"large it is with 'where {unknown[0]}=...'"
+            )
         shape = Shard(rule, {}, {}).shape(dims)
         if shape != tuple(result.shape):
-            raise RuleError(f"operator '{name}': result {j} has shape {tuple(result.shape)}, '{text}' makes it {shape}")
+            raise RuleError(
+                f"operator '{name}': result {j} has shape {tuple(result.shape)}, '{text}' makes it {shape}. Correct "
+                "its text, or what it returns."
+            )
 
 
 def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

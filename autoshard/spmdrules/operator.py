@@ -50,6 +50,8 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
     Raises:
         RuleError: the text does not parse; when it is called: the rule does not fit the operands or the results.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"@operator takes the rule as text, @operator('b d, d -> b d; whole d'); got {text!r}")
     parsed = Rule.parse(text)
 
     def decorate(fn: Callable[..., Any]) -> Any:
@@ -198,7 +200,19 @@ def _reduced(x: Any, axis: str, op: str) -> Any:
         return (lax.pmax if op == "max" else lax.pmin)(x, axis)
     if op in ("and", "or") and x.dtype == jnp.bool_:
         return (lax.pmin if op == "and" else lax.pmax)(x.astype(jnp.int32), axis).astype(jnp.bool_)
+    if op in _FOLDS:
+        return functools.reduce(_FOLDS[op], _terms(x, axis))
     raise RuleError(f"an operator's partial '{op}' of {x.dtype} over '{axis}' cannot be reduced; make the factor whole")
+
+
+_FOLDS = {"mul": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
+
+
+def _terms(x: Any, axis: str) -> list[Any]:
+    """Every shard's term, on all of them: no collective reduces by multiplying, nor by bits."""
+    wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    own = jnp.arange(lax.axis_size(axis)).reshape(-1, *[1] * x.ndim) == lax.axis_index(axis)
+    return list(lax.psum(jnp.where(own, wide, jnp.zeros_like(wide)), axis).astype(x.dtype))
 
 
 def _place(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:

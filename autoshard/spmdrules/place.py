@@ -188,5 +188,5 @@ def to_partition_spec(spec: Spec) -> PartitionSpec:
 def from_partition_spec(spec: Any, rank: int) -> Spec:
     """The spec that a `PartitionSpec` means for an array of `rank` dimensions."""
     entries = [() if e is None or e is PartitionSpec.UNCONSTRAINED else (e,) if isinstance(e, str) else tuple(e)
-               for e in tuple(spec)]  # fmt: skip
+               for e in getattr(spec, "partitions", spec)]  # fmt: skip
     return tuple([*entries, *[()] * (rank - len(entries))])

@@ -2,8 +2,9 @@
 
 Calls (`jit`, `remat`, `custom_jvp_call`, ...) are transparent: their inner values are the outer ones. Loops and
 branches get values of their own, joined to the outer ones by ties: `Tie(outer, inner, stacked=True)` says that the
-outer value is the inner one with a leading dimension of loop steps. Every pass (propagation, logical axes, cost,
-lowering) walks this one structure in the same order.
+outer value is the inner one with a leading dimension of loop steps. Operators that mean more than they show are
+written otherwise here: gathers and scatters that count along a position (`batching`), gradients of pooling (`pooling`).
+Every pass (propagation, logical axes, cost, lowering) walks this one structure in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import jax
 
 from autoshard import _compat
-from autoshard.spmdrules.registry import replicated, rule_for
+from autoshard.spmdrules.batching import Numbers
+from autoshard.spmdrules.pooling import joined
+from autoshard.spmdrules.registry import check_fit, replicated, rule_for
 from autoshard.spmdrules.rule import Rule
 
 
@@ -105,8 +108,9 @@ def walk(block: Block) -> Iterator[Op]:
 
 # Calls, which mean what their jaxpr means, and control flow. `run_state` is none: its jaxpr works on references.
 CALLS = frozenset({
-    "call", "closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call",
-    "eval_jaxpr", "jit", "linear_call", "remat2", "remat_opt", "xla_metadata_call",
+    "call", "call_hi_primitive", "closed_call", "composite", "custom_jvp_call", "custom_linear_solve",
+    "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "remat2", "remat_opt",
+    "xla_metadata_call",
 })  # fmt: skip
 CONTROL = frozenset({"scan", "while", "cond"})
 
@@ -130,6 +134,8 @@ def build(closed: Any) -> Program:
 class _Builder:
     def __init__(self, program: Program):
         self.program = program
+        self.numbers = Numbers()
+        self.fitting: dict[int, Rule] = {}  # rules that were compared with an equation, by identity
 
     def new(self, aval: Any) -> int:
         self.program.avals.append(aval)
@@ -145,14 +151,18 @@ class _Builder:
         for var in jaxpr.constvars:
             if var not in env:
                 self.fresh(var, env)
+        for var, array in zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=False):  # an open one has none
+            self.numbers.constant(env[var], array)
 
         def read(atom: Any) -> int:
             return -1 if isinstance(atom, _compat.Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
-            op = self.op(eqn, tuple(map(read, eqn.invars)), trips)
-            block.ops.append(op)
-            env.update(zip(eqn.outvars, op.results, strict=True))
+        for eqn in joined(jaxpr):
+            for each in self.numbers.equations(eqn, tuple(map(read, eqn.invars))):
+                op = self.op(each, tuple(map(read, each.invars)), trips)
+                block.ops.append(op)
+                env.update(zip(each.outvars, op.results, strict=True))
+                self.numbers.note(each, op.operands, op.results)
         block.outputs = tuple(self.new(v.aval) if (n := read(v)) < 0 else n for v in jaxpr.outvars)
 
     def nested(self, closed: Any, param: str, inputs: Sequence[int], trips: float, **place: Any) -> Block:
@@ -178,6 +188,9 @@ class _Builder:
         if rule is None:
             self.program.unknown.setdefault(name, []).append(_compat.source_line(eqn))
             rule = replicated(avals, tuple(v.aval for v in eqn.outvars))
+        elif id(rule) not in self.fitting:
+            check_fit(eqn.primitive, rule, avals, [v.aval for v in eqn.outvars], _compat.source_line(eqn))
+            self.fitting[id(rule)] = rule
         return Op(eqn, operands, results, rule, trips)
 
     def scan_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
@@ -218,6 +231,9 @@ def called(eqn: Any) -> tuple[str, Any] | None:
         return None
     if eqn.primitive.name == "custom_linear_solve":
         return "jaxprs", _solver(eqn)
+    if eqn.primitive.name == "call_hi_primitive":
+        made_of = _compat.expanded(eqn)
+        return None if made_of is None else ("_prim", made_of)
     for key, value in eqn.params.items():
         if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
             return key, value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -26,20 +27,29 @@ def rule(*primitives: Primitive | None) -> Callable[[RuleFn], RuleFn]:
 
     Raises:
         RuleError: a primitive has a rule already.
+        TypeError: something is no primitive.
     """
+    if wrong := [p for p in primitives if p is not None and not isinstance(p, Primitive)]:
+        raise TypeError(f"@rule takes primitives, got {wrong[0]!r}; write @rule(lax.add_p), one or several")
+    if not primitives:
+        raise TypeError("@rule names no primitive; write @rule(lax.add_p), one or several")
 
     def register(fn: RuleFn) -> RuleFn:
-        for primitive in primitives:
-            if primitive is None:
-                continue
-            if not isinstance(primitive, Primitive):
-                raise TypeError(f"@rule takes primitives, got {primitive!r}; write @rule(lax.add_p)")
-            if primitive in _RULES:
-                raise RuleError(f"primitive '{primitive}' has a rule already, {_RULES[primitive].__qualname__}")
-            _RULES[primitive] = fn
+        chosen = [p for p in primitives if p is not None]
+        for number, primitive in enumerate(chosen):
+            if primitive in _RULES or primitive in chosen[:number]:
+                raise RuleError(
+                    f"@rule: primitive '{primitive}' has a rule already, {_named(_RULES.get(primitive, fn))}. It has "
+                    f"one rule only: drop that one, or {_named(fn)}."
+                )
+        _RULES.update(dict.fromkeys(chosen, fn))
         return fn
 
     return register
+
+
+def _named(fn: RuleFn) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"
 
 
 def registered() -> Iterator[tuple[Primitive, RuleFn]]:
@@ -59,6 +69,9 @@ def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, 
         primitive: the primitive.
         avals: its operands' avals (shape, dtype).
         params: its parameters.
+
+    Raises:
+        RuleError: the rule cannot be made, or does not fit the operands.
     """
     fn = _RULES.get(primitive)
     if fn is None:
@@ -67,10 +80,47 @@ def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, 
     try:
         found = _CACHE.get(key)
     except TypeError:  # a parameter that cannot be hashed
-        return fn(*avals, **params)
+        return _made(fn, primitive, avals, params)
     if found is None:
-        found = _CACHE[key] = fn(*avals, **params)
+        found = _CACHE[key] = _made(fn, primitive, avals, params)
     return found
+
+
+def _made(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule:
+    """What a rule function gives, with its sizes read off the operands."""
+    try:
+        found: Any = fn(*avals, **params)
+        if not isinstance(found, Rule):
+            raise RuleError(f"it gave {found!r}, which is no Rule")
+        return found.bind(*avals) if any(f.size is None for f in found.factors) else found
+    except Exception as error:  # whatever the author of a rule got wrong
+        shapes = ", ".join(str(tuple(a.shape)) for a in avals)
+        told = str(error) if isinstance(error, RuleError) else f"it raised {type(error).__name__}: {error}"
+        raise RuleError(f"the rule of '{primitive}', {_named(fn)}, for operands {shapes}: {told}") from error
+
+
+def check_fit(primitive: Primitive, rule: Rule, avals: Sequence[Any], results: Sequence[Any], where: str) -> None:
+    """Compares a rule with one application of its primitive.
+
+    Args:
+        primitive: the primitive.
+        rule: what `rule_for` gave.
+        avals: the operands' types.
+        results: the results' types.
+        where: the user's line.
+
+    Raises:
+        RuleError: there are more or fewer arrays than it declares, or of other shapes.
+    """
+    sizes = {f.name: f.size for f in rule.factors}
+    for side, arrays, found in (("operand", rule.operands, avals), ("result", rule.results, results)):
+        declared = [tuple(math.prod(sizes[f] or 0 for f in dim) for dim in dims) for dims in arrays]
+        shapes = [tuple(a.shape) for a in found]
+        if declared != shapes:
+            raise RuleError(
+                f"the rule of '{primitive}', {_named(_RULES[primitive])}, at {where}: '{rule}' declares {side}s of "
+                f"shapes {declared}, they are {shapes}. Correct the rule."
+            )
 
 
 def replicated(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:

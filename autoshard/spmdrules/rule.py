@@ -21,17 +21,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
+from autoshard.errors import AutoshardError
+
 Kind = Literal["pass", "reduce", "whole", "halo", "index", "offset"]
 Reduction = Literal["sum", "max", "min", "mul", "and", "or", "xor", "argmax", "argmin"]
 Dims = tuple[tuple[str, ...], ...]  # for each dimension its factors, major to minor; () is a dimension of size 1
 
+KINDS: tuple[str, ...] = get_args(Kind)
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 POSITIONS = ("argmax", "argmin")  # reductions of where elements are, which only their values decide
 _CLAUSES = ("reduce", "whole", "halo", "index", "offset", "linear", "moves", "where")
+_EXAMPLES = {"linear": "linear 0", "moves": "moves 0", "where": "where k=4"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class RuleError(ValueError):
+class RuleError(AutoshardError):
     """A rule that says nothing, contradicts itself, or does not fit its operands."""
 
 
@@ -45,6 +49,8 @@ class Factor:
     op: Reduction | None = None
 
     def __post_init__(self):
+        if self.kind not in KINDS:
+            raise RuleError(f"factor '{self.name}': unknown kind '{self.kind}'; known: {', '.join(KINDS)}")
         if (self.kind == "reduce") != (self.op is not None):
             raise RuleError(f"factor '{self.name}': a reduction needs an operation, other kinds have none")
 
@@ -119,20 +125,26 @@ class Rule:
     def __post_init__(self):
         known = {f.name for f in self.factors}
         if len(known) != len(self.factors):
-            raise RuleError(f"a factor is declared twice: {self.text}")
+            raise RuleError(f"rule '{self.text}': a factor is declared twice. Declare each once, with one kind.")
         for side, arrays in (("operand", self.operands), ("result", self.results)):
             for i, dims in enumerate(arrays):
                 flat = [f for dim in dims for f in dim]
                 if len(set(flat)) != len(flat):
                     twice = next(f for f in flat if flat.count(f) > 1)
                     raise RuleError(
-                        f"{side} {i} names factor '{twice}' twice: {self.text}. Give each dimension a name."
+                        f"rule '{self.text}': {side} {i} names factor '{twice}' twice. A factor is cut in one place of "
+                        "an array; give the other dimension a name of its own."
                     )
                 if unknown := set(flat) - known:
-                    raise RuleError(f"{side} {i} uses factors without a declaration: {sorted(unknown)}")
+                    raise RuleError(
+                        f"rule {side} {i} uses {', '.join(sorted(unknown))}, of which `factors` has none. Declare them."
+                    )
         for group in (*self.linear, self.moves):
             if any(not 0 <= i < len(self.operands) for i in group):
-                raise RuleError(f"linear/moves names operand {max(group)}, there are {len(self.operands)}: {self.text}")
+                raise RuleError(
+                    f"rule '{self.text}': linear or moves names operand {max(group)}, the last one is "
+                    f"{len(self.operands) - 1}. Operands are numbered from 0."
+                )
 
     def factor(self, name: str) -> Factor:
         """The factor called `name`."""
@@ -169,14 +181,17 @@ class Rule:
             RuleError: the ranks or sizes disagree.
         """
         if len(avals) != len(self.operands):
-            raise RuleError(f"{self.text}: takes {len(self.operands)} operands, got {len(avals)}")
+            raise RuleError(f"rule '{self.text}' is for {_counted(len(self.operands), 'operand')}, got {len(avals)}")
         sizes = {f.name: f.size for f in self.factors if f.size is not None}
         for i, (aval, dims) in enumerate(zip(avals, self.operands, strict=True)):
             shape = tuple(aval.shape)
             if len(shape) != len(dims):
-                raise RuleError(f"{self.text}: operand {i} has {len(dims)} dimensions, the argument's shape is {shape}")
+                raise RuleError(
+                    f"rule '{self.text}': operand {i} is declared with {_counted(len(dims), 'dimension')}, the "
+                    f"argument's shape is {shape}"
+                )
             for d, (size, dim) in enumerate(zip(shape, dims, strict=True)):
-                _solve(sizes, dim, size, f"{self.text}: operand {i} dimension {d} (of {shape})")
+                _solve(sizes, dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})")
         return self.where(factors=tuple(replace(f, size=sizes.get(f.name)) for f in self.factors))
 
     @property
@@ -215,9 +230,11 @@ class Rule:
         Raises:
             RuleError: the text does not parse, or does not fit the operands.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"a rule is written as text, such as 'm k, k n -> m n; reduce k'; got {text!r}")
         head, *clauses = (part.strip() for part in text.split(";"))
         if head.count("->") != 1:
-            raise RuleError(f"rule '{text}': expected one '->' between operands and results")
+            raise RuleError(f"rule '{text}': write one '->' between operands and results: 'm k, k n -> m n; reduce k'")
         left, right = head.split("->")
         operands, results = _parse_arrays(left, text), _parse_arrays(right, text)
         names = dict.fromkeys(f for a in (*operands, *results) for dim in a for f in dim)
@@ -228,6 +245,10 @@ class Rule:
             word, *items = clause.split()
             if word not in _CLAUSES:
                 raise RuleError(f"rule '{text}': unknown clause '{word}'; known: {', '.join(_CLAUSES)}")
+            if not items:
+                raise RuleError(
+                    f"rule '{text}': '{word}' names nothing; say what, such as '{_EXAMPLES.get(word, word + ' k')}'"
+                )
             if word in ("linear", "moves"):
                 group = _parse_operands(items, text)
                 linear, moves = ([*linear, group], moves) if word == "linear" else (linear, group)
@@ -236,6 +257,10 @@ class Rule:
                     _apply_clause(factors, word, item, text)
         rule = cls(operands, results, tuple(factors.values()), tuple(linear), moves, local, body)
         return rule.bind(*avals) if avals else rule
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> None:
@@ -249,7 +274,8 @@ def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> 
     if unknown and known and size % known == 0:
         sizes[unknown[0]] = size // known
     elif unknown or known != size:
-        raise RuleError(f"{where} has size {size}, but {' x '.join(dim) or '1'} is {known}")
+        named = f"where {' x '.join(dim)} is {known} already" if dim else "but is declared as 1"
+        raise RuleError(f"{where} has size {size}, {named}")
 
 
 def _dims_text(dims: Dims) -> str:
@@ -295,13 +321,13 @@ def _parse_operands(items: Iterable[str], text: str) -> tuple[int, ...]:
     try:
         return tuple(int(i) for i in items)
     except ValueError:
-        raise RuleError(f"rule '{text}': linear and moves take operand numbers") from None
+        raise RuleError(f"rule '{text}': linear and moves take numbers of operands, such as 'linear 0 1'") from None
 
 
 def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -> None:
     name, _, detail = item.partition("=" if word == "where" else ":")
     if name not in factors:
-        raise RuleError(f"rule '{text}': '{word} {item}' names a factor that stands nowhere")
+        raise RuleError(f"rule '{text}': '{word} {item}' names a factor that stands in no operand and no result")
     factor = factors[name]
     if word == "where":
         if not detail.isdigit():

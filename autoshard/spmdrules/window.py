@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax import lax
@@ -27,18 +28,29 @@ def slide(
 ) -> tuple[Dim, Dim, Dim]:
     """A dimension over which windows slide, the window's own, and the one that counts windows.
 
-    Windows of one element pass. Those that neither overlap nor leave anything out make two factors of the dimension,
-    which windows and which element of one. All others need it whole.
+    Where the dimension and the windows make blocks, as many elements and as many windows in each, and no window takes
+    an element of another block, the blocks pass: patches, ``(t x) -> t``, and their gradient, ``t -> (t x)``. All
+    others need it whole.
     """
-    simple = (tuple(padding), base) == ((0, 0), 1)
-    if simple and window == stride == 1:
-        dim = build.next(size)
-        return dim, (), dim
-    if simple and window == stride and dilation == 1 and size and size % window == 0:
-        counted, element = build.dim("t", size // window), build.whole(window, "x")
-        return counted + element, element, counted
     counted = window_count(size, window, stride, padding, base, dilation)
-    return build.whole(size, stem), build.whole(window, "x"), build.whole(counted, "t")
+    ends = math.lcm(stride, base)  # the blocks', in steps of the dilated dimension
+    elements, windows = ends // base, ends // stride
+    starts = [step * stride - padding[0] for step in range(windows)]
+    if size * base != counted * stride or not size or not _local(starts, window, dilation, ends, base):
+        return build.whole(size, stem), build.whole(window, "x"), build.whole(counted, "t")
+    blocks = build.next(size) if elements == windows else build.dim("t", size // elements)
+    taken, given = build.whole(elements, "x"), build.whole(windows, "x")
+    patches = (window, dilation, base, padding[0]) == (elements, 1, 1, 0)
+    return blocks + taken, taken if patches else build.whole(window, "x"), blocks + given
+
+
+def _local(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
+    """Whether windows that begin at `starts` take no element but those from 0 to `end`.
+
+    Elements stand at the multiples of `base`, nothing between them.
+    """
+    taken = (start + place * dilation for start in starts for place in range(window))
+    return all(0 <= position < end for position in taken if position % base == 0)
 
 
 def _windows(

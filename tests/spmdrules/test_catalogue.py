@@ -1,6 +1,7 @@
 """Every named operator and every gradient: what is derived for it, and its equations by execution."""
 
 import functools
+import itertools
 import math
 import re
 import subprocess
@@ -36,7 +37,7 @@ FAMILIES = (
 )  # fmt: skip
 # Nothing of these can be cut; their rows say why.
 NOTHING_TO_CUT = {
-    "beta", "choice", "convolve", "convolve_grad", "dirichlet", "fold_in", "gamma", "nanmedian", "nonzero", "pad_edge",
+    "beta", "choice", "convolve", "convolve_grad", "dirichlet", "fold_in", "gamma", "nonzero", "pad_edge",
     "pad_edge_grad", "permutation", "schur", "unique", "warmup_cosine_rate",
 }  # fmt: skip
 EVERY = [pytest.param(op, gradient, id=op.name + "_grad" * gradient)
@@ -122,11 +123,11 @@ def signature(primitive: Any, avals: Any, params: Any, rule: Rule | None, exact:
     return primitive, types, factors, rule.linear, rule.moves
 
 
-def signatures(op: Operator) -> Iterator[Any]:
+def signatures(op: Operator, exact: bool = False) -> Iterator[Any]:
     for each in build(jax.make_jaxpr(op.fn)(*op.args)).ops():
         if each.rule is not None:
             avals = [v.aval for v in each.eqn.invars]
-            yield signature(each.eqn.primitive, avals, each.eqn.params, each.rule, False)
+            yield signature(each.eqn.primitive, avals, each.eqn.params, each.rule, exact)
 
 
 def of_case(case: Case, exact: bool) -> Any:
@@ -174,6 +175,49 @@ def test_equations_with_the_partitioner(op, gradient):
         assert not FOUND[key], told(FOUND[key])
 
 
+# Forward derivatives are made of what operators and gradients are made of, and of a few others.
+FORWARD = [pytest.param(op, id=op.name) for _, op in CATALOGUE if op.wrt]
+FORWARD_SAMPLE = [param for param in FORWARD if param.id in ("layer_norm", "max_pool1d", "sort")]
+
+
+def anew(case: Case) -> Case:
+    """A case with other floats: those of a derivative may cancel, in products of an inverse with its matrix."""
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in case.operands]
+    other = [values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
+    return Case(case.eqn, tuple(o if f else x for f, o, x in zip(floats, other, case.operands, strict=True)))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("op", FORWARD_SAMPLE)
+def test_equations_of_common_tangents(op):
+    assert op.forward is not None
+    examine(op.forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", FORWARD)
+def test_equations_of_tangents(op):
+    forward = op.forward
+    known = {*signatures(op, True), *signatures(op.gradient, True)}
+    if set(signatures(forward, True)) <= known:
+        return
+    for case in collect(forward.fn, forward.args):
+        key = ("partitioner", exact := of_case(case, exact=True))
+        if exact in known:
+            continue
+        if key not in FOUND:
+            FOUND[key] = check_case(anew(case), partitioner=True)
+        assert not FOUND[key], told(FOUND[key])
+
+
+def test_tangents_are_those_of_the_operator():
+    op = next(op for _, op in CATALOGUE if op.name == "layer_norm")
+    args, tangents = ([values(k + n, x) for k, x in enumerate(op.args)] for n in (0, 10))
+    expected = jax.jvp(op.fn, args, tangents)[1]
+    assert op.wrt == (0, 1, 2) and op.forward is not None
+    assert difference(plain(expected), plain(op.forward.fn(*args, *tangents)[0])) is None
+
+
 # What the whole operator does on devices -----------------------------------------------------------------------
 
 
@@ -210,11 +254,15 @@ def faults(op: Operator, *effects: Any) -> bool:
 ROUNDING = {"float32": 1e-3, "complex64": 1e-3}
 # Cuts that are free by the rules and for which the partitioner communicates all the same.
 _SLICED = "a part of something whole is cut out by moving pieces of a cut copy"
+_COUNTING = ("choose", "choose_grad", "nanmedian", "nanmedian_grad", "diagonal", "diagonal_grad")
+_POOLING = ("avg_pool1d_grad", "avg_pool2d_grad", "avg_pool3d_grad", "sum_pool2d_grad", "lp_pool2d_grad")
 DEAR = {
     ("tile_grad", "b"): "the copies are summed up as if they were cut, too",
     ("crelu_grad", "b"): _SLICED,
     ("learned_positions", "b"): _SLICED,
     ("sinusoidal_positions", "c"): _SLICED,
+    **dict.fromkeys(itertools.product(_COUNTING, "abc"), "these positions are a batch in a plan's own program only"),
+    **dict.fromkeys(itertools.product(_POOLING, "bdf"), "this gradient is one operator in a plan's own program only"),
 }
 
 

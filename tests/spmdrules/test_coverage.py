@@ -11,7 +11,7 @@ from autoshard.spmdrules.coverage import EXEMPT, NO_RULE, STRUCTURE, standing, s
 
 MOST_WITHOUT_RULE = 15
 # Rows that the other end of the supported versions needs.
-EARLIER = {"call", "closed_call", "reduced_vary_cast_p", "flax.nnx.variablelib"}
+EARLIER = {"call", "closed_call", "reduced_vary_cast_p", "hijax", "flax.nnx.variablelib"}
 LATER = {"xla_metadata_call", "reduced_vary_cast"}
 
 LISTING = """

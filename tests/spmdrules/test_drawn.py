@@ -6,6 +6,7 @@ find is printed with what repeats it.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard import auto_shard, check_rule, plan
+from autoshard.errors import AutoshardWarning
 from tests.spmdrules.drawn import INDICES, MESHES, Chain, chains, goals, placements
+from tests.spmdrules.drawn_networks import networks
 from tests.spmdrules.drawn_operators import Drawn, exchanges, operators
 from tests.spmdrules.simulate import simulate
 
@@ -96,15 +99,21 @@ def check_plan(chain: Chain, data: Any) -> None:
         loss = lambda *xs: sum((jnp.tanh(y) ** 2).sum() for y in chain(*args[:INDICES], *xs))  # noqa: E731
         return chain(*args), jax.grad(loss, tuple(i - INDICES for i in floats))(*args[INDICES:])
 
-    mesh = data.draw(st.sampled_from(MESHES[1:]), "mesh")
-    axes = plan(both, *chain.args, mesh=mesh).logical_axes.values()
-    names = sorted({name for dims in axes for name in dims if name != "1"})
+    check_under_drawn_plan(both, chain.args, data, MESHES[1:])
+
+
+def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
+    """A function under a table that cuts some of its logical axes, drawn at random, gives one device's result."""
+    mesh = data.draw(st.sampled_from(meshes), "mesh")
+    warnings.simplefilter("ignore", AutoshardWarning)  # of plans that cut nothing
+    axes = plan(fn, *args, mesh=mesh).logical_axes.values()
+    names = sorted({part for dims in axes for name in dims for part in name.split("*") if part != "1"})
     assume(names)
     some = st.lists(st.sampled_from(names), max_size=3, unique=True)
     table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, some)), "table")
     assume(any(table.values()))
-    found = auto_shard(both, plan=table, mesh=mesh)(*chain.args)
-    for got, whole in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(both)(*chain.args)), strict=True):
+    found = auto_shard(fn, plan=table, mesh=mesh)(*args)
+    for got, whole in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         close(got, whole)
 
 
@@ -146,3 +155,15 @@ def test_an_exchange_in_a_planned_function(drawn):
 @given(exchanges())
 def test_exchanges_in_planned_functions(drawn):
     check_exchange(*drawn[1:])
+
+
+@pytest.mark.slow
+@deep(150)
+@given(networks(), st.data())
+def test_networks_under_drawn_plans_give_their_results(drawn, data):
+    step, kernels, x = drawn
+    try:
+        jax.eval_shape(step, kernels, x)
+    except (TypeError, ValueError, ZeroDivisionError):
+        assume(False)  # nothing is left of the image
+    check_under_drawn_plan(step, (kernels, x), data, (*MESHES[1:], {"x": 8}, {"x": 2, "y": 2, "z": 2}))

@@ -48,6 +48,11 @@ _INTEGERS = {
 _TOTAL_ORDER = ("eq_to", "lt_to", "le_to")
 
 
+def _real(x):
+    """The real part as a conversion; `astype` takes it by `real`, the gradient of a conversion to complex by this."""
+    return bind("convert_element_type")(x, new_dtype=np.dtype(np.float32), weak_type=False, sharding=None)
+
+
 def _on_one(axis_type):
     return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",), axis_types=(axis_type,)), PartitionSpec())
 
@@ -137,6 +142,8 @@ ROWS = [
     Row("mul", lax.mul, (f32(0, 8), f32(0, 8)), "a b, a b -> a b; whole a; linear 0; linear 1", "nothing"),
     Row("div", lax.div, (X, numbers(4, 8, low=1, high=2)), "a b, a b -> a b; linear 0"),
     Row("div", lax.div, (INTS, 1 + below(5, 4, 8)), _TWO, "of integers"),
+    *(Row(name, _BINARY[name], (np.float32(low), np.float32(high)), "[], [] -> []", f"of {low} and {high}")
+      for name in ("max", "min") for low, high in ((1.0, 3.0), (-1.0, 0.25))),
     Row("select_n", lax.select_n, (of(jnp.bool_, 4, 8), X, X), "a b, a b, a b -> a b; linear 1 2; moves 1 2"),
     Row("select_n", lax.select_n, (of(jnp.bool_), X, X), "[], a b, a b -> a b; linear 1 2; moves 1 2", "by a scalar"),
     Row("select_n", lax.select_n, (below(3, 4, 8), X, X, X),
@@ -146,7 +153,8 @@ ROWS = [
     Row("convert_element_type", lambda x: x.astype(jnp.bfloat16), (X,), _SAME, "to less"),
     Row("convert_element_type", lambda x: x.astype(jnp.float32), (of(jnp.bfloat16, 4, 8),), _MOVED, "to more"),
     Row("convert_element_type", lambda x: x.astype(jnp.float16), (of(jnp.bfloat16, 4, 8),), _SAME, "to other"),
-    Row("convert_element_type", lambda x: x.astype(jnp.complex64), (X,), _MOVED, "to complex"),
+    Row("convert_element_type", lambda x: x.astype(jnp.complex64), (X,), _LINEAR, "to complex"),
+    Row("convert_element_type", _real, (of(jnp.complex64, 4, 8),), _LINEAR, "to real"),
     Row("convert_element_type", lambda x: x.astype(jnp.float32), (INTS,), _SAME, "of integers"),
     Row("convert_element_type", lambda x: x.astype(jnp.int32), (X,), _SAME, "to integers"),
     Row("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.int32), (X,), _SAME),

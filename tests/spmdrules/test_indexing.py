@@ -28,13 +28,17 @@ def _batched_rows(x, i):
     return jax.vmap(lambda x, i: x[i])(x, i)
 
 
+def _squared_along_the_middle(x, i):
+    return jax.grad(lambda x: (jnp.take_along_axis(x, i, 1) ** 2).sum())(x)
+
+
 def _at(method, axis=0, **options):
     index = (slice(None),) * axis
     return lambda x, i, u: getattr(x.at[(*index, i)], method)(u, **options)
 
 
-def _batched_add(x, i, u):
-    return jax.vmap(lambda x, i, u: x.at[i].add(u))(x, i, u)
+def _batched_at(method):
+    return jax.vmap(lambda x, i, u: getattr(x.at[i], method)(u))
 
 
 def _add_window(x, starts, updates):
@@ -54,6 +58,10 @@ ROWS = [
     Row("gather", _take(mode="clip"), (of(jnp.bool_, 8, 4), ROWS_OF_8), f"w d, b 1 -> b d; whole w; {_MOVED}", "bools"),
     Row("gather", lambda x, i: jnp.take_along_axis(x, i, 1), (f32(4, 8), below(8, 4, 4)),
         f"b v, b b1 1 -> b b1; index v; {_MOVED}", "along an axis"),
+    Row("gather", lambda x, i: jnp.take_along_axis(x, i, 1), (f32(4, 8, 6), below(8, 4, 2, 6)),
+        f"b v b2, b b1 b2 1 -> b b1 b2; index v; {_MOVED}", "along the middle"),
+    Row("scatter-add", _squared_along_the_middle, (f32(4, 8, 6), below(8, 4, 2, 6)),
+        "b v b1, b n b1 1, b n b1 -> b v b1; reduce n; index v; linear 0 2", "along the middle"),
     Row("gather", _batched_rows, (f32(4, 8, 4), below(8, 4, 4)),
         f"b v d, b b1 1 -> b b1 d; index v; {_MOVED}", "batched"),
     Row("gather", lambda x, i, j: x[i, j], (f32(8, 4), below(8, 4), below(4, 4)),
@@ -67,7 +75,7 @@ ROWS = [
         "v d, n 1, n d -> v d; reduce n; index v; linear 0 2", "clip"),
     Row("scatter-add", _at("add", mode="drop"), (TABLE, _OUTSIDE, f32(8, 4)),
         "v d, n 1, n d -> v d; reduce n; index v; linear 0 2", "drop"),
-    Row("scatter-add", _batched_add, (f32(4, 8, 4), below(8, 4, 4), f32(4, 4, 4)),
+    Row("scatter-add", _batched_at("add"), (f32(4, 8, 4), below(8, 4, 4), f32(4, 4, 4)),
         "b v d, b n 1, b n d -> b v d; reduce n; index v; linear 0 2", "batched"),
     Row("scatter-add", lambda x, i, j, u: x.at[i, j].add(u), (f32(8, 4), below(8, 4), below(4, 4), f32(4)),
         "v v1, n w, n -> v v1; reduce n; whole w; index v v1; linear 0 2", "points"),
@@ -83,6 +91,16 @@ ROWS = [
     Row("scatter-max", _at("max"), (TABLE, ROWS_OF_8, _ROWS_OF_4), "v d, n 1, n d -> v d; reduce n:max; index v"),
     Row("scatter", _at("set"), (TABLE, distinct(8, 4), _ROWS_OF_4),
         "v d, n 1, n d -> v d; whole n; index v; linear 0 2; moves 0 2"),
+    Row("scatter-mul", _batched_at("multiply"), (f32(4, 8, 4), below(8, 4, 4), f32(4, 4, 4)),
+        "b v d, b n 1, b n d -> b v d; reduce n:mul; index v; linear 0", "batched"),
+    Row("scatter-max", _batched_at("max"), (f32(4, 8, 4), below(8, 4, 4), f32(4, 4, 4)),
+        "b v d, b n 1, b n d -> b v d; reduce n:max; index v", "batched"),
+    Row("scatter", _batched_at("set"), (f32(4, 8, 4), np.stack([distinct(8, 4)] * 4), f32(4, 4, 4)),
+        "b v d, b n 1, b n d -> b v d; whole n; index v; linear 0 2; moves 0 2", "batched"),
+    Row("scatter", lambda x, i, u: x.at[i, i].set(u), (f32(8, 8), np.arange(8, dtype=np.int32), f32(8)),
+        "v v1, n w, n -> v v1; whole n w; index v v1; linear 0 2; moves 0 2", "diagonal"),
+    Row("scatter", lambda x, u: x.at[..., -1, -1].set(u), (f32(4, 8, 8), f32(4)),
+        "d v v1, w, d -> d v v1; whole w; index v v1; linear 0 2; moves 0 2", "one point"),
     Row("scatter", lambda x, i: x.at[i].apply(jnp.sin), (TABLE, distinct(8, 4)),
         "v d, n 1, n d -> v d; whole n; index v", "apply"),
     Row("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, 0), (3, 4)), (TABLE, np.int32(4)),

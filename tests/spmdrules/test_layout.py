@@ -14,7 +14,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.spmdrules.build import Build
 from autoshard.spmdrules.layout import common_factors
-from tests.spmdrules.rows import Row, exists, f32, keys
+from tests.spmdrules.rows import Row, exists, f32, keys, of
 
 X = f32(4, 8)
 _MOVED = "linear 0; moves 0"
@@ -59,16 +59,25 @@ ROWS = [
     Row("reshape", _reshape(1), (f32(),), f"[] -> 1; {_MOVED}", "a scalar"),
     Row("concatenate", lambda x, y: jnp.concatenate([x, y], 1), (X, f32(4, 4)),
         f"a w, a w1 -> a w2; whole w w1 w2; {_BOTH}"),
+    Row("concatenate", lambda x, y: jnp.concatenate([y, x, y], 1), (X, f32(4, 0)),
+        "a w, a b, a w1 -> a b; whole w w1; linear 0 1 2; moves 0 1 2", "with nothing"),
+    Row("concatenate", lambda x: jnp.concatenate([x, x], 1), (f32(4, 0),),
+        f"a w, a w1 -> a w2; whole w w1 w2; {_BOTH}", "of nothing"),
     Row("split", lambda x: lax.split(x, (3, 5), 1), (X,), f"a w -> a w1, a w2; whole w w1 w2; {_MOVED}"),
     Row("pad", lambda x, v: lax.pad(x, v, ((0, 0, 0), (1, 2, 1))), (X, f32()),
         f"a w, [] -> a w1; whole w w1; {_BOTH}"),
     Row("pad", lambda x, v: lax.pad(x, v, ((0, -2, 0), (0, 0, 0))), (X, f32()),
         "w a, [] -> w1 a; whole w w1; linear 0; linear 0 1; moves 0", "negative"),
+    Row("pad", lambda x, v: lax.pad(x, v, ((0, 0, 0), (1, 2, 3))), (X, f32()),
+        f"a t, [] -> a (t x); whole x; {_BOTH}; where t=8 x=4", "as much around each"),
+    Row("pad", lambda x, v: lax.pad(x, v, ((-1, 2, 1), (0, 0, 0))), (X, f32()),
+        f"w a, [] -> w1 a; whole w w1; {_BOTH}", "moved"),
     Row("rev", lambda x: lax.rev(x, (1,)), (X,), f"a w -> a w; whole w; {_MOVED}"),
     Row("slice", lambda x: x[:, 2:7], (X,), f"a w -> a w1; whole w w1; {_MOVED}"),
     Row("slice", lambda x: x[:, 1::2], (X,), f"a (t x) -> a t; whole x; {_MOVED}; where t=4 x=2", "every other"),
     Row("slice", lambda x: x[:, 1:6:2], (X,), f"a w -> a w1; whole w w1; {_MOVED}", "strided"),
     Row("slice", lambda x: lax.slice(x, (1, 0), (2, 8)), (X,), f"w a -> 1 a; whole w; {_MOVED}", "one row"),
+    Row("slice", lambda x: x[:1], (of(jnp.int32, 2, 8),), f"w a -> 1 a; whole w; {_MOVED}", "first of two integers"),
     Row("iota", _iota(jnp.int32), (), "-> a b; offset b"),
     Row("iota", _iota(jnp.bfloat16, 0), (), "-> a b; offset a", "of floats"),
     Row("iota", lambda: lax.broadcasted_iota(jnp.int32, (4, 1), 1), (), "-> a 1", "of one"),

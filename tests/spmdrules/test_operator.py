@@ -1,5 +1,6 @@
 """Opaque operators with declared rules: in jaxprs, under transformations, on shards."""
 
+import functools
 import re
 
 import jax
@@ -199,6 +200,23 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     assert COLLECTIVE.findall(compiled(sharded, *cut)) == [collective]
 
 
+@pytest.mark.parametrize(
+    "op,x",
+    [("mul", normal(0, 4, 8))]
+    + [(op, jax.random.randint(jax.random.key(1), (4, 8), 0, 255)) for op in ("and", "or", "xor")]
+    + [("xor", normal(2, 4, 8) > 0)],
+)
+def test_run_sharded_folds_what_no_collective_reduces(mesh8, op, x):
+    fold = {"mul": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}[op]
+    folded = operator(f"b k -> b; reduce k:{op}")(lambda x: functools.reduce(fold, list(x.T)))
+    (eqn,) = equations(folded, x)
+    sharded = lambda x: run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x)[0]  # noqa: E731
+    np.testing.assert_allclose(sharded(x), folded.__wrapped__(x), rtol=1e-5)
+    if op == "mul":
+        gradients = [jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (sharded, folded.__wrapped__)]
+        np.testing.assert_allclose(*gradients, rtol=1e-4)
+
+
 def test_run_sharded_reductions_sizes_and_copies(mesh8):
     largest = operator("b k -> b; reduce k:max")(lambda x: x.max(1))
     x = normal(0, 4, 8)
@@ -249,9 +267,9 @@ def test_an_operator_inside_the_users_own_shard_map(mesh8):
 @pytest.mark.parametrize(
     "text,args,message",
     [
-        ("b s -> b s", (jnp.ones(4),), "operand 0 has 2 dimensions, the argument's shape is"),
-        ("b, b -> b", (jnp.ones(4),), "takes 2 operands, got 1"),
-        ("b -> b, b", (jnp.ones(4),), "returns 1 arrays, 'b -> b, b' declares 2"),
+        ("b s -> b s", (jnp.ones(4),), "operand 0 is declared with 2 dimensions, the argument's shape is"),
+        ("b, b -> b", (jnp.ones(4),), "is for 2 operands, got 1"),
+        ("b -> b, b", (jnp.ones(4),), "the function returns 1 arrays, .b -> b, b. declares 2"),
         ("b -> b 1", (jnp.ones(4),), r"result 0 has shape \(4,\), 'b -> b 1' makes it \(4, 1\)"),
         ("b -> c", (jnp.ones(4),), "no operand in 'b -> c' has 'c'"),
     ],
@@ -262,7 +280,7 @@ def test_a_declaration_that_does_not_fit_the_call_is_told(text, args, message):
 
 
 def test_a_text_that_does_not_parse_is_told_at_once():
-    with pytest.raises(RuleError, match="expected one '->'"):
+    with pytest.raises(RuleError, match="write one '->'"):
         operator("b s d")
 
 

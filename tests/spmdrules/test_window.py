@@ -19,6 +19,14 @@ def _window(x, init, op, padding="SAME", size=3, stride=1):
     return lax.reduce_window(x, init, op, (1, size, 1), (1, stride, 1), padding)
 
 
+def _dilated(size, stride, padding):
+    """Windows over elements with as many zeros between them."""
+    around = ((0, 0), padding, (0, 0))
+    return lambda x: lax.reduce_window(
+        x, 0.0, lax.add, (1, size, 1), (1, stride, 1), around, base_dilation=(1, 2, 1)
+    )  # fmt: skip
+
+
 def _own(x):
     return _window(x, 1.0, lambda a, b: a * b + 0.5 * a + 0.1)
 
@@ -54,6 +62,12 @@ ROWS = [
         "a w b -> a t b; whole w t; linear 0"),
     Row("reduce_window_sum", lambda x: _window(x, 0.0, lax.add, "VALID", 2, 2), (X,),
         "a (t x) b -> a t b; whole x; linear 0; where t=4 x=2", "of parts"),
+    Row("reduce_window_sum", lambda x: _window(x, 0.0, lax.add, "VALID", 3, 4), (f32(4, 16, 4),),
+        "a (t x) b -> a t b; whole x; linear 0; where t=4 x=4", "of parts with gaps"),
+    Row("reduce_window_sum", _dilated(2, 1, (1, 1)), (X,),
+        "a t b -> a (t x) b; whole x; linear 0; where t=8 x=2", "into parts"),
+    Row("reduce_window_sum", _dilated(3, 2, (1, 1)), (X,), "a b c -> a b c; linear 0", "of one each"),
+    Row("reduce_window_sum", _dilated(2, 1, (0, 2)), (X,), "a w b -> a t b; whole w t; linear 0", "into parts, moved"),
     Row("reduce_window_max", lambda x: _window(x, -jnp.inf, lax.max), (X,), "a w b -> a t b; whole w t"),
     Row("reduce_window_max", lambda x: _window(x, -jnp.inf, lax.max, "VALID", 2, 2), (X,),
         "a (t x) b -> a t b; whole x; where t=4 x=2", "of parts"),

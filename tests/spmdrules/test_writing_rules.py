@@ -18,7 +18,7 @@ def own_registry(monkeypatch):
 
 
 def test_examples_run_in_order(own_registry):
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     names = {"__name__": "example"}
     for example in EXAMPLES:
         exec(compile(example, PAGE.name, "exec"), names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,20 +34,41 @@ class Operator:
         """The vector-Jacobian product: the arguments, then cotangents shaped like the floating-point results."""
         if not self.wrt:
             return None
-        results = jax.eval_shape(self.fn, *self.args)
-        floats = [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        floats = _floats(jax.eval_shape(self.fn, *self.args))
         return Operator(f"{self.name}_grad", self._vjp, (*self.args, *floats), (), f"the gradient of {self.name}")
+
+    @property
+    def forward(self) -> Operator | None:
+        """The Jacobian-vector product: the arguments, then tangents of those that it is differentiated by."""
+        if not self.wrt:
+            return None
+        kinds = [self.args[i] for i in self.wrt]
+        tangents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kinds)
+        return Operator(f"{self.name}_jvp", self._jvp, (*self.args, *tangents), (), f"the tangents of {self.name}")
 
     def _vjp(self, *given: Any) -> tuple[Any, ...]:
         args, cotangents = given[: len(self.args)], given[len(self.args) :]
+        return jax.vjp(*self._differentiable(args))[1](list(cotangents))
+
+    def _jvp(self, *given: Any) -> list[Any]:
+        args, tangents = given[: len(self.args)], given[len(self.args) :]
+        fn, *primals = self._differentiable(args)
+        return jax.jvp(fn, tuple(primals), tangents)[1]
+
+    def _differentiable(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """A function from the arguments that it is differentiated by to its floating-point results, and those."""
 
         def floats(*chosen: Any) -> list[Any]:
             full = list(args)
             for position, x in zip(self.wrt, chosen, strict=True):
                 full[position] = x
-            return [x for x in jax.tree.leaves(self.fn(*full)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return _floats(self.fn(*full))
 
-        return jax.vjp(floats, *(args[i] for i in self.wrt))[1](list(cotangents))
+        return floats, *(args[i] for i in self.wrt)
+
+
+def _floats(results: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

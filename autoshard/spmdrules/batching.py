@@ -1,0 +1,191 @@
+"""Gathers and scatters that count along one of their positions, as batched ones.
+
+``x[jnp.arange(batch)[:, None], tokens]`` takes from row 0 of `x` for row 0 of `tokens`, from row 1 for row 1, and so
+on: a batch of smaller problems, which can be cut without any communication. The operator alone does not show it, its
+positions being values like others: neither a rule nor XLA's partitioner could know. So the whole numbers of a program
+that are the same whatever its inputs are followed through what makes positions of them (wrapping those below zero,
+broadcasting, joining components), and where a component turns out to count along a dimension of the positions, over the
+whole of the operand's, the operator is given batching dimensions in its place. It means the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from autoshard import _compat
+
+# Numbers that differ along one dimension at most; every other dimension is of size 1.
+Line = np.ndarray
+
+_POINTWISE: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "lt": np.less,
+    "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert, "copy": np.asarray, "stop_gradient": np.asarray,
+    "convert_element_type": np.asarray, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases, mode="clip"),
+}  # fmt: skip
+_LONGEST = 1 << 20  # a line is not kept beyond this: random bits count further
+_LARGEST = 1 << 22  # a constant with more elements is not looked at: it is data
+_RESHAPES = ("reshape", "squeeze", "expand_dims")
+_MAPPED = ("start_index_map", "scatter_dims_to_operand_dims")
+_DROPPED = ("collapsed_slice_dims", "inserted_window_dims")
+_BATCHES = ("start_indices_batching_dims", "scatter_indices_batching_dims")
+
+
+@dataclass(eq=False)
+class Numbers:
+    """The whole numbers of a program that its inputs do not change, by the numbers of its values.
+
+    Attributes:
+        lines: what a value holds.
+        components: of a value that was joined along its last dimension, each element of that; None is not known.
+    """
+
+    lines: dict[int, Line] = field(default_factory=dict)
+    components: dict[int, list[Line | None]] = field(default_factory=dict)
+
+    def constant(self, value: int, array: Any) -> None:
+        """Notes what a constant of the program holds."""
+        if not isinstance(array, np.ndarray | jax.Array) or _compat.is_tracer(array) or not _is_whole(array.dtype):
+            return
+        here = isinstance(array, np.ndarray) or array.is_fully_addressable
+        if here and array.size <= _LARGEST:
+            self._keep(value, _line(np.asarray(array)))
+
+    def note(self, eqn: Any, operands: Sequence[int], results: Sequence[int]) -> None:
+        """Notes what the result of an equation holds."""
+        if len(results) != 1 or not _is_whole(getattr(eqn.outvars[0].aval, "dtype", None)):
+            return
+        given = [self._line_of(*each) for each in zip(eqn.invars, operands, strict=True)]
+        shape = eqn.outvars[0].aval.shape
+        if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(shape) - 1:
+            columns = [self._columns_of(*each) for each in zip(eqn.invars, operands, given, strict=True)]
+            self.components[results[0]] = [column for some in columns for column in some]
+        elif (made := _result(eqn, given)) is not None:
+            self._keep(results[0], made.astype(eqn.outvars[0].aval.dtype))
+
+    def equations(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
+        """An equation; if it is a gather or scatter that counts along positions, those of a batched one."""
+        if eqn.primitive.name != "gather" and not eqn.primitive.name.startswith("scatter"):
+            return (eqn,)
+        columns = self.components.get(operands[1])
+        if columns is None:
+            return (eqn,)
+        x, indices = (v.aval.shape for v in eqn.invars[:2])
+        counted = _counted(columns, x, indices, eqn.params["dimension_numbers"])
+        kept = [p for p in range(len(columns)) if p not in counted]
+        return _batched(eqn, counted, kept) if counted and kept else (eqn,)
+
+    def _keep(self, value: int, line: Line | None) -> None:
+        if line is not None and sum(n != 1 for n in line.shape) <= 1 and line.size <= _LONGEST:
+            self.lines[value] = line
+
+    def _line_of(self, atom: Any, value: int) -> Line | None:
+        if value >= 0:
+            return self.lines.get(value)
+        return _line(np.asarray(atom.val).astype(atom.aval.dtype)) if _is_whole(atom.aval.dtype) else None
+
+    def _columns_of(self, atom: Any, value: int, line: Line | None) -> list[Line | None]:
+        count = atom.aval.shape[-1]
+        return self.components.get(value) or ([line] if count == 1 else [None] * count)
+
+
+def _is_whole(dtype: Any) -> bool:
+    return dtype is not None and not _compat.is_extended(dtype) and np.dtype(dtype).kind in "biu"
+
+
+def _line(array: np.ndarray) -> Line | None:
+    """An array that is the same along all dimensions but one, with these of size 1."""
+    for d, size in enumerate(array.shape):
+        first = array.take([0], d) if size else array
+        if size > 1 and (array == first).all():
+            array = first
+    return array if sum(n != 1 for n in array.shape) <= 1 else None
+
+
+def _result(eqn: Any, given: Sequence[Line | None]) -> Line | None:
+    """What an equation makes of these operands, None if that is not known."""
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
+    if name == "iota" and not given and shape[params["dimension"]] <= _LONGEST:
+        return _along(np.arange(shape[params["dimension"]]), params["dimension"], len(shape))
+    lines = [line for line in given if line is not None]
+    if not lines or len(lines) < len(given):
+        return None
+    if name in _POINTWISE:
+        with np.errstate(over="ignore"):
+            return _POINTWISE[name](*lines)
+    if name == "broadcast_in_dim":
+        sizes = dict(zip(params["broadcast_dimensions"], lines[0].shape, strict=True))
+        return lines[0].reshape([sizes.get(d, 1) for d in range(len(shape))])
+    if name in _RESHAPES and not (name == "reshape" and params["dimensions"]):
+        return _reshaped(lines[0], eqn.invars[0].aval.shape, shape)
+    return None
+
+
+def _along(numbers: np.ndarray, dimension: int, rank: int) -> Line:
+    return numbers.reshape([-1 if d == dimension else 1 for d in range(rank)])
+
+
+def _reshaped(line: Line, old: Sequence[int], new: Sequence[int]) -> Line | None:
+    """A line whose dimensions of size 1 come and go; None where its own is merged with others or split."""
+    d = next((d for d, n in enumerate(line.shape) if n != 1), None)
+    if d is None:
+        return line.reshape([1] * len(new))
+    before = math.prod(old[:d])
+    e = next((e for e, n in enumerate(new) if n == old[d] and math.prod(new[:e]) == before), None)
+    return None if e is None else _along(line.ravel(), e, len(new))
+
+
+def _field(numbers: Any, names: Sequence[str]) -> str:
+    """What gathers and scatters call by different names."""
+    return next(name for name in names if hasattr(numbers, name))
+
+
+def _counted(
+    columns: Sequence[Line | None], x: Sequence[int], indices: Sequence[int], numbers: Any
+) -> dict[int, tuple[int, int]]:
+    """The components that count: the operand's dimension, and that of the positions which it counts along."""
+    mapped, dropped = (getattr(numbers, _field(numbers, names)) for names in (_MAPPED, _DROPPED))
+    taken = set(getattr(numbers, _field(numbers, _BATCHES)))
+    found: dict[int, tuple[int, int]] = {}
+    for p, (line, d) in enumerate(zip(columns, mapped, strict=True)):
+        if line is None or d not in dropped or x[d] < 2 or line.size != x[d]:
+            continue
+        along = line.shape.index(x[d])
+        whole = along < len(indices) - 1 and indices[along] == x[d]
+        if whole and along not in taken and (line.ravel() == np.arange(x[d])).all():
+            found[p] = d, along
+            taken.add(along)
+    return found
+
+
+def _batched(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: Sequence[int]) -> tuple[Any, ...]:
+    """The equations that take the other components of the positions, and the batched operator."""
+    numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1]
+    mapped, dropped, batches = (_field(numbers, names) for names in (_MAPPED, _DROPPED, _BATCHES))
+    pairs = [*zip(numbers.operand_batching_dims, getattr(numbers, batches), strict=True), *counted.values()]
+    operand, along = zip(*sorted(pairs), strict=True)
+    changed = numbers._replace(**{
+        mapped: tuple(getattr(numbers, mapped)[p] for p in kept),
+        dropped: tuple(d for d in getattr(numbers, dropped) if d not in operand),
+        "operand_batching_dims": operand,
+        batches: along,
+    })  # fmt: skip
+
+    def others(positions: Any) -> Any:
+        axis = positions.ndim - 1
+        return lax.concatenate([lax.slice_in_dim(positions, p, p + 1, axis=axis) for p in kept], axis)
+
+    traced = _compat.open_jaxpr(jax.make_jaxpr(others)(_compat.stand_in(indices)))
+    (given,), (taken,) = traced.invars, traced.outvars
+    place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+    before = [e.replace(invars=[indices if v is given else v for v in e.invars], **place) for e in traced.eqns]
+    params = {**eqn.params, "dimension_numbers": changed, "indices_are_sorted": False}
+    return (*before, eqn.replace(params=params, invars=[eqn.invars[0], taken, *eqn.invars[2:]]))

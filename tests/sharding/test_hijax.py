@@ -1,0 +1,103 @@
+"""HiJAX operators: planned by what they are made of, differentiated as they say."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import hijax
+from jax.sharding import PartitionSpec as P
+
+from autoshard import auto_shard, check_rule, propagate
+from autoshard.spmdrules.derive import derive
+from autoshard.spmdrules.program import build
+
+BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009  its older name
+EDGES = jnp.linspace(-2, 2, 9)
+X = jax.random.normal(jax.random.key(0), (16, 8))
+POWERS = jnp.arange(8) - 4
+
+
+class Tripled(BASE):
+    """Times three; for its derivative it takes a hundred, which what it is made of does not."""
+
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+        super().__init__()
+
+    def expand(self, x):
+        return jnp.sin(x) * 0 + x * 3
+
+    def vjp_fwd(self, nzs_in, x):
+        return self(x), None
+
+    def vjp_bwd_retval(self, res, g):
+        return (g * 100.0,)
+
+
+class TripledForward(Tripled):
+    """The same, forward."""
+
+    def jvp(self, primals, tangents):
+        return self(*primals), tangents[0] * 100.0
+
+    def lin(self, nzs_in, x):
+        return self(x), None
+
+    def linearized(self, res, g):
+        return g * 100.0
+
+
+class Silent(Tripled):
+    """One that does not say what it is made of."""
+
+    expand = BASE.expand
+
+
+def tripled(kind):
+    return lambda x: kind(jax.typeof(x))(x)
+
+
+def searched(x):
+    return jnp.searchsorted(EDGES, x), jnp.ldexp(jnp.sin(x), POWERS)
+
+
+def total(x):
+    return (jnp.ldexp(jnp.sin(x), POWERS) ** 2).sum()
+
+
+def test_it_is_what_it_is_made_of():
+    program = build(jax.make_jaxpr(tripled(Tripled))(X))
+    assert not program.unknown and "sin" in [op.name for op in program.ops()]
+    assert derive(tripled(Tripled), X).text == "a b -> a b"
+    assert check_rule(tripled(Tripled), X[:4], partitioner=False) == []
+    found = propagate(lambda x: searched(x)[0], X, in_specs=P("a"), mesh={"a": 2})
+    assert found.out_specs == P("a") and not found.reshards and not found.unknown
+
+
+def test_one_that_does_not_say_is_replicated_and_named():
+    program = build(jax.make_jaxpr(tripled(Silent))(X))
+    assert list(program.unknown) == ["call_hi_primitive"]
+
+
+def test_planned_it_computes_the_same():
+    step = auto_shard(searched, mesh={"data": 8})
+    for got, expected in zip(step(X), searched(X), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        assert not got.sharding.is_fully_replicated
+    np.testing.assert_allclose(auto_shard(jax.grad(total), mesh={"data": 8})(X), jax.grad(total)(X), rtol=1e-5)
+
+
+def test_planned_and_differentiated_it_keeps_its_derivative():
+    step = auto_shard(lambda x: searched(x)[1], mesh={"data": 8})
+    loss = lambda x: (step(x) ** 2).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(loss)(X), jax.grad(total)(X), rtol=1e-5)
+    np.testing.assert_allclose(jax.jvp(loss, (X,), (X,))[1], jax.jvp(total, (X,), (X,))[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Tripled, TripledForward])
+def test_a_derivative_of_its_own_is_kept(kind):
+    step = auto_shard(tripled(kind), mesh={"data": 8})
+    np.testing.assert_allclose(step(X), X * 3, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: step(x).sum())(X), jnp.full_like(X, 100.0))
