@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle_cases import Case, is_key, plain
+from autoshard.spmdrules.opaque import is_operator
 
 # Integer operands that have a meaning which random values would break: recorded values are kept.
 _KEPT = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
@@ -115,6 +116,8 @@ def _integer(x: np.ndarray) -> bool:
 
 def index_ranges(case: Case) -> dict[int, np.ndarray]:
     """For each operand that holds positions, the largest valid one (for each component of its last dimension)."""
+    if is_operator(case.eqn.primitive):  # whatever its name is
+        return {}
     shapes = [a.shape for a in case.avals]
     numbers = case.eqn.params.get("dimension_numbers")
     if case.name == "dynamic_slice":

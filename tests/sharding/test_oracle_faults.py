@@ -52,6 +52,7 @@ FAULTS = [
      (f32(4, 3, 8, 8), f32(8, 3, 2, 2)), ["t", "o"]),
     ("conv_general_dilated", "wrong", conv(dilation=(2, 2)), (f32(4, 3, 8, 8), f32(8, 3, 2, 1)), ["a", "o"]),
     ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 4, 8, 8), f32(4, 2, 1, 1)), ["n", "g"]),
+    ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 2, 6, 6), f32(8, 1, 3, 2)), ["g", "o"]),
     ("conv_general_dilated", "dear", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
     ("dynamic_slice", "dear", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
     ("dynamic_update_slice", "dear", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),

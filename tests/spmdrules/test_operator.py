@@ -165,6 +165,16 @@ def test_the_oracle_finds_a_wrong_declaration():
     assert ("wrong", ("k",)) in [(f.kind, f.factors) for f in found]
 
 
+@pytest.mark.parametrize("name", ["gather", "scatter_mine", "dynamic_slice"])
+def test_the_oracle_takes_no_operator_for_anothers_namesake(name):
+    def fn(x, i):
+        return x * i
+
+    fn.__name__ = name
+    times = operator("a b, a b -> a b")(fn)
+    assert check_rule(times, normal(0, 4, 6), normal(1, 4, 6), partitioner=False) == []
+
+
 @pytest.mark.parametrize("specs", [(P("data", "model"), P()), (P("model"), P()), (P(None, ("data", "model")), P())])
 def test_run_sharded_is_the_function_in_value_and_gradient(specs, mesh8):
     args = normal(0, 4, 8, 8), normal(1, 8)
