@@ -22,7 +22,7 @@ PROGRAMS = {
 PLANS = [
     None,
     "dp:2 fsdp:2 tp:2",
-    *(pytest.param(words, marks=pytest.mark.whole) for words in ("dp:8", "fsdp:8", "tp:8")),
+    *(pytest.param(words, marks=pytest.mark.slow) for words in ("dp:8", "fsdp:8", "tp:8")),
 ]
 STEPS = 20
 
