@@ -18,6 +18,7 @@ from autoshard.spmdrules.program import Op
 from autoshard.spmdrules.rule import Dims, Rule
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+UNABLE = ("fft",)  # XLA does not gather what these need whole: the compiled program fails
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 
 
@@ -27,7 +28,7 @@ def decides(op: Op) -> bool:
         return False
     if op.name in REDUCTIONS:
         return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
-    return op.name in CONTRACTIONS or op.name in ADDRESSED or declared(op)
+    return op.name in CONTRACTIONS or op.name in ADDRESSED or op.name in UNABLE or declared(op)
 
 
 def declared(op: Op) -> bool:

@@ -21,7 +21,7 @@ from autoshard import _compat
 from autoshard.spmdrules.opaque import Vjp, apply, flat, make_primitive, shapes
 from autoshard.spmdrules.place import Place, Spec, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.registry import rule as register
-from autoshard.spmdrules.rule import Rule, RuleError
+from autoshard.spmdrules.rule import POSITIONS, Rule, RuleError
 from autoshard.spmdrules.settle import Operand, Settled, project, settle
 
 
@@ -48,11 +48,13 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
         The decorator. What it returns is called like the function and keeps it as `__wrapped__`.
 
     Raises:
-        RuleError: the text does not parse; when it is called: the rule does not fit the operands or the results.
+        RuleError: the text does not parse, or has a factor that a shard can only do right if it knows where it is;
+            when it is called: the rule does not fit the operands or the results.
     """
     if not isinstance(text, str):
         raise TypeError(f"@operator takes the rule as text, @operator('b d, d -> b d; whole d'); got {text!r}")
     parsed = Rule.parse(text)
+    _refuse_what_needs_a_place(parsed)
 
     def decorate(fn: Callable[..., Any]) -> Any:
         primitive = make_primitive(name or fn.__name__)
@@ -68,6 +70,17 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
         return call
 
     return decorate
+
+
+def _refuse_what_needs_a_place(rule: Rule) -> None:
+    """Refuses factors for which a shard would have to know where it is: the function is run as it stands."""
+    for f in rule.factors:
+        if f.kind in ("index", "offset") or f.op in POSITIONS:
+            raise RuleError(
+                f"@operator('{rule.text}'): factor '{f.name}' is {f.op or f.kind}, but the function is run on a shard "
+                f"as it stands and cannot know where that starts. Say 'whole {f.name}'; a primitive of your own with "
+                "a body (@rule) can have it cut"
+            )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -538,3 +538,11 @@ def test_a_lookup_in_a_table_that_is_cut_both_ways_is_pinned_before_it_moves():
     x = batch(3, 48, 24).reshape(8, 6, 24)
     for asked in ("dp:2 fsdp:2 tp:2", "fsdp:4 tp:2"):
         assert_close(step(params, x), auto_shard(step, plan=asked)(params, x))
+
+
+def test_what_a_fourier_transform_needs_whole_is_gathered_first():
+    """XLA does not by itself: its program fails when it is run."""
+    fn = lambda x: jnp.fft.fft(x * 2.0).real  # noqa: E731
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    found = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)
+    np.testing.assert_allclose(found, fn(x), rtol=1e-5, atol=1e-4)

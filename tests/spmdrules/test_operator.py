@@ -112,7 +112,7 @@ def test_derivatives_are_those_of_the_function():
 
 
 def test_whole_numbers_have_no_derivative():
-    @operator("v d, b -> b d, b; index v")
+    @operator("v d, b -> b d, b; whole v")
     def rows(table, tokens):
         return table[tokens], tokens + 1
 
@@ -287,6 +287,12 @@ def test_an_operator_inside_the_users_own_shard_map(mesh8):
 def test_a_declaration_that_does_not_fit_the_call_is_told(text, args, message):
     with pytest.raises(RuleError, match=f"operator 'same'.*{message}"):
         operator(text, name="same")(lambda *xs: xs[0])(*args)
+
+
+@pytest.mark.parametrize("text", ["v d, b -> b d; index v", "b -> b; offset b", "b k -> b; reduce k:argmax"])
+def test_what_a_shard_could_only_do_if_it_knew_where_it_is_is_refused(text):
+    with pytest.raises(RuleError, match="cannot know where that starts. Say 'whole [vbk]'"):
+        operator(text)
 
 
 def test_a_text_that_does_not_parse_is_told_at_once():
