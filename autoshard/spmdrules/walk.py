@@ -5,8 +5,8 @@ Three of them make a propagation:
 1. What is open (arguments that the caller left to choose, constants, results with dimensions of their own: iota,
    broadcasts, random bits) learns from those that use it, forwards through the program and backwards from its
    results, until nothing more is learnt.
-2. One walk forwards with all of that known finds which partials some operator needs whole; in the next they are made
-   whole before their first use, so that none is reduced twice, and every reshard is recorded.
+2. The last of these walks, with all of that known, finds which partials some operator needs whole; in the next they are
+   made whole before their first use, so that none is reduced twice, and every reshard is recorded.
 3. Results are taken to where they are wanted.
 """
 
@@ -89,20 +89,24 @@ class Walk:
         Returns:
             Where the results are.
         """
-        self.learn(goals)
-        self._whole.clear()
-        self.start()
-        self.forward(self.program.block)
+        if not self.learn(goals):
+            self._whole.clear()
+            self.start()
+            self.forward(self.program.block)
         self.recording = True
         self.start()
         self.forward(self.program.block)
         return [self.output(k, v, goal) for k, (v, goal) in enumerate(zip(self.program.outputs, goals, strict=True))]
 
-    def learn(self, goals: Sequence[Spec | None]) -> None:
-        """Lets open values learn, until nothing more is learnt."""
+    def learn(self, goals: Sequence[Spec | None]) -> bool:
+        """Lets open values learn, until nothing more is learnt; whether that came to an end.
+
+        The last walk forwards is then one with all of that known, which finds what some operator needs whole.
+        """
         self.learning = True
         for _ in range(_ROUNDS):
             self.learnt.changed = self._hints.changed = False
+            self._whole.clear()
             self.start()
             self.forward(self.program.block)
             for v, goal in zip(self.program.outputs, goals, strict=True):
@@ -112,6 +116,7 @@ class Walk:
             if not self.learnt.changed and not self._hints.changed:
                 break
         self.learning = False
+        return not self.learnt.changed and not self._hints.changed
 
     def start(self) -> None:
         """Puts the arguments where they are given or learnt."""
