@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from autoshard import spmdrules
-from autoshard.spmdrules.coverage import NO_RULE
+from autoshard.spmdrules.coverage import NO_RULE, UNRUN
 from autoshard.spmdrules.operators import OperatorRow, operator_table
 from autoshard.spmdrules.table import FAMILIES, TableRow
 
@@ -40,9 +40,9 @@ both in the same way. What the clauses say of a factor:
 `reduce b:sum[1] b:max[2]` says which results are partial under what. The rules of primitives are declared, each by a
 function that sees shapes and parameters, and shown here by an example. Those of named operators and of their gradients
 (`layer_norm_grad`: the arguments and the cotangents of the results, to the gradients of the arguments) are derived from
-the primitives that they are made of. Every rule is checked by execution: each equation is run on the shards that its
-rule declares, and the results, put together as it declares, are compared with the whole. So are the equations of the
-forward derivatives (`jax.jvp`), which have no rows of their own.
+the primitives that they are made of. Where it says *checked*, a rule is checked by execution: each equation is run on
+the shards that its rule declares, and the results, put together as it declares, are compared with the whole. So are the
+equations of the forward derivatives (`jax.jvp`), which have no rows of their own.
 """
 
 
@@ -91,7 +91,13 @@ class Pages:
         found: dict[str, Any] = {}
         if self.primitives or self.without:
             found["primitives"] = [
-                {"name": r.primitive, "family": r.family, "rule": r.text, "note": r.note, "checked": r.family in _OWN}
+                {
+                    "name": r.primitive,
+                    "family": r.family,
+                    "rule": r.text,
+                    "note": r.note,
+                    "checked": _checked(r) == "yes",
+                }
                 for r in self.primitives
             ]
             found["no_rule"] = [{"name": name, "reason": reason} for name, reason in self.without.items()]
@@ -103,7 +109,7 @@ class Pages:
         """The page."""
         parts = [_INTRODUCTION.replace("{version}", version("jax"))]
         if self.primitives:
-            rows = [(f"`{r.primitive}`", r.family, _code(r.text), r.note) for r in self.primitives]
+            rows = [(f"`{r.primitive}`", r.family, _code(r.text), _checked(r), r.note) for r in self.primitives]
             parts.append(f"## Primitives\n\n{len(rows)} primitives.\n\n" + _markdown(_PRIMITIVE, rows))
         if self.without:
             rows = [(f"`{name}`", reason) for name, reason in self.without.items()]
@@ -117,7 +123,7 @@ class Pages:
 
     def _tables(self) -> Iterator[tuple[Sequence[str], list[tuple[str, ...]]]]:
         if self.primitives:
-            yield _PRIMITIVE, [(r.primitive, r.family, r.text, r.note) for r in self.primitives]
+            yield _PRIMITIVE, [(r.primitive, r.family, r.text, _checked(r), r.note) for r in self.primitives]
         if self.without:
             yield _WITHOUT, list(self.without.items())
         if self.operators:
@@ -125,7 +131,14 @@ class Pages:
             yield _OPERATOR, rows
 
 
-_PRIMITIVE = ("operator", "family", "rule", "note")
+def _checked(row: TableRow) -> str:
+    """Whether the rule of a primitive is run by tests, and why not."""
+    if row.family not in _OWN:
+        return "no: not ours"
+    return f"no: {UNRUN[row.primitive]}" if row.primitive in UNRUN else "yes"
+
+
+_PRIMITIVE = ("operator", "family", "rule", "checked", "note")
 _WITHOUT = ("no rule", "why, and what happens instead")
 _OPERATOR = ("family", "operator", "rule", "checked", "note")
 

@@ -36,6 +36,18 @@ NO_RULE: Mapping[str, str] = {
     "call_exported": "a program that was compiled apart, for devices of its own; call what it was made of instead",
 }
 
+# Primitives whose rules no test can run on CPU devices: their texts are compared only.
+_NVIDIA = "runs on NVIDIA's GPUs only"
+_COMPILED = "exists in compiled programs only"
+_NO_ARRAY = "no array of such a type leaves a compiled program"
+UNRUN: Mapping[str, str] = {
+    **{f"dot_product_attention_{kind}{end}": _NVIDIA
+       for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd") for end in ("", "_wrapper")},
+    "scaled_matmul": _NVIDIA, "scaled_matmul_wrapper": _NVIDIA,
+    "with_memory_space_constraint": _COMPILED, "relayout": _COMPILED,
+    "to_edtype": _NO_ARRAY, "from_edtype": _NO_ARRAY,
+}  # fmt: skip
+
 _INSIDE = "talks to other devices over a named axis, inside a shard_map, where nothing is planned"
 _REFERENCE = "makes, reads or writes memory in place, as kernels do"
 _PALLAS = "stands inside a Pallas kernel"

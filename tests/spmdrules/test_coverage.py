@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from autoshard.spmdrules.coverage import EXEMPT, NO_RULE, STRUCTURE, standing, standings
+from autoshard.spmdrules.coverage import EXEMPT, NO_RULE, STRUCTURE, UNRUN, standing, standings
+from tests.spmdrules.rows import all_rows, exists
 
 MOST_WITHOUT_RULE = 15
 # Rows that the other end of the supported versions needs.
@@ -93,3 +94,10 @@ def test_where_some_stand():
     }  # fmt: skip
     mine = Primitive("nobody_knows_me")
     assert standing(mine) is None and standings([mine, lax.add_p])[mine] is None
+
+
+def test_what_no_test_runs_is_said():
+    rows = all_rows()
+    run = {row.primitive for row in rows if not row.unchecked}
+    assert {row.primitive for row in rows} - run <= UNRUN.keys()
+    assert {name for name in UNRUN if exists(name)} & run <= {"with_memory_space_constraint"}  # a newer JAX runs it
