@@ -132,6 +132,11 @@ def source_line(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def not_users_lines(path: str) -> None:
+    """Lines of the Python file at `path` are not the user's own: whoever called them is named in their place."""
+    source_info_util.register_exclusion(path)
+
+
 def bind(eqn: Any, params: Any, *args: Any) -> list[Any]:
     """Applies the primitive of `eqn` with other parameters; results always as a list."""
     return bind_primitive(eqn.primitive, params, *args)

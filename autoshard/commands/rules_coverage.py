@@ -80,7 +80,7 @@ def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _tried(target: str, what: str, attempt: Callable[[], Any]) -> Any:
     try:
         return attempt()
-    except Exception as error:  # whatever a user's module raises is told in one line
+    except (Exception, SystemExit) as error:  # whatever a user's module raises is told in one line
         lines = str(error).strip().splitlines()
         raise ConfigError(
             f"--coverage {target!r}: {what}: {type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard.spmdrules.opaque import defined_at
 from autoshard.spmdrules.program import called
 
 
@@ -38,8 +39,8 @@ class Case:
 
     @property
     def source(self) -> str:
-        """The user's line that the equation came from."""
-        return _compat.source_line(self.eqn)
+        """The user's line that the equation came from; of an operator that is itself examined, where it starts."""
+        return _compat.source_line(self.eqn) or defined_at(self.eqn)
 
     def call(self, operands: Sequence[Any], params: Any = None) -> list[Any]:
         """Runs the operator on other operands, and with other parameters if some are given."""

@@ -17,6 +17,7 @@ from autoshard.sharding.oracle_values import difference, random_like, trials
 from autoshard.spmdrules.rule import Rule, Shard
 
 _NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
+_NARROW = 5  # fewer bits of mantissa hold no quarters of numbers that large
 _ENOUGH = 8  # the larger of two pairs' sums is the sum of the larger ones every other time
 # Operators whose rule cannot say it: the user's own function is folded, or the identity is only nearly met.
 _NOT_TO_TELL = ("reduce", "reduce_window", "nextafter")
@@ -237,6 +238,9 @@ def _exact_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, .
         unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
         first, second = random_like(x, rng), random_like(x, rng) * (1 if unsigned else -3)
         return first, second.astype(x.dtype), (first + second).astype(x.dtype)
+    if jnp.finfo(x.dtype).nmant < _NARROW:
+        first, second = rng.integers(-2, 3, x.shape), rng.integers(-2, 2, x.shape)
+        return first.astype(x.dtype), second.astype(x.dtype), (first + second).astype(x.dtype)
     first = np.asarray(rng.integers(-24, 25, x.shape) / 4).astype(x.dtype)
     second = np.asarray(rng.integers(-8, 9, x.shape) / -4).astype(x.dtype)
     return first, second, np.asarray(first + second).astype(x.dtype)

@@ -22,6 +22,8 @@ from autoshard.sharding.oracle_cases import Case, brief, is_key, plain, typed
 from autoshard.sharding.oracle_faults import Cut, known_fault
 from autoshard.sharding.oracle_run import QUICK, device_mesh
 from autoshard.sharding.oracle_values import difference
+from autoshard.spmdrules.opaque import is_operator
+from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.rule import POSITIONS, Dims, Rule
 
 _COLLECTIVE = re.compile(
@@ -138,7 +140,7 @@ def _faults(
     sharded = functools.partial(NamedSharding, mesh)
 
     def run(*copies: Sequence[Any]) -> list[list[Any]]:
-        return [_compat.bind(case.eqn, case.eqn.params, *copy) for copy in copies]
+        return [_as_planned(case, s, mesh, copy) for s, copy in zip(strategies, copies, strict=True)]
 
     jitted = jax.jit(
         run,
@@ -160,6 +162,13 @@ def _faults(
             if wrong := difference(expected, plain(value)):
                 faults.append(f"the partitioned program is silently wrong: result {r} has {wrong}")
     return faults + _excess(rule, strategies, operands, price, compiled.as_text() or "")
+
+
+def _as_planned(case: Case, strategy: Strategy, mesh: Mesh, operands: Sequence[Any]) -> list[Any]:
+    """Runs the operator as a plan does: one with a declared rule on shards, every other one as the partitioner can."""
+    if is_operator(case.eqn.primitive):
+        return run_sharded(case.eqn.params, mesh, strategy.operands, strategy.results, *operands)
+    return _compat.bind(case.eqn, case.eqn.params, *operands)
 
 
 def _place(x: Any, sharding: NamedSharding) -> Any:

@@ -25,7 +25,8 @@ StandingKind = Literal["rule", "structure", "no rule", "exempt"]
 STRUCTURE = CALLS | CONTROL
 
 _HOST = "runs Python on one device's host, which gets the whole operands and gives the whole results; call it on shards"
-_KERNEL = "a kernel that only its author knows how to cut; put @autoshard.operator with its rule around it"
+_WHOLE = "every device runs it on whole operands"
+_KERNEL = f"a kernel that only its author knows how to cut: {_WHOLE}; put @autoshard.operator with its rule around it"
 NO_RULE: Mapping[str, str] = {
     "pure_callback": _HOST + " from a function with @autoshard.operator",
     "io_callback": _HOST + " where its effect allows that, from a function with @autoshard.operator",
@@ -33,7 +34,8 @@ NO_RULE: Mapping[str, str] = {
     "pallas_call": _KERNEL,
     "mpmd_map": _KERNEL,
     "cudnn_fusion": _KERNEL,
-    "call_exported": "a program that was compiled apart, for devices of its own; call what it was made of instead",
+    "call_exported": "a program that was compiled apart, for devices of its own: it gets whole operands; call what it "
+    "was made of instead",
 }
 
 # Primitives whose rules no test can run on CPU devices: their texts are compared only.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import AutoshardError
@@ -42,6 +43,16 @@ class Faults:
             head = f"propagate({self.where}): "
             lines = self.found if len(self.found) == 1 else [f"{len(self.found)} faults", *self.found]
             raise PropagationError(head + "\n  ".join(lines))
+
+
+def needs_function(what: str, fn: Any) -> None:
+    """Says that `what` is about a function, where it was given something else.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(f"{what} takes a function and then its arguments, {what}(fn, x, y); the first is {fn!r:.80}")
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -173,11 +184,20 @@ def place_of(
     for axis, op in terms.items():
         if op not in PARTIALS:
             faults.add(f"{what}: unknown reduction '{op}' over '{axis}'. Known: {', '.join(PARTIALS)}.")
+        elif not _takes(op, aval.dtype):
+            faults.add(f"{what}: '{op}' over '{axis}' is no reduction of {aval.dtype} terms.")
         if axis in used:
             faults.add(f"{what}: partial over '{axis}', which shards the same array. Use another axis, or drop one.")
     if len(faults.found) > told:
         return Place(((),) * rank)
     return Place(_that_divide(entries, aval.shape, mesh), tuple(sorted(terms.items())))
+
+
+def _takes(op: str, dtype: Any) -> bool:
+    """Whether terms of a type can be reduced by an operation."""
+    if op in ("and", "or", "xor"):
+        return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
+    return op in ("max", "min") or dtype != jnp.bool_
 
 
 def names_axes(entry: Any) -> bool:

@@ -21,14 +21,26 @@ from autoshard.spmdrules.rule import Rule, RuleError, Shard
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
 _MADE: set[Primitive] = set()
+_compat.not_users_lines(__file__)
 
 
 def flat(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """`fn` whose results are a list, whatever they are."""
+    """`fn` whose results are a list, whether they are one array or several.
+
+    Raises:
+        RuleError: when it is called: a result is no array.
+    """
 
     def listed(*args: Any) -> list[Any]:
         out = fn(*args)
-        return list(out) if isinstance(out, (list, tuple)) else [out]
+        results = list(out) if isinstance(out, (list, tuple)) else [out]
+        for j, x in enumerate(results):
+            if isinstance(x, (dict, list, tuple)) or x is None:
+                raise RuleError(
+                    f"operator '{getattr(fn, '__name__', fn)}': result {j} is a {type(x).__name__}. Return one array "
+                    "or a flat tuple of arrays; its rule names each."
+                )
+        return results
 
     return listed
 
@@ -93,6 +105,12 @@ def make_primitive(name: str) -> Primitive:
 def is_operator(primitive: Any) -> bool:
     """Whether a primitive was made by `@operator`: its equations have `fn`, `text` and `vjp`."""
     return primitive in _MADE
+
+
+def defined_at(eqn: Any) -> str:
+    """The line on which an operator's function starts, `file.py:12 (function)`; empty of what has none."""
+    code = getattr(eqn.params.get("fn"), "__code__", None) if is_operator(eqn.primitive) else None
+    return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})" if code else ""
 
 
 @functools.lru_cache(maxsize=1024)

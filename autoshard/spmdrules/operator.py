@@ -24,6 +24,8 @@ from autoshard.spmdrules.registry import rule as register
 from autoshard.spmdrules.rule import POSITIONS, Rule, RuleError
 from autoshard.spmdrules.settle import Operand, Settled, project, settle
 
+_compat.not_users_lines(__file__)
+
 
 def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function an operator with a declared rule: plannable, and run on shards of its operands.
@@ -55,14 +57,18 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
         raise TypeError(f"@operator takes the rule as text, @operator('b d, d -> b d; whole d'); got {text!r}")
     parsed = Rule.parse(text)
     _refuse_what_needs_a_place(parsed)
+    if vjp is not None and not (isinstance(vjp, (tuple, list)) and len(vjp) == 2 and callable(vjp[1])):
+        raise TypeError(f"@operator('{text}'): vjp is a pair (fwd, bwd), fwd None or a function; got {vjp!r:.80}")
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        primitive = make_primitive(name or fn.__name__)
+        primitive = make_primitive(name or _name_of(fn))
         register(primitive)(_declared(primitive.name, parsed.text, fn.__module__))
 
         @functools.wraps(fn)
         def call(*args: Any, **options: Any) -> Any:
-            arrays = [jnp.asarray(x) for x in args]
+            arrays = [_array(primitive.name, i, x) for i, x in enumerate(args)]
+            for key, value in options.items():
+                _check_option(primitive.name, key, value)
             bound = _bound(fn, tuple(sorted(options.items()))) if options else fn
             out = apply(primitive, arrays, fn=bound, text=text, vjp=_bound_vjp(vjp, options))
             return out if len(parsed.results) > 1 else out[0]
@@ -70,6 +76,33 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
         return call
 
     return decorate
+
+
+def _name_of(fn: Any) -> str:
+    """What a function is called; of a `functools.partial` the function inside."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _array(name: str, i: int, x: Any) -> Any:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"operator '{name}': operand {i} is of type {type(x).__name__}, no array. Its rule names arrays one by "
+            "one: give the leaves of a tree each by position, and what is no array by keyword."
+        ) from None
+
+
+def _check_option(name: str, key: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"operator '{name}': option '{key}' is of type {type(value).__name__}, which cannot be hashed. Options are "
+            "settings that are compiled in; give arrays by position, with dimensions in the rule, and lists as tuples."
+        ) from None
 
 
 def _refuse_what_needs_a_place(rule: Rule) -> None:

@@ -12,7 +12,16 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.spmdrules.given import Faults, PropagationError, is_partial, is_spec, leaf_paths, leaves_for, mesh_sizes
+from autoshard.spmdrules.given import (
+    Faults,
+    PropagationError,
+    is_partial,
+    is_spec,
+    leaf_paths,
+    leaves_for,
+    mesh_sizes,
+    needs_function,
+)
 from autoshard.spmdrules.given import place_of as given_place
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.program import build
@@ -66,6 +75,7 @@ def propagate(
 
     Raises:
         PropagationError: specs, partials or the mesh are wrong; it lists everything that is.
+        TypeError: `fn` is no function, or an argument nothing that JAX can trace.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -75,6 +85,7 @@ def propagate(
         >>> found.in_specs[1] == P("model"), found.out_specs == P("data"), found.out_partial
         (True, True, {'model': 'sum'})
     """
+    needs_function("propagate", fn)
     sizes = mesh_sizes(mesh)
     faults = Faults(getattr(fn, "__name__", type(fn).__name__))
     specs = leaves_for(in_specs, args, is_spec, "in_specs", faults)

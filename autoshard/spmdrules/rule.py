@@ -251,6 +251,8 @@ class Rule:
                 )
             if word in ("linear", "moves"):
                 group = _parse_operands(items, text)
+                if word == "moves" and moves:
+                    raise RuleError(f"rule '{text}': 'moves' is said twice; name all its operands in one clause")
                 linear, moves = ([*linear, group], moves) if word == "linear" else (linear, group)
             else:
                 for item in items:
@@ -273,7 +275,10 @@ def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> 
         )
     if unknown and known and size % known == 0:
         sizes[unknown[0]] = size // known
-    elif unknown or known != size:
+    elif unknown:
+        sized = [f for f in dim if f in sizes]
+        raise RuleError(f"{where} has size {size}, which {' x '.join(sized)} = {known} does not divide")
+    elif known != size:
         named = f"where {' x '.join(dim)} is {known} already" if dim else "but is declared as 1"
         raise RuleError(f"{where} has size {size}, {named}")
 
@@ -332,6 +337,8 @@ def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -
     if word == "where":
         if not detail.isdigit():
             raise RuleError(f"rule '{text}': '{item}' should be a size, such as {name}=16")
+        if factor.size not in (None, int(detail)):
+            raise RuleError(f"rule '{text}': factor '{name}' has two sizes, {factor.size} and {detail}")
         factors[name] = replace(factor, size=int(detail))
         return
     if factor.kind != "pass":

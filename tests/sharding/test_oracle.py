@@ -357,6 +357,13 @@ def test_shapes_stand_for_values(ruled):
     assert shards(sine, jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)) == []
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_types_with_few_bits_are_linear_too(dtype):
+    """Sums of two terms that the type cannot hold would speak against an operator that is linear."""
+    a, b = jnp.ones((4, 6), dtype), jnp.ones((6, 4), dtype)
+    assert check_rule(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32), a, b, partitioner=False) == []
+
+
 # The partitioner -------------------------------------------------------------------------------------------------
 
 

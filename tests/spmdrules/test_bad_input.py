@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from autoshard import AutoshardError, Factor, Rule, auto_shard, operator, plan, propagate, rule
+from autoshard import AutoshardError, Factor, Rule, auto_shard, check_rule, operator, plan, propagate, rule
 from autoshard.spmdrules import RuleError, registry
 
 MESH = {"data": 2, "model": 4}
@@ -112,6 +112,43 @@ RULES = {
         lambda: declared("a b, b c -> a d"),
         "operator 'blend': no operand in 'a b, b c -> a d' has 'd', of which result 0 is made; say how large it is",
     ),
+    "a size that does not divide": (
+        lambda: Rule.parse("(a b) -> a b; where a=5", f32(12)),
+        "operand 0 dimension 0 (of (12,)) has size 12, which a = 5 does not divide",
+    ),
+    "two sizes": (lambda: Rule.parse("(a b) -> a b; where a=2 a=3"), "factor 'a' has two sizes, 2 and 3"),
+    "moves twice": (
+        lambda: Rule.parse("a, b -> a, b; moves 0; moves 1"),
+        "'moves' is said twice; name all its operands in one clause",
+    ),
+    "an option that is an array": (
+        lambda: operator("a -> a", name="blend")(lambda x, scale: x)(jnp.ones(4), scale=jnp.ones(4)),
+        "operator 'blend': option 'scale' is of type ArrayImpl, which cannot be hashed. .* give arrays by position",
+    ),
+    "an operand that is a tree": (
+        lambda: operator("a -> a", name="blend")(lambda x: x)({"w": jnp.ones(4)}),
+        "operator 'blend': operand 0 is of type dict, no array. .* give the leaves of a tree each by position",
+    ),
+    "a result that is a tree": (
+        lambda: operator("a -> a", name="blend")(lambda x: {"w": x})(jnp.ones(4)),
+        "result 0 is a dict. Return one array or a flat tuple of arrays",
+    ),
+    "results in one another": (
+        lambda: operator("a -> a, a", name="blend")(lambda x: (x, (x, x)))(jnp.ones(4)),
+        "result 1 is a tuple. Return one array or a flat tuple of arrays",
+    ),
+    "a vjp that is no pair": (
+        lambda: operator("a -> a", vjp=STRANGE),
+        "@operator('a -> a'): vjp is a pair (fwd, bwd), fwd None or a function; got",
+    ),
+    "propagate without a function": (
+        lambda: propagate(3, f32(8), in_specs=None, mesh=MESH),
+        "propagate takes a function and then its arguments, propagate(fn, x, y); the first is 3",
+    ),
+    "check_rule without a function": (
+        lambda: check_rule(3, f32(8)),
+        "check_rule takes a function and then its arguments, check_rule(fn, x, y); the first is 3",
+    ),
     "a second rule": (
         twice,
         "primitive 'own' has a rule already, tests.*twice.* It has one rule only: drop that one, or",
@@ -189,6 +226,10 @@ SPECS = {
     "an unknown reduction": (
         through(in_partial=(None, {"data": "mean"})),
         "unknown reduction 'mean' over 'data'. Known: sum",
+    ),
+    "a reduction that its type has not": (
+        through(in_partial=(None, {"data": "or"})),
+        "argument 1 (float32[8,16]): 'or' over 'data' is no reduction of float32 terms.",
     ),
     "no partial": (
         through(in_partial=(None, "data")),
@@ -273,7 +314,8 @@ def as_pattern(message):
 def test_it_is_told(call, message):
     with pytest.raises((AutoshardError, TypeError), match=as_pattern(message)) as caught:
         call()
-    assert isinstance(caught.value, AutoshardError) or str(caught.value).startswith(("@rule", "@operator"))
+    ours = "@rule", "@operator", "operator 'blend'", "propagate takes", "check_rule takes"
+    assert isinstance(caught.value, AutoshardError) or str(caught.value).startswith(ours)
 
 
 def test_all_faults_of_a_call_are_told():

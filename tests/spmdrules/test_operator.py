@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.sharding.oracle import check_rule
 from autoshard.spmdrules import RuleError, registry
 from autoshard.spmdrules.opaque import batched_text, is_operator
@@ -259,6 +260,66 @@ def test_a_pallas_kernel_runs_plain_and_on_shards(mesh8):
     close(jax.jit(sharded)(cut), 3 * x)
     close(jax.jit(jax.grad(lambda x: (sharded(x) ** 2).sum()))(cut), 18 * x)
     assert not COLLECTIVE.findall(compiled(sharded, cut))
+
+
+def lapack_factor(x):
+    """A call of foreign code: LAPACK's Cholesky factors, shape (batch, n, n), and how each call ended."""
+    results = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
+    factor, info = jax.ffi.ffi_call("lapack_spotrf_ffi", results)(x, uplo=np.uint8(ord("U")))
+    return jnp.tril(factor), info  # upper where columns stand first is lower where rows do
+
+
+def factor_gradient(x, cotangents):
+    return jax.vjp(jnp.linalg.cholesky, x)[1](cotangents[0])
+
+
+def positive(n, size):
+    half = normal(0, n, size, size)
+    return half @ half.mT + size * jnp.eye(size)
+
+
+def test_an_ffi_call_is_planned_and_runs_on_shards(mesh8):
+    x = positive(8, 4)
+    expected = jnp.linalg.cholesky(x)  # also what registers LAPACK's calls
+    factor = operator("b i j -> b i j, b; whole i j", vjp=(lambda x: (factor(x), x), factor_gradient))(lapack_factor)
+    close(factor(x)[0], expected)
+    assert check_rule(factor, x) == []
+
+    def loss(x):
+        return (factor(2.0 * x)[0] ** 3).sum()
+
+    def loss_in_jax(x):
+        return (jnp.linalg.cholesky(2.0 * x) ** 3).sum()
+
+    cut = jax.device_put(x, NamedSharding(mesh8, P(("data", "model"))))
+    step = autoshard.auto_shard(jax.value_and_grad(loss), mesh=mesh8, fixed={"0": P(("data", "model"))})
+    (plan,) = [step.plan(cut)]
+    assert plan.unknown == {} and [line for line in plan.traffic if line[0] != "all-reduce"] == []
+    close(step(cut), jax.value_and_grad(loss_in_jax)(x))
+    text = plan.jit().lower(cut).compile().as_text() or ""
+    assert "lapack_spotrf_ffi" in text and set(COLLECTIVE.findall(text)) == {"all-reduce"}
+
+
+def test_a_wrong_declaration_of_an_ffi_call_is_found():
+    jnp.linalg.cholesky(jnp.eye(2))
+    rows = operator("b i j -> b i j, b; whole j", name="rows")(lapack_factor)
+    (finding,) = check_rule(rows, positive(2, 4), partitioner=False)
+    assert finding.kind == "wrong" and finding.factors == ("i",) and finding.primitive == "rows"
+    assert "test_operator.py" in finding.source and finding.source.endswith("(lapack_factor)")
+
+
+def test_lines_named_are_the_users():
+    def model(x, scale):
+        return norm(jnp.tanh(x), scale)
+
+    norm = operator("b s d, d -> b s d; whole d", name="norm")(plain_norm)
+    x, scale = normal(0, 4, 4, 8), jnp.ones(8)
+    (moved,) = propagate(model, x, scale, in_specs=(P(None, None, "model"), P()), mesh={"data": 2, "model": 4}).reshards
+    assert moved.operator == "norm" and moved.source.endswith("model)")
+    wrong = operator("b s d, d -> b s d", name="norm")(plain_norm)
+    found = check_rule(lambda *xs: wrong(*xs), x, scale, partitioner=False)
+    assert {f.kind for f in found} == {"wrong", "missing"}
+    assert all(f.source.endswith("<lambda>)") for f in found)
 
 
 def test_an_operator_inside_the_users_own_shard_map(mesh8):
