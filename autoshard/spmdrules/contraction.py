@@ -13,7 +13,7 @@ from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, Rule, Shard
 from autoshard.spmdrules.window import slide
 
-_EITHER = ((0,), (1,))
+EITHER = ((0,), (1,))
 
 
 @rule(lax.dot_general_p)
@@ -26,12 +26,12 @@ def dot_general(x: Any, y: Any, *, dimension_numbers: Any, out_sharding: Any = N
     build = Build()
     batch = [build.dim("b", x.shape[d]) for d in x_batch]
     summed = [build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract]
-    lhs, x_free = _place(build, "m", x.shape, [(x_batch, batch), (x_contract, summed)])
-    rhs, y_free = _place(build, "n", y.shape, [(y_batch, batch), (y_contract, summed)])
-    return build.rule([lhs, rhs], [(*batch, *x_free, *y_free)], _EITHER, local=drops_sharding(out_sharding))
+    lhs, x_free = place_dims(build, "m", x.shape, [(x_batch, batch), (x_contract, summed)])
+    rhs, y_free = place_dims(build, "n", y.shape, [(y_batch, batch), (y_contract, summed)])
+    return build.rule([lhs, rhs], [(*batch, *x_free, *y_free)], EITHER, local=drops_sharding(out_sharding))
 
 
-def _place(
+def place_dims(
     build: Build, stem: str, shape: Sequence[int], placed: Sequence[tuple[Sequence[int], Sequence[Dim]]]
 ) -> tuple[Dims, list[Dim]]:
     """An operand's dimensions, some of which are given; the others are made, and returned alone too."""
@@ -55,8 +55,8 @@ def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers:
         _blocks(build, x.shape[i], x_scale.shape[i], y_scale.shape[j])
         for i, j in zip(x_contract, y_contract, strict=True)
     ]
-    lhs, x_free = _place(build, "m", x.shape, [(x_batch, batch), (x_contract, [full for full, _, _ in blocks])])
-    rhs, y_free = _place(build, "n", y.shape, [(y_batch, batch), (y_contract, [full for full, _, _ in blocks])])
+    lhs, x_free = place_dims(build, "m", x.shape, [(x_batch, batch), (x_contract, [full for full, _, _ in blocks])])
+    rhs, y_free = place_dims(build, "n", y.shape, [(y_batch, batch), (y_contract, [full for full, _, _ in blocks])])
     x_scales = _replaced(lhs, dict(zip(x_contract, (first for _, first, _ in blocks), strict=True)))
     y_scales = _replaced(rhs, dict(zip(y_contract, (second for _, _, second in blocks), strict=True)))
     return build.rule([lhs, rhs, x_scales, y_scales], [(*batch, *x_free, *y_free)])
@@ -75,50 +75,6 @@ def _blocks(build: Build, size: int, first: int, second: int) -> tuple[Dim, Dim,
 
 def _replaced(dims: Dims, others: Mapping[int, Dim]) -> Dims:
     return tuple(others.get(d, dim) for d, dim in enumerate(dims))
-
-
-@rule(primitive("ragged_dot_general"))
-def ragged_dot_general(
-    x: Any, y: Any, sizes: Any, *offset: Any, ragged_dot_dimension_numbers: Any, out_sharding: Any = None, **_: Any
-) -> Rule:
-    """``w k, w1 k n, w2 -> w n; reduce k; whole w w1 w2; linear 0; linear 1``: rows in groups, each with its matrix.
-
-    The ragged dimension and that of the groups are whole: a shard of one would need its own group sizes. A ragged
-    batch passes.
-
-    https://openxla.org/stablehlo/spec#ragged_dot
-    """
-    numbers = ragged_dot_dimension_numbers
-    (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
-    ragged = set(numbers.lhs_ragged_dimensions)
-    build = Build()
-    batch = [build.dim("b", x.shape[d]) for d in x_batch]
-    summed = [
-        build.whole(x.shape[d]) if d in ragged else build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract
-    ]
-    rows = sorted(ragged - {*x_batch, *x_contract})
-    whole = [build.whole(x.shape[d]) for d in rows]
-    lhs, _free = _place(build, "m", x.shape, [(x_batch, batch), (x_contract, summed), (rows, whole)])
-    free = [dim for d, dim in enumerate(lhs) if d not in (*x_batch, *x_contract)]
-    groups = [build.whole(y.shape[d]) for d in numbers.rhs_group_dimensions]
-    placed = [(y_batch, batch), (y_contract, summed), (numbers.rhs_group_dimensions, groups)]
-    rhs, y_free = _place(build, "n", y.shape, placed)
-    before = [lhs[d] for d in _before_ragged(numbers, len(x.shape))] if len(sizes.shape) > 1 else []
-    # Which rows of a ragged batch are whose changes nothing: every one has a matrix of its own.
-    groups = build.next(sizes.shape[-1]) if ragged & set(x_batch) else build.whole(sizes.shape[-1])
-    counts = [(*before, groups), *(tuple(map(build.whole, a.shape)) for a in offset)]
-    by_group = [build.whole(sizes.shape[-1])] if ragged & set(x_contract) else []
-    result = (*by_group, *batch, *free, *y_free)
-    return build.rule([lhs, rhs, *counts], [result], _EITHER, local=drops_sharding(out_sharding))
-
-
-def _before_ragged(numbers: Any, rank: int) -> list[int]:
-    """The dimensions of the left operand of which every element has group sizes of its own."""
-    (contract, _), (batch, _) = numbers.dot_dimension_numbers
-    (ragged,) = numbers.lhs_ragged_dimensions
-    free = [d for d in range(rank) if d not in (*contract, *batch)]
-    own = next(list(dims) for dims in (batch, contract, free) if ragged in dims)
-    return [*(batch if own != list(batch) else ()), *own[: own.index(ragged)]]
 
 
 @rule(lax.conv_general_dilated_p)
@@ -169,7 +125,7 @@ def conv_general_dilated(
         }
 
     needs_local = group or out_sharding is not None
-    return build.rule([x_dims, kernel_dims], [result], _EITHER, local=local if needs_local else None)
+    return build.rule([x_dims, kernel_dims], [result], EITHER, local=local if needs_local else None)
 
 
 def _spatial(

@@ -51,7 +51,7 @@ def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp:
     def bind(*xs: Any) -> tuple[Any, ...]:
         return tuple(primitive.bind(*xs, fn=fn, text=text, vjp=vjp))
 
-    args = _alike(args)
+    args = same_axes(args)
     if vjp is None:
         return bind(*args)
     fwd, bwd = vjp
@@ -71,7 +71,7 @@ def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp:
     return differentiable(*args)
 
 
-def _alike(args: Sequence[Any]) -> list[Any]:
+def same_axes(args: Sequence[Any]) -> list[Any]:
     """Under `shard_map`, operands that all vary over the same axes: cotangents are then summed where they must be."""
     axes = frozenset[str]().union(*map(_compat.varying_axes, args))
     missing = [tuple(sorted(axes - _compat.varying_axes(x))) for x in args]

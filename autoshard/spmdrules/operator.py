@@ -7,22 +7,19 @@ is compiled as the function itself; where a plan cuts it, `run_sharded` runs the
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.spmdrules.opaque import Vjp, apply, flat, make_primitive, shapes
-from autoshard.spmdrules.place import Place, Spec, axes_of, bytes_of, from_partition_spec, to_partition_spec
+from autoshard.spmdrules.place import Place, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.registry import rule as register
-from autoshard.spmdrules.rule import POSITIONS, Rule, RuleError
-from autoshard.spmdrules.settle import Operand, Settled, project, settle
+from autoshard.spmdrules.rule import POSITIONS, Rule, RuleError, Shard
+from autoshard.spmdrules.settle import Operand, project, settle
+from autoshard.spmdrules.shards import on_shards
 
 _compat.not_users_lines(__file__)
 
@@ -180,89 +177,16 @@ def run_sharded(
                 f"'{text}': operand {i} (shape {args[i].shape}) cannot be cut over '{lost[0]}' as "
                 f"{to_partition_spec(spec)}: the dimension is needed whole, or does not divide. Gather it first."
             )
-    goals = zip(result_specs, rule.results, strict=True)
-    wanted = [None if spec is None else from_partition_spec(spec, len(dims)) for spec, dims in goals]
     operands = [Operand(Place(s), bytes_of(x), False, i) for i, (s, x) in enumerate(zip(specs, args, strict=True))]
     outs = shapes(fn, args)
     settled = settle(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
-    ends = [_end(*each, sizes) for each in zip(settled.results, wanted, outs, strict=True)]
-
-    local = _of_a_shard(rule, settled, sizes).text
-
-    def body(*shards: Any) -> list[Any]:
-        made = apply(_ON_SHARDS, shards, fn=fn, text=local, vjp=vjp)
-        return [_finish(*each) for each in zip(made, settled.results, ends, strict=True)]
-
-    cut = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=tuple(to_partition_spec(p.spec) for p in settled.operands),
-        out_specs=[to_partition_spec(end) for end in ends],
-        check_vma=True,
-    )
-    return [_place(x, end, goal, mesh) for x, end, goal in zip(cut(*args), ends, wanted, strict=True)]
-
-
-def _of_a_shard(rule: Rule, settled: Settled, mesh: dict[str, int]) -> Rule:
-    """The rule with its factors as large as they are on a shard."""
-    cuts: dict[str, set[str]] = {}
+    cut: dict[str, str] = {}
     for dims, place in zip((*rule.operands, *rule.results), (*settled.operands, *settled.results), strict=True):
-        for axis, factor in project(rule, dims, place.spec, mesh).items():
-            cuts.setdefault(factor, set()).add(axis)
-    ways = {f: math.prod(mesh[a] for a in axes) for f, axes in cuts.items()}
-    return rule.where(factors=tuple(replace(f, size=(f.size or 0) // ways.get(f.name, 1)) for f in rule.factors))
+        factors = project(rule, dims, place.spec, sizes)
+        cut |= {axis: factors[axis] for axis in axes_of(place.spec) if axis not in cut}
 
+    def body(shard: Shard, *shards: Any) -> tuple[Any, ...]:
+        local = rule.where(factors=tuple(replace(f, size=shard.size(f.name)) for f in rule.factors))
+        return apply(_ON_SHARDS, shards, fn=fn, text=local.text, vjp=vjp)
 
-def _end(place: Place, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
-    """The spec in which shards leave: a partial sum goes to shards over an axis that the result wants as its next."""
-    spec = [list(dim) for dim in place.spec]
-    for axis, op in place.partial:
-        for d, goal in enumerate(wanted or ()):
-            here = (*spec[d], axis)
-            local = aval.shape[d] // math.prod(mesh[a] for a in spec[d])
-            if op == "sum" and goal[: len(here)] == here and local % mesh[axis] == 0:
-                spec[d].append(axis)
-    return tuple(map(tuple, spec))
-
-
-def _finish(x: Any, place: Place, end: Spec) -> Any:
-    """Reduces a shard's partials; what is the same on every shard of an axis is said to be."""
-    for axis, op in place.partial:
-        scattered = next((d for d, dim in enumerate(end) if axis in dim), None)
-        if scattered is not None:
-            x = lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
-        else:
-            x = _reduced(x, axis, op)
-    for axis in sorted(_compat.varying_axes(x) - set(axes_of(end))):
-        first = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
-        x = _reduced(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
-    return x
-
-
-def _reduced(x: Any, axis: str, op: str) -> Any:
-    if op == "sum":
-        return lax.psum(x, axis)
-    if op in ("max", "min"):
-        return (lax.pmax if op == "max" else lax.pmin)(x, axis)
-    if op in ("and", "or") and x.dtype == jnp.bool_:
-        return (lax.pmin if op == "and" else lax.pmax)(x.astype(jnp.int32), axis).astype(jnp.bool_)
-    if op in _FOLDS:
-        return functools.reduce(_FOLDS[op], _terms(x, axis))
-    raise RuleError(f"an operator's partial '{op}' of {x.dtype} over '{axis}' cannot be reduced; make the factor whole")
-
-
-_FOLDS = {"mul": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
-
-
-def _terms(x: Any, axis: str) -> list[Any]:
-    """Every shard's term, on all of them: no collective reduces by multiplying, nor by bits."""
-    wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-    own = jnp.arange(lax.axis_size(axis)).reshape(-1, *[1] * x.ndim) == lax.axis_index(axis)
-    return list(lax.psum(jnp.where(own, wide, jnp.zeros_like(wide)), axis).astype(x.dtype))
-
-
-def _place(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:
-    """Takes a whole result where it is wanted, if it is not there."""
-    if goal is None or goal == end:
-        return x
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(goal)))
+    return on_shards(rule.where(body=body), outs, mesh, cut, result_specs, *args)

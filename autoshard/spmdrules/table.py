@@ -14,6 +14,7 @@ from autoshard.spmdrules import (
     layout,
     linalg,
     order,
+    ragged,
     random,
     reduction,
     vendor,
@@ -22,7 +23,7 @@ from autoshard.spmdrules import (
 from autoshard.spmdrules.registry import RuleFn, registered
 
 FAMILIES = (
-    elementwise, reduction, window, contraction, layout, indexing, random, order, linalg, host, brought, vendor,
+    elementwise, reduction, window, contraction, ragged, layout, indexing, random, order, linalg, host, brought, vendor,
 )  # fmt: skip
 
 
