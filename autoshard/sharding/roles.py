@@ -250,7 +250,8 @@ def _use_of_contraction(
     with_batch = [batch in side for side in sides]
     everywhere = [*op.rule.operands[:2], op.rule.results[0]]
     shared = {
-        c for f in op.rule.factors if all(any(f.name in dim for dim in dims) for dims in everywhere)
+        c for f in op.rule.factors
+        if f.kind == "index" or all(any(f.name in dim for dim in dims) for dims in everywhere)
         for c in factors.get(f.name, ())
     }  # fmt: skip
     summed = {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.spmdrules.program import Op, Program
+from autoshard.spmdrules.ragged import GROUPS
 
 _JOINED_BY_NOTHING = 0
 
@@ -37,8 +38,12 @@ def join(program: Program) -> Joined:
     dims: list[tuple[int, ...]] = [tuple(nodes.new(s) for s in a.shape) for a in program.avals]
     factors: list[dict[str, int]] = []
     stacked: list[int] = []
+    counted: dict[int, int] = {}  # a value that holds the sizes of groups -> the groups
     for op in program.ops():
         factors.append(_join_factors(nodes, dims, op))
+        if op.name == "ragged_dot_general" and GROUPS in factors[-1]:
+            groups = factors[-1][GROUPS]
+            nodes.join(counted.setdefault(op.operands[2], groups), groups)
         steps: int | None = None
         for tie in op.ties:
             outer = dims[tie.outer]

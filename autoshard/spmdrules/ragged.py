@@ -13,6 +13,7 @@ from autoshard.spmdrules.contraction import EITHER, place_dims
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Body, Dims, Rule, Shard
 
+GROUPS = "v"  # the factor of the groups; their sizes, which are needed whole, are another one
 _RAGGED_DOT = primitive("ragged_dot_general")
 
 
@@ -36,7 +37,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
     placed = [(x_batch, batch), (x_contract, summed), ([ragged][: len(rows)], rows)]
     lhs, _ = place_dims(build, "m", x.shape, placed)
     free = [dim for d, dim in enumerate(lhs) if d not in (*x_batch, *x_contract)]
-    groups = [build.dim("v", y.shape[d], "index") for d in numbers.rhs_group_dimensions]
+    groups = [build.dim(GROUPS, y.shape[d], "index") for d in numbers.rhs_group_dimensions]
     rhs, y_free = place_dims(
         build, "n", y.shape, [(y_batch, batch), (y_contract, summed), (numbers.rhs_group_dimensions, groups)]
     )
@@ -47,7 +48,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
             [lhs, rhs, counts], [(*batch, *free, *y_free)], EITHER, local=drops_sharding(params["out_sharding"])
         )
     if ragged in x_contract:
-        groups = [build.dim("v", sizes.shape[-1], "offset")]
+        groups = [build.dim(GROUPS, sizes.shape[-1], "offset")]
         result = (*groups, *batch, *free, *y_free)
     else:
         result = (*batch, *free, *y_free)

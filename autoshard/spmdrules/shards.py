@@ -21,7 +21,6 @@ from autoshard.spmdrules.opaque import flat, same_axes
 from autoshard.spmdrules.place import Place, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.rule import Dims, Rule, RuleError, Shard
 
-
 # What the partitioner would gather tokens and the weights of all experts for.
 _BY_BODY = ("ragged_dot_general",)
 
