@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.oracle_faults import Cut, known_fault
+from autoshard.sharding.oracle_faults import SPOILED, Cut, known_fault
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
-from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of, forced
+from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of
 from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.place import Spec, axes_of, sent
 from autoshard.spmdrules.program import Op
@@ -28,7 +28,12 @@ def decides(op: Op) -> bool:
         return False
     if op.name in REDUCTIONS:
         return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
-    return op.name in CONTRACTIONS or op.name in ADDRESSED or op.name in UNABLE or declared(op)
+    return constrained(op) or op.name in SPOILED or declared(op)
+
+
+def constrained(op: Op) -> bool:
+    """Whether constraints stand on the operands and the results of an operator, so that XLA cuts it as planned."""
+    return op.name in CONTRACTIONS or op.name in ADDRESSED or op.name in UNABLE or op.name in REDUCTIONS
 
 
 def declared(op: Op) -> bool:
@@ -108,36 +113,31 @@ def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places, op.rule, layout.mesh)
     outs = [wanted(layout, op, v) for v in op.results]
     results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, layout.mesh)
-    chosen = choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
-    return _without_fault(op, chosen, operands, results, layout.mesh)
+    return choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
 
 
-def _without_fault(op: Op, chosen: Strategy, operands: Arrays, results: Arrays, mesh: Mapping[str, int]) -> Strategy:
-    """The strategy, or another where XLA's partitioner is known to compute it wrongly or to abort.
+def cut_of(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> dict[str, str]:
+    """Mesh axis -> the factor that it cuts, of axes that cut anything."""
+    return {axis: factor for axis, factor in plan.factors.items() if factor is not None and mesh[axis] > 1}
 
-    No fault is known where all axes cut one summed factor, nor where nothing is cut.
+
+def runs_on_shards(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> bool:
+    """Whether an operator runs on shards as its rule says, since XLA's partitioner would spoil it.
+
+    It is known to compute some strategies wrongly, to abort, or to gather what the rule leaves where it is.
     """
-    rule = op.rule
-    assert rule is not None
-    cut = list(dict.fromkeys(f for a, f in chosen.factors.items() if f is not None and mesh[a] > 1))
-    if declared(op) or not cut or not _faulty(op, cut, mesh):
-        return chosen
-    for name in cut:
-        if rule.factor(name).kind == "reduce":
-            everywhere = forced(rule, operands, results, mesh, name)
-            if everywhere is not None:
-                return everywhere
-    whole = forced(rule, operands, results, mesh, None)
-    assert whole is not None
-    return whole
+    return _faulty(op, list(cut_of(op, plan, mesh).values()), mesh)
 
 
 def _faulty(op: Op, cut: Sequence[str], mesh: Mapping[str, int]) -> bool:
-    """Whether the partitioner is known to fail where these factors are cut."""
+    """Whether the partitioner is known to spoil the operator where these factors are cut."""
     assert op.rule is not None
+    if not cut or op.name not in SPOILED:
+        return False
     place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(cut))
     axes = sum(n > 1 for n in mesh.values())
-    return known_fault(op.name, place, "wrong", "crash", "fail", axes=axes) is not None
+    fault = known_fault(op.name, place, axes=axes)
+    return fault is not None and fault.avoided
 
 
 def comes_straight(layout: Layout, op: Op, plan: Strategy, result: int, want: Spec) -> bool:

@@ -16,12 +16,24 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.sharding.decide import ADDRESSED, REDUCTIONS, comes_straight, decides, declared, home, strategy, wanted
+from autoshard.sharding.decide import (
+    ADDRESSED,
+    REDUCTIONS,
+    comes_straight,
+    constrained,
+    cut_of,
+    decides,
+    declared,
+    home,
+    runs_on_shards,
+    strategy,
+    wanted,
+)
 from autoshard.sharding.layout import Layout
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.place import Spec, to_partition_spec
 from autoshard.spmdrules.program import Block, Op
-from autoshard.spmdrules.shards import on_shards, runs_by_body
+from autoshard.spmdrules.shards import body_of, on_shards
 
 # Calls whose jaxpr holds no constants: they are the first operands, and this parameter counts them.
 _COUNTED = {"linear_call": "num_callee_consts", "remat_opt": "num_consts"}
@@ -77,10 +89,12 @@ class Lowering:
         if declared(op):
             wants = [wanted(self.layout, op, v) for v in op.results]
             return run_sharded(op.eqn.params, self.mesh, [plan.spec(d) for d in rule.operands], wants, *args)
-        if runs_by_body(op.name, rule) and any(plan.factors.values()):
+        if runs_on_shards(op, plan, self.layout.mesh):
             wants = [wanted(self.layout, op, v) for v in op.results]
-            cut = {axis: factor for axis, factor in plan.factors.items() if factor is not None}
-            return on_shards(rule, [v.aval for v in op.eqn.outvars], self.mesh, cut, wants, *args)
+            cut, avals = cut_of(op, plan, self.layout.mesh), [v.aval for v in op.eqn.outvars]
+            return on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, cut, wants, *args)
+        if not constrained(op):
+            return self.near_state(op, _compat.bind(op.eqn, op.eqn.params, *args))
         if op.name in ADDRESSED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:

@@ -1,7 +1,7 @@
 """Strategies that are right and that the installed partitioner spoils, each found by the oracle on CPU devices.
 
-The oracle does not report them again, a test checks that they are still there, and a planner has to keep those that
-are `wrong`, `crash` or `fail` out of its plans, and to price those that are `dear`.
+The oracle does not report them again, a test checks that they are still there, and a plan runs such an operator on
+shards, as its rule says, instead of leaving it to the partitioner.
 
 One more is no property of what is cut but of where the result goes from there: see `decide.comes_out_as`.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autoshard.spmdrules.indexing import is_window
 from autoshard.spmdrules.rule import Rule
 
 Effect = Literal["wrong", "crash", "fail", "dear"]
@@ -47,6 +48,7 @@ class Fault:
         reason: what happens.
         when: whether it concerns this application of the operator.
         least_axes: the fewest axes of a mesh on which it happens, those that cut nothing among them.
+        avoided: whether a plan runs the operator on shards instead.
     """
 
     primitives: tuple[str, ...]
@@ -54,6 +56,7 @@ class Fault:
     reason: str
     when: When = lambda cut: True
     least_axes: int = 2
+    avoided: bool = True
 
 
 def _batch_groups(cut: Cut) -> bool:
@@ -76,6 +79,12 @@ def _space_and_features(cut: Cut) -> bool:
     return cut.touches(0, windows) and cut.touches(1, kernel[:1])
 
 
+def _summed_patches(cut: Cut) -> bool:
+    image, *_ = cut.params["dimension_numbers"]
+    spread = [d for d, n in zip(image[2:], cut.params["rhs_dilation"], strict=True) if n > 1]
+    return "reduce" in cut.kinds() and cut.touches(0, spread)
+
+
 def _grouped_pixels(cut: Cut) -> bool:
     image, kernel, _ = cut.params["dimension_numbers"]
     single = all(cut.avals[1].shape[k] == 1 for k in kernel[2:])
@@ -85,6 +94,14 @@ def _grouped_pixels(cut: Cut) -> bool:
 def _groups_and_features(cut: Cut) -> bool:
     made = cut.rule.operands[1][cut.params["dimension_numbers"][1][0]]
     return _feature_groups(cut) and sum(f in cut.factors for f in made) > 1
+
+
+def _grouped_rows(cut: Cut) -> bool:
+    return cut.rule.body is not None and bool({"offset", "index"} & cut.kinds())
+
+
+def _in_windows(cut: Cut) -> bool:
+    return any(is_window(f) for f in cut.factors)
 
 
 def _indexed(cut: Cut) -> bool:
@@ -124,6 +141,13 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
         ("conv_general_dilated",),
         "wrong",
+        "The gradient of a kernel of patches (a dilated kernel as large as the image), its patches cut on one axis of a "
+        "mesh that has two: the result is too large by the size of the other axis.",
+        _summed_patches,
+    ),
+    Fault(
+        ("conv_general_dilated",),
+        "wrong",
         "A grouped convolution of single pixels, its groups cut: what is computed are other groups' features; with one "
         "feature each and another mesh axis, the process ends.",
         _grouped_pixels,
@@ -140,35 +164,59 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
         "dear",
         "A grouped convolution with its batch or its groups cut: operands are gathered, each device does all.",
         _feature_groups,
+        least_axes=1,
     ),
     Fault(
         ("dynamic_slice", "dynamic_update_slice"),
         "dear",
         "The dimension of a position known at run time only is cut: the operand is gathered.",
         _indexed,
+        least_axes=1,
+    ),
+    Fault(
+        ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        "dear",
+        "A dimension is cut of which windows are taken or written at positions known at run time only: the operand is "
+        "gathered.",
+        _in_windows,
+        least_axes=1,
+    ),
+    Fault(
+        ("ragged_dot_general",),
+        "dear",
+        "The groups of the result are cut: operands are gathered. Other compilers than the CPU's gather all rows and "
+        "the matrices of all groups wherever either is cut.",
+        _grouped_rows,
+        least_axes=1,
     ),
     Fault(
         ("scatter-sub",),
         "dear",
         "Cut along the updates: they are gathered, where those of an addition are not.",
         _reduced,
+        least_axes=1,
     ),
     Fault(
         ("triangular_solve", "tridiagonal_solve", "ormqr"),
         "dear",
         "Cut along the right-hand sides: they are gathered, only a batch of problems stays cut.",
         _right_hand_sides,
+        least_axes=1,
     ),
-    Fault(("fft",), "dear", "Cut along the batch: jax 0.10 gathers the operand, 0.12 does not."),
-    Fault(("top_k",), "dear", "Cut along the batch: the operand is gathered, each device does all."),
+    Fault(("fft",), "dear", "Cut along the batch: jax 0.10 gathers the operand, 0.12 does not.", least_axes=1),
+    Fault(("top_k",), "dear", "Cut along the batch: the operand is gathered, each device does all.", least_axes=1),
     Fault(
         ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta", "random_gamma"),
         "dear",
         "They are loops until all elements have converged: each round's test is an all-reduce of one truth value.",
+        avoided=False,
     ),
-    Fault(("mulhi",), "fail", "Unable to convert MHLO to StableHLO."),
-    Fault(("reduce_xor",), "fail", "XLA:CPU has no all-reduce of this operation.", _reduced),
+    Fault(("mulhi",), "fail", "Unable to convert MHLO to StableHLO.", avoided=False),
+    Fault(("reduce_xor",), "fail", "XLA:CPU has no all-reduce of this operation.", _reduced, least_axes=1),
 )
+
+
+SPOILED = frozenset(name for fault in KNOWN_PARTITIONER_FAULTS if fault.avoided for name in fault.primitives)
 
 
 def known_fault(primitive: str, cut: Cut, *effects: Effect, axes: int = 2) -> Fault | None:

@@ -25,7 +25,6 @@ from autoshard.sharding.oracle_values import difference
 from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.rule import POSITIONS, Dims, Rule
-from autoshard.spmdrules.shards import on_shards, runs_by_body
 
 _COLLECTIVE = re.compile(
     r"= (?P<type>.*?) (?P<op>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
@@ -141,7 +140,7 @@ def _faults(
     sharded = functools.partial(NamedSharding, mesh)
 
     def run(*copies: Sequence[Any]) -> list[list[Any]]:
-        return [_as_planned(case, rule, s, mesh, copy) for s, copy in zip(strategies, copies, strict=True)]
+        return [_as_planned(case, s, mesh, copy) for s, copy in zip(strategies, copies, strict=True)]
 
     jitted = jax.jit(
         run,
@@ -165,13 +164,10 @@ def _faults(
     return faults + _excess(rule, strategies, operands, price, compiled.as_text() or "")
 
 
-def _as_planned(case: Case, rule: Rule, strategy: Strategy, mesh: Mesh, operands: Sequence[Any]) -> list[Any]:
-    """Runs the operator as a plan does: on shards where a plan does so, every other one as the partitioner can."""
+def _as_planned(case: Case, strategy: Strategy, mesh: Mesh, operands: Sequence[Any]) -> list[Any]:
+    """Runs the operator as a plan does: one with a declared rule on shards, every other one as the partitioner can."""
     if is_operator(case.eqn.primitive):
         return run_sharded(case.eqn.params, mesh, strategy.operands, strategy.results, *operands)
-    if runs_by_body(case.name, rule):
-        cut = {axis: factor for factor, axis in strategy.axes}
-        return on_shards(rule, case.results, mesh, cut, strategy.results, *operands)
     return _compat.bind(case.eqn, case.eqn.params, *operands)
 
 

@@ -96,7 +96,8 @@ def conv_general_dilated(
 
     With feature groups ``n (g c) s, (g o) c x -> n (g o) t``, with batch groups ``(g n) c s, (g o) c x -> n (g o) t``.
     Spatial dimensions are whole, but for patches that do not overlap, ``n c (t x), o c x -> n o t``, their gradient,
-    ``n c t, o c x1 -> n o (t x)``, and a kernel as large as the image, ``n c r, o c r -> n o 1; reduce r``.
+    ``n c t, o c x1 -> n o (t x)``, a kernel as large as the image, ``n c r, o c r -> n o 1; reduce r``, and that of all
+    patches, ``n c (r x), o c r -> n o x; reduce r``.
 
     https://openxla.org/stablehlo/spec#convolution
     """
@@ -133,12 +134,11 @@ def _spatial(
 ) -> tuple[Dim, Dim, Dim]:
     """A spatial dimension of the image, of the kernel and of the result.
 
-    A kernel for all patches, the gradient of theirs, could be summed over like one as large as the image. It is whole:
-    with space cut on one axis of a mesh that has two, the partitioner makes it too large by the size of the other.
+    A kernel as large as the image is summed over, as is one that has a number for each patch, the gradient of theirs.
     """
-    if size == window > 1 and (*padding, base, dilation) == (0, 0, 1, 1):
-        dim = build.dim("r", size, "reduce", "sum")
-        return dim, dim, ()
+    if window > 1 and window * dilation == size and (*padding, base) == (0, 0, 1) and (stride == 1 or dilation == 1):
+        summed, rest = build.dim("r", window, "reduce", "sum"), build.whole(dilation, "x")
+        return summed + rest, summed, rest
     return slide(build, size, window, stride, padding, base, dilation, stem="s")
 
 

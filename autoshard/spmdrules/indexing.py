@@ -20,6 +20,7 @@ from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Body, Dims, Kind, LocalParams, Reduction, Rule, Shard
 
 _CLIP = lax.GatherScatterMode.CLIP
+_WINDOW = "u"  # the stem of factors of which windows are taken, that may reach into the next shard
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 
@@ -45,8 +46,8 @@ def gather(
 ) -> Rule:
     """``v d, b -> b d; index v; linear 0; moves 0``: rows picked by position.
 
-    Dimensions taken in full pass, as do batch dimensions and those of the indices; dimensions of which windows are
-    taken are whole.
+    Dimensions taken in full pass, as do batch dimensions and those of the indices. Windows of a dimension are its
+    factor ``u`` of kind index and a whole one of their own.
 
     https://openxla.org/stablehlo/spec#gather
     """
@@ -87,7 +88,12 @@ def _addressed(build: Build, size: int, taken: int, by_value: bool) -> Dim:
     """A dimension from which windows of `taken` elements are picked."""
     if taken == size:
         return build.dim("d", size)
-    return build.dim("v", size, "index") if taken == 1 and by_value else build.whole(size)
+    return build.dim("v" if taken == 1 else _WINDOW, size, "index") if by_value and taken else build.whole(size)
+
+
+def is_window(factor: str) -> bool:
+    """Whether a factor of a gather or scatter is a dimension of which windows are taken or written."""
+    return factor.startswith(_WINDOW)
 
 
 def _interleave(where: Sequence[int], placed: Sequence[Dim], others: Sequence[Dim]) -> Dims:
@@ -119,6 +125,7 @@ def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill
     def body(shard: Shard, x: Any, indices: Any) -> Any:
         whole = _full(shard, dims)
         outside, mine, local = _locate(shard, dims, _wide(indices), numbers.start_index_map, sizes, whole, x.shape)
+        x = _with_margins(shard, x, dims, sizes)
         out = lax.gather(x, local, numbers, _local_sizes(shard, dims, sizes, whole), mode=_CLIP, unique_indices=False)
         rows = [n for d, n in enumerate(out.shape) if d not in numbers.offset_dims]
         assert tuple(rows) == mine.shape
@@ -134,7 +141,10 @@ def _locate(
     shard: Shard, dims: Dims, indices: Any, mapped: Sequence[int], sizes: Sequence[int], whole: Sequence[int],
     here: Sequence[int],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """For each row of the indices: whether it is out of bounds, whether this shard owns it, and where it has it."""
+    """For each row of the indices: whether it is out of bounds, whether this shard owns it, and where it has it.
+
+    Of windows every shard has its part: where it has it is counted with the margins of the shard.
+    """
     outside, mine = jnp.zeros(indices.shape[:-1], bool), jnp.ones(indices.shape[:-1], bool)
     local = []
     for p, d in enumerate(mapped):
@@ -143,10 +153,24 @@ def _locate(
         position = jnp.clip(position, 0, last)
         if sizes[d] != whole[d]:
             position = position - _starts_at(shard, dims[d])
-            mine &= (position >= 0) & (position <= here[d] - sizes[d])
-            position = jnp.clip(position, 0, here[d] - sizes[d])
+            if margin := _margin(shard, dims[d], sizes[d]):
+                position = jnp.clip(position + margin, 0, here[d] + margin)
+            else:
+                mine &= (position >= 0) & (position <= here[d] - sizes[d])
+                position = jnp.clip(position, 0, here[d] - sizes[d])
         local.append(position.astype(indices.dtype))
     return outside, mine, jnp.stack(local, -1) if local else indices
+
+
+def _margin(shard: Shard, dim: Dim, taken: int) -> int:
+    """How far a window may reach beyond a shard: as far as it is large, where the dimension is cut."""
+    return taken if dim and is_window(dim[0]) and shard.count(dim[0]) > 1 else 0
+
+
+def _with_margins(shard: Shard, x: Any, dims: Dims, sizes: Sequence[int], sign: int = 1) -> Any:
+    """A shard with zeros on both sides where windows may reach beyond it; with `sign` -1 without them again."""
+    margins = [sign * _margin(shard, dim, taken) for dim, taken in zip(dims, sizes, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(m, m, 0) for m in margins]) if any(margins) else x
 
 
 def _spread(shape: Sequence[int], windows: Sequence[int]) -> Any:
@@ -223,12 +247,14 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
         mapped = numbers.scatter_dims_to_operand_dims
         outside, mine, local = _locate(shard, dims, _wide(indices), mapped, sizes, whole, x.shape)
         kept = mine if clips else mine & ~outside
+        x = _with_margins(shard, x, dims, sizes)
         local = jnp.where(kept[..., None], local, jnp.asarray(x.shape, local.dtype)[jnp.asarray(mapped, int)])
         if identity is not None:
             cut = [f.name for f in shard.rule.factors if f.kind == "reduce" and shard.count(f.name) > 1]
             first = jnp.all(jnp.asarray([shard.index[f] == 0 for f in cut]))
             x = jnp.where(first, x, jnp.asarray(identity, x.dtype))
-        return scatter.bind(x, local, updates, **{**params, **promises})
+        made = scatter.bind(x, local, updates, **{**params, **promises})
+        return _with_margins(shard, made, dims, sizes, -1)
 
     return body
 

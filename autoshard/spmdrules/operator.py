@@ -189,4 +189,4 @@ def run_sharded(
         local = rule.where(factors=tuple(replace(f, size=shard.size(f.name)) for f in rule.factors))
         return apply(_ON_SHARDS, shards, fn=fn, text=local.text, vjp=vjp)
 
-    return on_shards(rule.where(body=body), outs, mesh, cut, result_specs, *args)
+    return on_shards(rule, body, outs, mesh, cut, result_specs, *args)

@@ -19,24 +19,35 @@ from jax.sharding import NamedSharding
 from autoshard import _compat
 from autoshard.spmdrules.opaque import flat, same_axes
 from autoshard.spmdrules.place import Place, Spec, axes_of, from_partition_spec, to_partition_spec
-from autoshard.spmdrules.rule import Dims, Rule, RuleError, Shard
-
-# What the partitioner would gather tokens and the weights of all experts for.
-_BY_BODY = ("ragged_dot_general",)
+from autoshard.spmdrules.rule import Body, Dims, Rule, RuleError, Shard
 
 
-def runs_by_body(primitive: str, rule: Rule) -> bool:
-    """Whether an operator is run on shards by its rule's body, and not left to the partitioner, where it is cut."""
-    return primitive in _BY_BODY and rule.body is not None
+def body_of(eqn: Any, rule: Rule) -> Body:
+    """What a shard runs of an equation: the rule's body, else the operator with the parameters of a shard."""
+    if rule.body is not None:
+        return rule.body
+
+    def run(shard: Shard, *shards: Any) -> list[Any]:
+        params = rule.local(eqn.params, shard) if rule.local is not None else eqn.params
+        return _compat.bind(eqn, params, *shards)
+
+    return run
 
 
 def on_shards(
-    rule: Rule, results: Sequence[Any], mesh: Any, cut: Mapping[str, str], wanted: Sequence[Any], *args: Any
+    rule: Rule,
+    body: Body,
+    results: Sequence[Any],
+    mesh: Any,
+    cut: Mapping[str, str],
+    wanted: Sequence[Any],
+    *args: Any,
 ) -> list[Any]:
-    """Runs a rule's body on shards; equal in value and gradient to the operator on whole operands.
+    """Runs an operator on shards; equal in value and gradient to the operator on whole operands.
 
     Args:
-        rule: the operator's rule, sizes bound, with a body.
+        rule: the operator's rule, sizes bound.
+        body: what a shard runs, `body(shard, *operand_shards)`.
         results: shape and type of each whole result.
         mesh: a `Mesh` or `AbstractMesh`.
         cut: mesh axis -> the factor that it cuts; of a factor's axes the major ones first.
@@ -62,13 +73,12 @@ def on_shards(
     places = [_place(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
     goals = [None if w is None else from_partition_spec(w, len(d)) for w, d in zip(wanted, rule.results, strict=True)]
     ends = [_end(*each, sizes) for each in zip(places, goals, results, strict=True)]
-    body = flat(rule.body) if rule.body is not None else None
-    assert body is not None, f"{rule} has no body"
+    listed = flat(body)
 
     def run(*shards: Any) -> list[Any]:
         index = {f: lax.axis_index(over) for f, over in axes.items()}
         shard = Shard(rule, counts, index, {f: over[0] for f, over in axes.items() if len(over) == 1})
-        made = body(shard, *same_axes(shards))
+        made = listed(shard, *same_axes(shards))
         return [_finish(*each) for each in zip(made, places, ends, strict=True)]
 
     in_specs = tuple(to_partition_spec(spec(dims)) for dims in rule.operands)

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard
-from autoshard.sharding.oracle_faults import KNOWN_PARTITIONER_FAULTS
 from tests.corpus import (
     actor_critic,
     decoder,
@@ -42,8 +41,6 @@ STEPS = 2  # `optax.MultiSteps` moves parameters at its second
 
 ALL_GATHER = re.compile(r"^.* = (.*) all-gather(?:-start)?\(.*$", re.MULTILINE)
 OP_NAME = re.compile(r'op_name="(?:[^"]*/)?([^"/]*)"')
-# What the partitioner gathers although nothing needs it, each a row of a table that is checked elsewhere.
-DEAR = {name for fault in KNOWN_PARTITIONER_FAULTS if fault.effect == "dear" for name in fault.primitives}
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def test_data_parallel_steps_keep_their_batch_cut(name):
         assert ("dp" in leaf.spec or ("dp",) in leaf.spec) == ("batch" in leaf.axes), leaf.path
     text = made.plan.jit().lower(*made.args).compile().as_text() or ""
     assert "all-reduce" in text
-    assert [found for found in gathered(text) if found[1] not in DEAR] == []
+    assert gathered(text) == []
 
 
 def test_gathers_of_a_compiled_program_are_seen(mesh_of):

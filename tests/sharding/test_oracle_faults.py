@@ -1,5 +1,6 @@
 """The listed faults of the partitioner are still there: one that is mended should leave the list."""
 
+import re
 import subprocess
 import sys
 
@@ -8,13 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.sharding.oracle_cases import collect
+from autoshard.sharding.oracle_cases import collect, plain
 from autoshard.sharding.oracle_faults import KNOWN_PARTITIONER_FAULTS, Cut, known_fault
 from autoshard.sharding.oracle_partitioner import check_partitioner
-from autoshard.sharding.oracle_values import trials
+from autoshard.sharding.oracle_run import device_mesh
+from autoshard.sharding.oracle_values import difference, trials
+from autoshard.spmdrules.place import to_partition_spec
 from autoshard.spmdrules.registry import rule_for
+from autoshard.spmdrules.shards import body_of, on_shards
+
+COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 def conv(groups=1, batch_groups=1, strides=(1, 1), padding="SAME", dilation=(1, 1)):
@@ -45,18 +52,38 @@ def all_xor(x):
     return lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,))
 
 
+@jax.vmap
+def windows_of(x, at):
+    return lax.dynamic_slice(x, (at,), (3,))
+
+
+@jax.vmap
+def write_windows(x, update, at):
+    return lax.dynamic_update_slice(x, update, (at,))
+
+
+def ragged_gradient(x, y, sizes):
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    return lax.ragged_dot_general(x, y, sizes.astype(jnp.int32), numbers)
+
+
 # primitive, effect, function, arguments, the dimensions (of which operand) that are cut
 FAULTS = [
     ("conv_general_dilated", "wrong", conv(batch_groups=4), (f32(8, 4, 6, 6), f32(16, 4, 3, 3)), ["c"]),
     ("conv_general_dilated", "wrong", conv(strides=(2, 2), padding="VALID"),
      (f32(4, 3, 8, 8), f32(8, 3, 2, 2)), ["t", "o"]),
     ("conv_general_dilated", "wrong", conv(dilation=(2, 2)), (f32(4, 3, 8, 8), f32(8, 3, 2, 1)), ["a", "o"]),
+    ("conv_general_dilated", "wrong", conv(dilation=(2, 2), padding="VALID"),
+     (f32(4, 3, 8, 8), f32(8, 3, 4, 4)), ["r"]),
     ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 4, 8, 8), f32(4, 2, 1, 1)), ["n", "g"]),
     ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 2, 6, 6), f32(8, 1, 3, 2)), ["g", "o"]),
     ("conv_general_dilated", "dear", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
     ("dynamic_slice", "dear", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
     ("dynamic_update_slice", "dear", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),
      (f32(8, 4), f32(2, 4), np.int32(3)), ["v"]),
+    ("ragged_dot_general", "dear", ragged_gradient, (f32(8, 4), f32(8, 12), np.array([3, 1, 0, 4])), ["v"]),
+    ("gather", "dear", windows_of, (f32(4, 8), np.array([5, 0, 3, 2])), ["u"]),
+    ("scatter", "dear", write_windows, (f32(4, 8), f32(4, 3), np.array([5, 0, 3, 2])), ["u"]),
     ("scatter-sub", "dear", lambda x, i, u: x.at[i].subtract(u), (f32(8, 4), np.arange(4), f32(4, 4)), ["n"]),
     ("triangular_solve", "dear", solve, (f32(2, 4, 4), f32(2, 4, 8)), ["n"]),
     ("fft", "dear", jnp.fft.fft, (jax.ShapeDtypeStruct((4, 8), jnp.complex64),), ["a"]),
@@ -94,6 +121,34 @@ def test_fault_is_still_there(name, effect, fn, args, factors):
     found = check_partitioner(case, rule, counts, operands, known=False)
     assert any(SIGNS[effect] in text for _, text in found), f"mended, so take it off the list: {fault}"
     assert check_partitioner(case, rule, counts, operands) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "effect", "fn", "args", "factors"),
+    [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if existing(*row)],
+)
+def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
+    """What a plan does instead: no gather, and a reduction where the rule has one."""
+    case, rule = case_of(name, fn, args)
+    fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
+    assert fault is not None
+    if not fault.avoided:
+        return
+    mesh = device_mesh((2, 2))
+    cut = dict(zip("ab", factors, strict=False))
+    run = jax.jit(
+        lambda *xs: on_shards(rule, body_of(case.eqn, rule), case.results, mesh, cut, [None] * len(case.results), *xs)
+    )
+    operands = trials(case)[1]
+    for found, expected in zip(run(*operands), case.run(operands), strict=True):
+        assert difference(expected, plain(found)) is None
+    specs = [tuple(tuple(a for f in dim for a, g in cut.items() if g == f) for dim in dims) for dims in rule.operands]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, to_partition_spec(s))) for x, s in zip(operands, specs, strict=True)
+    ]
+    text = run.lower(*placed).compile().as_text() or ""
+    partial = any(rule.partial(f, r) for f in factors for r in range(len(rule.results)))
+    assert set(COLLECTIVE.findall(text)) <= ({"all-reduce"} if partial else set())
 
 
 CRASH = """

@@ -51,8 +51,11 @@ class Chain:
 
 
 @st.composite
-def chains(draw: Draw, longest: int = 7) -> Chain:
-    """Chains of up to `longest` operators over two arrays of positions and one to three of floats."""
+def chains(draw: Draw, longest: int = 7, branching: bool = False) -> Chain:
+    """Chains of up to `longest` operators over two arrays of positions and one to three of floats.
+
+    Branches and loops that end when they like are among them where `branching` says so.
+    """
     shapes = [draw(shapes_of()) for _ in range(draw(st.integers(1, 3)))]
     positions = [positions_of(draw(st.sampled_from([4, 2, 3, 0])), draw(st.integers(0, 99))) for _ in range(INDICES)]
     args = (*positions, *(values(shape, draw(st.integers(0, 99))) for shape in shapes))
@@ -60,7 +63,7 @@ def chains(draw: Draw, longest: int = 7) -> Chain:
     steps: list[tuple[str, Made, tuple[int, ...]]] = []
     for _ in range(draw(st.integers(1, longest))):
         taken = draw(st.integers(INDICES, len(arrays) - 1))
-        step = draw(st.sampled_from(STEPS))
+        step = draw(st.sampled_from(STEPS + BRANCHING if branching else STEPS))
         made = step(draw, arrays, taken)
         if made is None:
             continue
@@ -94,11 +97,12 @@ def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: 
     """Where an array is: each mesh axis cuts a dimension that it divides (two may cut one), holds terms, or neither."""
     spec: list[tuple[str, ...]] = [()] * len(shape)
     terms: list[tuple[str, str]] = []
+    op = draw(st.sampled_from(["sum", "sum", "max", "min"])) if partial else ""
     for axis in draw(st.permutations(list(mesh))):
         fits = [d for d, n in enumerate(shape) if n and n % math.prod(mesh[a] for a in (*spec[d], axis)) == 0]
-        where = draw(st.sampled_from([*fits, *fits, "whole", *(["sum"] if partial else [])]))
-        if where == "sum":
-            terms.append((axis, "sum"))
+        where = draw(st.sampled_from([*fits, *fits, "whole", *(["partial"] if partial else [])]))
+        if where == "partial":
+            terms.append((axis, op))
         elif where != "whole":
             spec[where] = (*spec[where], axis)
     return Place(tuple(spec), tuple(sorted(terms)))
@@ -240,4 +244,63 @@ def position(draw: Draw, arrays: list[Any], i: int) -> Any:
     return ramp, (i,)
 
 
-STEPS = (unary, binary, binary, reduction, along, along, arrangement, product, product, lookup, loop, position)
+def windows(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """Windows read or written at a position of its own for each element of the first dimension."""
+    x = arrays[i]
+    rows = [j for j in range(INDICES) if len(x.shape) >= 2 and arrays[j].shape == x.shape[:1]]
+    if not rows or not x.shape[1]:
+        return None
+    taken = draw(st.integers(1, x.shape[1]))
+    if draw(st.booleans()):
+        return (lambda at, x: jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, taken, 0))(x, at)), (rows[0], i)
+    write = lambda x, at: lax.dynamic_update_slice_in_dim(x, x[:taken] * 2.0, at, 0)  # noqa: E731
+    return (lambda at, x: jax.vmap(write)(x, at)), (rows[0], i)
+
+
+def grouped(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """Rows in groups, each with a matrix of its own; some groups are empty, some rows in none."""
+    x = arrays[i]
+    if len(x.shape) != 2 or 0 in x.shape:
+        return None
+    groups, made, seed = draw(st.sampled_from([4, 2, 3])), draw(st.sampled_from([4, 6])), draw(st.integers(0, 99))
+    ends = np.sort(np.random.default_rng(seed).integers(0, x.shape[0] + 1, groups))
+    sizes = np.diff(ends, prepend=0).astype(np.int32)
+    matrices = values((groups, x.shape[1], made), seed)
+    return (lambda x: lax.ragged_dot(jnp.tanh(x), jnp.asarray(matrices), jnp.asarray(sizes))), (i,)
+
+
+def wrapped(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """A function under a transformation: called, made again for the gradient, with a gradient of its own, mapped."""
+    x = arrays[i]
+    inner = lambda x: jnp.sin(x) * jnp.cumsum(x, 0) if x.ndim else jnp.sin(x) * x  # noqa: E731
+    if not x.shape:
+        return jax.checkpoint(inner), (i,)
+    own = jax.custom_vjp(inner)
+    own.defvjp(lambda x: (inner(x), x), lambda x, g: (g * jnp.cos(x) + jnp.mean(g, 0),))
+    tangent = jax.custom_jvp(inner)
+    tangent.defjvp(lambda xs, ts: (inner(*xs), ts[0] * jnp.cos(xs[0])))
+    mapped = jax.vmap(inner, in_axes=len(x.shape) - 1, out_axes=0)
+    return draw(st.sampled_from([jax.jit(inner), jax.checkpoint(inner), own, tangent, mapped])), (i,)
+
+
+def branch(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """One of two functions, by what the array holds."""
+    ways = [jnp.sin, lambda x: jnp.flip(x), lambda x: x - jnp.mean(x) if x.size else x, jnp.zeros_like]
+    first, second = draw(st.permutations(ways))[:2]
+    return (lambda x: lax.cond(jnp.sum(x) > 0.0, first, second, x)), (i,)
+
+
+def until(draw: Draw, arrays: list[Any], i: int) -> Any:
+    """A loop that ends when the values that it carries say so; nothing is differentiated through it."""
+
+    def run(x: Any) -> Any:
+        going = lambda state: (jnp.sum(jnp.abs(state[1])) > 1.0) & (state[0] < 5)  # noqa: E731
+        step = lambda state: (state[0] + 1, 0.5 * state[1] - jnp.sum(state[1], 0, keepdims=bool(x.shape)) * 0.125)  # noqa: E731
+        return lax.while_loop(going, step, (jnp.int32(0), lax.stop_gradient(x)))[1]
+
+    return run, (i,)
+
+
+STEPS = (unary, binary, binary, reduction, along, along, arrangement, product, product, lookup, loop, position,
+         windows, grouped, wrapped)  # fmt: skip
+BRANCHING = (branch, until)

@@ -63,8 +63,8 @@ class Simulation(Walk):
             at, n = self._at(device, (axis,)), self.mesh[axis]
             if op == "sum":
                 x = x * (_UNEVEN[at] if at < n - 1 else 1 - sum(_UNEVEN[: n - 1]))
-            elif op == "max":
-                x = x - (1.0 if at != x.size % n else 0.0)
+            elif op in ("max", "min"):
+                x = x - {"max": 1.0, "min": -1.0}[op] * (at != x.size % n)
         return x
 
     def join(self, shards: Shards, place: Place) -> Any:

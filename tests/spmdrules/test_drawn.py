@@ -119,14 +119,14 @@ def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
 
 @pytest.mark.whole
 @few(6)
-@given(chains(6), st.data())
+@given(chains(6, branching=True), st.data())
 def test_a_chain_under_a_drawn_plan_gives_its_result(chain, data):
     check_plan(chain, data)
 
 
 @pytest.mark.slow
 @deep(120)
-@given(chains(8), st.data())
+@given(chains(8, branching=True), st.data())
 def test_chains_under_drawn_plans_give_their_results(chain, data):
     check_plan(chain, data)
 

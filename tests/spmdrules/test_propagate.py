@@ -248,9 +248,8 @@ def test_out_specs_reduce_partials():
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "mul", "and", "or"])
 def test_any_partial_passes_where_elements_only_move(op):
-    found = propagate(
-        lambda x: x.T.reshape(4, 2, 8), f32(8, 8), in_specs=P("data"), in_partial={"model": op}, mesh=MESH
-    )
+    x = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    found = propagate(lambda x: x.T.reshape(4, 2, 8), x, in_specs=P("data"), in_partial={"model": op}, mesh=MESH)
     assert (found.out_specs, found.out_partial) == (P(None, None, "data"), {"model": op})
 
 
@@ -399,9 +398,9 @@ def test_partials_of_two_kinds_do_not_pass_together():
     args = {"in_specs": P(), "mesh": MESH}
     mixed = propagate(join, f32(8), f32(8), in_partial=({"data": "sum"}, {"data": "max"}), **args)
     assert mixed.out_partial == {} and [r.kind for r in mixed.reshards] == ["all-reduce"] * 2
-    flags = jax.ShapeDtypeStruct((8,), jnp.bool_)
+    flags, bits = jax.ShapeDtypeStruct((8,), jnp.bool_), jax.ShapeDtypeStruct((8,), jnp.int32)
     for op, kept in (("and", {"data": "and"}), ("or", {"data": "or"}), ("sum", {})):  # of copies `and` gives the same
-        found = propagate(jax.lax.select, flags, flags, flags, in_partial=(None, {"data": op}, None), **args)
+        found = propagate(jax.lax.select, flags, bits, bits, in_partial=(None, {"data": op}, None), **args)
         assert found.out_partial == kept
 
 
