@@ -141,8 +141,8 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
         ("conv_general_dilated",),
         "wrong",
-        "The gradient of a kernel of patches (a dilated kernel as large as the image), its patches cut on one axis of a "
-        "mesh that has two: the result is too large by the size of the other axis.",
+        "The gradient of a kernel of patches (a dilated kernel as large as the image), its patches cut on one axis of "
+        "a mesh that has two: the result is too large by the size of the other axis.",
         _summed_patches,
     ),
     Fault(

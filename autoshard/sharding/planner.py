@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._gc import paused
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding import request as requests
 from autoshard.sharding.axes import LogicalAxes, find_axes
@@ -41,6 +42,7 @@ def argnums(donate: int | Sequence[int], static: int | Sequence[int]) -> tuple[i
     return tuple(d - sum(s < d for s in statics) for d in donated)
 
 
+@paused()
 def plan_traced(
     traced: Traced,
     args: Any,

@@ -94,7 +94,7 @@ def choose(
         flops_per_byte: see the module's head.
     """
     chosen: dict[str, str | None] = {}
-    moves: list[Move] = []
+    moves: dict[str, list[Move]] = {}
     cut: dict[str, int] = {}
     for axis, n in mesh.items():
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.places if p.get(axis))
@@ -111,18 +111,21 @@ def choose(
         chosen[axis] = best[1]
         if best[1] is not None:
             cut[best[1]] = cut.get(best[1], 1) * n
-        moves += best[2]
-    return Strategy(chosen, tuple(moves))
+        moves[axis] = best[2]
+    for axis in _scattered(rule, chosen, cut):
+        chosen[axis], moves[axis] = None, _moves(rule, operands, results, mesh, axis, None)
+    return Strategy(chosen, tuple(m for axis in mesh for m in moves[axis]))
 
 
-def forced(
-    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], factor: str | None
-) -> Strategy | None:
-    """The strategy that cuts one factor (or, None, nothing) over every mesh axis; None if it does not divide."""
-    if factor is not None and not rule.factor(factor).cuts_into(math.prod(mesh.values())):
-        return None
-    moves = [m for axis in mesh for m in _moves(rule, operands, results, mesh, axis, factor)]
-    return Strategy({axis: factor for axis in mesh}, tuple(moves))
+def _scattered(rule: Rule, chosen: Mapping[str, str | None], cut: Mapping[str, int]) -> list[str]:
+    """The axes that cut a factor which stands behind one that is not cut to single elements: no shard is one piece."""
+    found: set[str] = set()
+    for dim in {dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1}:
+        whole = True
+        for f in dim:
+            found |= {f} if f in cut and not whole else set()
+            whole = whole and f not in found and cut.get(f, 1) == rule.factor(f).size
+    return [axis for axis, factor in chosen.items() if factor in found]
 
 
 def _moves(

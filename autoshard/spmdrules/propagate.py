@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from autoshard._gc import paused
 from autoshard.spmdrules.given import (
     Faults,
     PropagationError,
@@ -93,18 +94,21 @@ def propagate(
     faults.raise_any()
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_plain, args))
     wanted = leaves_for(out_specs, results, is_spec, "out_specs", faults)
-    program = build(closed)
-    inputs = [
-        given_place(spec, partial, program.avals[v], sizes, f"argument {path}", faults)
-        for v, spec, partial, path in zip(program.inputs, specs, partials, leaf_paths(args), strict=True)
-    ]
-    goals = [
-        None if spec is None else given_place(spec, None, program.avals[v], sizes, f"result {path or 0}", faults).spec
-        for v, spec, path in zip(program.outputs, wanted, leaf_paths(results), strict=True)
-    ]
-    faults.raise_any()
-    walk = Walk(program, sizes, inputs, {v for v, spec in zip(program.inputs, specs, strict=True) if spec is None})
-    outs = walk.run(goals)
+    with paused():
+        program = build(closed)
+        inputs = [
+            given_place(spec, partial, program.avals[v], sizes, f"argument {path}", faults)
+            for v, spec, partial, path in zip(program.inputs, specs, partials, leaf_paths(args), strict=True)
+        ]
+        goals = [
+            None
+            if spec is None
+            else given_place(spec, None, program.avals[v], sizes, f"result {path or 0}", faults).spec
+            for v, spec, path in zip(program.outputs, wanted, leaf_paths(results), strict=True)
+        ]
+        faults.raise_any()
+        walk = Walk(program, sizes, inputs, {v for v, spec in zip(program.inputs, specs, strict=True) if spec is None})
+        outs = walk.run(goals)
     in_tree, out_tree = jax.tree.structure(args), jax.tree.structure(results)
     return Propagation(
         in_tree.unflatten([_said(spec, walk.corrected(v)) for v, spec in zip(program.inputs, specs, strict=True)]),

@@ -20,6 +20,7 @@ from autoshard import _compat
 from autoshard.spmdrules.opaque import flat, same_axes
 from autoshard.spmdrules.place import Place, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.rule import Body, Dims, Rule, RuleError, Shard
+from autoshard.spmdrules.settle import project
 
 
 def body_of(eqn: Any, rule: Rule) -> Body:
@@ -59,7 +60,7 @@ def on_shards(
         The whole results.
 
     Raises:
-        RuleError: a result is partial in a way that no collective reduces.
+        RuleError: a result is partial in a way that no collective reduces, or a factor cannot be cut so.
     """
     sizes = dict(mesh.shape)
     axes: dict[str, tuple[str, ...]] = {}
@@ -70,6 +71,10 @@ def on_shards(
     def spec(dims: Dims) -> Spec:
         return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)
 
+    for dims in (*rule.operands, *rule.results):
+        found = project(rule, dims, spec(dims), sizes)
+        if lost := [a for a in axes_of(spec(dims)) if found.get(a) != cut[a]]:
+            raise RuleError(f"'{rule}': '{lost[0]}' cannot cut '{cut[lost[0]]}' so: its shards are not one piece each")
     places = [_place(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
     goals = [None if w is None else from_partition_spec(w, len(d)) for w, d in zip(wanted, rule.results, strict=True)]
     ends = [_end(*each, sizes) for each in zip(places, goals, results, strict=True)]

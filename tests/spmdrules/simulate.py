@@ -40,13 +40,22 @@ class Simulation(Walk):
         self.loops = {id(op.blocks[-1]): (op, control.Loop.of(op)) for op in self.program.ops() if op.name == "scan"}
         self.devices = list(itertools.product(*(range(n) for n in self.mesh.values())))
         self.arrays = [np.asarray(x) for x in arrays]
-        self.constants: dict[int, Any] = {}
 
     def start(self) -> None:
         super().start()
         for v, x in zip(self.program.inputs, self.arrays, strict=True):
             place = self.place(v)
             self.env[v] = {d: self._term(self._cut(x, place, d), place, d) for d in self.devices}
+        self._place_constants(self.program.block)
+
+    def _place_constants(self, block: Block) -> None:
+        values = dict(zip(_compat.open_jaxpr(block.jaxpr).constvars, _compat.constants(block.jaxpr), strict=False))
+        for op in block.ops:
+            for var, v in zip(op.eqn.invars, op.operands, strict=True):
+                if v >= 0 and var in values:
+                    self.env[v] = {d: self._cut(np.asarray(values[var]), self.place(v), d) for d in self.devices}
+            for inner in op.blocks:
+                self._place_constants(inner)
 
     def _at(self, device: Device, axes: Sequence[str]) -> int:
         place = dict(zip(self.mesh, device, strict=True))
