@@ -97,7 +97,7 @@ def _join_one(
                 raise Disagreement(f"result {result} should be the same on every shard of {name}, but {wrong}")
         return pieces[0]
     if op in POSITIONS:
-        return _join_positions(pieces, op, operands[0], rule.operands[0], name)
+        return join_positions(pieces, op, operands[0], rule.operands[0], name)
     if op in ("and", "or", "xor") and jnp.issubdtype(pieces[0].dtype, jnp.inexact):
         raise Disagreement(f"result {result} is {pieces[0].dtype}, '{op}' joins booleans and integers only")
     return reduce_pieces(pieces, op)
@@ -113,7 +113,7 @@ def reduce_pieces(pieces: Sequence[np.ndarray], op: str) -> np.ndarray:
     return functools.reduce(_COMBINE[op], wide).astype(dtype)
 
 
-def _join_positions(pieces: list[np.ndarray], op: str, operand: np.ndarray, dims: Dims, name: str) -> np.ndarray:
+def join_positions(pieces: list[np.ndarray], op: str, operand: np.ndarray, dims: Dims, name: str) -> np.ndarray:
     """Of the positions (in the whole array) that the shards found, the one whose element wins; the first of equals."""
     axis = next(d for d, dim in enumerate(dims) if name in dim)
     sign = 1 if op == "argmax" else -1

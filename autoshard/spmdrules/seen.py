@@ -29,6 +29,7 @@ class Seen:
         places, zero, wanted: what decided how it was cut last.
         settled: how it was cut last.
         still: whether that leaves its operands where they were.
+        rests: whether, moreover, none of them is partial: no other operator can move them later in a walk.
         gives_zero: whether its results are all zeros.
     """
 
@@ -41,6 +42,7 @@ class Seen:
     wanted: list[Spec | None] | None = None
     settled: Settled | None = None
     still: bool = False
+    rests: bool = False
     gives_zero: bool = False
 
     @classmethod
@@ -57,6 +59,7 @@ class Seen:
         """Remembers how the operator is cut, and what decided that."""
         self.places, self.zero, self.wanted = places, zero, wanted
         self.settled, self.still = settled, settled.operands == tuple(places)
+        self.rests = self.still and not any([place.partial for place in places])
         moved = op.rule.moves if op.rule is not None else ()
         self.gives_zero = bool(moved) and all([zero[i] for i in moved])
         return settled

@@ -126,11 +126,12 @@ class Walk:
 
     def forward(self, block: Block) -> None:
         """Places every value of a block, in order; what nobody uses asks for nothing."""
+        live, apply = self._live, self.apply
         for op in block.ops:
-            if op not in self._live:
+            if op not in live:
                 continue
             if op.rule is not None:
-                self.apply(op)
+                apply(op)
                 continue
             self._callers.append(op.eqn)
             if op.name in ("scan", "while"):
@@ -155,12 +156,19 @@ class Walk:
                 self.mark_zero(inner, self.is_zero(op, i))
 
     def backward(self, block: Block) -> None:
-        """Lets open values learn from what uses them, in reverse order."""
+        """Lets open values learn from what uses them, in reverse order.
+
+        The walk forwards has just been here: where it found all at rest, and nothing is known of what an operator takes
+        and gives, there is nothing to learn.
+        """
+        live, seen_of, learnt, hints = self._live, self._seen, self.learnt.specs.keys(), self._hints.specs.keys()
         for op in reversed(block.ops):
-            if op not in self._live:
+            if op not in live:
                 continue
             if op.rule is not None:
-                self.learn_operands(op, self.settle(op))
+                seen, values = seen_of.get(op), (*op.operands, *op.results)
+                if seen is None or not seen.rests or not learnt.isdisjoint(values) or not hints.isdisjoint(values):
+                    self.learn_operands(op, self.settle(op))
                 continue
             self.tie(op)
             for inner in reversed(op.blocks):
@@ -264,9 +272,13 @@ class Walk:
         if self.recording or not seen.still:
             for i, (value, target) in enumerate(zip(op.operands, settled.operands, strict=True)):
                 self.move(op, i, value, target)
+        zeros = self.zeros
         for j, (result, place) in enumerate(zip(op.results, settled.results, strict=True)):
             self.places[result] = place
-            self.mark_zero(result, seen.gives_zero)
+            if seen.gives_zero:
+                zeros.add(result)
+            elif zeros:
+                zeros.discard(result)
             if place.partial:
                 self.decide_positions(op, j, place)
         return settled

@@ -287,15 +287,16 @@ def branch(draw: Draw, arrays: list[Any], i: int) -> Any:
     """One of two functions, by what the array holds."""
     ways = [jnp.sin, lambda x: jnp.flip(x), lambda x: x - jnp.mean(x) if x.size else x, jnp.zeros_like]
     first, second = draw(st.permutations(ways))[:2]
-    return (lambda x: lax.cond(jnp.sum(x) > 0.0, first, second, x)), (i,)
+    return (lambda x: lax.cond(jnp.sum(x) > 0.1234, first, second, x)), (i,)
 
 
 def until(draw: Draw, arrays: list[Any], i: int) -> Any:
     """A loop that ends when the values that it carries say so; nothing is differentiated through it."""
+    axes = (0,) * bool(arrays[i].shape)
 
     def run(x: Any) -> Any:
         going = lambda state: (jnp.sum(jnp.abs(state[1])) > 1.0) & (state[0] < 5)  # noqa: E731
-        step = lambda state: (state[0] + 1, 0.5 * state[1] - jnp.sum(state[1], 0, keepdims=bool(x.shape)) * 0.125)  # noqa: E731
+        step = lambda state: (state[0] + 1, 0.5 * state[1] - jnp.sum(state[1], axes, keepdims=True) * 0.125)  # noqa: E731
         return lax.while_loop(going, step, (jnp.int32(0), lax.stop_gradient(x)))[1]
 
     return run, (i,)

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.oracle_shards import join_positions
 from autoshard.spmdrules import Shard, control
 from autoshard.spmdrules.place import Place, Spec
 from autoshard.spmdrules.program import Block, Op, build
+from autoshard.spmdrules.rule import POSITIONS
 from autoshard.spmdrules.settle import Settled, project
 from autoshard.spmdrules.walk import Walk
 
@@ -134,8 +136,24 @@ class Simulation(Walk):
             for r, value in enumerate(self._run(op, shard, device)):
                 results[r][device] = np.asarray(value) if not _is_key(value) else value
         for v, value, place in zip(op.results, results, settled.results, strict=True):
+            if any(how in POSITIONS for _, how in place.partial):
+                value, place = self._decided(op, settled, value, place)
             self.env[v] = self.reshard(value, place, self.place(v))
         return settled
+
+    def _decided(self, op: Op, settled: Settled, held: Shards, place: Place) -> tuple[Shards, Place]:
+        """Positions that shards found, decided among by the values there."""
+        assert op.rule is not None
+        operand, dims = self.join(self.used[id(op), 0], settled.operands[0]), op.rule.operands[0]
+        factors = project(op.rule, dims, settled.operands[0].spec, self.mesh)
+        for d, axes in enumerate(place.spec):
+            for axis in reversed(axes):
+                held = self._over(held, axis, lambda pieces, d=d: np.concatenate(pieces, d))
+        for axis, how in place.partial:
+            join = functools.partial(join_positions, op=how, operand=operand, dims=dims, name=factors[axis])
+            held = self._over(held, axis, join)
+        there = Place(place.spec)
+        return {d: self._cut(x, there, d) for d, x in held.items()}, there
 
     def _shard(self, op: Op, settled: Settled, device: Device) -> Shard:
         rule = op.rule
