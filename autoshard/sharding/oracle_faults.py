@@ -184,8 +184,8 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
         ("ragged_dot_general",),
         "dear",
-        "The groups of the result are cut: operands are gathered. Other compilers than the CPU's gather all rows and "
-        "the matrices of all groups wherever either is cut.",
+        "Rows or groups are cut: on accelerators all rows and the matrices of all groups are gathered, on the CPU by "
+        "jax 0.10 the operands of a result whose groups are cut.",
         _grouped_rows,
         least_axes=1,
     ),
