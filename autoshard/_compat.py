@@ -216,7 +216,7 @@ def all_axes_auto(mesh: Any) -> Any:
     """A mesh of the same devices or sizes whose axes are all Auto."""
     auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
+        return mesh.update(axis_types=auto)  # of the same kind of device, too
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 

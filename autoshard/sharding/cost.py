@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax import numpy as jnp
-
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import decides, home, regathers, strategy, wanted
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.roles import Roles, nbytes
+from autoshard.sharding.roles import Roles, itemsize, nbytes
 from autoshard.sharding.strategy import Move, flops_of
 from autoshard.sharding.targets import Target
 from autoshard.spmdrules.place import Spec, axes_of, sent
@@ -116,7 +114,7 @@ class CostModel:
             return FUSED * out_bytes / ways / chip.memory_bandwidth * 1e6, self._plain_moves(op, layout, specs, outs)
         plan = strategy(layout, op, self.target.flops_per_byte)
         ways = layout.ways(a for a, f in plan.factors.items() if f is not None)
-        peak = chip.flops if jnp.dtype(op.eqn.outvars[0].aval.dtype).itemsize <= 2 else chip.flops_f32
+        peak = chip.flops if itemsize(op.eqn.outvars[0].aval) <= 2 else chip.flops_f32
         assert op.rule is not None
         arrays = zip((*op.eqn.invars, *op.eqn.outvars), (*op.rule.operands, *op.rule.results), strict=True)
         moved = sum(nbytes(v.aval) / layout.ways(axes_of(plan.spec(dims))) for v, dims in arrays)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard import _compat
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.oracle_faults import SPOILED, Cut, known_fault
 from autoshard.sharding.roles import CONTRACTIONS, nbytes
@@ -18,7 +19,8 @@ from autoshard.spmdrules.program import Op
 from autoshard.spmdrules.rule import Dims, Rule
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-UNABLE = ("fft",)  # XLA does not gather what these need whole: the compiled program fails
+# XLA does not gather what these need whole: the compiled program fails, or counts an initial value on every shard.
+UNABLE = ("fft", "reduce", "reduce_window")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 
 
@@ -132,7 +134,7 @@ def runs_on_shards(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> bool:
 def _faulty(op: Op, cut: Sequence[str], mesh: Mapping[str, int]) -> bool:
     """Whether the partitioner is known to spoil the operator where these factors are cut."""
     assert op.rule is not None
-    if not cut or op.name not in SPOILED:
+    if not cut or op.name not in SPOILED or any(_compat.is_extended(v.aval.dtype) for v in op.eqn.invars):
         return False
     place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(cut))
     axes = sum(n > 1 for n in mesh.values())

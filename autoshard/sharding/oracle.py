@@ -151,7 +151,7 @@ def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
     if rule.body is not None or rule.local is not None:
         others += [{"kind": "pass"}]
         if not any(a.dtype == np.bool_ for a in case.results):  # of which there are no partial sums
-            others += [{"kind": "index"}, {"kind": "reduce", "op": "sum"}]
+            others += [{"kind": "index"}, *({"kind": "reduce", "op": op} for op in ("sum", "mul", "max", "min"))]
     if len(rule.operands) == 1 and all(jnp.issubdtype(a.dtype, jnp.integer) for a in case.results):
         others += [{"kind": "reduce", "op": op} for op in POSITIONS]
     if not able or not others:

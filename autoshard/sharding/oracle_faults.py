@@ -123,13 +123,15 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
         "The gradient of a grouped or depthwise kernel (a convolution with batch groups), its contracted batch cut "
         "on one axis of a mesh that has two: the result is too large by the size of the other axis.",
         _batch_groups_contracted,
+        least_axes=1,
     ),
     Fault(
         ("conv_general_dilated",),
         "crash",
-        "A convolution with batch groups, the groups on one mesh axis and the output channels on another: the "
-        "partitioner fails a check (convolution_handler.cc) and ends the process.",
+        "A convolution with batch groups, the groups on one mesh axis and the output channels on another, or channels "
+        "alone: the partitioner fails a check (convolution_handler.cc) and ends the process.",
         _batch_groups,
+        least_axes=1,
     ),
     Fault(
         ("conv_general_dilated",),
@@ -158,6 +160,7 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
         "wrong",
         "A grouped convolution, its groups on one mesh axis and the features of each on another.",
         _groups_and_features,
+        least_axes=1,
     ),
     Fault(
         ("conv_general_dilated",),

@@ -45,16 +45,17 @@ class Roles:
 
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype; a typed key counts its words."""
-    return math.prod(aval.shape) * _itemsize(aval)
+    return math.prod(aval.shape) * itemsize(aval)
 
 
-def _itemsize(aval: Any) -> int:
+def itemsize(aval: Any) -> int:
+    """Bytes of an element; of a typed key, its words."""
     return 8 if _compat.is_extended(aval.dtype) else jnp.dtype(aval.dtype).itemsize
 
 
 def _weight(aval: Any) -> int:
     """Bytes of an array, an empty dimension counted as one: roles are the same for an empty batch."""
-    return math.prod(max(n, 1) for n in aval.shape) * _itemsize(aval)
+    return math.prod(max(n, 1) for n in aval.shape) * itemsize(aval)
 
 
 def is_float(aval: Any) -> bool:
@@ -337,4 +338,4 @@ def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence
     return names
 
 
-__all__ = ["Role", "Roles", "find_roles", "is_float", "name_axes", "nbytes"]
+__all__ = ["Role", "Roles", "find_roles", "is_float", "itemsize", "name_axes", "nbytes"]

@@ -7,6 +7,7 @@ have zero, so that the result is a partial sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,13 @@ _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 
 def _wide(positions: Any) -> Any:
-    """Positions of a type that holds every size and -1."""
-    return positions if positions.dtype == jnp.int64 else positions.astype(jnp.int32)
+    """Positions of a type that holds every size and -1; what is beyond that type is beyond every size."""
+    wide = jnp.int64 if positions.dtype.itemsize == 8 else jnp.int32
+    if jnp.issubdtype(positions.dtype, jnp.unsignedinteger):
+        positions = jnp.minimum(
+            positions, np.array(min(jnp.iinfo(wide).max, jnp.iinfo(positions.dtype).max), positions.dtype)
+        )
+    return positions.astype(wide)
 
 
 def _starts_at(shard: Shard, dim: Dim) -> Any:
@@ -131,7 +137,11 @@ def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill
         assert tuple(rows) == mine.shape
         spread = _spread(out.shape, numbers.offset_dims)
         if mode == _FILL:
-            out = jnp.where(spread(outside), _fill_value(fill_value, out.dtype), out)
+            # Of windows every shard has its part: one of them fills.
+            others = [shard.index[f] != 0 for dim in dims for f in dim if is_window(f) and shard.count(f) > 1]
+            fill = _fill_value(fill_value, out.dtype)
+            fill = jnp.where(functools.reduce(jnp.logical_or, others), jnp.zeros_like(fill), fill) if others else fill
+            out = jnp.where(spread(outside), fill, out)
         return jnp.where(spread(mine), out, jnp.zeros((), out.dtype))
 
     return body

@@ -137,6 +137,7 @@ def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
     if not fault.avoided:
         return
     mesh = device_mesh((2, 2))
+    assert mesh is not None
     cut = dict(zip("ab", factors, strict=False))
     run = jax.jit(
         lambda *xs: on_shards(rule, body_of(case.eqn, rule), case.results, mesh, cut, [None] * len(case.results), *xs)

@@ -1,0 +1,132 @@
+"""Operators that a plan runs on shards by their rules, in programs: what one device gives, under every placement."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from autoshard import auto_shard
+
+MESH = {"x": 2, "y": 4}
+PLACES = [P("x"), P("y"), P(("x", "y"))]
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def check(fn, *args, **options):
+    found = auto_shard(fn, **options)(*args)
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5)
+
+
+def grouped(x, kernel, groups=2, stride=2):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), "VALID", dimension_numbers=dims, feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"x": 8}, MESH], ids=str)
+@pytest.mark.parametrize("spec", [P(None, None, "x"), P(None, None, None, "x")], ids=str)
+def test_the_kernel_gradient_of_groups_wherever_it_is_wanted(mesh, spec):
+    def gradient(kernel, x, cotangent):
+        return jax.vjp(lambda kernel: grouped(x, kernel), kernel)[1](cotangent)[0] + kernel
+
+    check(gradient, normal(2, 2, 8, 32), normal(8, 8, 8, 16), normal(8, 4, 4, 32), mesh=mesh, fixed={"0": spec})
+
+
+@pytest.mark.parametrize("plan", ["tp:8", "dp:8", "dp:2 tp:4"])
+def test_a_train_step_of_grouped_convolutions(plan):
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jax.nn.relu(grouped(x, kernel, stride=1))
+        return (x**2).mean()
+
+    def step(kernels, x):
+        value, gradients = jax.value_and_grad(loss)(kernels, x)
+        return [k - 0.1 * g for k, g in zip(kernels, gradients, strict=True)], value
+
+    kernels = [normal(3, 3, 8, 32) / 8, normal(1, 1, 16, 64) / 4, normal(3, 3, 32, 16) / 16]
+    check(step, kernels, normal(8, 8, 8, 16), plan=plan)
+
+
+def test_keys_at_positions_known_at_run_time():
+    def step(w, x, i):
+        keys = jax.random.split(jax.random.key(0), 8)
+        return (x @ w) * jax.random.bernoulli(keys[i], 0.5, (16,))
+
+    check(step, normal(16, 16), normal(8, 16), jnp.int32(3), plan="dp:8")
+
+    def looped(w, x):
+        keys = jax.random.split(jax.random.key(0), 4)
+        body = lambda i, x: jnp.tanh(x @ w) * jax.random.bernoulli(keys[i], 0.5, x.shape)  # noqa: E731
+        return lax.fori_loop(0, 4, body, x)
+
+    check(looped, normal(16, 16), normal(8, 16), plan="dp:8")
+
+
+@pytest.mark.parametrize("spec", PLACES, ids=str)
+@pytest.mark.parametrize("fill", [None, -1, 7])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float32])
+def test_windows_beyond_the_end_are_filled_once(spec, fill, dtype):
+    x = (8 * normal(64, 16)).astype(dtype)
+    check(lambda x, i: x.at[2:7, i].get(mode="fill", fill_value=fill), x, jnp.array([5, 100]), mesh=MESH,
+          fixed={"0": spec})  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", PLACES, ids=str)
+@pytest.mark.parametrize("position", [np.uint32(2**32 - 2), np.uint32(3), np.uint8(250), np.int8(-3), np.int32(-2)])
+def test_positions_of_every_type_are_clamped_alike(spec, position):
+    x, update = normal(64, 16), normal(5, 16, seed=1)
+    zero = np.zeros((), position.dtype)
+    check(lambda x, i: lax.dynamic_slice(x, (i, zero), (5, 16)), x, position, mesh=MESH, fixed={"0": spec})
+    check(lambda x, u, i: lax.dynamic_update_slice(x, u, (i, zero)), x, update, position, mesh=MESH, fixed={"0": spec})
+
+
+@pytest.mark.parametrize("types", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)], ids=str)
+def test_under_a_mesh_that_is_explicit(types):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
+    best = lambda w, x: lax.top_k(x @ w, 2)[0].sum()  # noqa: E731
+    w, x = normal(16, 16), normal(8, 16)
+    expected = best(w, x)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(auto_shard(best)(w, x), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["add", "mul", "max"])
+def test_an_initial_value_counts_once(op):
+    fold, first = {"add": (lax.add, 1.0), "mul": (lax.mul, 2.0), "max": (lax.max, 0.5)}[op]
+    w, x = normal(8, 8), jnp.arange(512.0).reshape(64, 8) / 100
+    check(lambda w, x: lax.reduce(jnp.tanh(x @ w), np.float32(first), fold, (0, 1)), w, x, plan="dp:8")
+
+
+def test_an_initial_value_of_windows_counts_once():
+    fold = lambda a, b: a * b + a + b  # noqa: E731
+    w, x = normal(8, 8), jnp.arange(512.0).reshape(64, 8) / 1000
+    slide = lambda x: lax.reduce_window(x, np.float32(0.1), fold, (3, 2), (2, 1), "SAME")  # noqa: E731
+    check(lambda w, x: slide(jnp.tanh(x @ w)), w, x, plan="dp:8")
+
+
+def test_a_cache_is_written_and_read_where_it_is():
+    """Decoding: each row writes at a position of its own into a cache whose positions are cut."""
+
+    def decode(cache, new, at):
+        write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new[None], (at, jnp.int32(0))))
+        cache = write(cache, new, at)
+        scores = jnp.einsum("bd,bsd->bs", new, cache)
+        return cache, jnp.einsum("bs,bsd->bd", jax.nn.softmax(scores), cache)
+
+    cache, new, at = normal(4, 32, 16), normal(4, 16, seed=1), jnp.array([0, 7, 31, 8])
+    check(decode, cache, new, at, mesh=MESH, fixed={"0": P("x", "y")})
+    asked = {"plan": {"x": ["batch"], "y": ["seq"]}, "mesh": MESH}
+    check(decode, cache, new, at, **asked)
+    plan = auto_shard(decode, **asked).plan(cache, new, at)
+    assert plan.inputs[0].spec == P("x", "y")
+    text = plan.jit().lower(cache, new, at).compile().as_text() or ""
+    assert "all-reduce" in text
+    assert not [whole for whole in ("f32[4,32,16]", "f32[2,32,16]", "f32[4,8,16]") if whole in text]  # of the cache
