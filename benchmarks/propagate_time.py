@@ -7,6 +7,7 @@ An unrolled 48-layer GPT's train step, from shapes: batch over `dp`, the wide di
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ MODELS = {
     "GPT, bf16, remat": GPTConfig(**SIZES, dtype="bfloat16", remat="full"),
     "GPT, LayerNorm, biases, remat": GPTConfig(**SIZES, norm="layernorm", bias=True, remat="full"),
 }
-RUNS, BATCH = 3, 16
+RUNS, BATCH = 5, 16
 MESH = {"dp": 2, "tp": 4}
 
 
@@ -43,9 +44,12 @@ def rows_of(name: str, config: GPTConfig) -> list[Row]:
     equations = reshards = 0
     for _ in range(RUNS):
         train_step, _, state, tokens = gpt_step(config, BATCH)
+        gc.collect()  # what an earlier run left is not this one's to tidy up
         once_s, closed = timed(jax.make_jaxpr(train_step), state, tokens)
-        equations = sum(1 for _ in build(closed).ops())
+        equations = equations or sum(1 for _ in build(closed).ops())
+        del closed
         train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, so that nothing is cached
+        gc.collect()
         found_s, found = timed(propagate, train_step, state, tokens, in_specs=(specs_of(state), P("dp")), mesh=MESH)
         reshards = len(found.reshards)
         trace_s, whole_s = min(trace_s, once_s), min(whole_s, found_s)
