@@ -112,6 +112,10 @@ def _reduced(cut: Cut) -> bool:
     return "reduce" in cut.kinds()
 
 
+def _reduced_bits(cut: Cut) -> bool:
+    return _reduced(cut) and cut.avals[0].dtype != bool
+
+
 def _right_hand_sides(cut: Cut) -> bool:
     return cut.touches(-1, (-2, -1))
 
@@ -216,6 +220,9 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(("mulhi",), "fail", "Unable to convert MHLO to StableHLO.", avoided=False),
     Fault(("reduce_xor",), "fail", "XLA:CPU has no all-reduce of this operation.", _reduced, least_axes=1),
+    Fault(
+        ("reduce_and", "reduce_or"), "fail", "XLA:CPU has none of the bits of integers.", _reduced_bits, least_axes=1
+    ),
 )
 
 

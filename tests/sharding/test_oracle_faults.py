@@ -91,6 +91,8 @@ FAULTS = [
     ("igamma", "dear", lax.igamma, (f32(4, 8), f32(4, 8)), ["a"]),
     ("mulhi", "fail", bound("mulhi") if _compat.primitive("mulhi") else None, (i32(4, 8), i32(4, 8)), ["a"]),
     ("reduce_xor", "fail", all_xor, (i32(4, 8),), ["r"]),
+    ("reduce_and", "fail", lambda x: lax.reduce_and_p.bind(x, axes=(1,)), (i32(4, 8),), ["r"]),
+    ("reduce_or", "fail", lambda x: lax.reduce_or_p.bind(x, axes=(1,)), (i32(4, 8),), ["r"]),
 ]  # fmt: skip
 SIGNS = {"wrong": "silently wrong", "fail": "the partitioner failed", "dear": "the partitioner "}
 ONLY_OLD = {"fft", "ragged_dot_general"}
