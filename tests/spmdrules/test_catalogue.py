@@ -263,10 +263,15 @@ ROUNDING = {"float32": 1e-3, "complex64": 1e-3}
 # Cuts that are free by the rules and for which the partitioner communicates all the same.
 _SLICED = "a part of something whole is cut out by moving pieces of a cut copy"
 _COUNTING = ("choose", "choose_grad", "nanmedian", "nanmedian_grad", "diagonal", "diagonal_grad")
+_WINNERS = {"argmax": "b", "argmin": "b", "switch_gate": "d", "switch_gate_grad": "d"}
 _POOLING = ("avg_pool1d_grad", "avg_pool2d_grad", "avg_pool3d_grad", "sum_pool2d_grad", "lp_pool2d_grad")
 DEAR = {
     ("tile_grad", "b"): "the copies are summed up as if they were cut, too",
     ("crelu_grad", "b"): _SLICED,
+    ("cov_grad", "c"): "a product of what is cut is made of gathered pieces",
+    ("masked_select_grad", "d"): "the positions of the updates are gathered, not the updates",
+    ("repeat_interleave_grad", "d"): "as above",
+    **dict.fromkeys(_WINNERS.items(), "the winner of each shard and its place are gathered, to decide among them"),
     ("learned_positions", "b"): _SLICED,
     ("sinusoidal_positions", "c"): _SLICED,
     **dict.fromkeys(itertools.product(_COUNTING, "abc"), "these positions are a batch in a plan's own program only"),
