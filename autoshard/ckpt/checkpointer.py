@@ -136,7 +136,7 @@ class Checkpointer:
         step, write = pending
         try:
             write.result()
-        except Exception as error:  # the background thread's, whatever it was: disk, Orbax, another process
+        except Exception as error:  # of the background thread: of disk, Orbax or another process, no common type
             raise CheckpointError(
                 f"step {step} could not be written to {self._directory.path}: {error}\n"
                 f"Committed steps are untouched: {self.steps() or 'none'}."

@@ -100,7 +100,7 @@ def _reading(path: Any, step: int, find_leaves: Callable[[], list[Key]] = list) 
         raise
     except PermissionError as error:
         raise CheckpointError(f"step {step} in {path.parent} cannot be read: {error}") from error
-    except Exception as error:  # a damaged file shows as any of theirs, decoding errors among them
+    except Exception as error:  # damage shows as whatever their decoders raise: ValueError, JSON, zstd, ...
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise damaged(path, step, _cause(error, path), find_leaves()) from error
@@ -126,7 +126,7 @@ def _probe(path: Any, manifest: Manifest, expected: Mapping[Key, int]) -> list[K
             intact = not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
         except MemoryError:
             raise
-        except Exception:  # whatever the reason, it is this leaf that cannot be had
+        except Exception:  # as in `_reading`; here the answer is which leaf it is, the caller raises the error itself
             intact = False
         if not intact:
             wrong.append(spec.key)

@@ -101,7 +101,7 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
     try:
         with context, _told_once():
             return ocp.load_checkpointables(path, wanted)
-    except Exception:  # raised on as it is
+    except Exception:  # nothing is handled, it is raised on
         # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
         logging.getLogger("asyncio").addFilter(_not_orbax)
         raise
@@ -120,7 +120,7 @@ def _told_once() -> Iterator[None]:
     logger.addFilter(hold)
     try:
         yield
-    except Exception:
+    except Exception:  # nothing is handled, it is raised on: what was logged of it would be said twice
         held.clear()
         raise
     finally:

@@ -118,7 +118,7 @@ def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     return choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
 
 
-def cut_of(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> dict[str, str]:
+def cut_of(plan: Strategy, mesh: Mapping[str, int]) -> dict[str, str]:
     """Mesh axis -> the factor that it cuts, of axes that cut anything."""
     return {axis: factor for axis, factor in plan.factors.items() if factor is not None and mesh[axis] > 1}
 
@@ -128,7 +128,7 @@ def runs_on_shards(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> bool:
 
     It is known to compute some strategies wrongly, to abort, or to gather what the rule leaves where it is.
     """
-    return _faulty(op, list(cut_of(op, plan, mesh).values()), mesh)
+    return _faulty(op, list(cut_of(plan, mesh).values()), mesh)
 
 
 def _faulty(op: Op, cut: Sequence[str], mesh: Mapping[str, int]) -> bool:
@@ -151,8 +151,7 @@ def comes_straight(layout: Layout, op: Op, plan: Strategy, result: int, want: Sp
     if not comes_out_as(rule, dims, computed, want):
         return False
     more = [f for dim, c, w in zip(dims, computed, want, strict=True) if len(w) > len(c) for f in dim]
-    cut = [f for f in plan.factors.values() if f is not None]
-    return not more or not _faulty(op, [*cut, *more], layout.mesh)
+    return not more or not _faulty(op, [*cut_of(plan, layout.mesh).values(), *more], layout.mesh)
 
 
 def comes_out_as(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:

@@ -189,7 +189,7 @@ class _Discovery:
         """What of an error on these values is rounding; infinite where the function does not take them."""
         try:
             return self.subject.sample(operands).loudness
-        except Exception:  # code of the host may refuse values
+        except Exception:  # the user's function may refuse these values with any error: they are no evidence then
             return math.inf
 
     def linear(self, text: str) -> list[tuple[int, ...]]:
@@ -198,7 +198,7 @@ class _Discovery:
         sets = [sample.operands for sample in self.subject.samples[-3:]]
         try:
             groups = [g for g in _possible_groups(case) if _surely_additive(case, g, sets) and _additive(case, g, sets)]
-        except Exception:  # it does not take the terms of a sum: it is not linear
+        except Exception:  # the user's function may refuse terms of a sum with any error: it is not linear then
             return []
         return [g for g in groups if not any(set(other) < set(g) for other in groups)]
 

@@ -90,7 +90,7 @@ def attempt(subject: Subject, cut: tuple[Part, ...], ways: int, sets: int | None
     kinds = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, subject.examples, strict=True)]
     try:
         made = jax.eval_shape(subject.compiled, *kinds)
-    except Exception as error:  # a function that does not take such pieces: its own words are the reason
+    except Exception as error:  # the user's function may refuse pieces with any error, which is told as the reason
         return Outcome(cut, ways, reason=f"it does not take the pieces: {brief(error)}")
     shrunk: list[Part] = []
     for r, (whole, piece) in enumerate(zip(subject.results, made, strict=False)):
@@ -124,7 +124,7 @@ def _joined(subject: Subject, found: Outcome, sets: int | None) -> Outcome:
     for sample in chosen:
         try:
             pieces = [subject.run(_piece(sample.operands, found, i)) for i in range(found.ways)]
-        except Exception as error:
+        except Exception as error:  # as above, where it is the values of pieces that it refuses
             return _with(found, ran=False, reason=f"it does not take the pieces: {brief(error)}")
         for r, expected in enumerate(sample.whole):
             tried = _ways([p[r] for p in pieces], expected.shape, r, subject.results[r].dtype)

@@ -74,7 +74,7 @@ class Subject:
         """The results' types, and which of them depend on no operand."""
         try:
             closed = jax.make_jaxpr(self.fn)(*self.examples)
-        except Exception as error:
+        except Exception as error:  # the user's function may raise anything; it is told and kept as the cause
             raise DiscoveryError(
                 f"discover({self.name}): it cannot be traced with the whole arguments: {brief(error)}. It must be a "
                 "function that jax.jit takes; code of the host stands in a jax.pure_callback."
@@ -96,7 +96,7 @@ class Subject:
         for operands in sets:
             try:
                 sample = self.sample(operands)
-            except Exception as error:  # code of the host may refuse values
+            except Exception as error:  # the user's function may refuse values with any error; told if it takes none
                 failed = failed or error
                 continue
             if not kept:

@@ -86,12 +86,11 @@ class Lowering:
         rule = op.rule
         assert rule is not None
         plan = strategy(self.layout, op, self.flops_per_byte)
+        wants = [wanted(self.layout, op, v) for v in op.results]
         if declared(op):
-            wants = [wanted(self.layout, op, v) for v in op.results]
             return run_sharded(op.eqn.params, self.mesh, [plan.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, plan, self.layout.mesh):
-            wants = [wanted(self.layout, op, v) for v in op.results]
-            cut, avals = cut_of(op, plan, self.layout.mesh), [v.aval for v in op.eqn.outvars]
+            cut, avals = cut_of(plan, self.layout.mesh), [v.aval for v in op.eqn.outvars]
             return on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, cut, wants, *args)
         if not constrained(op):
             return self.near_state(op, _compat.bind(op.eqn, op.eqn.params, *args))
@@ -100,7 +99,6 @@ class Lowering:
         if op.name not in REDUCTIONS:
             args = [self.constrain(x, plan.spec(d)) for x, d in zip(args, rule.operands, strict=True)]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
-        wants = [wanted(self.layout, op, v) for v in op.results]
         if op.name not in REDUCTIONS:
             results = [
                 x if comes_straight(self.layout, op, plan, r, want) else self.constrain(x, plan.spec(rule.results[r]))

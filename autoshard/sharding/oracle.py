@@ -112,7 +112,7 @@ def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -
         return []
     try:
         rule = rule or _rule(case)
-    except Exception as error:  # whatever a rule raises is the finding
+    except Exception as error:  # the author of a rule may have got anything wrong: that it raises is the finding
         return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {brief(error)}")]
     if rule is None:
         return [_finding(case, None, "unknown", {}, "there is no rule for it")]

@@ -100,12 +100,11 @@ def propagate(
             given_place(spec, partial, program.avals[v], sizes, f"argument {path}", faults)
             for v, spec, partial, path in zip(program.inputs, specs, partials, leaf_paths(args), strict=True)
         ]
-        goals = [
-            None
-            if spec is None
-            else given_place(spec, None, program.avals[v], sizes, f"result {path or 0}", faults).spec
+        ends = [
+            given_place(spec, None, program.avals[v], sizes, f"result {path or 0}", faults)
             for v, spec, path in zip(program.outputs, wanted, leaf_paths(results), strict=True)
         ]
+        goals = [None if spec is None else end.spec for spec, end in zip(wanted, ends, strict=True)]
         faults.raise_any()
         walk = Walk(program, sizes, inputs, {v for v, spec in zip(program.inputs, specs, strict=True) if spec is None})
         outs = walk.run(goals)

@@ -33,8 +33,9 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
     build = Build()
     batch = [build.dim("b", x.shape[d]) for d in x_batch]
     summed = [build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract]
-    rows = [] if ragged in (*x_batch, *x_contract) else [build.dim("m", x.shape[ragged], "offset")]
-    placed = [(x_batch, batch), (x_contract, summed), ([ragged][: len(rows)], rows)]
+    placed = [(x_batch, batch), (x_contract, summed)]
+    if ragged not in (*x_batch, *x_contract):
+        placed.append(([ragged], [build.dim("m", x.shape[ragged], "offset")]))
     lhs, _ = place_dims(build, "m", x.shape, placed)
     free = [dim for d, dim in enumerate(lhs) if d not in (*x_batch, *x_contract)]
     groups = [build.dim(GROUPS, y.shape[d], "index") for d in numbers.rhs_group_dimensions]

@@ -113,10 +113,13 @@ def existing(name, *_):
     return made(name) and not (name in ONLY_OLD and jax.__version_info__ >= (0, 12))
 
 
-@pytest.mark.parametrize(
-    ("name", "effect", "fn", "args", "factors"),
-    [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if existing(*row)],
-)
+def each(kept):
+    """A test of every row of which `kept` is true."""
+    rows = [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if kept(*row)]
+    return pytest.mark.parametrize(("name", "effect", "fn", "args", "factors"), rows)
+
+
+@each(existing)
 def test_fault_is_still_there(name, effect, fn, args, factors):
     case, rule = case_of(name, fn, args)
     fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
@@ -127,10 +130,7 @@ def test_fault_is_still_there(name, effect, fn, args, factors):
     assert check_partitioner(case, rule, counts, operands) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "effect", "fn", "args", "factors"),
-    [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if made(*row)],
-)
+@each(made)
 def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
     """What a plan does instead: no gather, and a reduction where the rule has one."""
     case, rule = case_of(name, fn, args)
