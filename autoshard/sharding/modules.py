@@ -348,8 +348,6 @@ def _entry_for_init(
             return calls.entry(variables, args, {**kwargs, **way})
         except (AutoshardError, AutoshardWarning):
             raise
-        except (
-            Exception
-        ):  # flax has no one error for a missing stream or collection; the last way raises it
+        except Exception:  # flax has no one error for a missing stream or collection; the last way raises it
             continue
     return calls.entry(variables, args, {**kwargs, **ways[-1]})
