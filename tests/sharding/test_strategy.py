@@ -96,3 +96,17 @@ def test_a_factor_is_cut_only_as_far_as_all_axes_divide_it():
     fits = cut([(8, 16), (16, 16)], specs, (("a", "b"), ()), mesh, 0.01)
     small = cut([(4, 16), (16, 16)], specs, (("b",), ()), mesh, 0.01)
     assert fits.factors == {"a": "m", "b": "m"} and small.factors == {"a": "m", "b": None}
+
+
+@pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
+def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(size, behind):
+    """A merged dimension's shard is one piece: `n` may be cut where each shard holds one `m`, not where it holds two."""
+    rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
+    mesh = {"a": 2, "b": 2}
+    operands = Arrays(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
+    results = Arrays(rule.results, [1024], [((),)], rule, mesh)
+    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    assert plan.factors == {"a": "m", "b": behind}
+    assert [move.axis for move in plan.moves if move.kind == "all-gather" and not move.array] == ["b"] * (
+        behind is None
+    )
