@@ -100,7 +100,7 @@ def test_a_factor_is_cut_only_as_far_as_all_axes_divide_it():
 
 @pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
 def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(size, behind):
-    """A merged dimension's shard is one piece: `n` may be cut where each shard holds one `m`, not where it holds two."""
+    """A merged dimension's shard is one piece: `n` may be cut where each shard holds one `m`, not two."""
     rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
     mesh = {"a": 2, "b": 2}
     operands = Arrays(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
