@@ -1,0 +1,314 @@
+"""Estimates a compiled step from its scheduled HLO: the referee between plans, whoever made them.
+
+    python benchmarks/estimate.py PROGRAM.hlo[.gz] v5e:4x4 [RESULT.json of compile_child.py]
+
+It knows the text that the compiler printed, the machine's figures below and nothing else; it imports nothing of
+autoshard. Units: seconds, bytes, operations (2 for a multiply-add), of one device and one step.
+
+Compute, by two independent measures, summed over all scheduled instructions times the trips of the loops around them:
+    cycles     the compiler's own `estimated_cycles` / clock; where it has none (it says 2^63 - 1, or nothing), roofline
+    roofline   max(work / (0.95 peak), bytes / (0.8 memory bandwidth), host bytes / host bandwidth)
+               work and bytes as in `hlo_cost.py`: products only; slices and updates in place cost what they touch; what
+               the compiler keeps on the chip costs nothing but the copies there and back
+The cycles of memory-bound instructions are two to five times too many on a TPU, the roofline knows nothing of
+elementwise arithmetic and small shapes: an order of two plans is to be trusted where both agree. A GPU's compiler gives
+no cycles.
+
+Communication: kind, payload and wire bytes of each collective as in `hlo_collectives.py`, time on the links as in
+`links.py`, at 0.9 of their rated bandwidth. Exposed is what is not hidden behind compute, and likewise the copies
+between memories that run beside it, as in `hlo_schedule.py`; synchronous collectives are exposed whole.
+
+    step time = compute + exposed communication + exposed copies          by each measure of compute
+    memory    = arguments + temporaries + results - results that take an argument's place   (compiler's analysis)
+    peak      = the compiler's own, where it says: less, where not all of these are alive at once
+
+Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, a network
+between slices of a TPU, and custom kernels that give no cost (named in `opaque`; only their operands and results cost).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from estimate_report import table
+from hlo import Instruction, read
+from hlo_collectives import Collective
+from hlo_cost import Cost, opaque
+from hlo_schedule import Device, Schedule
+from links import Chip, Target, wire
+
+FLOPS_SHARE, MEMORY_SHARE = 0.95, 0.8
+UNKNOWN_CYCLES = 2**63 - 1
+GiB = 2**30
+# TPU: Google Cloud's page on each version (peak, memory bandwidth, interconnect per chip / links / 2); the clock is the
+# one at which the matrix units reach that peak, and at which cycles of large products come to 88 to 97 % of it. The
+# memory is what XLA lets a program have, by its own messages. Rings: a v5e or v6e dimension closes at 16; v4 and v5p
+# are built of 4 x 4 x 4 cubes, and all dimensions close or none. A v4 device is a chip, both cores together. Rings and
+# bandwidth to the host: jax-ml.github.io/scaling-book. GPU: NVIDIA's data sheets of the H100 SXM (the link is all its
+# NVLinks) and the DGX H100 (one 400 Gb/s port for each GPU).
+CHIPS: Mapping[str, Chip] = {
+    "v4": Chip(1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, torus=3, wraps_at=4, all_wrap=True),
+    "v5e": Chip(1.5e9, 197e12, 819e9, 15.75 * GiB, 50e9, 15e9, torus=2, wraps_at=16),
+    "v5p": Chip(1.75e9, 459e12, 2765e9, 95.74 * GiB, 100e9, 15e9, torus=3, wraps_at=4, all_wrap=True),
+    "v6e": Chip(1.75e9, 918e12, 1640e9, 31.25 * GiB, 100e9, 32e9, torus=2, wraps_at=16),
+    "h100": Chip(0.0, 989e12, 3350e9, 80e9, 450e9, 55e9, network=50e9),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An instruction of the schedule: how often it runs, and what all its runs take.
+
+    `seconds` are by measure, and `exposed` what of a collective or a copy is not hidden, by measure.
+    """
+
+    name: str
+    what: str
+    trips: float
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    op_name: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A collective, how often it runs, how long its wire takes once, over which links, and what is exposed in all."""
+
+    collective: Collective
+    trips: float
+    seconds: float
+    over: str
+    exposed: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step on a target. Times are by measure: `cycles` (not on a GPU) and `roofline`."""
+
+    target: str
+    partitions: int
+    compute: Mapping[str, float]
+    exposed: Mapping[str, float]
+    copies: Mapping[str, float]
+    flops: float
+    hbm_bytes: float
+    rows: list[Row] = field(repr=False)
+    traffic: list[Traffic] = field(repr=False)
+    memory_bytes: float | None
+    peak_bytes: float | None
+    memory_limit: float
+    without_cycles: int
+    without_cycles_seconds: float
+    unknown_loops: list[str]
+    opaque: list[str]
+
+    @property
+    def step(self) -> dict[str, float]:
+        """Seconds of a step."""
+        return {name: self.compute[name] + self.exposed[name] + self.copies[name] for name in self.compute}
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the device's memory, where that is known; a TPU's compiler refuses what does not."""
+        needed = [size for size in (self.memory_bytes, self.peak_bytes) if size is not None]
+        return min(needed) <= self.memory_limit if needed else None
+
+    @property
+    def wire_bytes(self) -> float:
+        """What leaves a device."""
+        return sum(each.trips * each.collective.wire_bytes for each in self.traffic)
+
+    def split(self, groups: Mapping[str, str]) -> dict[str, dict[str, float]]:
+        """Compute seconds by the first pattern that an instruction's `op_name` contains; the rest under `other`."""
+        found: dict[str, dict[str, float]] = {name: dict.fromkeys(self.compute, 0.0) for name in (*groups, "other")}
+        for row in self.rows:
+            if row.what == "compute":
+                name = next((name for name, pattern in groups.items() if re.search(pattern, row.op_name)), "other")
+                for measure, seconds in row.seconds.items():
+                    found[name][measure] += seconds
+        return found
+
+    def top(self, count: int = 15, measure: str = "roofline") -> list[Row]:
+        """The instructions that take longest."""
+        return sorted(self.rows, key=lambda row: -row.seconds.get(measure, 0.0) - row.exposed.get(measure, 0.0))[:count]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON takes it; a collective's groups by their number and size."""
+        data = asdict(replace(self, traffic=[])) | {"step": self.step, "wire_bytes": self.wire_bytes}
+        data["traffic"] = [
+            {key: value for key, value in asdict(each.collective).items() if key != "groups"}
+            | {"groups": len(each.collective.groups), "size": each.collective.size, "over": each.over}
+            | {"wire_bytes": each.collective.wire_bytes, "trips": each.trips, "seconds": each.seconds}
+            | {"exposed": dict(each.exposed)}
+            for each in self.traffic
+        ]
+        return data
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def find_target(name: str) -> Target:
+    """A machine by name: `v5p:4x4x4`, `h100:4x8` (hosts x devices of a host)."""
+    chip, _, shape = name.partition(":")
+    sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
+    wanted = CHIPS[chip].torus if chip in CHIPS else 0
+    if chip not in CHIPS or len(sizes) != (wanted or 2):
+        known = ", ".join(f"{key}:{'x'.join('4' * (found.torus or 2))}" for key, found in CHIPS.items())
+        raise ValueError(f"{name!r} is no target. There are {known} and other shapes of as many dimensions.")
+    return Target(name, CHIPS[chip], sizes)
+
+
+def estimate(
+    text: str,
+    target: str | Target,
+    places: Sequence[Sequence[int]] | None = None,
+    memory: Mapping[str, float] | None = None,
+) -> Estimate:
+    """What a step takes on a target.
+
+    Args:
+        text: the scheduled HLO of the program.
+        target: the machine, or its name.
+        places: where the device of each partition stands: (x, y, z, core) on a TPU, (slice, host, index) on a GPU.
+            Default: row by row, with x (a host's index) running fastest.
+        memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`.
+    """
+    machine = find_target(target) if isinstance(target, str) else target
+    module = read(text)
+    at = [tuple(place) for place in places or machine.places()]
+    if len(at) < module.partitions:
+        raise ValueError(f"{machine.name} has {len(at)} devices, the program {module.partitions} partitions.")
+    wires = {}
+
+    def wire_of(collective: Collective) -> Any:
+        shape = (collective.kind, collective.groups, collective.payload_bytes)
+        if shape not in wires:
+            wires[shape] = wire(machine, *shape, at)
+        return wires[shape]
+
+    parts = {
+        name: Schedule(module, measure, wire_of, _copies(machine), machine.gpu)
+        for name, measure in _measures(machine).items()
+    }
+    runs = {name: part.run() for name, part in parts.items()}
+    schedule = parts["roofline"]
+    named = {(where.name, i.name): i for where in module.computations.values() for i in where.instructions}
+    rows = _rows(schedule, runs, named, module.source)
+    computed = [named[entry.key] for entry in runs["roofline"].log if entry.what == "compute"]
+    lacking = {i.name for i in computed if machine.chip.clock and cycles(i) is None}
+    return Estimate(
+        target=machine.name,
+        partitions=module.partitions,
+        compute={name: _sum(device, "compute") for name, device in runs.items()},
+        exposed={name: _sum(device, "wire") for name, device in runs.items()},
+        copies={name: _sum(device, "copy") for name, device in runs.items()},
+        flops=sum(row.flops for row in rows),
+        hbm_bytes=sum(row.hbm_bytes for row in rows),
+        rows=rows,
+        traffic=_traffic(schedule, runs, wire_of),
+        memory_bytes=sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory else None,
+        peak_bytes=memory.get("peak") or None if memory else None,
+        memory_limit=machine.chip.memory_bytes,
+        without_cycles=len(lacking),
+        without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in lacking and row.seconds),
+        unknown_loops=sorted(name for _, name in schedule.unknown_loops),
+        opaque=sorted({i.name for i in computed if opaque(i)}),
+    )
+
+
+def cycles(instruction: Instruction) -> int | None:
+    """The compiler's estimate for an instruction, None where it has none."""
+    found = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
+    return int(found[1]) if found and int(found[1]) != UNKNOWN_CYCLES else None
+
+
+def roofline(chip: Chip, cost: Cost) -> tuple[float, float]:
+    """Seconds of an instruction, and of its memory traffic alone."""
+    traffic = cost.hbm_bytes / (MEMORY_SHARE * chip.hbm)
+    return max(cost.work / (FLOPS_SHARE * chip.flops), traffic, cost.host_bytes / chip.host), traffic
+
+
+def _measures(machine: Target) -> dict[str, Callable[[Instruction, Cost], tuple[float, float]]]:
+    chip = machine.chip
+
+    def by_cycles(instruction: Instruction, cost: Cost) -> tuple[float, float]:
+        seconds, traffic = roofline(chip, cost)
+        count = cycles(instruction)
+        return (seconds if count is None else count / chip.clock), traffic
+
+    def by_roofline(_: Instruction, cost: Cost) -> tuple[float, float]:
+        return roofline(chip, cost)
+
+    return ({"cycles": by_cycles} if chip.clock else {}) | {"roofline": by_roofline}
+
+
+def _copies(machine: Target) -> Callable[[Cost], tuple[float, float]]:
+    def seconds(cost: Cost) -> tuple[float, float]:
+        host = cost.host_bytes / machine.chip.host
+        return roofline(machine.chip, replace(cost, host_bytes=0.0))[0], host
+
+    return seconds
+
+
+def _rows(
+    schedule: Schedule, runs: Mapping[str, Device], named: Mapping[Any, Instruction], source: Callable[..., str]
+) -> list[Row]:
+    found: dict[Any, dict[str, Any]] = {}
+    for measure, device in runs.items():
+        for entry in (entry for entry in device.log if entry.what != "sent"):
+            row = found.setdefault((entry.key, entry.what), {"trips": {}, "seconds": {}, "exposed": {}})
+            spent = row["seconds" if entry.what == "compute" else "exposed"]
+            spent[measure] = spent.get(measure, 0.0) + entry.weight * entry.seconds
+            row["trips"][measure] = row["trips"].get(measure, 0.0) + entry.weight
+    rows = []
+    for (key, what), row in found.items():
+        count = max(row.pop("trips").values())
+        cost, one = schedule.costs.get(key, Cost()), named[key]
+        work = {"flops": count * cost.flops, "hbm_bytes": count * cost.hbm_bytes} if what != "wire" else {}
+        rows.append(Row(one.name, what, count, **work, **row, op_name=one.op_name, source=source(one)))
+    return rows
+
+
+def _traffic(schedule: Schedule, runs: Mapping[str, Device], wire_of: Callable[[Collective], Any]) -> list[Traffic]:
+    weights: dict[Any, float] = {}
+    exposed: dict[Any, dict[str, float]] = {}
+    for measure, device in runs.items():
+        for entry in device.log:
+            spent = exposed.setdefault(entry.key, dict.fromkeys(runs, 0.0))
+            spent[measure] += entry.weight * entry.seconds if entry.what == "wire" else 0.0
+            if entry.what == "sent" and measure == "roofline":
+                weights[entry.key] = weights.get(entry.key, 0.0) + entry.weight
+    found = []
+    for key, each in schedule.collectives.items():
+        for collective in each:  # a fusion can hold several: they share what is exposed of it
+            share = {name: seconds / len(each) for name, seconds in exposed.get(key, {}).items()}
+            one = wire_of(collective)
+            found.append(Traffic(collective, weights.get(key, 0.0) / len(each), one.seconds, one.over, share))
+    return found
+
+
+def _sum(device: Device, what: str) -> float:
+    return sum(entry.weight * entry.seconds for entry in device.log if entry.what == what)
+
+
+def main(path: str, target: str, result: str = "") -> None:
+    """Prints the estimate of a program."""
+    data = Path(path).read_bytes()
+    text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
+    known = json.loads(Path(result).read_text()) if result else {}
+    print(estimate(text, target, known.get("coordinates"), known.get("memory")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

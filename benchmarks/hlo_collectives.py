@@ -1,0 +1,228 @@
+"""Finds the collectives of an HLO program, whatever form they take.
+
+    all-gather(...), all-gather-start/-done          as they are; `"is_sync":true` makes a pair synchronous (GPU)
+    async-, call-, fusion-start/-update/-done        around a computation that holds the collective; it starts where its
+                                                     operands are handed over: at the start, or at the update
+    a fusion with AsyncCollectiveStart or -Done      XLA:TPU's asynchronous collective fusion; the same collective also
+                                                     stands in every fusion that carries on with it, and counts once
+    a fusion of a computation `all-reduce-scatter`   a reduce-scatter, although an all-reduce stands in it
+    send, send-done                                  a permute; recv and recv-done wait for it
+
+Payload, in bytes: what an all-gather gives; what all others take, for each device.
+Wire bytes, what leaves one device of a group of n:
+    all-gather, reduce-scatter, all-to-all           (n - 1) / n x payload
+    all-reduce                                       2 (n - 1) / n x payload
+    collective-permute, collective-broadcast, send   payload
+A ragged all-to-all counts as if its whole operand were sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Literal
+
+from hlo import Computation, Instruction, Module
+from hlo_cost import COLLECTIVES
+
+Groups = tuple[tuple[int, ...], ...]
+Role = Literal["whole", "start", "done"]
+WIRE = {"all-reduce": 2.0, "collective-permute": 0.0, "collective-broadcast": 0.0}
+NUMBERS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the program text.
+
+    Attributes:
+        kind: what moves: `reduce-scatter` also where the text hides it.
+        name: of the instruction in the schedule.
+        groups: the partitions that talk to each other; of a permute, pairs (from, to).
+        payload_bytes, wire_bytes: see the module.
+        op_name, source: where in the traced program and in which line of code it comes from.
+        emitter: what the compiler says of how it runs it, where it does.
+        channel: what its start and end have in common.
+    """
+
+    kind: str
+    name: str
+    groups: Groups = field(repr=False)
+    payload_bytes: float
+    op_name: str = ""
+    source: str = ""
+    emitter: str = ""
+    channel: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Devices in a group; 2 for a permute."""
+        return max((len(group) for group in self.groups), default=1)
+
+    @property
+    def wire_bytes(self) -> float:
+        """What leaves a device."""
+        rounds = WIRE.get(self.kind, 1.0)
+        return self.payload_bytes * (rounds * (self.size - 1) / self.size if rounds else 1.0)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an instruction does to a collective: runs it whole, starts it, or waits for it (by any of `keys`)."""
+
+    role: Role
+    keys: tuple[str, ...]
+    collective: Collective | None = None
+
+
+def events(module: Module, where: Computation, instruction: Instruction) -> list[Event]:
+    """What an instruction of the schedule does to collectives, in order."""
+    opcode = instruction.opcode
+    base, _, phase = opcode.rpartition("-") if opcode.endswith(("-start", "-update", "-done")) else (opcode, "", "")
+    if phase == "done":
+        start = _start(where, instruction)
+        return [Event("done", _keys(start, start.channel or instruction.channel))] if _holds(module, start) else []
+    if phase == "update":
+        start = _start(where, instruction)
+        return [] if start.operands else _begin(module, where, start)
+    if phase == "start":
+        return _begin(module, where, instruction) if instruction.operands or base in COLLECTIVES else []
+    if opcode == "send":
+        return _begin(module, where, instruction)
+    if opcode in COLLECTIVES and opcode != "recv":
+        return [Event("whole", (), _collective(module, where, instruction, instruction))]
+    return list(_fused(module, instruction)) if opcode == "fusion" else []
+
+
+def _begin(module: Module, where: Computation, start: Instruction) -> list[Event]:
+    found = [_collective(module, inside, one, start) for inside, one in _inner(module, where, start)]
+    role: Role = "whole" if '"is_sync":true' in start.attributes else "start"
+    return [Event(role, _keys(start, each.channel), each) for each in found]
+
+
+def _inner(module: Module, where: Computation, start: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    if start.opcode.removesuffix("-start") in COLLECTIVES:
+        yield where, start
+    yield from ((at, one) for at, one in module.within(start) if one.opcode in COLLECTIVES)
+
+
+def carries(module: Module, where: Computation, instruction: Instruction) -> bool:
+    """Whether a `-start`, `-update` or `-done` is a collective's, and not a copy's."""
+    return _holds(module, _start(where, instruction))
+
+
+def _holds(module: Module, start: Instruction) -> bool:
+    base = re.sub("-(start|update|done)$", "", start.opcode)
+    return base in COLLECTIVES or any(one.opcode in COLLECTIVES for _, one in module.within(start))
+
+
+def _start(where: Computation, instruction: Instruction) -> Instruction:
+    """Where what an update or an end belongs to began; the end itself where that is out of sight."""
+    value = instruction
+    while value.opcode.endswith(("-update", "-done")) or value.opcode in ("get-tuple-element", "tuple", "bitcast"):
+        inputs = where.inputs(value)
+        if not inputs:
+            return instruction
+        value = inputs[0]
+    return value if value.opcode.endswith("-start") or value.opcode in ("send", "recv") else instruction
+
+
+def _keys(start: Instruction, channel: str | None) -> tuple[str, ...]:
+    return (start.name, *([f"channel {channel}"] if channel else []))
+
+
+def _fused(module: Module, fusion: Instruction) -> Iterator[Event]:
+    """The collectives in a fusion: of XLA:TPU's asynchronous ones, what this fusion does to them."""
+    inner = list(module.within(fusion))
+    begun = _marked(inner, "AsyncCollectiveStart")
+    ended = _marked(inner, "AsyncCollectiveDone")
+    for where, one in inner:
+        if one.opcode not in COLLECTIVES:
+            continue
+        found = _collective(module, where, one, fusion)
+        if one.name in ended:
+            yield Event("done", _keys(fusion, one.channel))
+        elif one.name in begun:
+            yield Event("start", _keys(fusion, one.channel), found)
+        elif '"async_collective_fusion_config"' not in one.attributes:
+            yield Event("whole", (), found)
+
+
+def _marked(inner: list[tuple[Computation, Instruction]], target: str) -> set[str]:
+    """The collectives that a marker call takes."""
+    calls = (one for _, one in inner if one.attribute("custom_call_target") == f'"{target}"')
+    return {name for call in calls for name in call.operands}
+
+
+def _collective(module: Module, where: Computation, one: Instruction, scheduled: Instruction) -> Collective:
+    kind = one.opcode.removesuffix("-start")
+    if kind == "all-reduce" and "all-reduce-scatter" in where.name:
+        kind = "reduce-scatter"
+    kind = "collective-permute" if kind == "send" else kind
+    groups = groups_of(one.attributes, module.partitions)
+    taken = where.inputs(one)[:1] if kind == "ragged-all-to-all" else where.inputs(one)
+    payload = sum(leaf.bytes for operand in taken for leaf in operand.leaves)
+    if kind == "all-gather":
+        payload *= max(len(group) for group in groups)
+    said = one if one.op_name else scheduled
+    emitter = " ".join(
+        dict.fromkeys(re.findall(r'"(?:emitter|strategy)":"(\w+)', scheduled.attributes + one.attributes))
+    )
+    return Collective(kind, scheduled.name, groups, payload, said.op_name, module.source(said), emitter, one.channel)
+
+
+@lru_cache(maxsize=4096)
+def groups_of(attributes: str, partitions: int) -> Groups:
+    """The partitions that talk to each other, from a collective's attributes; a permute's pairs (from, to)."""
+    pairs = re.search(r"source_target_pairs=\{(.*?\})\}", attributes)
+    pairs = pairs or re.search(r'_xla_send_recv_source_target_pairs="\{(.*?\})\}"', attributes)
+    if pairs or (listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes)):
+        text = pairs[1] if pairs else listed[1]
+        return tuple(tuple(map(int, NUMBERS.findall(group))) for group in re.findall(r"\{([^}]*)\}", text))
+    if iota := re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        shape, order = _ints(iota[1]), _ordered(iota[2])
+        return tuple(tuple(order[at : at + shape[-1]]) for at in range(0, len(order), shape[-1]))
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", attributes)
+    return _mesh_groups(mesh[1], mesh[2], mesh[3]) if mesh else (tuple(range(partitions)),)
+
+
+def _mesh_groups(axes: str, devices: str | None, grouped: str) -> Groups:
+    """Groups along some axes of a mesh: `'a'=4,'b'=2`, its devices if not 0, 1, ..., and `'a','b':(1)2`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
+    order = _ordered(devices) if devices else list(range(prod(sizes.values())))
+    parts = [(name, before, size) for name, before, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", grouped)]
+    dims: list[tuple[str, int, int]] = []  # (axis, how much lies before it in the axis, size), outermost first
+    for name, size in sizes.items():
+        cuts = sorted((int(before), int(part)) for axis, before, part in parts if axis == name and part)
+        at = 1
+        for before, part in cuts:
+            dims += [(name, at, before // at)] * (before > at) + [(name, before, part)]
+            at = before * part
+        dims += [(name, at, size // at)] if size > at or not cuts else []
+    whole = {name for name, _, part in parts if not part}
+    cut = {(name, int(before)) for name, before, part in parts if part}
+    chosen = [axis in whole or (axis, before) in cut for axis, before, _ in dims]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device, place in zip(order, product(*(range(size) for _, _, size in dims)), strict=True):
+        found.setdefault(tuple(p for p, inside in zip(place, chosen, strict=True) if not inside), []).append(device)
+    return tuple(map(tuple, found.values()))
+
+
+def _ordered(text: str) -> list[int]:
+    """`[4,2]T(1,0)`: 0 to 7 laid out in 4 rows of 2 and read by columns; or the numbers themselves."""
+    shape = re.match(r"(\[[\d,]+\])(?:T\(([\d,]+)\))?$", text)
+    if not shape:
+        return _ints(text)
+    dims = _ints(shape[1])
+    turned = _ints(shape[2]) if shape[2] else list(range(len(dims)))
+    strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
+    places = product(*(range(dims[dim]) for dim in turned))
+    return [sum(p * strides[dim] for p, dim in zip(place, turned, strict=True)) for place in places]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in NUMBERS.findall(text)]

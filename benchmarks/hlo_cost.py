@@ -1,0 +1,257 @@
+"""What one scheduled HLO instruction computes and moves: operations of its products, bytes of memory.
+
+Operations: 2 for each multiply-add of the matrix products and convolutions in an instruction and in what it calls.
+    dot           2 x numbers of the result x product of the contracted dimensions
+    convolution   2 x batch x features of the result x input features of the kernel x pairs (output position, kernel
+                  position) that hit a real input, for each spatial dimension: neither padding nor the holes of a
+                  dilation count (XLA:TPU writes batched products as such convolutions)
+    cuBLAS, cuDNN calls alike; other custom calls by the estimate in their `cost_estimate`, or else not at all
+Products at a higher precision take several passes of a TPU's matrix unit (3 for `high`, 6 for `highest`); 32-bit ones
+run at half speed on a GPU (TF32). `work` counts those, `flops` does not. Elementwise arithmetic is not counted.
+
+Bytes: operands plus results, of buffers in main memory only (those that the compiler placed on the chip cost what the
+copies between the two cost), with
+    dynamic-slice, slice, gather         the operand costs what is taken of it
+    dynamic-update-slice, scatter        the buffer updated in place costs the update (scatter: read and written)
+    bitcasts, tuples, what is passed on  nothing
+also where they stand inside a fusion. A buffer in the host's memory counts on its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hlo import HBM, HOST, Array, Computation, Instruction, Module, bits_of
+
+FREE = {
+    "after-all", "bitcast", "conditional", "constant", "get-tuple-element", "opt-barrier", "optimization-barrier",
+    "parameter", "partition-id", "replica-id", "tuple", "while", "call", "domain", "add-dependency",
+}  # fmt: skip
+FREE_CALLS = {
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
+    "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "LayoutConstraint",
+}  # fmt: skip
+COLLECTIVES = {
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
+    "reduce-scatter", "recv", "send",
+}  # fmt: skip
+SLICES = ("dynamic-slice", "slice", "gather")
+UPDATES = ("dynamic-update-slice", "scatter")
+PASSES = {"high": 3, "highest": 6}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations, the same in units of 16-bit ones, and bytes to and from the device's memory and the host's."""
+
+    flops: float = 0.0
+    work: float = 0.0
+    hbm_bytes: float = 0.0
+    host_bytes: float = 0.0
+
+
+def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool = False) -> Cost:
+    """What an instruction costs, without what an asynchronous collective in it sends."""
+    inner = [(where, instruction), *module.within(instruction)]
+    products = [(flops(*pair), _slowdown(*pair, gpu)) for pair in inner]
+    total, work = sum(n for n, _ in products), sum(n * slow for n, slow in products)
+    moved = {space: sum(size for at, size in traffic(module, where, instruction) if at == space) for space in (0, 5)}
+    return Cost(total, work, moved[HBM], moved[HOST])
+
+
+def is_free(instruction: Instruction) -> bool:
+    """Whether it takes no time of its own."""
+    if instruction.opcode == "custom-call":
+        return instruction.attribute("custom_call_target") in {f'"{name}"' for name in FREE_CALLS}
+    return instruction.opcode in FREE
+
+
+def opaque(instruction: Instruction) -> bool:
+    """Whether it is a kernel of which only operands and results are known."""
+    target = instruction.attribute("custom_call_target") or ""
+    known = is_free(instruction) or "__cu" in target or _given_flops(instruction)
+    return instruction.opcode == "custom-call" and not known
+
+
+def flops(where: Computation, instruction: Instruction) -> float:
+    """Operations of one product; 0 of anything else."""
+    if instruction.opcode == "custom-call":
+        return _called_flops(where, instruction)
+    operands = [operand.leaves[0] for operand in where.inputs(instruction) if operand.leaves]
+    if instruction.opcode == "dot":
+        contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
+        return 2.0 * instruction.leaves[0].elements * prod(operands[0].dims[dim] for dim in contracted)
+    if instruction.opcode == "convolution":
+        return _convolution(operands[0], operands[1], instruction.leaves[0], instruction)
+    return 0.0
+
+
+def traffic(module: Module, where: Computation, instruction: Instruction) -> list[tuple[int, float]]:
+    """Bytes read and written, each with the memory that its buffer lives in."""
+    if is_free(instruction) or instruction.opcode in COLLECTIVES:
+        return []
+    inputs = where.inputs(instruction)
+    if instruction.opcode == "fusion" or instruction.called:
+        inside = module.computations[instruction.called[0]]
+        read = [
+            (leaf.space, _taken(module, inside, inside.parameters[number], leaf.bytes))
+            for number, operand in enumerate(inputs)
+            for leaf in operand.leaves
+            if number in inside.parameters
+        ]
+        written = _written(module, inside, instruction.leaves)
+        return [*read, *written]
+    opcode, result = instruction.opcode, instruction.leaves[0] if instruction.leaves else Array("token", ())
+    buffer = inputs[0].leaves[0] if inputs and inputs[0].leaves else result
+    if opcode in SLICES:
+        rest = [(leaf.space, leaf.bytes) for operand in inputs[1:] for leaf in operand.leaves]
+        return [(buffer.space, result.bytes), (result.space, result.bytes), *rest]
+    if opcode in UPDATES:
+        update = _update(where, instruction)
+        again = 2 if opcode == "scatter" else 1
+        return [(result.space, again * update.bytes), (update.space, update.bytes)]
+    return [(leaf.space, leaf.bytes) for one in (*inputs, instruction) for leaf in one.leaves]
+
+
+def copied(module: Module, where: Computation, start: Instruction) -> Cost:
+    """What a copy, slice or fusion that runs beside the rest moves, from its `-start`."""
+    base = start.opcode.removesuffix("-start")
+    if isinstance(start.shape, tuple) and base == "copy":  # (where to, where from, context)
+        result, whole = start.leaves[0], start.leaves[1]
+    else:  # ((operands), result, context)
+        result = start.shape[1] if isinstance(start.shape, tuple) and len(start.shape) > 1 else start.shape
+        whole = start.leaves[0]
+    if start.called:
+        plain = Instruction(start.name, result, "fusion", start.arguments, start.attributes)
+        return cost(module, where, plain)
+    size = result.bytes if isinstance(result, Array) else sum(leaf.bytes for leaf in start.leaves)
+    if base == "dynamic-update-slice":
+        size = _update(where, start).bytes
+    ends = [whole.space, result.space if isinstance(result, Array) else HBM]
+    return Cost(hbm_bytes=size * ends.count(HBM), host_bytes=size * ends.count(HOST))
+
+
+def _taken(module: Module, where: Computation, value: Instruction, whole: float) -> float:
+    """How many bytes of a parameter a fused computation reads."""
+    total = 0.0
+    for user in where.users.get(value.name, ()):
+        first = user.operands[0] == value.name
+        if user.opcode in ("bitcast", "get-tuple-element", "reshape"):
+            total += _taken(module, where, user, whole)
+        elif user.opcode in SLICES and first:
+            total += user.leaves[0].elements * bits_of(value.leaves[0].dtype) / 8
+        elif user.opcode in UPDATES and first and user.operands.count(value.name) == 1:
+            continue  # written in place: `_written` counts it
+        elif user.called and user.opcode != "custom-call":
+            inside = module.computations[user.called[0]]
+            places = [number for number, name in enumerate(user.operands) if name == value.name]
+            total += sum(_taken(module, inside, inside.parameters[place], whole) for place in places)
+        elif not (is_free(user) or user.opcode in COLLECTIVES):
+            return whole
+    return min(total, whole)
+
+
+def _written(module: Module, inside: Computation, leaves: Sequence[Array]) -> list[tuple[int, float]]:
+    """Bytes that a fused computation writes to each of its results."""
+    roots = inside.inputs(inside.root) if inside.root.opcode == "tuple" else [inside.root]
+    if len(roots) != len(leaves):
+        return [] if is_free(inside.root) else [(leaf.space, leaf.bytes) for leaf in leaves]
+    return [(leaf.space, _put(module, inside, root, leaf.bytes)) for root, leaf in zip(roots, leaves, strict=True)]
+
+
+def _put(module: Module, inside: Computation, root: Instruction, whole: float) -> float:
+    root = _original(inside, root)
+    if root.opcode == "parameter" or root.opcode in COLLECTIVES or is_free(root):
+        return 0.0
+    if root.opcode == "fusion":
+        deeper = module.computations[root.called[0]]
+        return sum(size for _, size in _written(module, deeper, root.leaves)) if len(root.leaves) == 1 else whole
+    if root.opcode in UPDATES and _original(inside, inside.inputs(root)[0]).opcode == "parameter":
+        return _update(inside, root).bytes * (2 if root.opcode == "scatter" else 1)
+    return whole
+
+
+def _original(where: Computation, value: Instruction) -> Instruction:
+    while value.opcode in ("bitcast", "reshape"):
+        value = where.inputs(value)[0]
+    return value
+
+
+def _update(where: Computation, instruction: Instruction) -> Array:
+    """The values that an update writes: the operand after the buffer, after its indices too for a scatter."""
+    place = 1 if instruction.opcode.startswith("dynamic-update-slice") else -1
+    return where.inputs(instruction)[place].leaves[0]
+
+
+def _slowdown(where: Computation, instruction: Instruction, gpu: bool) -> float:
+    if instruction.opcode not in ("dot", "convolution", "custom-call") or not where.inputs(instruction):
+        return 1.0
+    dtypes = [leaf.dtype for operand in where.inputs(instruction)[:2] for leaf in operand.leaves]
+    if all(bits_of(dtype) == 8 and dtype != "pred" for dtype in dtypes):
+        return 0.5
+    if gpu:
+        return 2.0 if any(bits_of(dtype) == 32 for dtype in dtypes) else 1.0
+    precision = (instruction.attribute("operand_precision") or "").split(",")
+    return float(max(PASSES.get(name.strip(), 1) for name in precision))
+
+
+def _convolution(lhs: Array, kernel: Array, result: Array, instruction: Instruction) -> float:
+    left, middle, right = re.split(r"_|->", instruction.attribute("dim_labels") or "")
+    window = _window(instruction)
+    pairs = 1
+    for dim in (label for label in left if label.isdigit()):
+        sizes = (lhs.dims[left.index(dim)], kernel.dims[middle.index(dim)], result.dims[right.index(dim)])
+        pairs *= _hits(*sizes, {key: value[int(dim)] for key, value in window.items()})
+    return 2.0 * pairs * result.dims[right.index("b")] * result.dims[right.index("f")] * kernel.dims[middle.index("i")]
+
+
+def _window(instruction: Instruction) -> dict[str, list[list[int]]]:
+    text = instruction.attribute("window") or ""
+    fields = dict(part.split("=") for part in text.split())
+    return {
+        key: [[int(n) for n in each.split("_")] for each in value.split("x")]
+        for key, value in fields.items()
+        if key in ("stride", "pad", "lhs_dilate", "rhs_dilate")
+    }
+
+
+def _hits(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> int:
+    """Pairs of an output and a kernel position that fall on an input, in one dimension."""
+    stride, low = window.get("stride", [1])[0], window.get("pad", [0])[0]
+    spread, gap = window.get("lhs_dilate", [1])[0], window.get("rhs_dilate", [1])[0]
+    reach = (size - 1) * spread
+    return sum(
+        0 <= at <= reach and at % spread == 0
+        for tap in range(kernel)
+        for at in range(tap * gap - low, tap * gap - low + result * stride, stride)
+    )
+
+
+def _called_flops(where: Computation, instruction: Instruction) -> float:
+    target, shapes = instruction.attribute("custom_call_target") or "", instruction.leaves
+    operands = [leaf for operand in where.inputs(instruction) for leaf in operand.leaves]
+    if "__cublas" in target and (
+        found := re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+    ):
+        contracted = _numbers(found[1].replace('"', ""))
+        return 2.0 * shapes[0].elements * prod(operands[0].dims[dim] for dim in contracted)
+    if "__cudnn$conv" in target:
+        left, right, result = operands[0], operands[1], shapes[0]
+        if "BackwardInput" in target:
+            left, result = result, left
+        elif "BackwardFilter" in target:
+            right, result = result, right
+        return _convolution(left, right, result, instruction)
+    return _given_flops(instruction)
+
+
+def _given_flops(instruction: Instruction) -> float:
+    given = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes)
+    return float(given[1]) if given else 0.0
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(part) for part in (text or "").split(",") if part.strip()]

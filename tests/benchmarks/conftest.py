@@ -1,0 +1,8 @@
+"""Makes the benchmarks' modules importable by the names under which they import one another."""
+
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))

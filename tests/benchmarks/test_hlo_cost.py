@@ -1,0 +1,230 @@
+"""Operations and bytes of instructions."""
+
+import pytest
+from hlo import read  # pyright: ignore[reportMissingImports]
+from hlo_cost import copied, cost, opaque  # pyright: ignore[reportMissingImports]
+
+
+def program(line, inside="", parameters=""):
+    """A program of one instruction `r`; `parameters` are lines before it, `inside` other computations."""
+    return read(f"HloModule m\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{parameters}\n  ROOT %r = {line}\n}}\n")
+
+
+def given(**shapes):
+    """Parameters by name."""
+    named = enumerate(shapes.items())
+    return "\n".join(f"  %{name} = {shape} parameter({number})" for number, (name, shape) in named)
+
+
+def cost_of(line, inside="", gpu=False, **shapes):
+    module = program(line, inside, given(**shapes))
+    return cost(module, module.entry, module.entry.named["r"], gpu)
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes", "flops"),
+    [
+        (
+            "f32[4,16,32]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
+            "rhs_contracting_dims={1}",
+            dict(a="bf16[4,16,8]{2,1,0}", b="bf16[4,8,32]{2,1,0}"),
+            2 * 4 * 16 * 32 * 8,
+        ),
+        (  # x [32,1024,2048] @ w [2048,32,64], as XLA:TPU writes it: each of the 32 outputs sees one tap
+            "bf16[32,1024,32,64]{1,3,2,0} convolution(%a, %b), window={size=1x32 pad=0_0x31_31 rhs_reversal=0x1}, "
+            "dim_labels=0bf1_i1o0->0b1f",
+            dict(a="bf16[32,1024,2048,1]{2,1,3,0}", b="bf16[2048,32,64,1]{0,2,1,3}"),
+            2 * 32 * 1024 * 2048 * 32 * 64,
+        ),
+        (  # a product batched over 32 x 32: dilation and stride leave one tap in each of the two dimensions
+            "bf16[32,32,64,1024]{3,2,1,0} convolution(%a, %b), window={size=32x32 stride=31x31 lhs_dilate=32x32}, "
+            "dim_labels=0f1b_01oi->01bf",
+            dict(a="bf16[32,1024,32,64]{1,3,2,0}", b="bf16[32,32,1024,1024]{2,3,1,0}"),
+            2 * 32 * 32 * 64 * 1024 * 1024,
+        ),
+        (  # an image: 3 x 3 with padding 1 on 4 x 4: 3 taps for the inner 2 rows, 2 for the outer 2, so 10 in each dim
+            "f32[2,4,4,5]{3,2,1,0} convolution(%a, %b), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f",
+            dict(a="f32[2,4,4,7]{3,2,1,0}", b="f32[3,3,7,5]{3,2,1,0}"),
+            2 * 2 * 5 * 7 * 10 * 10,
+        ),
+        (
+            "(bf16[16,32]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target=\"__cublas$gemm\", "
+            'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"]}}}',
+            dict(a="bf16[8,16]{1,0}", b="bf16[8,32]{1,0}"),
+            2 * 16 * 32 * 8,
+        ),
+        (  # the gradient of the kernel of the image above: the result stands for the kernel
+            "(f32[3,3,7,5]{3,2,1,0}, u8[0]{0}) custom-call(%a, %b), window={size=3x3 pad=1_1x1_1}, "
+            'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"',
+            dict(a="f32[2,4,4,7]{3,2,1,0}", b="f32[2,4,4,5]{3,2,1,0}"),
+            2 * 2 * 5 * 7 * 10 * 10,
+        ),
+        (
+            'f32[8,8]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", '
+            'backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"77","bytes_accessed":"1"}}}',
+            dict(a="f32[8,8]{1,0}"),
+            77,
+        ),
+        ("f32[8]{0} add(%a, %a)", dict(a="f32[8]{0}"), 0),
+    ],
+)  # fmt: skip
+def test_products(line, shapes, flops):
+    assert cost_of(line, **shapes).flops == flops
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "gpu", "times"),
+    [("bf16", "", 0, 1), ("f32", "", 0, 1), ("f32", "highest", 0, 6), ("f32", "", 1, 2), ("s8", "", 0, 0.5)],
+)
+def test_slower_products(dtype, precision, gpu, times):
+    line = "f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    line += f", operand_precision={{{precision},{precision}}}" if precision else ""
+    found = cost_of(line, gpu=bool(gpu), a=f"{dtype}[4,4]{{1,0}}")
+    assert (found.flops, found.work) == (128, 128 * times)
+
+
+def test_opaque_kernels():
+    unknown = 'f32[8]{0} custom-call(%a), custom_call_target="mine"'
+    for line, is_opaque in ((unknown, True), (unknown.replace("mine", "AllocateBuffer"), False)):
+        module = program(line, parameters=given(a="f32[8]{0}"))
+        assert opaque(module.entry.named["r"]) is is_opaque
+    assert cost_of(unknown, a="f32[8]{0}").hbm_bytes == 64
+
+
+KB = 1024
+STACK = "f32[24,16,16]{2,1,0}"  # 24 layers of 1 KB
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes", "size"),
+    [
+        ("f32[256]{0} add(%a, %b)", dict(a="f32[256]{0}", b="f32[256]{0}"), 3 * KB),
+        ("f32[256]{0} add(%a, %b)", dict(a="f32[256]{0:T(256)S(1)}", b="f32[256]{0}"), 2 * KB),
+        ("f32[256]{0:S(1)} copy(%a)", dict(a="f32[256]{0}"), KB),
+        ("f32[1,16,16]{2,1,0} dynamic-slice(%a, %i, %i, %i)", dict(a=STACK, i="s32[]{:S(6)}"), 2 * KB),
+        (
+            f"{STACK} dynamic-update-slice(%a, %u, %i, %i, %i)",
+            dict(a=STACK, u="f32[1,16,16]{2,1,0}", i="s32[]"),
+            2 * KB,
+        ),
+        ("f32[2,16,16]{2,1,0} slice(%a), slice={[0:2], [0:16], [0:16]}", dict(a=STACK), 4 * KB),
+        ("f32[2,256]{1,0} gather(%a, %i)", dict(a="f32[1000,256]{1,0}", i="s32[2]{0}"), 4 * KB + 8),
+        (
+            "f32[1000,256]{1,0} scatter(%a, %i, %u), to_apply=%add",
+            dict(a="f32[1000,256]{1,0}", i="s32[2]{0}", u="f32[2,256]{1,0}"),
+            6 * KB,  # the update is read, its place read and written
+        ),
+        ("f32[256]{0} bitcast(%a)", dict(a="f32[256]{0}"), 0),
+        ("f32[256]{0} all-gather(%a), replica_groups={}", dict(a="f32[128]{0}"), 0),
+    ],
+)
+def test_bytes(line, shapes, size):
+    assert cost_of(line, **shapes).hbm_bytes == size
+
+
+FUSIONS = {
+    # One layer of a stack, converted; the other operand is used whole, and passed on besides.
+    "slice": (
+        f"""  %p = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  %w = f32[256]{{0}} parameter(2)
+  %z = s32[] constant(0)
+  %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %z, %z), dynamic_slice_sizes={{1,16,16}}
+  %b = f32[256]{{0}} bitcast(%s)
+  %sum = f32[256]{{0}} add(%b, %w)
+  ROOT %t = (f32[256]{{0}}, f32[256]{{0}}) tuple(%sum, %w)""",
+        "(f32[256]{0}, f32[256]{0})",
+        3 * KB,
+    ),
+    # A layer written into a stack in place: the stack costs the layer.
+    "update": (
+        f"""  %p = {STACK} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %u = f32[256]{{0}} parameter(2)
+  %z = s32[] constant(0)
+  %b = f32[1,16,16]{{2,1,0}} bitcast(%u)
+  ROOT %r = {STACK} dynamic-update-slice(%p, %b, %i, %z, %z)""",
+        STACK,
+        2 * KB,
+    ),
+    # The same into zeros: all of it is written.
+    "update of zeros": (
+        f"""  %p = f32[1,16,16]{{2,1,0}} parameter(2)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %z = f32[] constant(0)
+  %zeros = {STACK} broadcast(%z), dimensions={{}}
+  ROOT %r = {STACK} dynamic-update-slice(%zeros, %p, %i, %i, %i)""",
+        STACK,
+        25 * KB,
+    ),
+    # Read twice, once in part: whole, and once.
+    "whole": (
+        f"""  %p = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %i, %i)
+  %n = {STACK} negate(%p)
+  ROOT %r = f32[16]{{0}} reduce(%n, %s), dimensions={{0,1}}, to_apply=%add""",
+        "f32[16]{0}",
+        24 * KB + 64,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_fusions(name):
+    body, result, size = FUSIONS[name]
+    third = "f32[1,16,16]{2,1,0}" if name == "update of zeros" else "f32[256]{0}"
+    found = cost_of(
+        f"{result} fusion(%p, %i, %w), kind=kLoop, calls=%f",
+        f"%f (p: f32[]) -> f32[] {{\n{body}\n}}",
+        p=STACK, i="s32[]{:S(6)}", w=third,
+    )  # fmt: skip
+    assert found.hbm_bytes == size
+
+
+def test_nested_fusion():
+    """A product in a fusion in a fusion; the inner one slices the outer one's operand."""
+    inside = f"""%inner (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %i, %i)
+}}
+
+%outer (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[1,16,16]{{2,1,0}} fusion(%p, %i), kind=kLoop, calls=%inner
+  %b = f32[16,16]{{1,0}} bitcast(%s)
+  ROOT %d = f32[16,16]{{1,0}} dot(%b, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}"""
+    found = cost_of("f32[16,16]{1,0} fusion(%p, %i), kind=kOutput, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
+    assert (found.flops, found.hbm_bytes) == (2 * 16**3, 2 * KB)
+
+
+@pytest.mark.parametrize(
+    ("line", "shapes", "hbm", "host"),
+    [
+        ("(f32[256]{0:S(1)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%a)", dict(a="f32[256]{0}"), KB, 0),
+        ("(f32[256]{0}, f32[256]{0}, u32[]{:S(2)}) copy-start(%a)", dict(a="f32[256]{0}"), 2 * KB, 0),
+        ("(f32[256]{0:S(5)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%a)", dict(a="f32[256]{0}"), KB, KB),
+        (
+            f"(({STACK}), f32[6,16,16]{{2,1,0:S(1)}}, s32[]{{:S(2)}}) slice-start(%a), slice={{[0:6], [0:16], [0:16]}}",
+            dict(a=STACK), 6 * KB, 0,
+        ),
+    ],
+)  # fmt: skip
+def test_copies_beside_the_rest(line, shapes, hbm, host):
+    module = program(line, parameters=given(**shapes))
+    found = copied(module, module.entry, module.entry.named["r"])
+    assert (found.hbm_bytes, found.host_bytes) == (hbm, host)
+
+
+def test_slicing_fusion_beside_the_rest():
+    inside = f"""%f (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %i, %i)
+}}"""
+    line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) fusion-start(%p, %i), kind=kLoop, calls=%f"
+    module = program(line, inside, given(p=STACK, i="s32[]"))
+    assert copied(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4
