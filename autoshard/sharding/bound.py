@@ -30,7 +30,9 @@ class Bound:
         """The plan's mesh over these devices; those that the plan was made on, if none are given."""
         if devices is None and self.mesh is not None:
             return self.mesh
-        return device_mesh(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices)
+        return device_mesh(
+            dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices, plan.device_order
+        )
 
     def run(self, mesh: Any) -> Callable[..., list[Any]]:
         """The annotated program over flat inputs."""

@@ -1,45 +1,80 @@
 """How long one step takes under a layout.
 
-    compute_us = sum over operators of max(flops / peak, bytes / memory bandwidth) on one shard, times its trips
-    comm_us    = sum over collectives of latency + wire bytes / link bandwidth, times the trips
-    step_us    = compute_us + comm_us - OVERLAP * min(compute_us, comm_us)
+    compute_us = sum over kernels (`fusion`) of max(flops / (0.95 peak tiles), bytes / (0.8 memory bandwidth)) on one
+                 shard, times its trips
+    comm_us    = sum over collectives of their time on the links that their mesh axes lie on (`topology`), times trips
+    step_us    = compute_us + comm_us - min(hidden_us, HIDING * compute_us)
+    hidden_us  = of comm_us, what the chip can do beside compute: gathers of parameters and reductions of gradients, of
+                 the kinds that its compiler makes asynchronous (`chips`)
 
-flops are those of contractions and convolutions; bytes are an operator's operands and results where it is a
-contraction, a gather or a reduction, and FUSED of its results elsewhere (XLA fuses elementwise chains). What moves is
-what `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a logical
-axis of an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
+flops are those of contractions and convolutions, at the peak of their type; tiles is the part of the matrix unit's
+tiles that a shard fills (a dimension of 64 on tiles of 128 fills half). bytes are what a kernel reads and writes. What
+moves is what `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a
+logical axis of an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count, islice
 from typing import Any
 
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.sharding.decide import decides, home, regathers, strategy, wanted
+from autoshard.sharding.decide import decides, home, regathers, strategy_at, wanted
+from autoshard.sharding.fusion import Fusion, Kernel
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.roles import Roles, itemsize, nbytes
-from autoshard.sharding.strategy import Move, flops_of
+from autoshard.sharding.roles import CONTRACTIONS, Roles, itemsize, nbytes
+from autoshard.sharding.strategy import Move, Strategy, flops_of
 from autoshard.sharding.targets import Target
-from autoshard.spmdrules.place import Spec, axes_of, sent
-from autoshard.spmdrules.program import Op
+from autoshard.sharding.topology import Laying, layings
+from autoshard.spmdrules.place import ReshardKind, Spec, sent, ways
+from autoshard.spmdrules.program import Block, Op
+from autoshard.spmdrules.rule import Rule
 
-OVERLAP = 0.3
-FUSED = 0.5
+HIDING = 0.9  # the part of a step's compute that can hide traffic
+MOST_LAYINGS = 64  # tried for each order of the axes
+PEAK_REACHED = 0.95  # of a chip's operations per second by large products
+BANDWIDTH_REACHED = 0.8  # of its memory's
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of one step: its kind, mesh axis, bytes that leave each device, runs a step, and the user's line."""
+    """A collective of one step.
 
-    kind: str
-    axis: str
+    Attributes:
+        kind: what XLA makes of it.
+        axes: the mesh axes that it runs over, at once.
+        asked: what is asked for: another kind where XLA cannot do it on the devices where the axes lie.
+        local_bytes: what a device has before what is asked for.
+        wire_bytes: bytes that leave each device in one run.
+        count: runs a step.
+        time_us: of all its runs.
+        line: the user's.
+        ahead: whether nothing that is computed meanwhile waits for it: it moves parameters or gradients.
+    """
+
+    kind: ReshardKind
+    axes: tuple[str, ...]
+    asked: ReshardKind
+    local_bytes: float
     wire_bytes: float
     count: float
     time_us: float
     line: str
+    ahead: bool = False
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Bytes on a device of what is gathered for operators (by identity), or waits behind one to be scattered."""
+
+    nbytes: float
+    ops: list[int]
 
 
 @dataclass(frozen=True)
@@ -51,6 +86,7 @@ class StepCost:
     comm_us: float
     comm_bytes: float
     collectives: tuple[Collective, ...]
+    waiting: tuple[Waiting, ...] = field(default=(), repr=False)
 
 
 @dataclass(eq=False)
@@ -58,123 +94,301 @@ class Group:
     """Operators with the same rule, shapes and classes: one of them stands for all."""
 
     op: Op
+    kernel: Kernel | None
     runs: float
-    values: list[set[int]] = field(default_factory=list)  # the distinct values at each operand
-    count: int = 0
+    # at each operand: what it is of and in which loop -> the operators that take it, by identity
+    takers: list[dict[tuple[int, int], list[int]]] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)  # its operators, by identity
+
+    @property
+    def count(self) -> int:
+        """How many operators it stands for."""
+        return len(self.members)
 
 
 class CostModel:
     """Prices layouts of one program on one target; what two layouts share is priced once."""
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, target: Target, state: Sequence[tuple[int, int]] = ()):
+    def __init__(
+        self, axes: LogicalAxes, roles: Roles, target: Target, fusion: Fusion, state: Sequence[tuple[int, int]] = ()
+    ):
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.groups = group(axes)
+        self.fusion = fusion
+        self.groups = group(axes, roles, fusion.kernels)
         self._memo: dict[Any, tuple[float, tuple[Move, ...]]] = {}
 
     def __call__(self, layout: Layout) -> StepCost:
         """The cost of one step under `layout`."""
         compute, collectives = 0.0, []
+        there: dict[Any, Waiting] = {}  # what is moved already: one gather serves all that take it
         for number, g in enumerate(self.groups):
             time, moves = self._price(number, g, layout)
             compute += time * g.runs
             for move in moves:
-                share = (
-                    len(g.values[move.array]) / g.count if move.array >= 0 else 1.0
-                )  # one gather serves all its users
-                collectives.append(self._collective(layout, g.op, move, g.runs * share))
+                new = g.count
+                if move.array >= 0:
+                    new = self._share(there, move, g.takers[move.array])
+                elif move.kind == "reduce-scatter":
+                    there |= {("reduced", op, move.array): Waiting(move.local_bytes, [op]) for op in g.members}
+                if new:
+                    collectives.append(self._collective(layout, g.op, move, g.runs * new / g.count))
         collectives += self._state_moves(layout)
-        comm = sum(c.time_us for c in collectives)
-        step = compute + comm - OVERLAP * min(compute, comm)
-        return StepCost(step, compute, comm, sum(c.wire_bytes * c.count for c in collectives), tuple(collectives))
+        return replace(summed(compute, collectives, self.target.chip.hides), waiting=tuple(there.values()))
+
+    def _share(self, there: dict[Any, Waiting], move: Move, takers: Mapping[tuple[int, int], list[int]]) -> int:
+        """How many of the values that a group needs moved are not there yet; notes who takes them."""
+        new, extra = 0, move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
+        for what, ops in takers.items():
+            found = there.get((move.kind, move.axes, what))
+            if found is None:
+                there[move.kind, move.axes, what] = Waiting(extra, list(ops))
+                new += 1
+            else:
+                found.ops.extend(ops)
+        return new
 
     def _collective(self, layout: Layout, op: Op, move: Move, runs: float) -> Collective:
-        names = list(layout.mesh)
-        inside = layout.ways(names[names.index(move.axis) + 1 :])  # the last mesh axes lie on the nearest devices
-        bandwidth = self.target.bandwidth(inside, layout.mesh[move.axis])
-        time = self.target.chip.link_latency_us + move.wire_bytes / bandwidth * 1e6
-        return Collective(move.kind, move.axis, move.wire_bytes, runs, time * runs, _compat.source_line(op.eqn))
+        line, value = (
+            _compat.source_line(op.eqn),
+            (op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]),
+        )
+        ahead = value in self._state_values or value in self.roles.gradients
+        return collective(self.target.lay(layout.mesh), move.kind, move.axes, move.local_bytes, runs, line, ahead)
+
+    @cached_property
+    def _state_values(self) -> set[int]:
+        return {*self.axes.held, *self.axes.program.inputs}
 
     def _price(self, number: int, g: Group, layout: Layout) -> tuple[float, tuple[Move, ...]]:
+        """The time of one run of a group's kernel, and what moves.
+
+        It depends on which dimensions are cut how many ways, not on the names of mesh axes.
+        """
         op = g.op
-        specs = tuple(home(layout, v) if v >= 0 else () for v in op.operands)
-        outs = tuple(wanted(layout, op, v) for v in op.results)
-        key = (number, specs, outs, tuple(layout.mesh.items()))
+        specs = [home(layout, v) if v >= 0 else () for v in op.operands]
+        outs = [wanted(layout, op, v) for v in op.results]
+        memory = [home(layout, v) for v in (*g.kernel.reads, *g.kernel.writes)] if g.kernel else []
+        names, mesh, plain = _nameless([*specs, *outs, *memory], layout.mesh)
+        key = (number, plain, tuple(mesh.items()))
         found = self._memo.get(key)
         if found is None:
-            found = self._memo[key] = self._price_new(op, layout, specs, outs)
-        return found
+            places, wishes = plain[: len(specs)], plain[len(specs) : len(specs) + len(outs)]
+            found = self._memo[key] = self._price_new(g, mesh, places, wishes, plain[len(specs) + len(outs) :])
+        time, moves = found
+        return time, tuple(replace(m, axes=tuple(a for name in m.axes for a in names[name])) for m in moves)
 
     def _price_new(
-        self, op: Op, layout: Layout, specs: tuple[Spec, ...], outs: tuple[Spec, ...]
+        self, g: Group, mesh: Mapping[str, int], specs: Sequence[Spec], outs: Sequence[Spec], memory: Sequence[Spec]
     ) -> tuple[float, tuple[Move, ...]]:
-        chip = self.target.chip
-        out_bytes = sum(nbytes(v.aval) for v in op.eqn.outvars)
+        op, chip = g.op, self.target.chip
         if not decides(op):
-            ways = max((layout.ways(a for dim in spec for a in dim) for spec in outs), default=1)
-            return FUSED * out_bytes / ways / chip.memory_bandwidth * 1e6, self._plain_moves(op, layout, specs, outs)
-        plan = strategy(layout, op, self.target.flops_per_byte)
-        ways = layout.ways(a for a, f in plan.factors.items() if f is not None)
-        peak = chip.flops if itemsize(op.eqn.outvars[0].aval) <= 2 else chip.flops_f32
+            return self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs)
+        plan = strategy_at(op, specs, outs, mesh, self.target.flops_per_byte)
         assert op.rule is not None
-        arrays = zip((*op.eqn.invars, *op.eqn.outvars), (*op.rule.operands, *op.rule.results), strict=True)
-        moved = sum(nbytes(v.aval) / layout.ways(axes_of(plan.spec(dims))) for v, dims in arrays)
-        return max(flops_of(op) / ways / peak, moved / chip.memory_bandwidth) * 1e6, plan.moves
+        taken = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+        time = self._memory_us(g, mesh, memory, {v: plan.spec(dims) for v, dims in taken})
+        if op.name in CONTRACTIONS:
+            shards = math.prod(mesh[a] for a, f in plan.factors.items() if f is not None)
+            peak = chip.peak(min(itemsize(v.aval) for v in op.eqn.invars[:2])) * PEAK_REACHED
+            time = max(time, flops_of(op) / shards / peak / filled(op.rule, plan, mesh, chip.tile) * 1e6)
+        return time, plan.moves
 
-    def _plain_moves(self, op: Op, layout: Layout, specs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> tuple[Move, ...]:
+    def _memory_us(self, g: Group, mesh: Mapping[str, int], memory: Sequence[Spec], where: Mapping[int, Spec]) -> float:
+        """The time that a kernel's reads and writes take; `where` says where values are that are not at home."""
+        if g.kernel is None:
+            return 0.0
+        avals, total = self.axes.program.avals, 0.0
+        for v, spec in zip((*g.kernel.reads, *g.kernel.writes), memory, strict=True):
+            total += nbytes(avals[v]) / ways(where.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
+        return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+
+    def _plain_moves(
+        self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], outs: Sequence[Spec]
+    ) -> tuple[Move, ...]:
         """What moves between an activation's layout before and after an operator at which nothing is decided."""
         batch, moves = self.roles.batch, []
         if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
             return ()
-        after = _class_of_axis(layout, op.results[0], outs[0])
+        after = self._class_of_axis(mesh, op.results[0], outs[0])
         for i, (v, spec) in enumerate(zip(op.operands, specs, strict=True)):
             if v < 0 or not spec:
                 continue
-            local = nbytes(self.axes.program.avals[v]) / layout.ways(a for dim in spec for a in dim)
+            local = nbytes(self.axes.program.avals[v]) / ways(spec, mesh)
             own = {c for dim in self.axes.of_value[v] for c in dim}
-            for axis, cls in _class_of_axis(layout, v, spec).items():
-                n, to = layout.mesh[axis], after.get(axis)
+            for axis, cls in self._class_of_axis(mesh, v, spec).items():
+                n, to = mesh[axis], after.get(axis)
                 if to != cls and cls in own:
                     kind = "all-to-all" if to in own else "all-gather"
-                    moves.append(Move(kind, axis, i, local * sent(kind, n)))
+                    moves.append(Move(kind, (axis,), i, local, local * sent(kind, n)))
         return tuple(moves)
+
+    def _class_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, int]:
+        """Which class each mesh axis of a spec cuts."""
+        found: dict[str, int] = {}
+        for dim, axes in zip(self.axes.of_value[value], spec, strict=True):
+            parts = list(dim)
+            room = [self.axes.sizes[c] for c in dim]
+            for axis in axes:
+                while len(parts) > 1 and room[0] == 1:
+                    del parts[0], room[0]
+                if parts:
+                    found[axis] = parts[0]
+                    room[0] = max(room[0] // mesh[axis], 1)
+        return found
 
     def _state_moves(self, layout: Layout) -> list[Collective]:
         found = []
         for move in regathers(layout, [source for source, _ in self.state]):
-            bandwidth = self.target.bandwidth(1, layout.ways(move.axes))
-            time = self.target.chip.link_latency_us + move.wire_bytes / bandwidth * 1e6
-            found.append(Collective("all-gather", move.axes[0], move.wire_bytes, 1.0, time, f"parameters, {move.when}"))
+            local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
+            line = f"parameters, {move.when}"
+            found.append(
+                collective(self.target.lay(layout.mesh), "all-gather", move.axes, local, 1.0, line, ahead=True)
+            )
         return found
 
 
-def _class_of_axis(layout: Layout, value: int, spec: Spec) -> dict[str, int]:
-    """Which class each mesh axis of a spec cuts."""
-    found: dict[str, int] = {}
-    for dim, axes in zip(layout.axes.of_value[value], spec, strict=True):
-        parts = list(dim)
-        room = [layout.axes.sizes[c] for c in dim]
-        for axis in axes:
-            while len(parts) > 1 and room[0] == 1:
-                del parts[0], room[0]
-            if parts:
-                found[axis] = parts[0]
-                room[0] = max(room[0] // layout.mesh[axis], 1)
-    return found
+def collective(
+    laying: Laying,
+    asked: ReshardKind,
+    axes: tuple[str, ...],
+    local_bytes: float,
+    count: float,
+    line: str,
+    ahead: bool = False,
+) -> Collective:
+    """A collective as XLA does it where its axes lie."""
+    kind, local = laying.topology.compiled(asked, laying.over(axes), local_bytes)
+    wire = sent(kind, math.prod(p.size for p in laying.over(axes))) * local
+    time = laying.time_us(kind, axes, local) * count
+    return Collective(kind, axes, asked, local_bytes, wire, count, time, line, ahead)
 
 
-def group(axes: LogicalAxes) -> list[Group]:
+def summed(compute_us: float, collectives: Sequence[Collective], hides: Sequence[str]) -> StepCost:
+    """The cost of a step from its parts; `hides` are the kinds of collectives that run beside compute."""
+    comm = sum(c.time_us for c in collectives)
+    hidden = sum(c.time_us for c in collectives if c.ahead and c.kind in hides)
+    step = compute_us + comm - min(hidden, HIDING * compute_us)
+    return StepCost(step, compute_us, comm, sum(c.wire_bytes * c.count for c in collectives), tuple(collectives))
+
+
+def relaid(cost: StepCost, laying: Laying, hides: Sequence[str]) -> StepCost:
+    """The same step with its mesh axes laid onto other devices."""
+    again = [collective(laying, c.asked, c.axes, c.local_bytes, c.count, c.line, c.ahead) for c in cost.collectives]
+    return replace(summed(cost.compute_us, again, hides), waiting=cost.waiting)
+
+
+def best_laying(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[Laying, StepCost]:
+    """Where to lay the axes of a mesh so that a step's traffic takes the least time; ties go to the plainest.
+
+    The axes are given their places in the order of their traffic, the heaviest first or last, and in mesh order.
+    """
+    heavy: dict[str, float] = dict.fromkeys(mesh, 0.0)
+    for c in cost.collectives:
+        for a in c.axes:
+            heavy[a] += c.wire_bytes * c.count
+    by_traffic = sorted(mesh, key=lambda a: -heavy[a])
+    orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
+    best: tuple[Laying, StepCost] | None = None
+    for first in orders:
+        for laying in islice(layings(target.topology, mesh, first), MOST_LAYINGS):
+            now = relaid(cost, laying, target.chip.hides)
+            if best is None or now.step_time_us < best[1].step_time_us * (1 - 1e-9):
+                best = laying, now
+    assert best is not None
+    return best
+
+
+def _nameless(
+    specs: Sequence[Spec], mesh: Mapping[str, int]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, int], tuple[Spec, ...]]:
+    """Specs with mesh axes numbered in mesh order, those that always stand one behind the other as one.
+
+    Returns:
+        number -> the axes that it stands for; number -> size; the specs.
+    """
+    after: dict[str, str | None] = {}
+    before: dict[str, str | None] = {}
+    for spec in specs:
+        for dim in spec:
+            previous = None
+            for axis in dim:
+                if before.setdefault(axis, previous) != previous:
+                    before[axis] = None
+                if previous is not None and after.setdefault(previous, axis) != axis:
+                    after[previous] = None
+                previous = axis
+            if previous is not None and after.setdefault(previous, None) is not None:
+                after[previous] = None
+    head: dict[str, str] = {}
+    chains: dict[str, list[str]] = {}
+    for axis in mesh:  # an axis that follows another in every spec stands later in the mesh, too
+        if axis in before:
+            leader = before[axis]
+            joined = leader in head and after.get(leader) == axis
+            head[axis] = head[leader] if joined and leader is not None else axis
+            chains.setdefault(head[axis], []).append(axis)
+    number = {axis: str(i) for i, axis in enumerate(chains)}
+    return (
+        {number[axis]: tuple(chain) for axis, chain in chains.items()},
+        {number[axis]: math.prod(mesh[a] for a in chain) for axis, chain in chains.items()},
+        tuple(tuple(tuple(number[a] for a in dim if a in number) for dim in spec) for spec in specs),
+    )
+
+
+def filled(rule: Rule, plan: Strategy, mesh: Mapping[str, int], tile: int) -> float:
+    """The part of the matrix unit's tiles that one shard of a contraction fills.
+
+    Of the three sizes of a product (rows, columns, what is summed) the longest streams by; the others fill tiles.
+    """
+    if tile <= 1:
+        return 1.0
+    cut: dict[str, int] = {}
+    for axis, factor in plan.factors.items():
+        if factor is not None:
+            cut[factor] = cut.get(factor, 1) * mesh[axis]
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    sides = {"rows": (left & out) - right, "columns": (right & out) - left, "summed": (left & right) - out}
+    sizes = sorted(
+        math.prod(max((rule.factor(f).size or 1) // cut.get(f, 1), 1) for f in side) for side in sides.values()
+    )
+    return math.prod(n / (-(-n // tile) * tile) for n in sizes[:2])
+
+
+def group(axes: LogicalAxes, roles: Roles, found: Mapping[int, Kernel]) -> list[Group]:
     """The operators of a program, those that no layout can tell apart counted together."""
     groups: dict[Any, Group] = {}
-    held, inputs = axes.held, set(axes.program.inputs)
-    for op in axes.program.ops():
+    held, inputs, avals = axes.held, set(axes.program.inputs), axes.program.avals
+
+    def place(v: int) -> Any:
+        """What a layout tells values apart by."""
+        return (
+            None if v < 0 else (axes.of_value[v], v in roles.gradients, axes.of_value[held[v]] if v in held else None)
+        )
+
+    for op, block in in_loops(axes.program.block):
         if op.rule is None:
             continue
-        leaves = tuple(axes.of_value[v] if v >= 0 else None for v in (*op.operands, *op.results))
-        stored = tuple(axes.of_value[held[v]] if v in held else None for v in op.operands)
-        key = (op.name, id(op.rule), leaves, stored, tuple(v in inputs for v in op.operands[:3]))
-        g = groups.setdefault(key, Group(op, 0.0, [set() for _ in op.operands]))
+        kernel = found.get(id(op))
+        values = tuple(place(v) for v in (*op.operands, *op.results))
+        memory: Any = None
+        if kernel is not None:
+            memory = Counter((place(v), itemsize(avals[v]), v in inputs) for v in (*kernel.reads, *kernel.writes))
+            memory = frozenset(memory.items())
+        key = (op.name, id(op.rule), values, memory, tuple(v in inputs for v in op.operands[:3]))
+        g = groups.setdefault(key, Group(op, kernel, 0.0, [{} for _ in op.operands]))
         g.runs += op.trips
-        g.count += 1
-        for seen, v in zip(g.values, op.operands, strict=True):
-            seen.add(v)
+        g.members.append(id(op))
+        for takers, v in zip(g.takers, op.operands, strict=True):
+            takers.setdefault((held.get(v, v), block), []).append(id(op))
     return list(groups.values())
+
+
+def in_loops(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:
+    """Every operator, in the order of `Program.ops`, with the number of the loop, branch or remat that it stands in."""
+    counter = count(1) if counter is None else counter
+    for op in block.ops:
+        yield op, number
+        for inner in op.blocks:
+            own = op.name.startswith("remat") or op.results != inner.outputs
+            yield from in_loops(inner, next(counter) if own else number, counter)

@@ -44,13 +44,17 @@ def declared(op: Op) -> bool:
 
 
 def home(layout: Layout, value: int) -> Spec:
-    """Where a value is before an operator takes it: a (slice of a) stored parameter where it is stored."""
+    """Where a value is before an operator takes it: a (slice of a) parameter where it is stored, a gradient too."""
     if value in layout.roles.inputs:
         return layout.stored(value)
     held = layout.held.get(value)
     if held is not None and not layout.early(held):
         spec = layout.stored(held)
         return spec[len(spec) - len(layout.axes.of_value[value]) :]
+    if value in layout.roles.gradients and layout.storage:
+        spec = layout.gradient_spec(value)
+        if spec is not None:
+            return spec
     return layout.spec(value)
 
 
@@ -107,15 +111,20 @@ def regathers(layout: Layout, updated: Iterable[int]) -> list[Regather]:
 
 def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     """The cut of a deciding operator under a layout."""
+    places = [home(layout, v) if v >= 0 else () for v in op.operands]
+    return strategy_at(op, places, [wanted(layout, op, v) for v in op.results], layout.mesh, flops_per_byte)
+
+
+def strategy_at(
+    op: Op, places: Sequence[Spec], outs: Sequence[Spec], mesh: Mapping[str, int], flops_per_byte: float
+) -> Strategy:
+    """The cut of a deciding operator whose operands are at `places` (empty: a literal) and results wanted at `outs`."""
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
-    places = [
-        home(layout, v) if v >= 0 else ((),) * a.ndim for v, a in zip(op.operands, avals, strict=True)
-    ]  # fmt: skip
-    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], places, op.rule, layout.mesh)
-    outs = [wanted(layout, op, v) for v in op.results]
-    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, layout.mesh)
-    return choose(op.rule, operands, results, layout.mesh, flops_of(op), flops_per_byte)
+    specs = [place or ((),) * a.ndim for place, a in zip(places, avals, strict=True)]
+    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], specs, op.rule, mesh)
+    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, mesh)
+    return choose(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
 
 
 def cut_of(plan: Strategy, mesh: Mapping[str, int]) -> dict[str, str]:

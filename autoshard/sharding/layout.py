@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.roles import Role, Roles, is_float, nbytes
@@ -99,6 +100,18 @@ class Layout:
         """The classes that this layout cuts somewhere."""
         listed = {c for classes in self.table.values() for c in classes}
         return {c for c in listed if self.ways(self.spec_of(((c,),))[0]) > 1}
+
+    def effect(self) -> tuple[Any, ...]:
+        """What distinguishes this layout from others: axes that always go together count as one."""
+        merged: list[list[Any]] = []
+        for axis, size in self.mesh.items():
+            if size > 1:
+                what = self.table.get(axis, ()), frozenset(r for r, axes in self.storage.items() if axis in axes)
+                if merged and merged[-1][1] == what:
+                    merged[-1][0] *= size
+                else:
+                    merged.append([size, what])
+        return tuple((size, *what) for size, what in merged)
 
     def idle(self) -> list[str]:
         """The mesh axes that cut no work: their devices all do the same."""

@@ -44,7 +44,7 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
         return Machine(found, sizes, concrete)
     devices = list(concrete.devices.flat) if concrete is not None else jax.devices()
     count = len(devices) if sizes is None else math.prod(sizes.values())
-    return Machine(target_for(devices[0].platform, devices[0].device_kind, count), sizes, concrete)
+    return Machine(target_for(devices, count), sizes, concrete)
 
 
 def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
@@ -62,8 +62,26 @@ def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:
     return mesh.devices.shape if isinstance(mesh, Mesh) else mesh.axis_sizes
 
 
-def device_mesh(sizes: Mapping[str, int], devices: Any = None) -> Mesh:
-    """A mesh of Auto axes over devices in their order (neighbours lie on the last axes).
+def in_order(devices: Sequence[Any]) -> list[Any]:
+    """Devices in the row-major order of their topology: by slice and coordinates, else by process and number."""
+
+    def place(device: Any) -> tuple[Any, ...]:
+        coords = getattr(device, "coords", None)
+        if coords is None or device.platform != "tpu":
+            return (device.process_index, device.id)
+        return (getattr(device, "slice_index", None) or 0, *reversed(coords), getattr(device, "core_on_chip", 0))
+
+    return sorted(devices, key=place)
+
+
+def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[int] = ()) -> Mesh:
+    """A mesh of Auto axes over devices.
+
+    Args:
+        sizes: mesh axis -> size.
+        devices: as many or more; the attached ones by default.
+        order: for each place of the mesh, row by row, the number of its device in the order of `in_order`; by default
+            they stand in that order, neighbours on the last axes.
 
     Raises:
         PlanError: there are fewer devices than the mesh has places.
@@ -78,7 +96,9 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None) -> Mesh:
             f"{len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return Mesh(np.array(have[:need]).reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
+    have = in_order(have[:need])
+    places = np.array([have[i] for i in order] if len(order) == need else have)
+    return Mesh(places.reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
 
 
 def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:

@@ -3,9 +3,10 @@
     peak_bytes = state and data held throughout + max over the program's points of the live values' bytes
 
 A value lives from the operator that makes it to the last that takes it; inside a loop, what stands outside and is used
-inside lives until the loop ends. Values that XLA fuses into their users (elementwise, taken by no contraction) are
-never written. Each value counts by its shard. State that is donated is updated in place. Arrays that the function
-closes over are constants: whole on every device.
+inside lives until the loop ends. Values that XLA computes inside their users are never written (`fusion`); what they
+are made of lives as long. Each value counts by its shard; what an operator leaves to be scattered is there while it
+runs, and what several need gathered is gathered once and kept from the first to the last. State that is donated is
+updated in place. Arrays that the function closes over are constants: whole on every device.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.sharding.decide import decides, home
+from autoshard.sharding.cost import Waiting
+from autoshard.sharding.decide import home
+from autoshard.sharding.fusion import Fusion
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.roles import CONTRACTIONS, Roles, nbytes
+from autoshard.sharding.roles import Roles, nbytes
 from autoshard.spmdrules.place import axes_of
 from autoshard.spmdrules.program import Block, Op
 
@@ -27,7 +30,7 @@ from autoshard.spmdrules.program import Block, Op
 class MemoryModel:
     """Prices layouts of one program; the live ranges are found once."""
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, state: Sequence[tuple[int, int]] = ()):
+    def __init__(self, axes: LogicalAxes, roles: Roles, fusion: Fusion, state: Sequence[tuple[int, int]] = ()):
         self.axes, self.roles = axes, roles
         program = axes.program
         n = len(program.avals)
@@ -35,9 +38,13 @@ class MemoryModel:
         self.death = np.full(n, -1)
         self.written = np.zeros(n, bool)
         self.points = 0
+        self.point: dict[int, int] = {}  # when an operator runs
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
+        self.written[list(fusion.written)] = True
         self._scan(program.block)
         self.whole = np.array([nbytes(a) for a in program.avals], float)
+        for v, part in fusion.narrow.items():
+            self.whole[v] *= part
         inputs = set(program.inputs)
         for out in set(program.outputs) - inputs:
             self.written[out] = True
@@ -52,21 +59,18 @@ class MemoryModel:
         held = axes.held
         everything = [*program.inputs, *keep.tolist()]
         self.kind = np.array([
-            kinds.setdefault((axes.of_value[v], v if v in inputs else held.get(v)), len(kinds)) for v in everything
+            kinds.setdefault((axes.of_value[v], v if v in inputs else held.get(v), v in roles.gradients), len(kinds))
+            for v in everything
         ], int)  # fmt: skip
         self.examples = {number: everything[i] for i, number in reversed(list(enumerate(self.kind.tolist())))}
         self.everything = np.array(everything, int)
 
     def _scan(self, block: Block) -> None:
-        taken: dict[int, list[Op]] = {}
         ops = list(_inlined(block))
-        for op in ops:
-            for v in op.operands:
-                taken.setdefault(v, []).append(op)
-        outputs = set(block.outputs)
         for op in ops:
             self.points += 1
             start = self.points
+            self.point[id(op)] = start
             for inner in op.blocks:
                 for v in inner.inputs:
                     if self.birth[v] < 0:
@@ -81,31 +85,57 @@ class MemoryModel:
                 if self.birth[v] < 0:
                     self.birth[v] = start
                 self.death[v] = max(self.death[v], self.points)
-                users = taken.get(v, [])
-                self.written[v] |= (
-                    bool(op.blocks) or op.name in CONTRACTIONS or decides(op) or v in outputs
-                    or any(u.blocks or u.name in CONTRACTIONS for u in users)
-                )  # fmt: skip
+        for op in reversed(ops):  # what is computed inside its users holds what it is computed from until then
+            if not op.blocks and not any(self.written[v] for v in op.results):
+                last = max((int(self.death[v]) for v in op.results), default=-1)
+                for v in op.operands:
+                    if v >= 0:
+                        self.death[v] = max(self.death[v], last)
 
-    def __call__(self, layout: Layout) -> tuple[float, dict[str, float]]:
-        """Peak bytes on one device, and their kinds: parameters, optimizer, data and other, temporaries."""
+    def __call__(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> tuple[float, dict[str, float]]:
+        """Peak bytes on one device, and their kinds: parameters, optimizer, data and other, temporaries.
+
+        Args:
+            layout: the layout.
+            waiting: what is gathered for operators, or waits behind them to be scattered.
+        """
+        local = self._local(layout)
+        kinds: dict[str, float] = {"parameter": 0.0, "optimizer": 0.0, "data": 0.0, "other": 0.0}
+        for v in self.axes.program.inputs:
+            kinds[self.roles.inputs[v]] += float(local[v])
+        if self.constant_bytes:
+            kinds["constant"] = self.constant_bytes
+        kinds["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
+            float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
+        )
+        return sum(kinds.values()), kinds
+
+    def at_peak(self, layout: Layout) -> list[tuple[int, float]]:
+        """The temporaries that are held at the worst moment, the largest first: (value, bytes on one device)."""
+        local = self._local(layout)
+        moment = int(self._live(local).argmax())
+        held = [v for v in self.keep.tolist() if self.birth[v] <= moment <= self.death[v]]
+        return sorted(((v, float(local[v])) for v in held), key=lambda item: -item[1])
+
+    def _local(self, layout: Layout) -> np.ndarray:
+        """The bytes of each value on one device."""
         ways = np.array([
             layout.ways(a for dim in home(layout, v) for a in dim) for _, v in sorted(self.examples.items())
         ])  # fmt: skip
         local = np.zeros_like(self.whole)
         local[self.everything] = self.whole[self.everything] / ways[self.kind]
-        kinds: dict[str, float] = {"parameter": 0.0, "optimizer": 0.0, "data": 0.0, "other": 0.0}
-        for v in self.axes.program.inputs:
-            kinds[self.roles.inputs[v]] += float(local[v])
+        return local
+
+    def _live(self, local: np.ndarray, waiting: Sequence[Waiting] = ()) -> np.ndarray:
+        """The bytes of temporaries at each point of the program."""
         change = np.zeros(self.points + 2)
         np.add.at(change, self.birth[self.keep], local[self.keep])
         np.add.at(change, self.death[self.keep] + 1, -local[self.keep])
-        if self.constant_bytes:
-            kinds["constant"] = self.constant_bytes
-        kinds["temporary"] = float(np.cumsum(change).max(initial=0.0)) + sum(
-            float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
-        )
-        return sum(kinds.values()), kinds
+        live = np.cumsum(change)
+        for some in waiting:
+            points = [self.point[op] for op in some.ops]
+            live[min(points) : max(points) + 1] += some.nbytes
+        return live
 
 
 def _inlined(block: Block) -> Iterator[Op]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import AutoshardError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class PlanError(AutoshardError):
@@ -62,7 +63,9 @@ class Plan:
         outputs: its results, in flat order.
         estimate: expected time, traffic and memory.
         target: the machine it was made for.
-        traffic: collectives, heaviest first: (kind, mesh axis, bytes a step, the user's line).
+        placing: mesh axis -> where it lies: (dimension of the topology, devices, stride), major to minor.
+        topology: the target's dimensions and their sizes, outermost first.
+        traffic: collectives, heaviest first: (kind, mesh axes, bytes a step, the user's line).
         unknown: primitives without a rule, which are replicated, and where they stand.
         notes: what the reader should know: conflicts, limits, axes that did not divide.
         compiler_options: options for XLA, by platform.
@@ -82,6 +85,8 @@ class Plan:
     outputs: tuple[Leaf, ...]
     estimate: Estimate
     target: str
+    placing: Mapping[str, tuple[tuple[str, int, int], ...]] = field(default_factory=dict)
+    topology: tuple[tuple[str, int], ...] = ()
     traffic: tuple[tuple[str, str, float, str], ...] = ()
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -99,6 +104,16 @@ class Plan:
     def fits(self) -> bool:
         """Whether the worst moment of a step fits in the memory of a device."""
         return not self.limit_bytes or self.estimate.peak_memory_bytes <= self.limit_bytes
+
+    @property
+    def device_order(self) -> tuple[int, ...]:
+        """For each place of the mesh, row by row, the number of its device in the target's row-major order."""
+        strides = {n: math.prod(s for _, s in self.topology[i + 1 :]) for i, (n, _) in enumerate(self.topology)}
+        order = [0]
+        for axis in self.mesh.axis_names:
+            for dim, size, stride in self.placing.get(axis, ()):
+                order = [base + i * stride * strides[dim] for base in order for i in range(size)]
+        return tuple(order) if len(order) == self.mesh.size else tuple(range(self.mesh.size))
 
     @property
     def in_specs(self) -> Any:
@@ -189,6 +204,8 @@ class Plan:
             "outputs": list(map(_leaf_json, self.outputs)),
             "estimate": asdict(self.estimate),
             "target": self.target,
+            "placing": self.placing,
+            "topology": self.topology,
             "traffic": self.traffic,
             "unknown": self.unknown,
             "notes": self.notes,
@@ -222,6 +239,8 @@ class Plan:
                 outputs=tuple(map(_leaf_from_json, data["outputs"])),
                 estimate=Estimate(**data["estimate"]),
                 target=data["target"],
+                placing={a: tuple((d, n, s) for d, n, s in pieces) for a, pieces in data["placing"].items()},
+                topology=tuple((name, size) for name, size in data["topology"]),
                 traffic=tuple(tuple(t) for t in data["traffic"]),
                 unknown={k: tuple(v) for k, v in data["unknown"].items()},
                 notes=tuple(data["notes"]),

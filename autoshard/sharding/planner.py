@@ -18,6 +18,7 @@ from autoshard.sharding import request as requests
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
+from autoshard.sharding.fusion import Fusion, fuse
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
@@ -25,8 +26,9 @@ from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pi
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
-from autoshard.sharding.search import Candidate, price, search
+from autoshard.sharding.search import Candidate, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
+from autoshard.sharding.topology import Laying
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
@@ -86,13 +88,18 @@ class Planner:
     @cached_property
     def cost(self) -> CostModel:
         """Prices time."""
-        return CostModel(self.axes, self.roles, self.machine.target, self.state)
+        return CostModel(self.axes, self.roles, self.machine.target, self.fusion, self.state)
+
+    @cached_property
+    def fusion(self) -> Fusion:
+        """What XLA runs as one kernel."""
+        return fuse(self.program, fuses_operands=self.machine.target.platform == "tpu")
 
     @cached_property
     def memory(self) -> MemoryModel:
         """Prices memory."""
         donated = [self.program.inputs[i] for i in self.traced.donated]
-        return MemoryModel(self.axes, self.roles, [(i, o) for i, o in self.state if i in donated])
+        return MemoryModel(self.axes, self.roles, self.fusion, [(i, o) for i, o in self.state if i in donated])
 
     def complain_of_unknown(self, strict: bool) -> None:
         """Names the primitives that have no rule."""
@@ -125,7 +132,7 @@ class Planner:
             for _, layout in layouts:
                 self._pin(layout, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
-            best = min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us))
+            best = laid_well(min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us)), self.cost)
             if isinstance(asked, str):
                 self._refuse_idle(asked, best.layout)
         if not best.fits(self.limit):
@@ -229,7 +236,7 @@ class Planner:
         outputs = output_specs(self.program, layout, [*alike, *self.state])
         traffic: dict[tuple[str, str, str], float] = defaultdict(float)
         for c in best.cost.collectives:
-            traffic[c.kind, c.axis, c.line] += c.wire_bytes * c.count
+            traffic[c.kind, " ".join(c.axes), c.line] += c.wire_bytes * c.count
         ranked = sorted(traffic.items(), key=lambda item: (-item[1], item[0]))
         return Plan(
             mesh=abstract_mesh(layout.mesh),
@@ -247,6 +254,8 @@ class Planner:
             ),
             estimate=_estimate(best),
             target=self.machine.target.name,
+            placing=_placing(best.laying),
+            topology=tuple((d.name, d.size) for d in best.laying.topology.dims),
             traffic=tuple((kind, axis, size, line) for (kind, axis, line), size in ranked),
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
             notes=notes,
@@ -356,3 +365,9 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
         return layout.gradient_spec(v) or layout.spec(v)  # what is made of state like state: gradients, moments
 
     return [one(v) for v in program.outputs]
+
+
+def _placing(laying: Laying) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    """A laying as a plan keeps it: by the names of the topology's dimensions."""
+    dims = laying.topology.dims
+    return {a: tuple((dims[p.dim].name, p.size, p.stride) for p in pieces) for a, pieces in laying.pieces.items()}

@@ -167,6 +167,14 @@ def _parts(size: int, class_sizes: Sequence[int]) -> list[int]:
 
 def seeds(roles: Roles, devices: int) -> Iterator[Request]:
     """The known plans for this many devices, simplest first."""
+    plain = list(_plain_seeds(roles, devices))
+    yield from plain
+    for asked in plain:
+        if len(asked.sizes) > 1 or "fsdp" not in asked.sizes:
+            yield request(asked.sizes, *asked.flags, "state")
+
+
+def _plain_seeds(roles: Roles, devices: int) -> Iterator[Request]:
     tensor = bool([c for c in roles.parallel if c not in roles.experts])
     for tp in _divisors(devices) if tensor else [1]:
         for ep in _divisors(devices // tp) if roles.experts else [1]:
@@ -177,8 +185,6 @@ def seeds(roles: Roles, devices: int) -> Iterator[Request]:
                     whole = {**sizes, **inner} or {"dp": 1}
                     for flags in [[], ["seq"]] if tp > 1 and roles.sequence else [[]]:
                         yield request(whole, *flags)
-                        if len(whole) > 1 or "fsdp" not in whole:
-                            yield request(whole, *flags, "state")
 
 
 def _batch_kinds(n: int) -> list[dict[str, int]]:

@@ -41,6 +41,7 @@ class Roles:
     vocabulary: tuple[int, ...]
     classes: tuple[int, ...]  # what a loss sums over
     heads: tuple[int, ...]  # with the query groups of each key-value head behind them
+    gradients: frozenset[int] = frozenset()  # values made by summing over the batch, and what is made of those
 
 
 def nbytes(aval: Any) -> int:
@@ -109,7 +110,31 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
         vocabulary=tuple(c for c in ordered if c in use.indexed),
         classes=tuple(c for c in parallel if c in _summed_up(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
+        gradients=_gradients(program, axes, batch),
     )
+
+
+def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
+    """The arrays without the batch that are made from arrays with it: gradients, and moments and parameters after them.
+
+    What a loop carries is one of them from its start, where it is one at the end (accumulated gradients).
+    """
+    if batch is None:
+        return frozenset()
+    carries = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
+    has_batch = [carries[leaves] for leaves in axes.of_value]
+    inputs, found, before = set(program.inputs), set(), -1
+    while len(found) > before:
+        before = len(found)
+        for op in program.ops():
+            if op.rule is not None:
+                if any(v >= 0 and (has_batch[v] or v in found) for v in op.operands):
+                    found.update(v for v in op.results if not has_batch[v] and v not in inputs)
+                continue
+            for tie in op.ties:
+                if {tie.outer, tie.inner} & found:
+                    found.update(v for v in (tie.outer, tie.inner) if not has_batch[v] and v not in inputs)
+    return frozenset(v for v in found if len(program.avals[v].shape) > 0)
 
 
 def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:

@@ -10,16 +10,19 @@ way to hand its axes to them. Ties go to the candidate that stands first; nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.sharding.cost import CostModel, StepCost
+from autoshard.sharding.cost import CostModel, StepCost, best_laying
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, request, seeds
 from autoshard.sharding.roles import Roles
+from autoshard.sharding.topology import Laying
 
+RELAID = 12  # how many of the fastest candidates have their mesh axes laid onto the topology anew
 IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
 
 
@@ -32,6 +35,7 @@ class Candidate:
     cost: StepCost
     peak_bytes: float
     memory: Mapping[str, float]
+    laying: Laying
 
     def fits(self, limit: float) -> bool:
         """Whether its worst moment fits in `limit` bytes."""
@@ -67,14 +71,31 @@ def search(
     for _, layout in layouts:
         pin(layout)
     layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
+    if mesh is None:
+        first: dict[Any, tuple[str, Layout]] = {}
+        for name, layout in layouts:
+            first.setdefault((layout.effect(), tuple(layout.pins.items())), (name, layout))
+        layouts = list(first.values())
     priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
     fitting = [c for c in priced if c.fits(limit)]
-    best = (
-        min(fitting, key=lambda c: round(c.cost.step_time_us, 3))
-        if fitting
-        else min(priced, key=lambda c: c.peak_bytes)
-    )
-    return best, sorted(priced, key=lambda c: c.cost.step_time_us)
+    if fitting:
+        promising = sorted(fitting, key=_time)[:RELAID]
+        again = {id(c): laid_well(c, cost) for c in promising}
+        best = min(again.values(), key=_time)
+        priced = [again.get(id(c), c) for c in priced]
+    else:
+        best = laid_well(min(priced, key=lambda c: c.peak_bytes), cost)
+    return best, sorted(priced, key=_time)
+
+
+def _time(candidate: Candidate) -> float:
+    return round(candidate.cost.step_time_us, 3)
+
+
+def laid_well(candidate: Candidate, cost: CostModel) -> Candidate:
+    """A candidate whose mesh axes lie where their traffic takes the least time."""
+    laying, found = best_laying(cost.target, candidate.layout.mesh, candidate.cost)
+    return replace(candidate, laying=laying, cost=found)
 
 
 def _at_work(priced: list[Candidate], limit: float) -> list[Candidate]:
@@ -87,8 +108,9 @@ def _at_work(priced: list[Candidate], limit: float) -> list[Candidate]:
 
 def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:
     """A layout with its cost."""
-    peak, kinds = memory(layout)
-    return Candidate(name, layout, cost(layout), peak, kinds)
+    step = cost(layout)
+    peak, kinds = memory(layout, step.waiting)
+    return Candidate(name, layout, step, peak, kinds, cost.target.lay(layout.mesh))
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:

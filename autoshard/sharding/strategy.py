@@ -33,14 +33,16 @@ class Move:
 
     Attributes:
         kind: what kind it is.
-        axis: over which mesh axis.
+        axes: over which mesh axes.
         array: which operand (0, 1, ...) or result (-1, -2, ...) moves.
+        local_bytes: what a device has before.
         wire_bytes: bytes that leave each device.
     """
 
     kind: MoveKind
-    axis: str
+    axes: tuple[str, ...]
     array: int
+    local_bytes: float
     wire_bytes: float
 
 
@@ -94,27 +96,24 @@ def choose(
         flops_per_byte: see the module's head.
     """
     chosen: dict[str, str | None] = {}
-    moves: dict[str, list[Move]] = {}
     cut: dict[str, int] = {}
     for axis, n in mesh.items():
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.places if p.get(axis))
         able = [f for f in options if rule.factor(f).cuts_into(cut.get(f, 1) * n)]
-        best: tuple[float, str | None, list[Move]] | None = None
+        best: tuple[float, str | None] | None = None
         for factor in [*able, None] if options else [None]:
-            made = _moves(rule, operands, results, mesh, axis, factor)
-            cost = sum(m.wire_bytes for m in made)
+            cost = sum(m.wire_bytes for m in _moves(rule, operands, results, mesh, {**chosen, axis: factor}))
             if factor is None:
                 cost += flops * (n - 1) / n / math.prod(cut.values() or [1]) / flops_per_byte if options else 0.0
             if best is None or cost < best[0] * (1 - 1e-9):
-                best = (cost, factor, made)
+                best = (cost, factor)
         assert best is not None
         chosen[axis] = best[1]
         if best[1] is not None:
             cut[best[1]] = cut.get(best[1], 1) * n
-        moves[axis] = best[2]
     for axis in _scattered(rule, chosen, cut):
-        chosen[axis], moves[axis] = None, _moves(rule, operands, results, mesh, axis, None)
-    return Strategy(chosen, tuple(m for axis in mesh for m in moves[axis]))
+        chosen[axis] = None
+    return Strategy(chosen, tuple(_moves(rule, operands, results, mesh, chosen)))
 
 
 def _scattered(rule: Rule, chosen: Mapping[str, str | None], cut: Mapping[str, int]) -> list[str]:
@@ -129,36 +128,43 @@ def _scattered(rule: Rule, chosen: Mapping[str, str | None], cut: Mapping[str, i
 
 
 def _moves(
-    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], axis: str, factor: str | None
+    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], factors: Mapping[str, str | None]
 ) -> list[Move]:
-    """The collectives over one mesh axis if it cuts `factor`."""
-    n = mesh[axis]
+    """The collectives if mesh axes cut these factors; axes that are not among them move nothing.
+
+    One array moves over several axes at once: reduced and scattered first, gathered last.
+    """
     out: list[Move] = []
 
-    def add(kind: MoveKind, array: int, local: float) -> None:
-        """A collective of an array that has `local` bytes on each device before."""
+    def add(kind: MoveKind, axes: list[str], array: int, local: float) -> float:
+        """A collective of an array that has `local` bytes on each device before; what it has then."""
+        n = math.prod(mesh[a] for a in axes)
         if wire := sent(kind, n) * local:
-            out.append(Move(kind, axis, array, wire))
+            out.append(Move(kind, tuple(axes), array, local, wire))
+        return local / n if kind == "reduce-scatter" else local
 
     for i, (dims, size, spec, place) in enumerate(
         zip(operands.dims, operands.nbytes, operands.specs, operands.places, strict=True)
     ):
-        at = place.get(axis)
-        if at is None or at == factor:
-            continue
-        goes_to = factor is not None and _has(dims, factor)
-        add("all-to-all" if goes_to else "all-gather", i, size / ways(spec, mesh))
+        leaving = [a for a, f in factors.items() if a in place and place[a] != f]
+        if leaving:
+            local = size / ways(spec, mesh)
+            stays = [a for a in leaving if (f := factors[a]) is not None and _has(dims, f)]
+            add("all-to-all", stays, i, local)
+            add("all-gather", [a for a in leaving if a not in stays], i, local)
     for i, (dims, size, spec, place) in enumerate(
         zip(results.dims, results.nbytes, results.specs, results.places, strict=True)
     ):
-        wanted = place.get(axis)
-        if factor is None or wanted == factor:
+        made = {a: f for a, f in factors.items() if f is not None and place.get(a) != f}
+        if not made:
             continue
-        local = size / math.prod(mesh[a] for a in axes_of(spec) if a != axis)  # whole over this axis
-        if _has(dims, factor):
-            add("all-gather" if wanted is None else "all-to-all", -1 - i, local / n)
-        elif rule.partial(factor, i) is not None:
-            add("all-reduce" if wanted is None else "reduce-scatter", -1 - i, local)
+        cut = [a for a, f in factors.items() if f is not None and _has(dims, f)]
+        local = size / math.prod(mesh[a] for a in {*cut, *(a for a in axes_of(spec) if a not in factors)})
+        partial = [a for a, f in made.items() if a not in cut and rule.partial(f, i) is not None]
+        local = add("reduce-scatter", [a for a in partial if a in place], -1 - i, local)
+        add("all-reduce", [a for a in partial if a not in place], -1 - i, local)
+        add("all-to-all", [a for a in made if a in cut and a in place], -1 - i, local)
+        add("all-gather", [a for a in made if a in cut and a not in place], -1 - i, local)
     return out
 
 

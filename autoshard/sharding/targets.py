@@ -1,18 +1,35 @@
-"""Machines: what one device computes, holds and sends, and how many of them there are.
+"""Targets: machines by name (`v5p:4x4x4`, `h100:4x8`, `v5p:8x8x8*2`), from a file, or those attached.
 
-Sources: the makers' data sheets (Google Cloud TPU system architecture pages; NVIDIA A100, H100, H200 data sheets);
-one-way link bandwidth. A CPU target stands for virtual devices on one host: its figures are only used to rank plans.
+A file is TOML; what it leaves out is its chip's:
+
+    chip = "h100"                    # optional: where figures that are not given come from
+    memory_bytes = 85e9              # and any other figure of `chips.Chip`
+    dims = [                         # outermost first; the product of their sizes is the number of devices
+      {name = "host", size = 2, kind = "switch", bandwidth = 50e9, latency_us = 15},
+      {name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5},
+    ]
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from autoshard.errors import AutoshardError
+from autoshard.sharding.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
+from autoshard.sharding.topology import Dim, Laying, Topology, lay
 
-GiB = 2**30
+__all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
+
+
+_SHAPE = ("kinds", "hides", "torus", "wraps_at", "domain", "cores")  # of a chip, by which names of targets are read
 
 
 class TargetError(AutoshardError):
@@ -20,106 +37,189 @@ class TargetError(AutoshardError):
 
 
 @dataclass(frozen=True)
-class Chip:
-    """One device.
-
-    Attributes:
-        flops: peak operations per second at 16 bits.
-        flops_f32: the same at 32 bits.
-        memory_bytes: memory of a device, in bytes.
-        memory_bandwidth: bytes per second between it and the compute units.
-        link_bandwidth: bytes per second that a device sends to its peers, one way.
-        network_bandwidth: bytes per second that a device sends to another host's.
-        link_latency_us: time before the first byte of a collective arrives, in microseconds.
-    """
-
-    flops: float
-    flops_f32: float
-    memory_bytes: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
-    link_latency_us: float = 1.0
-
-
-CHIPS: dict[str, Chip] = {
-    "v4": Chip(275e12, 69e12, 32 * GiB, 1.2e12, 90e9, 6e9),
-    "v5e": Chip(197e12, 49e12, 16 * GiB, 0.82e12, 90e9, 6e9),
-    "v5p": Chip(459e12, 115e12, 95 * GiB, 2.77e12, 180e9, 6e9),
-    "v6e": Chip(918e12, 230e12, 32 * GiB, 1.64e12, 180e9, 12e9),
-    "a100": Chip(312e12, 156e12, 80 * GiB, 2.0e12, 300e9, 25e9, 5.0),
-    "h100": Chip(989e12, 494e12, 80 * GiB, 3.35e12, 450e9, 50e9, 5.0),
-    "h200": Chip(989e12, 494e12, 141 * GiB, 4.8e12, 450e9, 50e9, 5.0),
-    "b200": Chip(2250e12, 1125e12, 180 * GiB, 8.0e12, 900e9, 50e9, 5.0),
-    "cpu": Chip(5e10, 5e10, 4 * GiB, 1e10, 5e9, 1e9, 20.0),
-}
-
-# A part of JAX's device kind, and the chip that it is; the first that fits.
-_KINDS = {
-    "v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e", "v5p": "v5p", "v5": "v5p", "v4": "v4",
-    "b200": "b200", "h200": "h200", "h100": "h100", "a100": "a100",
-}  # fmt: skip
-# What a device of an unknown kind is taken for.
-_STAND_INS = {"tpu": "v5e", "gpu": "a100", "cuda": "a100", "rocm": "a100"}
-
-
-@dataclass(frozen=True)
 class Target:
-    """A machine: its chip and how many, `inner` of them behind the fast links."""
+    """A machine: its chip, and how its devices are connected."""
 
     name: str
     chip: Chip
-    devices: int
-    inner: int
+    topology: Topology
 
     @property
-    def platform(self) -> str:
-        """The JAX platform: tpu, cuda or cpu."""
-        kind = self.name.partition(":")[0]
-        return "cpu" if kind == "cpu" else "tpu" if kind.startswith("v") else "cuda"
+    def devices(self) -> int:
+        """How many there are."""
+        return self.topology.devices
 
-    def bandwidth(self, inner_ways: int, n: int) -> float:
-        """Bytes per second of a collective over `n` devices, the axes before it spanning `inner_ways`."""
-        return self.chip.link_bandwidth if inner_ways * n <= self.inner else self.chip.network_bandwidth
+    @property
+    def platform(self) -> Platform:
+        """The JAX platform: tpu, cuda or cpu."""
+        return self.chip.platform
+
+    def lay(self, mesh: Mapping[str, int]) -> Laying:
+        """The plainest laying of a mesh: its last axis on the nearest devices."""
+        return lay(self.topology, tuple(mesh.items()))
+
+    @cached_property
+    def link_bandwidth(self) -> float:
+        """Bytes per second that one device sends to near ones over all its links, one way."""
+        near = [d for d in self.topology.dims if d.kind == "ring"] or [self.topology.dims[-1]]
+        return sum(d.bandwidth * (2 if d.wraps else 1) for d in near if d.size > 1) or near[-1].bandwidth
 
     @property
     def flops_per_byte(self) -> float:
-        """Operations that a device does while one byte crosses a link."""
-        return self.chip.flops / self.chip.link_bandwidth
+        """Operations that a device does while one byte crosses to a near one."""
+        return self.chip.flops / self.link_bandwidth
 
 
 def find_target(name: str) -> Target:
-    """The machine called `name`: `v5p:4x4x4` (torus), `h100:4x8` (hosts x GPUs), `cpu:8`, slices with `*2`.
+    """The machine called `name`.
+
+    Args:
+        name: `v5p:4x4x4` (torus), `h100:4x8` (hosts x GPUs), `cpu:8`, slices with `*2`, or a TOML file.
 
     Raises:
-        TargetError: it does not exist.
+        TargetError: it does not exist, or the file cannot be read.
     """
-    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)(?:\*(\d+))?", name)
-    if not match or match[1] not in CHIPS:
+    if name.endswith(".toml"):
+        return _read(Path(name))
+    match = re.fullmatch(r"([a-z0-9-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip().lower())
+    chip = match and CHIPS.get(key := ALIASES.get(match[1], match[1]))
+    if not match or chip is None:
+        near = difflib.get_close_matches(name.partition(":")[0].lower(), [*CHIPS, *ALIASES], n=1)
         raise TargetError(
-            f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8. "
-            f"Chips: {', '.join(CHIPS)}"
+            f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the name of a "
+            f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
         )
     shape = [int(n) for n in match[2].split("x")]
     slices = int(match[3] or 1)
     if min(*shape, slices, 1) < 1:
         raise TargetError(f"target '{name}' has no devices")
-    inner = shape[-1] if match[1] in ("a100", "h100", "h200", "b200") else math.prod(shape)
-    return Target(name, CHIPS[match[1]], math.prod(shape) * slices, inner)
+    if chip.torus:
+        if len(shape) != chip.torus:
+            example = f"{key}:{'x'.join(['4'] * chip.torus)}"
+            raise TargetError(f"target '{name}': {key} is a torus of {chip.torus} dimensions; write {example}")
+        return Target(name, chip, Topology(_torus(chip, shape, slices)))
+    if len(shape) > 2:
+        raise TargetError(f"target '{name}': write {key}:HOSTSx{'GPUS' if chip.platform == 'cuda' else 'DEVICES'}")
+    near = shape[-1] * slices if len(shape) == 1 and shape[-1] * slices <= chip.domain else shape[-1]
+    if near > chip.domain:
+        raise TargetError(
+            f"target '{name}': at most {chip.domain} {key} hang on one switch; write {key}:HOSTSx{chip.domain}"
+        )
+    hosts = math.prod(shape) * slices // near
+    return Target(name, chip, Topology(_switched(chip, hosts, near)))
 
 
-def chip_name(kind: str) -> str | None:
-    """The chip that a `device_kind` names, None where it is not known (a CPU is not)."""
-    return next((name for part, name in _KINDS.items() if part in kind.lower()), None)
+def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
+    dims = [Dim("slice", slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
+    # z, y, x: x runs fastest in the order of a TPU's devices.
+    for letter, size in reversed(list(zip("xyz", shape, strict=False))):
+        wraps = size % chip.wraps_at == 0
+        dims.append(Dim(letter, size, "ring", chip.link_bandwidth, chip.link_latency_us, wraps))
+    if chip.cores > 1:
+        dims.append(Dim("core", chip.cores, "switch", 4 * chip.link_bandwidth, chip.link_latency_us))
+    return tuple(dims)
 
 
-def target_for(platform: str, kind: str, count: int) -> Target:
+def _switched(chip: Chip, hosts: int, near: int) -> tuple[Dim, ...]:
+    inner = Dim("gpu" if chip.platform == "cuda" else "device", near, "switch", chip.link_bandwidth,
+                chip.link_latency_us)  # fmt: skip
+    outer = Dim("host", hosts, "switch", chip.network_bandwidth, chip.network_latency_us)
+    return (outer, inner) if hosts > 1 else (inner,)
+
+
+def target_for(devices: Sequence[Any], count: int) -> Target:
     """The machine that attached devices make up.
 
     Args:
-        platform: `jax.devices()[0].platform`.
-        kind: its `device_kind`.
-        count: how many there are.
+        devices: as `jax.devices()` gives them.
+        count: how many are used; where it is not their number, a machine like theirs of that size.
     """
-    chip = chip_name(kind) or _STAND_INS.get(platform, "cpu")
-    return Target(f"{chip}:{count}", CHIPS[chip], count, count)
+    platform, kind = devices[0].platform, devices[0].device_kind
+    name = chip_name(kind) or STAND_INS.get(platform, "cpu")
+    chip = CHIPS[name]
+    if chip.torus:
+        shape = _shape(devices, chip) if count == len(devices) else None
+        if shape is not None:
+            return Target(f"{name}:{'x'.join(map(str, shape))}", chip, Topology(_torus(chip, shape, 1)))
+        line = Dim("device", count, "ring", chip.link_bandwidth, chip.link_latency_us)
+        return Target(f"{name}:{count}", chip, Topology((line,)))
+    hosts = len({d.process_index for d in devices}) if count == len(devices) and platform != "cpu" else 1
+    near = count // hosts if count % hosts == 0 else count
+    text = f"{name}:{hosts}x{near}" if hosts > 1 else f"{name}:{count}"
+    return Target(text, chip, Topology(_switched(chip, count // near, near)))
+
+
+def _shape(devices: Sequence[Any], chip: Chip) -> list[int] | None:
+    """The torus that devices with coordinates fill, None if they have none or leave holes."""
+    places = [getattr(d, "coords", None) for d in devices]
+    if any(p is None for p in places) or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        return None
+    columns = list(zip(*places, strict=True))[: chip.torus]
+    shape = [max(column) - min(column) + 1 for column in columns]
+    return shape if math.prod(shape) * chip.cores == len(devices) else None
+
+
+def _read(path: Path) -> Target:
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise TargetError(f"target '{path}' cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TargetError(f"target '{path}' is not TOML: {error}") from error
+    base = data.pop("chip", None)
+    dims = data.pop("dims", None)
+    known = {f.name: f for f in fields(Chip) if f.name not in _SHAPE}
+    problems = [f"unknown key '{k}'; known: chip, dims, {', '.join(known)}" for k in data if k not in known]
+    if base is not None and base not in CHIPS:
+        problems.append(f"unknown chip '{base}'; known: {', '.join(CHIPS)}")
+    problems += [
+        f"{k} is {v!r}; give a positive number" for k, v in data.items()
+        if k in known and k != "platform" and (isinstance(v, bool) or not isinstance(v, (int, float)) or v <= 0)
+    ]  # fmt: skip
+    if data.get("platform", "cpu") not in ("cpu", "cuda", "tpu"):
+        problems.append(f"platform is {data['platform']!r}; choose cpu, cuda or tpu")
+    needed = ("platform", "flops", "memory_bytes", "memory_bandwidth")
+    if base is None:
+        problems += [f"'{k}' is missing, and there is no chip to take it from" for k in needed if k not in data]
+    read = _read_dims(dims, problems)
+    if problems:
+        raise TargetError(f"target '{path}': {'; '.join(problems)}")
+    near = read[-1]
+    given: dict[str, Any] = {"link_bandwidth": near.bandwidth, "link_latency_us": near.latency_us} | data
+    if base is None:
+        chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": read[0].bandwidth} | given)
+    else:
+        chip = replace(CHIPS[base], **given)
+    return Target(str(path), chip, Topology(tuple(read)))
+
+
+def _read_dims(dims: Any, problems: list[str]) -> list[Dim]:
+    found: list[Dim] = []
+    if not isinstance(dims, list) or not dims:
+        problems.append("'dims' is missing: give the machine's dimensions, outermost first, such as "
+                        '[{name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5}]')  # fmt: skip
+        return found
+    for number, entry in enumerate(dims):
+        try:
+            dim = Dim(**entry)
+            assert dim.kind in ("ring", "switch") and type(dim.size) is int and dim.size > 0
+            assert dim.bandwidth > 0 and dim.latency_us >= 0
+            found.append(dim)
+        except (TypeError, AssertionError):
+            problems.append(f"dims[{number}] is {entry!r}; write name, size, kind (ring or switch), bandwidth in bytes "
+                            "per second, latency_us, and for a ring that is closed wraps = true")  # fmt: skip
+    return found
+
+
+def write_target(target: Target, path: Path) -> None:
+    """Writes a file that `find_target` reads."""
+    chip = target.chip
+    figures = {f.name: getattr(chip, f.name) for f in fields(Chip)
+               if f.name not in ("platform", *_SHAPE)}  # fmt: skip
+    lines = [f'platform = "{chip.platform}"', *(f"{k} = {float(v)!r}" for k, v in figures.items() if v)]
+    dims = [
+        f'  {{name = "{d.name}", size = {d.size}, kind = "{d.kind}", bandwidth = {d.bandwidth:.6g}, '
+        f"latency_us = {d.latency_us:.6g}, wraps = {str(d.wraps).lower()}}},"
+        for d in target.topology.dims
+    ]
+    path.write_text("\n".join([*lines, "dims = [", *dims, "]", ""]))

@@ -113,7 +113,7 @@ def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
     Raises:
         PlanError: The plan's mesh has more devices than this machine.
     """
-    mesh = mesh or device_mesh(mesh_sizes(plan.mesh))
+    mesh = mesh or device_mesh(mesh_sizes(plan.mesh), None, plan.device_order)
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         plan.in_specs,

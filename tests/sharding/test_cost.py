@@ -5,12 +5,17 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost import OVERLAP
+from autoshard.sharding.chips import CHIPS
+from autoshard.sharding.cost import BANDWIDTH_REACHED, HIDING, PEAK_REACHED, filled
 from autoshard.sharding.plan import Estimate
-from autoshard.sharding.targets import CHIPS
+from autoshard.sharding.request import parse_request
+from autoshard.sharding.strategy import Strategy
+from autoshard.sharding.targets import find_target
+from autoshard.spmdrules.rule import Rule
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, whole_bytes
 
 H100 = CHIPS["h100"]
+READ = BANDWIDTH_REACHED * H100.memory_bandwidth
 
 
 def estimate(fn, *shapes, dtype="float32", **options) -> Estimate:
@@ -24,28 +29,28 @@ def product(w, x):
 @pytest.mark.parametrize(("dtype", "peak"), [("float32", H100.flops_f32), ("bfloat16", H100.flops)])
 def test_a_product_takes_the_time_of_its_operations(dtype, peak):
     found = estimate(product, (4096, 4096), (4096, 4096), dtype=dtype, target="h100:8", plan="dp:8")
-    assert found.compute_us == pytest.approx(2 * 4096**3 / peak / 8 * 1e6)
+    assert found.compute_us == pytest.approx(2 * 4096**3 / (PEAK_REACHED * peak) / 8 * 1e6)
     assert (found.comm_us, found.comm_bytes, found.step_time_us) == (0, 0, found.compute_us)
 
 
 def test_a_thin_product_takes_the_time_of_its_bytes():
     found = estimate(product, (4096, 4096), (8, 4096), target="h100:1", plan="dp:1")
     moved = 4 * (4096 * 4096 + 2 * 8 * 4096)
-    assert found.compute_us == pytest.approx(moved / H100.memory_bandwidth * 1e6)
+    assert found.compute_us == pytest.approx(moved / READ * 1e6)
 
 
-@pytest.mark.parametrize(
-    ("target", "bandwidth"), [("h100:8", H100.link_bandwidth), ("h100:2x4", H100.network_bandwidth)]
-)
-def test_a_gradient_is_summed_over_the_links_that_it_crosses(target, bandwidth):
+@pytest.mark.parametrize(("target", "plan"), [("h100:8", "dp:8"), ("h100:2x4", "dp:8"), ("v5e:4x4", "dp:16")])
+def test_a_gradient_is_summed_over_the_links_that_it_crosses(target, plan):
     def gradient(w, x):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
-    found = estimate(gradient, (512, 1024), (4096, 512), target=target, plan="dp:8")
-    sent = 2 * 7 / 8 * 512 * 1024 * 4
-    assert found.comm_bytes == pytest.approx(sent)
-    assert found.comm_us == pytest.approx(H100.link_latency_us + sent / bandwidth * 1e6)
-    hidden = OVERLAP * min(found.compute_us, found.comm_us)
+    found = estimate(gradient, (512, 1024), (4096, 512), target=target, plan=plan)
+    machine = find_target(target)
+    n, size = machine.devices, 512 * 1024 * 4
+    assert found.comm_bytes == pytest.approx(2 * (n - 1) / n * size)  # once over all axes together
+    laying = machine.lay(parse_request(plan).sizes)
+    assert found.comm_us == pytest.approx(laying.time_us("all-reduce", laying.pieces, size))
+    hidden = min(found.comm_us if "all-reduce" in machine.chip.hides else 0.0, HIDING * found.compute_us)
     assert found.step_time_us == pytest.approx(found.compute_us + found.comm_us - hidden)
 
 
@@ -106,4 +111,14 @@ def test_an_activation_that_is_cut_no_more_is_gathered():
 
 def test_a_weight_that_is_whole_is_read_whole_on_every_device():
     found = estimate(product, (4096, 4096), (8, 4096), target="h100:8", plan="dp:8")
-    assert found.compute_us == pytest.approx(4 * (4096 * 4096 + 2 * 4096) / H100.memory_bandwidth * 1e6)
+    assert found.compute_us == pytest.approx(4 * (4096 * 4096 + 2 * 4096) / READ * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("cut", "part"),
+    [({}, 1.0), ({"h": "k"}, 1 / 2), ({"h": "n"}, 1 / 4), ({"h": "k", "d": "n"}, 1 / 8), ({"h": "m", "d": "m"}, 1.0)],
+)
+def test_a_shard_that_is_thinner_than_a_tile_wastes_the_rest_of_it(cut, part):
+    rule = Rule.parse("m k, k n -> m n; reduce k; where m=65536 k=512 n=256")
+    assert filled(rule, Strategy(cut, ()), {"h": 8, "d": 8}, tile=128) == part
+    assert filled(rule, Strategy(cut, ()), {"h": 8, "d": 8}, tile=1) == 1.0

@@ -132,11 +132,11 @@ def test_a_planned_function_inside_another_leaves_it_to_the_outer_plan():
 def test_evaluation_before_training_moves_the_state_once():
     train, evaluate = auto_shard(sgd_step, plan="fsdp:8"), auto_shard(mlp_loss)
     params = mlp_state()
-    evaluate(params, batch())  # planned for arrays that lie nowhere
+    evaluate(params, batch(size=4096))  # planned for arrays that lie nowhere
     for seed in range(3):
-        params, _ = train(params, batch(seed))
+        params, _ = train(params, batch(seed, size=4096))
         place = [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
-        evaluate(params, batch(seed))
+        evaluate(params, batch(seed, size=4096))
         assert [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards] == place
     specs = {leaf.path: leaf.spec for leaf in evaluate._plain.last.plan.inputs}
     assert specs["0/w"] == P(None, "fsdp") and len(evaluate._plain.by_placement) == 1

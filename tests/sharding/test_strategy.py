@@ -107,6 +107,25 @@ def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(si
     results = Arrays(rule.results, [1024], [((),)], rule, mesh)
     plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
     assert plan.factors == {"a": "m", "b": behind}
-    assert [move.axis for move in plan.moves if move.kind == "all-gather" and not move.array] == ["b"] * (
-        behind is None
-    )
+    gathered = [move.axes for move in plan.moves if move.kind == "all-gather" and not move.array]
+    assert gathered == ([("b",)] if behind is None else [])
+
+
+def test_a_tensor_is_gathered_over_all_its_axes_at_once():
+    """What two axes of 4 hold in 16 parts is sent 15 times, not 3 times and 3 times."""
+    rule = Rule.parse("b m, m n -> b n; reduce m; where b=64 m=64 n=64")
+    mesh = {"a": 4, "b": 4}
+    operands = Arrays(rule.operands, [1 << 20, 1600], [(("a", "b"), ()), ((), ("a", "b"))], rule, mesh)
+    results = Arrays(rule.results, [1 << 20], [(("a", "b"), ())], rule, mesh)
+    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    assert [(m.kind, m.axes, m.array, m.wire_bytes) for m in plan.moves] == [("all-gather", ("a", "b"), 1, 1500)]
+
+
+def test_a_gradient_is_scattered_before_the_rest_of_it_is_summed():
+    rule = Rule.parse("b m, b n -> m n; reduce b; where b=64 m=64 n=64")
+    mesh = {"a": 2, "b": 4}
+    operands = Arrays(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
+    results = Arrays(rule.results, [1600], [((), ("b",))], rule, mesh)
+    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    wanted = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
+    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == wanted

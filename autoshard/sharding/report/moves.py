@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
+from autoshard.sharding.cost import in_loops
 from autoshard.sharding.decide import decides, regathers, strategy
 from autoshard.sharding.report.units import line_text
 
@@ -31,7 +32,7 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
     is_parameter = source in parameters
     found: dict[tuple[str, str, str, str], float] = {}
     gathered: set[Any] = set()
-    for op in program.ops():
+    for op, block in in_loops(program.block):
         if not decides(op) or not _touches(op, source, slices, axes, is_parameter):
             continue
         for move in strategy(layout, op, per_byte).moves:
@@ -39,19 +40,19 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
             share = 1.0
             if move.array >= 0 and (value == source or axes.held.get(value) == source):
                 what = "it"
-                gather = (value, move.axis, move.array, op.name, id(op.rule))
+                gather = (move.kind, move.axes, block)
                 if gather in gathered:
-                    continue  # as in cost: one gather serves all operators of a kind
+                    continue  # as in cost: one gather serves all that take it in one loop
                 gathered.add(gather)
             elif move.array < 0 and is_parameter and axes.of_value[value] in slices and _is_gradient(op, layout):
                 what, share = "its gradient", 1 / alike
             else:
                 continue
-            key = (move.kind, move.axis, what, line_text(_compat.source_line(op.eqn)))
+            key = (move.kind, " ".join(move.axes), what, line_text(_compat.source_line(op.eqn)))
             found[key] = found.get(key, 0.0) + move.wire_bytes * op.trips * share
     for move in regathers(layout, [source]):
         if move.value == source:
-            found["all-gather", " and ".join(move.axes), "it", move.when] = move.wire_bytes
+            found["all-gather", " ".join(move.axes), "it", move.when] = move.wire_bytes
     return found
 
 

@@ -252,10 +252,11 @@ def collectives(plan: Plan) -> list[tuple[str, str, float, str]]:
 
 
 def axis_traffic(plan: Plan) -> dict[str, float]:
-    """Bytes that leave each device in a step, by mesh axis."""
+    """Bytes that leave each device in a step over each mesh axis; what runs over several at once counts for each."""
     found: dict[str, float] = {}
-    for _, axis, size, _ in plan.traffic:
-        found[axis] = found.get(axis, 0.0) + size
+    for _, axes, size, _ in plan.traffic:
+        for axis in axes.split():
+            found[axis] = found.get(axis, 0.0) + size
     return found
 
 

@@ -1,0 +1,142 @@
+"""Chips: what one device computes, holds and sends, with the sources of the figures.
+
+    TPU   Google Cloud's pages on each TPU version (peak, memory, memory bandwidth, torus, interconnect). A device of
+          tpu7x is one of a chip's two dies; one of v4 is a whole chip (its two cores together, "megacore").
+    GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are dense.
+          32-bit products run as TF32, which is what XLA does by default.
+    CPU   stands for virtual devices on one host: its figures are only used to rank plans.
+
+Link bandwidth is one way, of one link: a device of a torus has two in each dimension, a device of a switch one bundle.
+The network's is a device's share of what its host sends to others. Latencies are those of one hop of a ring or one
+crossing of a switch, as seen by a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Platform = Literal["tpu", "cuda", "cpu"]
+
+GiB = 2**30
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device.
+
+    Attributes:
+        platform: the JAX platform.
+        flops: peak operations per second at 16 bits.
+        flops_f32: the same of products of 32-bit numbers at JAX's default precision.
+        flops_8bit: the same at 8 bits (float8; int8 where there is no float8).
+        memory_bytes: memory of a device, in bytes.
+        memory_bandwidth: bytes per second between it and the compute units.
+        link_bandwidth: bytes per second that one link sends, one way.
+        network_bandwidth: bytes per second that a device sends to other hosts' (other slices' of a TPU).
+        link_latency_us: time for one hop, in microseconds.
+        network_latency_us: the same between hosts or slices.
+        torus: dimensions of its torus; 0 where devices hang on a switch.
+        wraps_at: a torus dimension is a ring where its size is a multiple of this, a line elsewhere.
+        domain: the most devices behind one switch.
+        cores: devices of a chip that a topology's shape counts once.
+        tile: elements along a side of the matrix unit's tiles; 1 if it does not matter.
+        hides: the collectives that its compiler starts early and waits for late, with the options of `options`.
+        clock_hz: cycles per second by which the compiler's own estimates are to be read; 0 if it gives none.
+    """
+
+    platform: Platform
+    flops: float
+    flops_f32: float
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    link_latency_us: float = 1.0
+    network_latency_us: float = 20.0
+    torus: int = 0
+    wraps_at: int = 0
+    domain: int = 0
+    cores: int = 1
+    tile: int = 1
+    flops_8bit: float = 0.0
+    hides: tuple[str, ...] = ()
+    clock_hz: float = 0.0
+    kinds: tuple[str, ...] = field(default=(), repr=False)  # parts of JAX's `device_kind` that mean this chip
+
+    def peak(self, itemsize: int) -> float:
+        """Operations per second on numbers of `itemsize` bytes."""
+        if itemsize == 1 and self.flops_8bit:
+            return self.flops_8bit
+        return self.flops if itemsize <= 2 else self.flops_f32
+
+
+_REDUCED = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def _tpu(
+    tflops: float, gib: float, hbm_gb: float, link_gb: float, *, torus: int, kinds: str, tile: int = 128, **more: Any
+) -> Chip:
+    wraps_at = 16 if torus == 2 else 4  # a v5e or v6e dimension closes at 16; larger ones are built of 4 x 4 x 4 cubes
+    return Chip(
+        "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, 6.25 * GB,
+        torus=torus, wraps_at=wraps_at, tile=tile, kinds=tuple(kinds.split("|")), **more,
+    )  # fmt: skip
+
+
+def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float, *, domain: int, kinds: str) -> Chip:
+    return Chip(
+        "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, link_gb * GB, net_gb * GB, 5.0, 15.0,
+        domain=domain, tile=64, hides=_REDUCED, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
+    )  # fmt: skip
+
+
+CHIPS: Mapping[str, Chip] = {
+    "v4": _tpu(275, 32, 1228, 45, torus=3, kinds="v4", clock_hz=1.05e9),
+    "v5e": _tpu(
+        197,
+        16,
+        819,
+        45,
+        torus=2,
+        kinds="v5 lite|v5e|v5litepod",
+        clock_hz=1.5e9,
+        hides=("all-gather",),
+        flops_8bit=394e12,
+    ),
+    "v5p": _tpu(459, 95, 2765, 90, torus=3, kinds="v5p|v5", hides=_REDUCED, clock_hz=1.75e9, flops_8bit=918e12),
+    "v6e": _tpu(
+        918, 32, 1640, 90, torus=2, kinds="v6 lite|v6e", tile=256, hides=_REDUCED, clock_hz=1.75e9, flops_8bit=1836e12
+    ),
+    "tpu7x": _tpu(
+        1154,
+        96,
+        3690,
+        90,
+        torus=3,
+        kinds="tpu7x|tpu v7|v7x",
+        tile=256,
+        cores=2,
+        hides=_REDUCED,
+        clock_hz=1.9e9,
+        flops_8bit=2307e12,
+    ),
+    "a100-40": _gpu(312, 40, 1555, 300, 25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"),
+    "a100-80": _gpu(312, 80, 2039, 300, 25, domain=8, kinds="a100"),
+    "h100": _gpu(989, 80, 3350, 450, 50, domain=8, kinds="h100"),
+    "h200": _gpu(989, 141, 4800, 450, 50, domain=8, kinds="h200"),
+    "b200": _gpu(2250, 180, 8000, 900, 50, domain=8, kinds="b200"),
+    "gb200": _gpu(2500, 186, 8000, 900, 50, domain=72, kinds="gb200"),
+    "cpu": Chip("cpu", 5e10, 5e10, 4 * GiB, 1e10, 5e9, 1e9, 20.0, 100.0, domain=1 << 20),
+}
+ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}
+# What a device of an unknown kind is taken for.
+STAND_INS: Mapping[str, str] = {"tpu": "v5e", "gpu": "a100-80", "cuda": "a100-80", "rocm": "a100-80"}
+
+
+def chip_name(kind: str) -> str | None:
+    """The chip that JAX's `device_kind` means, None where it is not known (a CPU is not)."""
+    found = [(len(part), name) for name, chip in CHIPS.items() for part in chip.kinds if part in kind.lower()]
+    return max(found)[1] if found else None

@@ -1,0 +1,119 @@
+"""Machines by name and from files."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from autoshard.sharding.chips import CHIPS, chip_name
+from autoshard.sharding.targets import TargetError, find_target, target_for, write_target
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_every_chip_has_figures_and_a_machine(name):
+    chip = CHIPS[name]
+    shape = "x".join(["4"] * chip.torus) if chip.torus else "2x8"
+    target = find_target(f"{name}:{shape}")
+    assert target.devices == math.prod(map(int, shape.split("x"))) * chip.cores
+    assert target.platform == chip.platform
+    assert min(chip.flops, chip.flops_f32, chip.memory_bytes, chip.memory_bandwidth, chip.link_bandwidth) > 0
+    assert 0 < target.flops_per_byte < 1e5
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("v5e:4x4", [("y", 4, False), ("x", 4, False)]),
+        ("v5e:8x16", [("y", 16, True), ("x", 8, False)]),
+        ("v5p:4x4x8", [("z", 8, True), ("y", 4, True), ("x", 4, True)]),
+        ("v5p:2x2x1", [("z", 1, False), ("y", 2, False), ("x", 2, False)]),
+        ("v5p:4x4x4*2", [("slice", 2, False), ("z", 4, True), ("y", 4, True), ("x", 4, True)]),
+        ("tpu7x:2x2x4", [("z", 4, True), ("y", 2, False), ("x", 2, False), ("core", 2, False)]),
+        ("h100:4x8", [("host", 4, False), ("gpu", 8, False)]),
+        ("h100:8", [("gpu", 8, False)]),
+        ("h100:8*2", [("host", 2, False), ("gpu", 8, False)]),
+        ("gb200:72", [("gpu", 72, False)]),
+        ("cpu:8", [("device", 8, False)]),
+    ],
+)
+def test_the_shape_of_a_machine(name, dims):
+    assert [(d.name, d.size, d.wraps) for d in find_target(name).topology.dims] == dims
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("v7:3", "does not exist.*Chips: v4, v5e"),
+        ("v5pp:4x4x4", "Did you mean 'v5p:...'"),
+        ("v5e:16", "torus of 2 dimensions; write v5e:4x4"),
+        ("v5p:4x4", "torus of 3 dimensions"),
+        ("v5e:0x4", "no devices"),
+        ("h100:16", "at most 8 h100 hang on one switch; write h100:HOSTSx8"),
+        ("h100:2x2x2", "write h100:HOSTSxGPUS"),
+        ("missing.toml", "cannot be read: No such file"),
+    ],
+)
+def test_a_machine_that_does_not_exist(name, match):
+    with pytest.raises(TargetError, match=match):
+        find_target(name)
+
+
+def test_a_machine_in_a_file_is_read_as_it_was_written(tmp_path):
+    for name in ("h100:4x8", "v5e:8x16", "tpu7x:2x2x4", "cpu:8"):
+        target = find_target(name)
+        write_target(target, tmp_path / "mine.toml")
+        found = find_target(str(tmp_path / "mine.toml"))
+        assert found.topology == target.topology and found.platform == target.platform
+        assert found.chip.peak(2) == target.chip.peak(2) and found.chip.memory_bytes == target.chip.memory_bytes
+        assert found.lay({"a": 2, "b": found.devices // 2}) == target.lay({"a": 2, "b": target.devices // 2})
+
+
+def test_a_file_takes_what_it_leaves_out_from_its_chip(tmp_path):
+    path = tmp_path / "lab.toml"
+    path.write_text('chip = "h100"\nmemory_bytes = 9e10\n'
+                    'dims = [{name="gpu", size=4, kind="switch", bandwidth=1e11, latency_us=9}]')  # fmt: skip
+    found = find_target(str(path))
+    assert (found.devices, found.chip.memory_bytes, found.chip.link_bandwidth) == (4, 9e10, 1e11)
+    assert found.chip.flops == CHIPS["h100"].flops
+
+
+def test_a_file_says_all_that_is_wrong_with_it_at_once(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text('chip = "h101"\nflop = 3\nmemory_bytes = -1\ndims = [{name="gpu", size=0}]')
+    with pytest.raises(TargetError, match=r"unknown key 'flop'.*unknown chip 'h101'.*memory_bytes is -1.*dims\[0\]"):
+        find_target(str(path))
+    path.write_text("a = [")
+    with pytest.raises(TargetError, match="is not TOML"):
+        find_target(str(path))
+    path.write_text("flops = 1e12")
+    with pytest.raises(TargetError, match="'platform' is missing.*'dims' is missing"):
+        find_target(str(path))
+
+
+@dataclass
+class Device:
+    platform: str
+    device_kind: str
+    process_index: int = 0
+    coords: tuple[int, ...] | None = None
+
+
+def test_attached_devices():
+    pod = [Device("tpu", "TPU v5 lite", 0, (x, y, 0)) for y in range(4) for x in range(2)]
+    assert target_for(pod, 8).name == "v5e:2x4"
+    assert [d.size for d in target_for(pod, 8).topology.dims] == [4, 2]
+    assert target_for(pod, 4).devices == 4  # a part of them: a line
+    hosts = [Device("gpu", "NVIDIA H100 80GB HBM3", i // 8) for i in range(16)]
+    assert target_for(hosts, 16).name == "h100:2x8" and target_for(hosts[:8], 8).name == "h100:8"
+    assert target_for([Device("cpu", "cpu")] * 8, 8).name == "cpu:8"
+    assert target_for([Device("gpu", "something new")], 1).chip == CHIPS["a100-80"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v4", "v4"), ("TPU7x", "tpu7x"),
+     ("TPU v6 lite", "v6e"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100-80"),
+     ("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"), ("cpu", None)],
+)  # fmt: skip
+def test_the_chip_of_a_device_kind(kind, name):
+    assert chip_name(kind) == name
