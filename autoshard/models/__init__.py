@@ -6,20 +6,40 @@ if __name__ != "autoshard.models":  # through the link at the root: no second co
 from autoshard.models.attention import attention
 from autoshard.models.gpt import (
     GPT,
-    REMAT_POLICIES,
     GPTConfig,
     flops_per_token,
     loss_fn,
     parameter_count,
     restack,
 )
+from autoshard.models.llama import LLAMA
 from autoshard.models.loss import cross_entropy
+from autoshard.models.moe import MoE, MoEConfig
 from autoshard.models.sample import generate
+from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
+from autoshard.models.stack import REMAT_POLICIES
+from autoshard.models.vit import ViT, ViTConfig
+from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
+from autoshard.models.workloads import WORKLOADS, Workload, workload
 
 __all__ = [
+    "ALPA_GPT",
+    "ALPA_MOE",
+    "ALPA_WIDE_RESNET",
     "GPT",
+    "LLAMA",
+    "MIXTRAL",
     "REMAT_POLICIES",
+    "VIT",
+    "WORKLOADS",
     "GPTConfig",
+    "MoE",
+    "MoEConfig",
+    "ViT",
+    "ViTConfig",
+    "WideResNet",
+    "WideResNetConfig",
+    "Workload",
     "attention",
     "cross_entropy",
     "flops_per_token",
@@ -27,4 +47,5 @@ __all__ = [
     "loss_fn",
     "parameter_count",
     "restack",
+    "workload",
 ]

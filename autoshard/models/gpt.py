@@ -19,7 +19,7 @@ rotary positions (arXiv:2104.09864), SwiGLU (arXiv:2002.05202), grouped queries 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,7 @@ from jax import lax
 
 from autoshard.models.attention import Impl, attention
 from autoshard.models.loss import cross_entropy
-
-# Names a config may give to `remat`, and what they mean to `jax.checkpoint`; `none` does not checkpoint.
-REMAT_POLICIES = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
-    "everything_saveable": jax.checkpoint_policies.everything_saveable,
-    "dots_saveable": jax.checkpoint_policies.dots_saveable,
-    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
+from autoshard.models.stack import REMAT_POLICIES, make_layers, run_layers
 
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
@@ -154,30 +144,34 @@ class GPTConfig:
         return 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // (3 * 32)) * 32
 
 
-def _param(key: jax.Array, cfg: GPTConfig, shape: tuple[int, ...], std: float) -> nnx.Param:
+def param(key: jax.Array, cfg: GPTConfig, shape: tuple[int, ...], std: float) -> nnx.Param:
+    """A parameter drawn from a normal distribution."""
     return nnx.Param(std * jax.random.normal(key, shape, jnp.dtype(cfg.param_dtype)))
 
 
-def _constant(cfg: GPTConfig, shape: tuple[int, ...], value: float) -> nnx.Param:
+def constant(cfg: GPTConfig, shape: tuple[int, ...], value: float) -> nnx.Param:
+    """A parameter that is `value` everywhere."""
     return nnx.Param(jnp.full(shape, value, jnp.dtype(cfg.param_dtype)))
 
 
-def _bias(cfg: GPTConfig, *shape: int) -> nnx.Param | None:
-    return _constant(cfg, shape, 0.0) if cfg.bias else None
+def bias(cfg: GPTConfig, *shape: int) -> nnx.Param | None:
+    """Zeros where the config has biases."""
+    return constant(cfg, shape, 0.0) if cfg.bias else None
 
 
-def _project(spec: str, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """`einsum(spec, x, weight)` in x's dtype, and the bias over its trailing dimensions."""
+def project(spec: str, x: jax.Array, weight: nnx.Param, added: nnx.Param | None = None) -> jax.Array:
+    """`einsum(spec, x, weight)` in x's dtype, and what is added over its trailing dimensions."""
     y = jnp.einsum(spec, x, weight[...].astype(x.dtype))
-    return y if bias is None else y + _align(bias[...].astype(x.dtype), y.ndim)
+    return y if added is None else y + align(added[...].astype(x.dtype), y.ndim)
 
 
-def _align(x: jax.Array, ndim: int) -> jax.Array:
+def align(x: jax.Array, ndim: int) -> jax.Array:
     """`x` with leading dimensions of 1, so that broadcasting it is spelt out."""
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def _dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero elements at a rate and scale the others, where there is a key."""
     if key is None:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -199,8 +193,8 @@ class Norm(nnx.Module):
 
     def __init__(self, cfg: GPTConfig):
         self.cfg = cfg
-        self.scale = _constant(cfg, (cfg.width,), 1.0)
-        self.bias = _bias(cfg, cfg.width) if cfg.norm == "layernorm" else None
+        self.scale = constant(cfg, (cfg.width,), 1.0)
+        self.bias = bias(cfg, cfg.width) if cfg.norm == "layernorm" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `[..., width]`."""
@@ -208,36 +202,36 @@ class Norm(nnx.Module):
         if self.cfg.norm == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.cfg.norm_eps)
-        y = y * _align(self.scale[...].astype(jnp.float32), y.ndim)
+        y = y * align(self.scale[...].astype(jnp.float32), y.ndim)
         if self.bias is not None:
-            y = y + _align(self.bias[...].astype(jnp.float32), y.ndim)
+            y = y + align(self.bias[...].astype(jnp.float32), y.ndim)
         return y.astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Causal self-attention: `wq [embed, heads, head_dim]`, `wk`, `wv` with `kv_heads`, `wo` back."""
+    """Self-attention: `wq [embed, heads, head_dim]`, `wk`, `wv` with `kv_heads`, `wo` back; causal unless told."""
 
-    def __init__(self, cfg: GPTConfig, key: jax.Array, residual_std: float):
-        self.cfg = cfg
+    def __init__(self, cfg: GPTConfig, key: jax.Array, residual_std: float, *, causal: bool = True):
+        self.cfg, self.causal = cfg, causal
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         width, heads, kv_heads, head_dim = cfg.width, cfg.heads, cfg.key_heads, cfg.head_dim
-        self.wq = _param(q_key, cfg, (width, heads, head_dim), 0.02)
-        self.wk = _param(k_key, cfg, (width, kv_heads, head_dim), 0.02)
-        self.wv = _param(v_key, cfg, (width, kv_heads, head_dim), 0.02)
-        self.wo = _param(o_key, cfg, (heads, head_dim, width), residual_std)
-        self.bq, self.bo = _bias(cfg, heads, head_dim), _bias(cfg, width)
-        self.bk, self.bv = _bias(cfg, kv_heads, head_dim), _bias(cfg, kv_heads, head_dim)
+        self.wq = param(q_key, cfg, (width, heads, head_dim), 0.02)
+        self.wk = param(k_key, cfg, (width, kv_heads, head_dim), 0.02)
+        self.wv = param(v_key, cfg, (width, kv_heads, head_dim), 0.02)
+        self.wo = param(o_key, cfg, (heads, head_dim, width), residual_std)
+        self.bq, self.bo = bias(cfg, heads, head_dim), bias(cfg, width)
+        self.bk, self.bv = bias(cfg, kv_heads, head_dim), bias(cfg, kv_heads, head_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Mix `[batch, seq, width]` over its sequence."""
         cfg = self.cfg
-        q = _project("bse,ehd->bshd", x, self.wq, self.bq)
-        k = _project("bse,ehd->bshd", x, self.wk, self.bk)
-        v = _project("bse,ehd->bshd", x, self.wv, self.bv)
+        q = project("bse,ehd->bshd", x, self.wq, self.bq)
+        k = project("bse,ehd->bshd", x, self.wk, self.bk)
+        v = project("bse,ehd->bshd", x, self.wv, self.bv)
         if cfg.positions == "rotary":
             q, k = _rotate(q, cfg.rotary_base), _rotate(k, cfg.rotary_base)
-        y = attention(q, k, v, causal=True, impl=cfg.attention, block_size=cfg.block_size)
-        return _project("bshd,hde->bse", y, self.wo, self.bo)
+        y = attention(q, k, v, causal=self.causal, impl=cfg.attention, block_size=cfg.block_size)
+        return project("bshd,hde->bse", y, self.wo, self.bo)
 
 
 class MLP(nnx.Module):
@@ -247,39 +241,44 @@ class MLP(nnx.Module):
         self.cfg = cfg
         up_key, down_key, gate_key = jax.random.split(key, 3)
         gated = cfg.mlp == "swiglu"
-        self.w_up = _param(up_key, cfg, (cfg.width, cfg.hidden), 0.02)
-        self.w_down = _param(down_key, cfg, (cfg.hidden, cfg.width), residual_std)
-        self.w_gate = _param(gate_key, cfg, (cfg.width, cfg.hidden), 0.02) if gated else None
-        self.b_up, self.b_down = _bias(cfg, cfg.hidden), _bias(cfg, cfg.width)
-        self.b_gate = _bias(cfg, cfg.hidden) if gated else None
+        self.w_up = param(up_key, cfg, (cfg.width, cfg.hidden), 0.02)
+        self.w_down = param(down_key, cfg, (cfg.hidden, cfg.width), residual_std)
+        self.w_gate = param(gate_key, cfg, (cfg.width, cfg.hidden), 0.02) if gated else None
+        self.b_up, self.b_down = bias(cfg, cfg.hidden), bias(cfg, cfg.width)
+        self.b_gate = bias(cfg, cfg.hidden) if gated else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map each position of `[batch, seq, width]`."""
-        y = _project("bse,ef->bsf", x, self.w_up, self.b_up)
+        y = project("bse,ef->bsf", x, self.w_up, self.b_up)
         if self.w_gate is None:
             y = jax.nn.gelu(y)
         else:
-            y = jax.nn.silu(_project("bse,ef->bsf", x, self.w_gate, self.b_gate)) * y
-        return _project("bsf,fe->bse", y, self.w_down, self.b_down)
+            y = jax.nn.silu(project("bse,ef->bsf", x, self.w_gate, self.b_gate)) * y
+        return project("bsf,fe->bse", y, self.w_down, self.b_down)
+
+
+def residual_deviation(cfg: GPTConfig) -> float:
+    """Deviation of a projection that adds to the residual stream."""
+    # There are 2 * layers of them: scaled so, the stream's variance does not grow with depth.
+    return 0.02 / (2 * cfg.layers) ** 0.5
 
 
 class Block(nnx.Module):
     """One pre-norm layer: attention, then the MLP, each added to the residual stream."""
 
-    def __init__(self, cfg: GPTConfig, key: jax.Array):
+    def __init__(self, cfg: GPTConfig, key: jax.Array, *, causal: bool = True):
         self.cfg = cfg
-        # 2 * layers terms are added to the residual stream: scaled so, its variance does not grow with depth.
-        residual_std = 0.02 / (2 * cfg.layers) ** 0.5
+        residual_std = residual_deviation(cfg)
         attention_key, mlp_key = jax.random.split(key)
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
-        self.attention = Attention(cfg, attention_key, residual_std)
+        self.attention = Attention(cfg, attention_key, residual_std, causal=causal)
         self.mlp = MLP(cfg, mlp_key, residual_std)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """Map `[batch, seq, width]`, dropping elements where there is a key."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        x = x + _dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
-        return x + _dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
+        x = x + dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
+        return x + dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
 
 
 class GPT(nnx.Module):
@@ -299,11 +298,12 @@ class GPT(nnx.Module):
         self.cfg = cfg
         embed_key, position_key, head_key, blocks_key = jax.random.split(rngs.params(), 4)
         learned, own_head = cfg.positions == "learned", not cfg.tie_head
-        self.embed = _param(embed_key, cfg, (cfg.vocab, cfg.width), 0.02)
-        self.position = _param(position_key, cfg, (cfg.context, cfg.width), 0.02) if learned else None
-        self.blocks = _make_blocks(cfg, jax.random.split(blocks_key, cfg.layers))
+        self.embed = param(embed_key, cfg, (cfg.vocab, cfg.width), 0.02)
+        self.position = param(position_key, cfg, (cfg.context, cfg.width), 0.02) if learned else None
+        blocks_keys = jax.random.split(blocks_key, cfg.layers)
+        self.blocks = make_layers(lambda key: Block(cfg, key), blocks_keys, scan=cfg.scan_layers)
         self.norm = Norm(cfg)
-        self.head = _param(head_key, cfg, (cfg.width, cfg.vocab), 0.02) if own_head else None
+        self.head = param(head_key, cfg, (cfg.width, cfg.vocab), 0.02) if own_head else None
 
     def __call__(
         self, tokens: jax.Array, *, deterministic: bool = True, rngs: nnx.Rngs | jax.Array | None = None
@@ -318,19 +318,27 @@ class GPT(nnx.Module):
         Returns:
             `[batch, seq, vocab]` in `cfg.dtype`.
         """
-        cfg = self.cfg
-        _check_tokens(cfg, tokens)
-        keys = _dropout_keys(cfg, deterministic, rngs)
-        # `fill` and no wrapping: an id outside the vocabulary is NaN rather than some other token's row.
-        x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
-        if self.position is not None:
-            x = x + _align(self.position[...][: tokens.shape[1]].astype(cfg.dtype), 3)
+        keys = dropout_keys(self.cfg, deterministic, rngs)
+        x = embed_tokens(self.cfg, self.embed, self.position, tokens)
         if keys is not None:
-            x, keys = _dropout(x, cfg.dropout, keys[0]), keys[1:]
-        x = self.norm(_run_blocks(cfg, self.blocks, x, keys))
-        if self.head is None:
-            return jnp.einsum("bse,ve->bsv", x, self.embed[...].astype(x.dtype))
-        return jnp.einsum("bse,ev->bsv", x, self.head[...].astype(x.dtype))
+            x, keys = dropout(x, self.cfg.dropout, keys[0]), keys[1:]
+        x = self.norm(run_layers(self.blocks, x, keys, remat=self.cfg.remat))
+        return predict(x, self.embed, self.head)
+
+
+def embed_tokens(cfg: GPTConfig, embed: nnx.Param, position: nnx.Param | None, tokens: jax.Array) -> jax.Array:
+    """Rows of `embed [vocab, width]`, and of `position [context, width]` where there is one: `[batch, seq, width]`."""
+    _check_tokens(cfg, tokens)
+    # `fill` and no wrapping: an id outside the vocabulary is NaN rather than some other token's row.
+    x = embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
+    return x if position is None else x + align(position[...][: tokens.shape[1]].astype(cfg.dtype), 3)
+
+
+def predict(x: jax.Array, embed: nnx.Param, head: nnx.Param | None) -> jax.Array:
+    """Logits `[batch, seq, vocab]` by `head [width, vocab]`, or by the embedding where the head is tied to it."""
+    if head is None:
+        return jnp.einsum("bse,ve->bsv", x, embed[...].astype(x.dtype))
+    return jnp.einsum("bse,ev->bsv", x, head[...].astype(x.dtype))
 
 
 def _check_tokens(cfg: GPTConfig, tokens: jax.Array) -> None:
@@ -343,7 +351,7 @@ def _check_tokens(cfg: GPTConfig, tokens: jax.Array) -> None:
         )
 
 
-def _dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Array | None) -> jax.Array | None:
+def dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Array | None) -> jax.Array | None:
     """One key for the embedding and one for each layer, or None where nothing is dropped."""
     if deterministic or cfg.dropout == 0.0:
         return None
@@ -351,33 +359,6 @@ def _dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Arra
         raise ValueError(f"GPT: dropout is {cfg.dropout} and deterministic=False: pass rngs=nnx.Rngs(...) or a key")
     key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
     return jax.random.split(key, cfg.layers + 1)
-
-
-def _make_blocks(cfg: GPTConfig, keys: jax.Array) -> Block | nnx.List:
-    if not cfg.scan_layers:
-        return nnx.List([Block(cfg, key) for key in keys])
-    # The structure from an abstract layer and the values under vmap: no layer's parameters exist unstacked.
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(cfg, jax.random.key(0))))
-    return nnx.merge(graph, jax.vmap(lambda key: nnx.state(Block(cfg, key)))(keys))
-
-
-def _run_blocks(cfg: GPTConfig, blocks: Block | nnx.List, x: jax.Array, keys: jax.Array | None) -> jax.Array:
-    """All layers in turn. Each is a pure function of its parameters: what remat and scan take."""
-
-    def run(graph: Any, params: Any, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        return nnx.merge(graph, params)(x, key)
-
-    if cfg.remat != "none":
-        # A scan's body is compiled alone: nothing outside it could be merged with the recomputation.
-        policy, prevent_cse = REMAT_POLICIES[cfg.remat], not cfg.scan_layers
-        run = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse, static_argnums=0)
-    if isinstance(blocks, Block):
-        graph, params = nnx.split(blocks)
-        x, _ = lax.scan(lambda x, layer: (run(graph, layer[0], x, layer[1]), None), x, (params, keys))
-        return x
-    for index, block in enumerate(blocks):
-        x = run(*nnx.split(block), x, None if keys is None else keys[index])
-    return x
 
 
 def restack(model: GPT, scan_layers: bool) -> GPT:

@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
-from autoshard.models import GPT, GPTConfig
+from autoshard.models import GPT, GPTConfig, attention
+from autoshard.train.state import make_program
+from autoshard.train.step import make_eval_step, make_train_step
 
 TINY = GPTConfig(vocab=32, layers=2, heads=4, kv_heads=2, width=16, ffn=24, context=12)
 GPT2 = dataclasses.replace(
@@ -16,12 +19,18 @@ GPT2 = dataclasses.replace(
 
 
 def filled(cfg: GPTConfig, std: float = 0.1) -> GPT:
-    """A model whose parameters all differ, biases and scales too; filled by NumPy, which compiles nothing."""
+    """A GPT whose parameters all differ, biases and scales too."""
+    return filled_as(lambda rngs: GPT(cfg, rngs=rngs), std)
+
+
+def filled_as(build, std: float = 0.1):
+    """A model whose variables all differ; filled by NumPy, which compiles nothing."""
     rng = np.random.default_rng(0)
-    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
 
     def fill(path, x):
-        centre = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        name = jax.tree_util.keystr(path)
+        centre = 1.0 if "scale" in name or "variance" in name else 0.0
         return jnp.asarray(rng.normal(centre, std, x.shape), x.dtype)
 
     return nnx.merge(graph, jax.tree.map_with_path(fill, state))
@@ -33,6 +42,12 @@ def quickly(fn, *args):
     return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
 
 
+def called(model, run, *args):
+    """`run(model, *args)`, compiled as a whole: operator by operator takes far longer."""
+    graph, state = nnx.split(model)
+    return quickly(lambda state, *args: run(nnx.merge(graph, state), *args), state, *args)
+
+
 def logits_of(model, inputs, key=None):
     """The model's logits, with dropout where there is a key."""
     graph, params = nnx.split(model)
@@ -41,3 +56,72 @@ def logits_of(model, inputs, key=None):
         return nnx.merge(graph, params)(inputs, deterministic=key is None, rngs=key)
 
     return quickly(logits, params, inputs, key)
+
+
+def count(build):
+    """How many parameters a model has, without making them."""
+    shapes = nnx.state(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def intermediate_shapes(jaxpr):
+    """The shapes of all intermediate values of a jaxpr, those of nested ones included."""
+    for equation in jaxpr.eqns:
+        yield from (out.aval.shape for out in equation.outvars)
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from intermediate_shapes(inner)
+
+
+TEXT = np.frombuffer(f"{attention.__doc__}".encode("ascii")[:300], np.uint8).astype(np.int32)
+
+
+def text_entropy():
+    """The loss, in nats, of who knows how often each character of the text comes, and nothing of what is before it."""
+    shares = np.bincount(TEXT) / len(TEXT)
+    return -np.sum(shares[shares > 0] * np.log(shares[shares > 0]))
+
+
+def text_batch(step, rows, context):
+    """Pieces of an English text as batches of characters."""
+    starts = np.random.default_rng(step).integers(0, len(TEXT) - context, rows)
+    pieces = np.stack([TEXT[start : start + context + 1] for start in starts])
+    return {"inputs": pieces[:, :-1], "targets": pieces[:, 1:], "mask": np.ones((rows, context), np.float32)}
+
+
+def stripes_batch(step, rows, size, classes=8):
+    """Images of stripes, each label a direction, at any phase and with noise."""
+    rng = np.random.default_rng(step)
+    labels = rng.integers(0, classes, rows).astype(np.int32)
+    down, right = np.mgrid[:size, :size] / size
+    angle, phase = np.pi * labels / classes, rng.uniform(0, 2 * np.pi, rows)
+    along = np.cos(angle)[:, None, None] * right + np.sin(angle)[:, None, None] * down
+    stripes = np.sin(8 * np.pi * along + phase[:, None, None])
+    images = stripes[..., None] + 0.3 * rng.normal(size=(rows, size, size, 3))
+    return {"images": images.astype(np.float32), "labels": labels}
+
+
+def trained(work, steps, rate=3e-3):
+    """Trains a workload by the trainer's own step: the losses, the state, and what evaluates it on another batch."""
+    shapes, rows = work.batch(), work.batch_size
+
+    def batch(step):
+        if "inputs" in shapes:
+            return text_batch(step, rows, shapes["inputs"].shape[1])
+        return stripes_batch(step, rows, shapes["images"].shape[1], work.config.classes)
+
+    program = make_program(work.build, optax.adam(rate))
+    step = jax.jit(make_train_step(program, optax.constant_schedule(rate)))
+    state = jax.jit(program.create_state)(jax.random.key(0))
+    losses = []
+    for index in range(steps):
+        state, metrics = step(state, batch(index))
+        losses.append(float(metrics["loss"]))
+
+    def evaluated(step):
+        parts = state.params, state.frozen, state.variables
+        total, weight = jax.jit(make_eval_step(program))(*parts, batch(step))
+        return float(total / weight)
+
+    return losses, state, evaluated

@@ -14,13 +14,13 @@ from flax import nnx
 from autoshard.models import (
     GPT,
     REMAT_POLICIES,
-    attention,
     flops_per_token,
     loss_fn,
     parameter_count,
     restack,
 )
-from autoshard.models.gpt import Norm, _dropout, _dropout_keys, _rotate, _run_blocks
+from autoshard.models.gpt import Norm, _rotate, dropout, dropout_keys
+from autoshard.models.stack import run_layers
 from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 
 VARIANTS = {
@@ -195,7 +195,7 @@ def test_dropout_from_rngs_advances_its_stream():
 
 def test_dropout_keeps_the_mean():
     x = jnp.ones((64, 64))
-    dropped = _dropout(x, 0.25, jax.random.key(0))
+    dropped = dropout(x, 0.25, jax.random.key(0))
     assert abs(float(dropped.mean()) - 1.0) < 0.03
     assert abs(float((dropped == 0).mean()) - 0.25) < 0.03
 
@@ -205,11 +205,11 @@ def test_layers_drop_different_elements():
     graph, params = nnx.split(model.blocks)
     same = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), params)
     layer = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
-    keys = _dropout_keys(model.cfg, False, jax.random.key(0))[1:]  # pyright: ignore[reportOptionalSubscript]
+    keys = dropout_keys(model.cfg, False, jax.random.key(0))[1:]  # pyright: ignore[reportOptionalSubscript]
     x = jax.random.normal(jax.random.key(1), (2, 9, 16))
     one_key_twice = layer(layer(x, keys[0]), keys[0])
     np.testing.assert_allclose(
-        _run_blocks(model.cfg, nnx.merge(graph, same), x, keys), layer(layer(x, keys[0]), keys[1]), atol=1e-6
+        run_layers(nnx.merge(graph, same), x, keys, remat="none"), layer(layer(x, keys[0]), keys[1]), atol=1e-6
     )
     assert np.abs(one_key_twice - layer(layer(x, keys[0]), keys[1])).max() > 1e-3
 
@@ -383,8 +383,8 @@ def test_no_promotion_is_implicit(name, dtype, strict_numerics):
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
 
 
-def test_no_sharding_annotation():
-    source = Path(inspect.getfile(GPT)).read_text() + Path(inspect.getfile(attention)).read_text()
+@pytest.mark.parametrize("path", sorted(Path(inspect.getfile(GPT)).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_no_sharding_annotation(path):
     for word in (
         "PartitionSpec",
         "with_partitioning",
@@ -392,4 +392,4 @@ def test_no_sharding_annotation():
         "NamedSharding",
         "out_sharding",
     ):
-        assert word not in source
+        assert word not in path.read_text()

@@ -1,0 +1,37 @@
+"""Llama 1, 2 and 3 as configurations of `GPT`.
+
+RMSNorm, rotary positions, SwiGLU, no biases, a head of its own, grouped queries from the larger models on;
+computed in bfloat16 with float32 parameters. From 2048 keys on attention is blockwise.
+
+Sources: Llama 1, table 2 of arXiv:2302.13971; Llama 2, table 1 of arXiv:2307.09288; Llama 3, table 3 of
+arXiv:2407.21783 (context and rotary base those of the first release, without the later scaling of
+frequencies). The hidden sizes of the MLPs are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from autoshard.models.gpt import GPTConfig
+
+_llama = partial(GPTConfig, tie_head=False, remat="full", dtype="bfloat16")
+_llama1 = partial(_llama, vocab=32_000, context=2048, norm_eps=1e-6)
+_llama2 = partial(_llama, vocab=32_000, context=4096)
+_llama3 = partial(_llama, vocab=128_256, context=8192, kv_heads=8, rotary_base=500_000.0)
+
+LLAMA: Mapping[str, GPTConfig] = MappingProxyType(
+    {
+        "llama-7b": _llama1(width=4096, layers=32, heads=32, ffn=11_008),
+        "llama-13b": _llama1(width=5120, layers=40, heads=40, ffn=13_824),
+        "llama-33b": _llama1(width=6656, layers=60, heads=52, ffn=17_920),
+        "llama-65b": _llama1(width=8192, layers=80, heads=64, ffn=22_016),
+        "llama2-7b": _llama2(width=4096, layers=32, heads=32, ffn=11_008),
+        "llama2-13b": _llama2(width=5120, layers=40, heads=40, ffn=13_824),
+        "llama2-70b": _llama2(width=8192, layers=80, heads=64, kv_heads=8, ffn=28_672),
+        "llama3-8b": _llama3(width=4096, layers=32, heads=32, ffn=14_336),
+        "llama3-70b": _llama3(width=8192, layers=80, heads=64, ffn=28_672),
+    }
+)
+"""The published sizes; other layouts of the same values by `dataclasses.replace`."""

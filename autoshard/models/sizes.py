@@ -1,0 +1,116 @@
+"""Published sizes of the models here; those of Llama stand in `llama`.
+
+All compute in bfloat16 with float32 parameters and keep a layer's input only for its backward pass; other choices
+by `dataclasses.replace`.
+
+Sources: the tables of Alpa's evaluation (arXiv:2201.12023) for GPT, MoE and Wide-ResNet, with the details that its
+public benchmarks add (heads tied to the embedding, MLPs and experts of 8 times the width, two experts a token, groups
+of 2048 tokens with as many places as choices; Wide-ResNet's 500M); table 1 of Mixtral of experts
+(arXiv:2401.04088); table 1 of ViT (arXiv:2010.11929), and table 1 of DeiT (arXiv:2012.12877) for Ti and S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from autoshard.models.gpt import GPTConfig
+from autoshard.models.moe import MoEConfig
+from autoshard.models.vit import ViTConfig
+from autoshard.models.wide_resnet import WideResNetConfig
+
+# GPT-3's layers (arXiv:2005.14165).
+_gpt3 = partial(
+    GPTConfig,
+    context=1024,
+    norm="layernorm",
+    positions="learned",
+    mlp="gelu",
+    bias=True,
+    remat="full",
+    dtype="bfloat16",
+)
+
+
+def _gpt(width: int, layers: int, heads: int) -> GPTConfig:
+    return _gpt3(vocab=51_200, width=width, layers=layers, heads=heads)
+
+
+def _moe(width: int, layers: int, experts: int) -> MoEConfig:
+    gpt = _gpt3(vocab=32_000, width=width, layers=layers, heads=16, ffn=8 * width)
+    return MoEConfig(gpt, experts=experts, moe_every=2, capacity_factor=1.0, group_size=2048)
+
+
+ALPA_GPT: Mapping[str, GPTConfig] = MappingProxyType(
+    {
+        "gpt-125m": _gpt(768, 12, 12),
+        "gpt-350m": _gpt(1024, 24, 16),
+        "gpt-760m": _gpt(1536, 24, 16),
+        "gpt-1.3b": _gpt(2048, 24, 32),
+        "gpt-2.6b": _gpt(2560, 32, 32),
+        "gpt-6.7b": _gpt(4096, 32, 32),
+        "gpt-15b": _gpt(5120, 48, 40),
+        "gpt-39b": _gpt(8192, 48, 64),
+    }
+)
+
+ALPA_MOE: Mapping[str, MoEConfig] = MappingProxyType(
+    {
+        "moe-380m": _moe(768, 8, 8),
+        "moe-690m": _moe(768, 8, 16),
+        "moe-1.3b": _moe(768, 16, 16),
+        "moe-2.4b": _moe(1024, 16, 16),
+        "moe-10b": _moe(1536, 16, 32),
+    }
+)
+
+MIXTRAL: Mapping[str, MoEConfig] = MappingProxyType(
+    {
+        "mixtral-8x7b": MoEConfig(
+            GPTConfig(
+                vocab=32_000,
+                width=4096,
+                layers=32,
+                heads=32,
+                kv_heads=8,
+                ffn=14_336,
+                context=32_768,
+                rotary_base=1_000_000.0,
+                tie_head=False,
+                remat="full",
+                dtype="bfloat16",
+            ),
+            dispatch="dropless",
+            balance_weight=0.02,  # of the published configuration, which has no z loss
+            z_weight=0.0,
+        )
+    }
+)
+
+_resnet50 = partial(WideResNetConfig, stages=(3, 4, 6, 3))
+_resnet101 = partial(WideResNetConfig, stages=(3, 4, 23, 3))
+
+ALPA_WIDE_RESNET: Mapping[str, WideResNetConfig] = MappingProxyType(
+    {
+        "wide-resnet-250m": _resnet50(channels=160, width_factor=2),
+        "wide-resnet-500m": _resnet50(channels=224, width_factor=2),
+        "wide-resnet-1b": _resnet50(channels=320, width_factor=2),
+        "wide-resnet-2b": _resnet50(channels=448, width_factor=2),
+        "wide-resnet-4b": _resnet50(channels=640, width_factor=2),
+        "wide-resnet-6.8b": _resnet50(channels=320, width_factor=16),
+        "wide-resnet-13b": _resnet101(channels=320, width_factor=16),
+    }
+)
+
+_vit = partial(ViTConfig, remat="full", dtype="bfloat16")
+
+VIT: Mapping[str, ViTConfig] = MappingProxyType(
+    {
+        "vit-ti16": _vit(width=192, layers=12, heads=3),
+        "vit-s16": _vit(width=384, layers=12, heads=6),
+        "vit-b16": _vit(width=768, layers=12, heads=12),
+        "vit-l16": _vit(width=1024, layers=24, heads=16),
+        "vit-h14": _vit(width=1280, layers=32, heads=16, patch=14),
+    }
+)

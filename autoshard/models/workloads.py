@@ -1,0 +1,154 @@
+"""Named workloads: a model of a published size, with a batch, to plan for, to measure and to test.
+
+A plan needs shapes alone, so that a model of any size can be planned for on any machine. Each size has a small twin
+(`gpt-tiny`, `llama-tiny`, `moe-tiny`, `wide-resnet-tiny`, `vit-tiny`) that trains on a CPU in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from autoshard.errors import AutoshardError
+from autoshard.models.gpt import GPT, GPTConfig
+from autoshard.models.llama import LLAMA
+from autoshard.models.moe import MoE, MoEConfig
+from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
+from autoshard.models.vit import ViT, ViTConfig
+from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+# What is made from a config: by its type, since a config says all about its model.
+_MODELS: Mapping[type, Callable[..., nnx.Module]] = {
+    GPTConfig: GPT,
+    MoEConfig: MoE,
+    WideResNetConfig: WideResNet,
+    ViTConfig: ViT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model and the batch that it is trained on.
+
+    Attributes:
+        name: What it is called.
+        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `WideResNetConfig` or `ViTConfig`.
+        batch_size: Rows of a batch.
+    """
+
+    name: str
+    config: Any
+    batch_size: int
+
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Make the model, as `train.state.make_program` takes it."""
+        return _MODELS[type(self.config)](self.config, rngs=rngs)
+
+    def batch(self, batch_size: int | None = None) -> Shapes:
+        """Shapes and dtypes of a batch, of `batch_size` rows or of the workload's own.
+
+        A language model's are `inputs`, `targets` and `mask`, each `[batch, context]`; an image model's are `images`
+        `[batch, size, size, 3]` and `labels [batch]`.
+        """
+        rows, config = self.batch_size if batch_size is None else batch_size, self.config
+        if isinstance(config, GPTConfig | MoEConfig):
+            tokens = jax.ShapeDtypeStruct((rows, config.context), jnp.int32)
+            return {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(tokens.shape, jnp.float32)}
+        images = (rows, config.image_size, config.image_size, 3)
+        return {
+            "images": jax.ShapeDtypeStruct(images, jnp.float32),
+            "labels": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
+
+    def with_(self, *, batch_size: int | None = None, **changes: Any) -> Workload:
+        """This workload with another batch size or other fields of its config, those of a MoE's `gpt` included.
+
+        Raises:
+            AutoshardError: The config has no such field.
+            ValueError: The config does not take such a value.
+
+        >>> workload("llama2-7b").with_(context=2048, remat="dots").config.context
+        2048
+        """
+        rows = self.batch_size if batch_size is None else batch_size
+        return dataclasses.replace(self, config=_changed(self.name, self.config, changes), batch_size=rows)
+
+
+def workload(name: str) -> Workload:
+    """The workload of a name.
+
+    Raises:
+        AutoshardError: There is none; the message names the known ones.
+
+    >>> workload("moe-tiny").batch()["inputs"].shape
+    (16, 32)
+    """
+    if name not in WORKLOADS:
+        raise AutoshardError(f"unknown workload {name!r}{_known(name, WORKLOADS)}")
+    return WORKLOADS[name]
+
+
+def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
+    own = {field.name for field in dataclasses.fields(config)}
+    inner = {field.name for field in dataclasses.fields(GPTConfig)} if isinstance(config, MoEConfig) else set()
+    for field in changes:
+        if field not in own | inner:
+            kind = type(config).__name__
+            raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known(field, [*own, *inner])}")
+    outer = {field: value for field, value in changes.items() if field in own}
+    if isinstance(config, MoEConfig):
+        gpt = outer.pop("gpt", config.gpt)
+        rest = {field: value for field, value in changes.items() if field not in own}
+        outer["gpt"] = dataclasses.replace(gpt, **rest)
+    return dataclasses.replace(config, **outer)
+
+
+def _known(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3)
+    guess = f" (did you mean {' or '.join(close)}?)" if close else ""
+    return f"{guess}; known are {', '.join(known)}"
+
+
+_TINY = GPTConfig(vocab=128, layers=2, heads=8, width=64, ffn=128, context=32)
+_TINY_IMAGES = {"image_size": 32, "classes": 8, "dtype": "float32"}
+
+_CONFIGS: Mapping[str, tuple[Any, int]] = {
+    **{name: (config, 128) for name, config in ALPA_GPT.items()},
+    **{name: (config, 256 if config.width == 8192 else 128) for name, config in LLAMA.items()},
+    **{name: (config, 128) for name, config in ALPA_MOE.items()},
+    # The published context is what the model can take; it is trained on shorter sequences.
+    **{
+        name: (dataclasses.replace(config, gpt=dataclasses.replace(config.gpt, context=4096)), 128)
+        for name, config in MIXTRAL.items()
+    },
+    **{name: (config, 256) for name, config in ALPA_WIDE_RESNET.items()},
+    **{name: (config, 512) for name, config in VIT.items()},
+    "gpt-tiny": (
+        dataclasses.replace(_TINY, norm="layernorm", positions="learned", mlp="gelu", bias=True, remat="full"),
+        16,
+    ),
+    "llama-tiny": (
+        dataclasses.replace(_TINY, kv_heads=2, tie_head=False, attention="blockwise", block_size=8, remat="full"),
+        16,
+    ),
+    "moe-tiny": (MoEConfig(dataclasses.replace(_TINY, remat="full"), moe_every=2, expert_ffn=64), 16),
+    "mixtral-tiny": (MoEConfig(dataclasses.replace(_TINY, kv_heads=2, tie_head=False), dispatch="dropless"), 16),
+    "wide-resnet-tiny": (WideResNetConfig(stages=(1, 1), channels=8, **_TINY_IMAGES), 16),
+    "vit-tiny": (ViTConfig(patch=8, layers=2, heads=8, width=64, **_TINY_IMAGES), 16),
+}
+
+WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+    {name: Workload(name, config, rows) for name, (config, rows) in _CONFIGS.items()}
+)
+"""All workloads by name."""

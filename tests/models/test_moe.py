@@ -1,0 +1,303 @@
+"""Mixtures of experts: against every expert run on every token, what is dropped, and the losses of the router."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from autoshard.models import ALPA_MOE, MIXTRAL, GPTConfig, MoE, MoEConfig, cross_entropy, workload
+from autoshard.models.moe import Experts, dispatch_masks, route
+from tests.models.small import called, count, filled_as, quickly, text_entropy, trained
+
+SMALL = MoEConfig(GPTConfig(vocab=32, layers=4, heads=4, kv_heads=2, width=16, ffn=24, context=12), moe_every=2)
+AMPLE = dataclasses.replace(SMALL, capacity_factor=8.0)  # as many places as tokens
+DROPLESS = dataclasses.replace(SMALL, dispatch="dropless")
+
+
+def with_gpt(cfg, **changes):
+    return dataclasses.replace(cfg, gpt=dataclasses.replace(cfg.gpt, **changes))
+
+
+def of(cfg):
+    return lambda rngs: MoE(cfg, rngs=rngs)
+
+
+def experts_of(cfg):
+    return filled_as(lambda rngs: Experts(cfg, rngs.params()), 0.5)
+
+
+def inputs(batch=2, seq=12, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, seq, 16)), jnp.float32)
+
+
+def tokens(seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 32, (2, 12)), jnp.int32)
+
+
+def batch(seed=0):
+    mask = jnp.asarray(np.random.default_rng(seed).random((2, 12)) < 0.7, jnp.float32)
+    return {"inputs": tokens(seed), "targets": tokens(seed + 1), "mask": mask}
+
+
+def every_expert(layer, x):
+    """The layer's definition: all experts run on all tokens, and those of a token weighed by its gates."""
+    cfg = layer.cfg
+    probabilities = jax.nn.softmax(x @ layer.router[...], axis=-1)
+    kept = jnp.where(probabilities >= jnp.sort(probabilities, axis=-1)[..., -cfg.top_k, None], probabilities, 0.0)
+    gates = kept / jnp.sum(kept, axis=-1, keepdims=True) if cfg.renormalize else kept
+    hidden = jnp.einsum("bsd,edf->bsef", x, layer.w_up[...])
+    if layer.w_gate is None:
+        hidden = jax.nn.gelu(hidden)
+    else:
+        hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, layer.w_gate[...])) * hidden
+    y = jnp.einsum("bse,bsed->bsd", gates, jnp.einsum("bsef,efd->bsed", hidden, layer.w_down[...]))
+    return y if layer.shared is None else y + layer.shared(x)
+
+
+def value_and_gradients(layer, run, x):
+    """The output, and the gradients of all weights and of the input under random cotangents."""
+    graph, params = nnx.split(layer)
+    wanted = jnp.asarray(np.random.default_rng(7).normal(size=x.shape), jnp.float32)
+
+    def scalar(params, x):
+        y = run(nnx.merge(graph, params), x)
+        return jnp.sum(y * wanted), y
+
+    (_, y), gradients = quickly(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True), params, x)
+    return y, gradients
+
+
+CASES = {
+    "swiglu": {},
+    "probabilities": {"renormalize": False},
+    "one-expert": {"renormalize": False, "top_k": 1},
+    "shared": {"shared_experts": 2, "top_k": 3},
+    "gelu-groups": {"mlp": "gelu", "expert_ffn": 10, "group_size": 6},
+}
+
+
+@pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_every_expert_on_every_token(name, dispatch):
+    changes = dict(CASES[name])
+    cfg = with_gpt(AMPLE, mlp=changes.pop("mlp", "swiglu"))
+    layer = experts_of(dataclasses.replace(cfg, dispatch=dispatch, **changes))
+    expected = value_and_gradients(layer, every_expert, inputs())
+    found = value_and_gradients(layer, lambda layer, x: layer(x)[0], inputs())
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert np.linalg.norm(one) > 1e-3
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(one))))
+
+
+def seated(chosen, capacity, experts):
+    """By hand: for each choice of each token its place at the expert, or None."""
+    taken, places = [0] * experts, {}
+    for choice in range(chosen.shape[1]):
+        for token in range(chosen.shape[0]):
+            expert = int(chosen[token, choice])
+            places[token, choice] = taken[expert] if taken[expert] < capacity else None
+            taken[expert] += 1
+    return places
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+def test_places_go_to_first_choices_in_order(factor):
+    cfg = dataclasses.replace(SMALL, capacity_factor=factor)
+    rng = np.random.default_rng(0)
+    chosen = np.stack([np.stack([rng.permutation(8)[:2] for _ in range(12)]) for _ in range(3)])
+    gates = rng.random(chosen.shape).astype(np.float32)
+    taken, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
+    expected, expected_gates = np.zeros(taken.shape), np.zeros(taken.shape)
+    for group in range(3):
+        for (token, choice), place in seated(chosen[group], cfg.capacity(12), 8).items():
+            if place is not None:
+                at = group, token, chosen[group, token, choice], place
+                expected[at], expected_gates[at] = 1, gates[group, token, choice]
+    assert taken.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
+    np.testing.assert_array_equal(taken, expected)
+    np.testing.assert_array_equal(weighted, expected_gates.astype(np.float32))
+
+
+def test_a_choice_without_a_place_adds_nothing():
+    """All tokens want the same two experts, which have two places each: tokens 2 and later pass by the residual."""
+    cfg = dataclasses.replace(SMALL, capacity_factor=0.5)
+    assert cfg.capacity(12) == 2
+    layer = experts_of(cfg)
+    layer.router[...] = jnp.zeros((16, 8)).at[:, 3].set(2.0).at[:, 6].set(1.0)
+    x = jnp.abs(inputs())
+    found, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
+    np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(found[:, 2:], 0.0)
+    apart = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one place for each 4 tokens
+    other = experts_of(apart)
+    other.router[...] = layer.router[...]
+    found = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
+    assert np.any(found != 0, axis=-1).tolist() == [[True, False, False, False] * 3] * 2
+
+
+def test_masks_grow_with_the_batch_and_not_with_its_square():
+    def elements(batch):
+        shape = jax.ShapeDtypeStruct((batch * 12 // 6, 6, 2), jnp.float32)
+        chosen = jax.ShapeDtypeStruct(shape.shape, jnp.int32)
+        return jax.eval_shape(lambda g, c: dispatch_masks(SMALL, g, c), shape, chosen)[0].size
+
+    assert elements(8) == 4 * elements(2)
+    assert SMALL.capacity(12) == 4 and AMPLE.capacity(12) == 12  # 1.25 * 2 * 12 / 8, and not more than tokens
+
+
+def test_tokens_that_do_not_divide_into_groups_are_an_error():
+    with pytest.raises(ValueError, match="2 x 12 tokens do not divide into groups of 7; change MoEConfig.group_size"):
+        experts_of(dataclasses.replace(SMALL, group_size=7))(inputs())
+    together = experts_of(dataclasses.replace(SMALL, group_size=2048))
+    assert jax.eval_shape(lambda x: together(x)[0], inputs()).shape == (2, 12, 16)
+
+
+def test_losses_of_the_router_by_their_formulas():
+    logits = np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
+    balance, z = route(SMALL, jnp.asarray(logits)).losses
+    exponents = np.exp(logits.astype(np.float64)).reshape(24, 8)
+    probabilities = exponents / exponents.sum(1, keepdims=True)
+    chosen = np.argsort(-exponents, axis=1)[:, :2]
+    fractions = np.array([(chosen == expert).sum() / chosen.size for expert in range(8)])
+    np.testing.assert_allclose(balance, 8 * np.sum(fractions * probabilities.mean(0)), rtol=1e-5)
+    np.testing.assert_allclose(z, np.mean(np.log(exponents.sum(1)) ** 2), rtol=1e-5)
+
+
+def test_balance_is_one_where_experts_are_chosen_alike_and_their_number_where_one_is():
+    one = dataclasses.replace(SMALL, top_k=1, renormalize=False)
+    balance = jax.jit(jax.value_and_grad(lambda logits: route(one, logits).losses.balance))
+    alike = np.tile(4.0 * np.eye(8, dtype=np.float32), (3, 1))[None]
+    np.testing.assert_allclose(balance(alike)[0], 1.0, rtol=1e-5)
+    alone = np.zeros((1, 24, 8), np.float32)
+    alone[..., 2] = 30.0
+    np.testing.assert_allclose(balance(alone)[0], 8.0, rtol=1e-5)
+    slope = np.asarray(balance(alone / 30.0)[1])
+    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)  # towards the idle ones
+
+
+@pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
+def test_the_router_computes_in_float32(cfg):
+    """The input is rounded to bfloat16, and nothing after it."""
+    layer = experts_of(with_gpt(cfg, dtype="bfloat16"))
+    x = inputs().astype(jnp.bfloat16)
+    y, losses = called(layer, lambda layer, x: layer(x), x)
+    logits = np.asarray(x.astype(jnp.float32), np.float64) @ np.asarray(layer.router[...])
+    expected = route(cfg, jnp.asarray(logits, jnp.float32))
+    np.testing.assert_allclose(losses.z, expected.losses.z, rtol=1e-6)
+    np.testing.assert_allclose(losses.balance, expected.losses.balance, rtol=1e-6)
+    assert y.dtype == jnp.bfloat16 and losses.z.dtype == jnp.float32
+    products = [e for e in jax.make_jaxpr(layer)(x).eqns if e.primitive.name == "dot_general"]
+    assert products[0].params["precision"] == (lax.Precision.HIGHEST,) * 2  # an accelerator rounds the operands else
+
+
+def test_expert_weights_are_stacked():
+    shapes = {name: leaf.shape for name, leaf in nnx.to_pure_dict(nnx.state(experts_of(SMALL))).items()}
+    assert shapes == {"router": (16, 8), "w_up": (8, 16, 24), "w_gate": (8, 16, 24), "w_down": (8, 24, 16)}
+    blocks: Any = nnx.eval_shape(lambda: of(SMALL)(nnx.Rngs(0))).blocks
+    assert blocks.moe.experts.w_up.shape == (2, 8, 16, 24)  # of four layers every second one
+    assert blocks.dense[0].mlp.w_up.shape == (2, 16, 24) and len(blocks.dense) == 1
+
+
+def test_scanned_and_unrolled_are_the_same_model():
+    """With dropout, and the losses of the router: of two groups of a dense layer and one with experts."""
+    cfg = with_gpt(SMALL, dropout=0.2)
+    scanned = filled_as(of(cfg))
+    graph, state = nnx.split(nnx.eval_shape(lambda: of(with_gpt(cfg, scan_layers=False))(nnx.Rngs(0))))
+    values = nnx.to_pure_dict(nnx.state(scanned))
+    stacked = values["blocks"]
+    values["blocks"] = {i: jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2)}
+    nnx.replace_by_pure_dict(state, values)
+
+    def made(graph, params):
+        def forward(params, key):
+            return nnx.merge(graph, params).forward(tokens(), deterministic=False, rngs=key)
+
+        return jax.tree.leaves(quickly(forward, params, jax.random.key(0)))
+
+    for one, other in zip(made(*nnx.split(scanned)), made(graph, state), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_in_training_the_mean_is_the_cross_entropy_and_the_weighed_losses():
+    cfg = dataclasses.replace(SMALL, balance_weight=0.3, z_weight=0.2)
+    model = filled_as(of(cfg))
+
+    def everything(model, batch):
+        logits, losses = model.forward(batch["inputs"])
+        plain = cross_entropy(logits, batch["targets"], batch["mask"])
+        return losses, plain, model.loss(batch, deterministic=False), model.loss(batch)
+
+    losses, (plain, tokens), (total, weight), evaluated = called(model, everything, batch())
+    assert 1.9 < losses.balance < 4.0 and losses.z > 0.1  # the sums of two layers, each at least nearly 1
+    np.testing.assert_allclose(total / weight, plain / tokens + 0.3 * losses.balance + 0.2 * losses.z, rtol=1e-6)
+    assert weight == tokens == batch()["mask"].sum()
+    np.testing.assert_allclose(evaluated, (plain, tokens), rtol=1e-6)
+
+
+def test_a_future_token_does_not_change_past_logits():
+    """Without a capacity. With one it may: places are given to all first choices before any second one."""
+    model = filled_as(of(DROPLESS))
+    later = tokens().at[:, 7].set((tokens()[:, 7] + 1) % 32)
+    one, other = (np.asarray(called(model, lambda model, x: model(x), x)) for x in (tokens(), later))
+    np.testing.assert_allclose(one[:, :7], other[:, :7], rtol=1e-5, atol=1e-5)
+    assert np.all(np.max(np.abs(one[:, 7:] - other[:, 7:]), axis=-1) > 1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
+def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):
+    cfg = dataclasses.replace(with_gpt(cfg, dtype=dtype, dropout=0.1), shared_experts=1)
+    graph, params = nnx.split(nnx.eval_shape(lambda: of(cfg)(nnx.Rngs(0))))
+
+    def loss(params, batch, key):
+        return nnx.merge(graph, params).loss(batch, deterministic=False, rngs=key)[0]
+
+    gradients = jax.eval_shape(jax.grad(loss), params, batch(), jax.random.key(0))
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"top_k": 9}, "top_k 9 is more than the 8 experts"),
+        ({"top_k": 1}, "gates of 1 teach the router nothing; set it to False"),
+        ({"moe_every": 3}, "layers 4 is not a multiple of moe_every 3"),
+        ({"moe_every": 0, "experts": 0}, "experts is 0; it must be at least 1.*moe_every is 0"),
+        ({"dispatch": "sort"}, "dispatch is 'sort'; choose one of capacity, dropless"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; it must be above 0"),
+        ({"z_weight": -1.0}, "z_weight is -1.0; it must be at least 0"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_so(change, said):
+    with pytest.raises(ValueError, match=f"MoEConfig: .*{said}"):
+        dataclasses.replace(SMALL, **change)
+
+
+def alpa_parameters(cfg):
+    """Attention and norms in each layer, an MLP of 8 * width in half of them, and one for each expert in the others."""
+    width, layers = cfg.gpt.width, cfg.gpt.layers
+    return layers * (4 * width**2 + (1 + cfg.experts) * 16 * width**2 // 2) + (32_000 + 1024) * width
+
+
+@pytest.mark.parametrize("name", ALPA_MOE)
+def test_parameters_of_alpas_sizes(name):
+    found = count(of(ALPA_MOE[name]))
+    assert found == pytest.approx(alpa_parameters(ALPA_MOE[name]), rel=2e-3)
+    label = name.removeprefix("moe-")
+    assert found == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
+
+
+def test_parameters_of_mixtral():
+    assert count(of(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
+
+
+@pytest.mark.parametrize("name", ["moe-tiny", "mixtral-tiny"])
+def test_it_learns(name):
+    losses, *_ = trained(workload(name).with_(batch_size=8), 40)
+    assert losses[0] == pytest.approx(np.log(128), abs=0.15)
+    assert np.mean(losses[-5:]) < text_entropy() - 0.3

@@ -1,0 +1,128 @@
+"""The registry of workloads: its names, what each builds and takes, and what its errors say."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from autoshard.errors import AutoshardError
+from autoshard.models import (
+    ALPA_GPT,
+    ALPA_MOE,
+    ALPA_WIDE_RESNET,
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    VIT,
+    WORKLOADS,
+    MoE,
+    ViT,
+    WideResNet,
+    workload,
+)
+from autoshard.train.state import make_program
+from autoshard.train.step import batch_shapes, make_train_step
+from tests.models.small import text_entropy, trained
+
+TINY = {
+    "gpt-tiny": GPT,
+    "llama-tiny": GPT,
+    "moe-tiny": MoE,
+    "mixtral-tiny": MoE,
+    "wide-resnet-tiny": WideResNet,
+    "vit-tiny": ViT,
+}
+ONE_OF_A_KIND = ("gpt-1.3b", "llama2-7b", "mixtral-8x7b", "moe-2.4b", "wide-resnet-250m", "vit-l16", *TINY)
+
+
+def test_all_sizes_are_there():
+    published = [*ALPA_GPT, *LLAMA, *ALPA_MOE, *MIXTRAL, *ALPA_WIDE_RESNET, *VIT]
+    assert list(WORKLOADS) == [*published, *TINY] and len(WORKLOADS) == 41
+    assert all(found.name == name for name, found in WORKLOADS.items())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_it_builds_its_model(name):
+    model: Any = nnx.eval_shape(lambda: workload(name).build(nnx.Rngs(0)))
+    assert type(model) is TINY[name] and model.cfg == workload(name).config
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_OF_A_KIND if "vit" not in name and "resnet" not in name])
+def test_batches_of_tokens_are_the_trainers(name):
+    found = workload(name)
+    assert found.batch() == batch_shapes(found.batch_size, found.config.context)
+    assert found.batch(4) == batch_shapes(4, found.config.context)
+
+
+@pytest.mark.parametrize("name", ["vit-l16", "wide-resnet-250m"])
+def test_batches_of_images(name):
+    found = {key: (leaf.shape, leaf.dtype) for key, leaf in workload(name).batch(4).items()}
+    assert found == {"images": ((4, 224, 224, 3), jnp.float32), "labels": ((4,), jnp.int32)}
+    assert workload(name).batch()["labels"].shape == (workload(name).batch_size,)
+
+
+@pytest.mark.parametrize("name", ONE_OF_A_KIND)
+def test_the_trainers_step_takes_it(name):
+    """At full size, from shapes; what comes back is what went in."""
+    found = workload(name)
+    program = make_program(found.build, optax.adamw(1e-3))
+    step = make_train_step(program, optax.constant_schedule(1e-3), accumulation=2)
+    state = program.abstract_state()
+    after, metrics = jax.eval_shape(step, state, found.batch())
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+    assert bool(state.variables) == ("resnet" in name)
+
+
+def test_a_changed_workload_is_another():
+    found = workload("llama2-7b").with_(context=2048, remat="dots", batch_size=8)
+    assert found.batch() == batch_shapes(8, 2048)
+    assert found.config == dataclasses.replace(LLAMA["llama2-7b"], context=2048, remat="dots")
+    assert workload("llama2-7b").config == LLAMA["llama2-7b"]
+
+
+def test_fields_of_a_mixture_and_of_its_layers_are_changed_alike():
+    found = workload("moe-tiny").with_(experts=4, context=16, scan_layers=False)
+    assert (found.config.experts, found.config.gpt.context, found.config.gpt.scan_layers) == (4, 16, False)
+    assert found.config.gpt.width == workload("moe-tiny").config.gpt.width
+    assert found.batch() == batch_shapes(16, 16)
+    with pytest.raises(ValueError, match="layers 3 is not a multiple of moe_every 2"):
+        workload("moe-tiny").with_(layers=3)
+    assert workload("moe-tiny").with_(layers=3, moe_every=3).config.gpt.layers == 3
+
+
+def test_an_unknown_name_names_the_known():
+    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); known are gpt-1"):
+        workload("lama2-7b")
+    with pytest.raises(AutoshardError, match="unknown workload '%'; known are .*wide-resnet-tiny"):
+        workload("%")
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'; known are attention"),
+        ("gpt-1.3b", r"GPTConfig has no field 'contxt' \(did you mean context\?\); known are attention, bias"),
+        ("moe-10b", r"MoEConfig has no field 'contxt' \(did you mean context\?\); known are .*experts"),
+    ],
+)
+def test_an_unknown_field_names_the_known(name, said):
+    with pytest.raises(AutoshardError, match=said):
+        workload(name).with_(contxt=5)
+
+
+def test_a_value_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="remat is 'half'; choose one of none, full"):
+        workload("gpt-tiny").with_(remat="half")
+
+
+def test_the_small_gpt_learns():
+    """The other small ones do so in their own tests."""
+    losses, *_ = trained(workload("gpt-tiny").with_(batch_size=8), 40)
+    assert losses[0] == pytest.approx(np.log(128), abs=0.15)
+    assert np.mean(losses[-5:]) < text_entropy() - 0.3

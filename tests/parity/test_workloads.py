@@ -1,0 +1,85 @@
+"""Each small workload, under `auto_shard` on eight devices: loss, gradients and statistics are those of one device."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from autoshard import auto_shard
+from autoshard.models import workload
+from autoshard.train.state import make_program
+from autoshard.train.step import make_train_step
+from tests.models.small import filled_as
+from tests.sharding.programs import assert_close
+
+NAMES = ("gpt-tiny", "llama-tiny", "moe-tiny", "mixtral-tiny", "wide-resnet-tiny", "vit-tiny")
+PLANS = (None, "dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2", "dp:2 tp:4 seq")
+EXPERTS = ("ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2")
+CASES = [(name, plan) for name in NAMES for plan in PLANS + EXPERTS * (name in ("moe-tiny", "mixtral-tiny"))]
+STEPS = 2
+
+
+def batches(name: str) -> list[dict[str, np.ndarray]]:
+    """A batch for each step; some positions of the language models' are masked."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(STEPS):
+        batch = {}
+        for key, leaf in workload(name).batch().items():
+            if key == "mask":
+                batch[key] = (rng.random(leaf.shape) < 0.8).astype(leaf.dtype)
+            elif leaf.dtype == np.int32:
+                batch[key] = rng.integers(0, 8 if key == "labels" else 128, leaf.shape).astype(leaf.dtype)
+            else:
+                batch[key] = rng.normal(size=leaf.shape).astype(leaf.dtype)
+        found.append(batch)
+    return found
+
+
+@cache
+def trained(name: str, plan: str | None, sharded: bool = True) -> tuple[list[Any], list[float]]:
+    """Per step the state of the optimizer, which here is the gradient, and the statistics; and the losses."""
+    optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-0.1))
+    program = make_program(lambda rngs: filled_as(workload(name).build), optimizer)
+    step: Any = make_train_step(program, optax.constant_schedule(0.1))
+    step = auto_shard(step, plan=plan) if sharded else jax.jit(step)
+    state = program.create_state(jax.random.key(0))
+    found, losses = [], []
+    for batch in batches(name):
+        state, metrics = step(state, batch)
+        found.append(jax.device_get({"gradients": state.opt_state[0].trace, "statistics": state.variables}))
+        losses.append(float(metrics["loss"]))
+    return found, losses
+
+
+def compare(name: str, plan: str | None) -> None:
+    expected, losses = trained(name, None, sharded=False)
+    found, others = trained(name, plan)
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+    for one, other in zip(expected, found, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("gpt-tiny", "dp:2 fsdp:2 tp:2"),
+        ("llama-tiny", "dp:2 tp:4 seq"),
+        ("moe-tiny", "dp:2 ep:4"),
+        ("mixtral-tiny", "fsdp:2 ep:2 tp:2"),
+        ("wide-resnet-tiny", "dp:2 fsdp:2 tp:2"),
+        ("vit-tiny", "fsdp:8"),
+    ],
+)
+def test_it_trains_as_on_one_device(name, plan):
+    compare(name, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_every_plan(name, plan):
+    compare(name, plan)
