@@ -105,7 +105,7 @@ def plan(
         variants: `{static keyword: values}`: the best of them is planned.
         donate_argnums: arguments whose buffers the results may take.
         static_argnums: arguments that are not arrays.
-        verify: how many of the best plans to compile for the target; must be 0 in this version.
+        verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest.
         strict: a primitive without a rule is an error instead of a warning.
         **kwargs: arguments by keyword.
 
@@ -298,8 +298,8 @@ def _checked(verify: int, **options: Any) -> dict[str, Any]:
     Raises:
         PlanError: naming the one that cannot be used.
     """
-    if verify:
-        raise PlanError("verify: compiling plans for a target is not there yet; leave verify=0")
+    if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
+        raise PlanError(f"verify is {verify!r:.60}; give the number of plans to compile for the target, 0 for none")
     made, limit = options["plan"], options["memory_limit_bytes"]
     if made is not None and not isinstance(made, (str, Mapping, Plan)):
         raise PlanError(
@@ -309,4 +309,4 @@ def _checked(verify: int, **options: Any) -> dict[str, Any]:
         raise PlanError(
             f"memory_limit_bytes is {limit!r:.60}; give a positive number of bytes on each device, such as 4 * 2**30"
         )
-    return options
+    return options | ({"verify": verify} if verify else {})

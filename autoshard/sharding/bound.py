@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from autoshard import _compat
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.lower import Lowering
 from autoshard.sharding.machine import device_mesh
@@ -52,12 +54,41 @@ class Bound:
 
         run.__name__ = traced.name
         donated = sorted({int(traced.owners[i]) for i in traced.donated})
+        device = mesh.devices.flat[0]
+        options = accepted(
+            plan.compiler_options.get("cuda" if device.platform == "gpu" else device.platform, {}), device
+        )
         return jax.jit(
             run,
+            compiler_options=options or None,
             in_shardings=(*in_args, in_kwargs) if in_kwargs else in_args,
             out_shardings=jax.tree.unflatten(traced.out_tree, outs),
             donate_argnums=donated,
         )
+
+
+def accepted(options: Mapping[str, str], device: Any) -> dict[str, str]:
+    """The compiler options that may be given here: none inside another jit, and none that the compiler does not know.
+
+    Warns of those that are left out.
+    """
+    if not options or _compat.under_trace():
+        return {}
+    able, refused = {}, []
+    for name, value in options.items():
+        with jax.default_device(device):
+            try:
+                jax.jit(lambda: jax.numpy.zeros(()), compiler_options={name: value}).lower().compile()
+                able[name] = value
+            except jax.errors.JaxRuntimeError:  # the compiler's word for an option that it does not have
+                refused.append(name)
+    if refused:
+        warnings.warn(
+            f"the compiler for {device.device_kind} does not know {', '.join(refused)}: left out of the plan's options",
+            AutoshardWarning,
+            stacklevel=4,
+        )
+    return able
 
 
 class NewSignature(Exception):

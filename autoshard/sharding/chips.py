@@ -44,6 +44,7 @@ class Chip:
         cores: devices of a chip that a topology's shape counts once.
         tile: elements along a side of the matrix unit's tiles; 1 if it does not matter.
         hides: the collectives that its compiler starts early and waits for late, with the options of `options`.
+        options: what its compiler is told; a plan brings them along.
         clock_hz: cycles per second by which the compiler's own estimates are to be read; 0 if it gives none.
     """
 
@@ -63,6 +64,7 @@ class Chip:
     tile: int = 1
     flops_8bit: float = 0.0
     hides: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)  # parts of JAX's `device_kind` that mean this chip
 
@@ -74,6 +76,15 @@ class Chip:
 
 
 _REDUCED = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+# Products are not cut into rings of permutes (on v5e a train step of a GPT takes half as much again with them); the
+# sparse cores of newer chips move what is gathered and reduced beside the products.
+_NO_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+_OFFLOADED = _NO_RINGS | {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
 
 
 def _tpu(
@@ -94,7 +105,7 @@ def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float,
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": _tpu(275, 32, 1228, 45, torus=3, kinds="v4", clock_hz=1.05e9),
+    "v4": _tpu(275, 32, 1228, 45, torus=3, kinds="v4", clock_hz=1.05e9, options=_NO_RINGS),
     "v5e": _tpu(
         197,
         16,
@@ -103,26 +114,49 @@ CHIPS: Mapping[str, Chip] = {
         torus=2,
         kinds="v5 lite|v5e|v5litepod",
         clock_hz=1.5e9,
-        hides=("all-gather",),
         flops_8bit=394e12,
-    ),
-    "v5p": _tpu(459, 95, 2765, 90, torus=3, kinds="v5p|v5", hides=_REDUCED, clock_hz=1.75e9, flops_8bit=918e12),
+        hides=("all-gather",),
+        options=_NO_RINGS,
+    ),  # fmt: skip
+    "v5p": _tpu(
+        459,
+        95,
+        2765,
+        90,
+        torus=3,
+        kinds="v5p|v5",
+        clock_hz=1.75e9,
+        flops_8bit=918e12,
+        hides=_REDUCED,
+        options=_OFFLOADED,
+    ),  # fmt: skip
     "v6e": _tpu(
-        918, 32, 1640, 90, torus=2, kinds="v6 lite|v6e", tile=256, hides=_REDUCED, clock_hz=1.75e9, flops_8bit=1836e12
-    ),
+        918,
+        32,
+        1640,
+        90,
+        torus=2,
+        kinds="v6 lite|v6e",
+        tile=256,
+        clock_hz=1.75e9,
+        flops_8bit=1836e12,
+        hides=_REDUCED,
+        options=_OFFLOADED,
+    ),  # fmt: skip
     "tpu7x": _tpu(
         1154,
         96,
         3690,
         90,
         torus=3,
-        kinds="tpu7x|tpu v7|v7x",
+        kinds="tpu7x|v7x",
         tile=256,
         cores=2,
-        hides=_REDUCED,
         clock_hz=1.9e9,
         flops_8bit=2307e12,
-    ),
+        hides=_REDUCED,
+        options=_OFFLOADED,
+    ),  # fmt: skip
     "a100-40": _gpu(312, 40, 1555, 300, 25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"),
     "a100-80": _gpu(312, 80, 2039, 300, 25, domain=8, kinds="a100"),
     "h100": _gpu(989, 80, 3350, 450, 50, domain=8, kinds="h100"),

@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import AutoshardError
+
+if TYPE_CHECKING:
+    from autoshard.sharding.aot import Audit
 
 FORMAT = 2
 
@@ -98,6 +101,7 @@ class Plan:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0
     alone: Estimate | None = None
+    audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # of the candidates that were compiled
     bound: Any = field(default=None, repr=False, compare=False)  # planner.Bound: the function and its layout
 
     @property
@@ -174,6 +178,20 @@ class Plan:
         from autoshard.sharding.report import diff
 
         return diff(self, other)
+
+    def verify(self, **options: Any) -> Audit:
+        """Compiles the plan for its target, in a process of its own and with no such device, and compares.
+
+        Args:
+            **options: `timeout_s`, seconds after which the compiler is stopped; `options`, for the compiler instead of
+                the plan's own.
+
+        Raises:
+            AuditError: the target's compiler is not installed, or it has none.
+        """
+        from autoshard.sharding.aot import verify
+
+        return verify(self, **options)
 
     def to_html(self, path: Any) -> None:
         """Writes the plan as one self-contained page."""

@@ -24,7 +24,7 @@ from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins, own_constraints
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
-from autoshard.sharding.report.units import bytes_text
+from autoshard.sharding.report.units import bytes_text, time_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
@@ -54,6 +54,7 @@ def plan_traced(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
+    verify: int = 0,
     strict: bool = False,
 ) -> Plan:
     """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
@@ -69,7 +70,7 @@ def plan_traced(
     if isinstance(plan, Plan):
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
-    return planner.describe(candidate, others)
+    return planner.verified(candidate, others, verify) if verify else planner.describe(candidate, others)
 
 
 class Planner:
@@ -225,9 +226,29 @@ class Planner:
             raise PlanError(text)
         warnings.warn(text, AutoshardWarning, stacklevel=5)
 
+    def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
+        """Of the `count` best candidates that one which the target's compiler makes the fastest program of."""
+        from autoshard.sharding.aot import verify
+
+        rest = [c for c in others if c is not best and c.fits(self.limit)]
+        plans = [self.describe(c, others) for c in [best, *rest][:count]]
+        audits = [verify(plan) for plan in plans]
+        able = [n for n, a in enumerate(audits) if a.ok and (a.peak_bytes or 0) <= self.limit]
+        if not able:
+            said = "; ".join(f"{p.chosen}: {a.kind}{': ' + a.message[:120] if a.message else ''}"
+                             for p, a in zip(plans, audits, strict=True))  # fmt: skip
+            note = f"none of {len(plans)} compiled for {self.machine.target.name} as it should ({said})"
+            return plans[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
+        times = {n: audits[n].step_time_us or 0.0 for n in able}
+        winner = min(able, key=lambda n: times[n])
+        note = f"the fastest of {len(able)} compiled for {self.machine.target.name}: " + ", ".join(
+            f"{plans[n].chosen} {time_text(times[n])}" for n in able
+        )
+        return plans[winner].where(audits=tuple(audits), notes=(*plans[winner].notes, note))
+
     def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
         """The candidate as a plan."""
-        layout, axes = best.layout, self.axes
+        layout, axes, target = best.layout, self.axes, self.machine.target
         notes = self._notes(layout)
         for note in notes:
             if note.startswith("nothing is "):
@@ -257,6 +278,7 @@ class Planner:
             placing=_placing(best.laying),
             topology=tuple((d.name, d.size) for d in best.laying.topology.dims),
             traffic=tuple((kind, axis, size, line) for (kind, axis, line), size in ranked),
+            compiler_options={target.platform: dict(target.chip.options)} if target.chip.options else {},
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
             notes=notes,
             fingerprint=self.traced.fingerprint,

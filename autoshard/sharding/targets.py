@@ -29,7 +29,15 @@ from autoshard.sharding.topology import Dim, Laying, Topology, lay
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
 
-_SHAPE = ("kinds", "hides", "torus", "wraps_at", "domain", "cores")  # of a chip, by which names of targets are read
+_SHAPE = (
+    "kinds",
+    "hides",
+    "options",
+    "torus",
+    "wraps_at",
+    "domain",
+    "cores",
+)  # of a chip, by which names of targets are read
 
 
 class TargetError(AutoshardError):

@@ -151,7 +151,7 @@ BAD = {
     "fixed names": (dict(fixed={"0/w": ("batch", "nothing")}), "is no logical axis"),
     "memory": (dict(memory_limit_bytes=1000), "KiB too much .*would do"),
     "memory of a request": (dict(memory_limit_bytes=1000, plan="dp:8"), "plan asked for does not fit"),
-    "verify": (dict(verify=1), "verify"),
+    "verify": (dict(verify=-1), "verify is -1; give the number of plans"),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from tests.sharding.example_step import arrays, shapes, train_step
 
@@ -199,3 +200,27 @@ def test_where_changes_only_what_it_says():
     other = plan.where(chosen="mine", notes=("one",))
     assert (other.chosen, other.notes, other.inputs) == ("mine", ("one",), plan.inputs)
     assert plan.chosen == "fsdp:2 tp:4 seq"
+
+
+def test_a_plan_brings_its_compiler_options_along():
+    plan = autoshard.plan(lambda x: x * 2, np.ones(16, "float32"), plan="dp:8", mesh={"dp": 8})
+    assert plan.compiler_options == {}
+    asked = {"cpu": {"xla_no_such_option": "1", "xla_cpu_enable_fast_math": True}, "tpu": {"xla_other": "1"}}
+    with pytest.warns(AutoshardWarning, match="does not know xla_no_such_option: left out"):
+        run = plan.where(compiler_options=asked).jit()
+    assert run(np.ones(16, "float32")).tolist() == [2.0] * 16
+    nested = jax.jit(lambda x: plan.where(compiler_options={"cpu": {"xla_cpu_enable_fast_math": True}}).jit()(x))
+    assert nested(np.ones(16, "float32")).tolist() == [2.0] * 16
+    pod = autoshard.plan(lambda x: x * 2, np.ones(64, "float32"), target="v5e:4x4")
+    assert "xla_jf_spmd_threshold_for_windowed_einsum_mib" in pod.compiler_options["tpu"]
+    assert autoshard.Plan.from_json(pod.to_json()).compiler_options == pod.compiler_options
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}])
+def test_the_order_of_devices_is_where_the_axes_were_laid(mesh):
+    text = " ".join(f"{kind}:{n}" for kind, n in mesh.items())
+    plan = autoshard.plan(train_step, *shapes(), plan=text, target="v5e:2x4")
+    assert sorted(plan.device_order) == list(range(8)) and plan.topology == (("y", 4), ("x", 2))
+    again = autoshard.Plan.from_json(plan.to_json())
+    assert again.device_order == plan.device_order and again.placing == plan.placing
+    assert plan.where(placing={}).device_order == tuple(range(8))
