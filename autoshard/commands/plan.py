@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from autoshard.commands.arguments import parser
 from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config import TrainConfig
 
-_DESCRIPTION = """Show the plan of the train step that `autoshard train` would run with the same options.
+_DESCRIPTION = """Show the plan of a train step: of a named model, or of the one that `autoshard train` would run
+with the same options.
 
-example: autoshard plan --preset gpt2-small --target v5e:4x4 --json plan.json
+example: autoshard plan llama2-7b --target v5p:4x4x4 --batch-size 128 --context 2048 --verify
+         autoshard plan --preset gpt2-small --target v5e:4x4 --json plan.json
 
-No array is made and no data is read; with --target or --mesh the machine need not be there."""
+No array is made and no data is read; with --target or --mesh the machine need not be there. `autoshard plan MODEL
+--help` lists the options of named models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,22 +31,37 @@ class PlanCommand(TrainConfig):
 
     json: Path | None = None
     """File to write the plan to, as JSON; - prints it instead of the table."""
+    html: Path | None = None
+    """File to write the plan to, as a page."""
+    verify: int = 0
+    """Plans to compile for the target, the best of which is shown with what the compiler made of it."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Plan; see `autoshard plan --help`."""
+    if arguments and not arguments[0].startswith("-"):
+        return _run_named(arguments)
     config = read_settings(arguments, PlanCommand, "plan", _DESCRIPTION)
-    plan = plan_train_step(config)
-    if config.json == Path("-"):
+    return show(plan_train_step(config), config.json, config.html)
+
+
+def show(plan: Any, json_path: Path | None, html_path: Path | None, explain: Sequence[str] = ()) -> int:
+    """Print a plan and write its files; 1 where what the compiler made of it is not what the plan says."""
+    if json_path == Path("-"):
         print(plan.to_json())
-        return 0
-    print(plan)
-    if config.json is not None:
-        try:
-            config.json.write_text(plan.to_json())
-        except OSError as error:
-            raise ConfigError(f"--json {str(config.json)!r} cannot be written: {error.strerror}") from error
-    return 0
+    else:
+        print(plan)
+        for path in explain:
+            print("", plan.explain(path), sep="\n")
+        for audit in plan.audits:
+            print("", audit, sep="\n")
+    for path, write in ((json_path, lambda p: p.write_text(plan.to_json())), (html_path, plan.to_html)):
+        if path is not None and path != Path("-"):
+            try:
+                write(path)
+            except OSError as error:
+                raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    return 0 if all(audit.ok for audit in plan.audits) else 1
 
 
 def plan_train_step(config: TrainConfig):
@@ -51,4 +74,73 @@ def plan_train_step(config: TrainConfig):
     config = fit_tokenizer(config)
     program = make_program_of(config)
     shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
-    return autoshard.plan(train_step_of(config, program), *shapes, donate_argnums=0, **plan_options(config))
+    verify = getattr(config, "verify", 0)
+    return autoshard.plan(
+        train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
+    )
+
+
+def _run_named(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    if given.target and not os.environ.get("JAX_PLATFORMS"):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing that is attached is needed
+    import autoshard
+    from autoshard.models.workloads import workload
+    from autoshard.train.build import workload_step
+    from autoshard.train.placement import parse_mesh
+
+    settings = dict(map(_setting, given.set))
+    named = {"context": given.context, "remat": given.remat, "batch_size": given.batch_size}
+    work = workload(given.model).with_(**settings, **{k: v for k, v in named.items() if v is not None})
+    options = {
+        "target": given.target,
+        "mesh": parse_mesh(given.mesh),
+        "plan": given.plan,
+        "memory_limit_bytes": given.memory_limit_bytes,
+    }
+    plan = autoshard.plan(
+        *workload_step(work, given.accumulation),
+        donate_argnums=0,
+        verify=given.verify,
+        **{k: v for k, v in options.items() if v is not None},
+    )
+    return show(plan, given.json, given.html, given.explain)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """`layers=4` as a field of a model's config and its value."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text!r}: write a field of the model's config and its value, such as layers=4")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "plan MODEL",
+        "Show the plan of a named model's train step (AdamW, clipped gradients), for this machine or another.",
+        "autoshard plan mixtral-8x7b --target v5p:4x4x4 --batch-size 128 --verify 2 --html plan.html",
+    )
+    made.add_argument("model", help="name of a model; an unknown one lists those that there are")
+    made.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, a .toml file")
+    made.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")
+    made.add_argument("--plan", help="plan to use, such as 'fsdp:8 tp:4 seq'")
+    made.add_argument("--memory-limit-bytes", type=float, help="memory that the plan may use on each device")
+    made.add_argument("--batch-size", type=int, help="rows of a batch")
+    made.add_argument("--context", type=int, help="tokens in a row")
+    made.add_argument("--accumulation", type=int, default=1, help="microbatches that a batch is processed in")
+    made.add_argument("--remat", help="what a layer keeps for its backward pass: none, dots, full")
+    made.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="another field of the model's config"
+    )
+    made.add_argument(
+        "--verify", type=int, nargs="?", const=1, default=0, metavar="K",
+        help="compile the K best plans (1) for the target and show what the compiler made of them",
+    )  # fmt: skip
+    made.add_argument("--explain", action="append", default=[], metavar="PATH", help="why a tensor is sharded so")
+    made.add_argument("--json", type=Path, help="file to write the plan to, as JSON; - prints it")
+    made.add_argument("--html", type=Path, help="file to write the plan to, as a page")
+    return made

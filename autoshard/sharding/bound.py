@@ -15,6 +15,7 @@ from autoshard.sharding.layout import Layout
 from autoshard.sharding.lower import Lowering
 from autoshard.sharding.machine import device_mesh
 from autoshard.sharding.plan import Plan
+from autoshard.sharding.topology import Laying
 from autoshard.sharding.tracing import Traced, trace_flags
 
 
@@ -25,6 +26,7 @@ class Bound:
     traced: Traced
     layout: Layout
     flops_per_byte: float
+    laying: Laying
     mesh: Any = None
     wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
 

@@ -28,7 +28,7 @@ from autoshard.sharding.report.units import bytes_text, time_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
-from autoshard.sharding.topology import Laying
+from autoshard.sharding.topology import Laying, Piece
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
@@ -288,7 +288,7 @@ class Planner:
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,
             alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
-            bound=Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh),
+            bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh),
         )
 
     def _leaf(self, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
@@ -344,8 +344,17 @@ class Planner:
             v: from_partition_spec(leaf.spec, len(leaf.shape))
             for v, leaf in zip(self.program.inputs, plan.inputs, strict=True)
         }
-        bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self.machine.mesh)
+        bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self._laying(plan), self.machine.mesh)
         return plan.where(bound=bound)
+
+    def _laying(self, plan: Plan) -> Laying:
+        """Where a plan's mesh axes lie on this machine; as plainly as can be, if it was made for another."""
+        topology = self.machine.target.topology
+        numbers = {d.name: i for i, d in enumerate(topology.dims)}
+        if plan.topology != tuple((d.name, d.size) for d in topology.dims):
+            return self.machine.target.lay(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)))
+        pieces = {a: tuple(Piece(numbers[d], n, s) for d, n, s in found) for a, found in plan.placing.items()}
+        return Laying(topology, pieces)
 
 
 def _multiple(size: int, n: int) -> int:

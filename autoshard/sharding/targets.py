@@ -92,7 +92,7 @@ def find_target(name: str) -> Target:
     match = re.fullmatch(r"([a-z0-9-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip().lower())
     chip = match and CHIPS.get(key := ALIASES.get(match[1], match[1]))
     if not match or chip is None:
-        near = difflib.get_close_matches(name.partition(":")[0].lower(), [*CHIPS, *ALIASES], n=1)
+        near = difflib.get_close_matches(name.partition(":")[0].lower(), CHIPS, n=1)
         raise TargetError(
             f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the name of a "
             f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")

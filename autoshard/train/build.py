@@ -15,10 +15,11 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
+from autoshard.models.workloads import Workload
 from autoshard.train.config import TrainConfig, replaced
 from autoshard.train.data import Source, TokenSource, text_source
-from autoshard.train.optimizer import learning_rate_schedule, make_optimizer
-from autoshard.train.state import Program, make_program
+from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.state import Program, TrainState, make_program
 from autoshard.train.step import TrainStep, make_train_step
 from autoshard.train.tokens import load_codec
 
@@ -74,6 +75,24 @@ def make_program_of(config: TrainConfig) -> Program:
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """The train step of a run."""
     return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
+
+
+def workload_step(work: Workload, accumulation: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+    """The train step of a named workload, and the shapes of its state and of its batch.
+
+    Args:
+        work: The model and its batch.
+        accumulation: Microbatches that a batch is processed in.
+
+    Raises:
+        ConfigError: The batch does not divide into them.
+    """
+    if accumulation < 1 or work.batch_size % accumulation:
+        raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {accumulation} microbatches")
+    settings = OptimizerConfig()
+    program = make_program(work.build, make_optimizer(settings, 1000))
+    step = make_train_step(program, learning_rate_schedule(settings, 1000), accumulation)
+    return step, program.abstract_state(), work.batch()
 
 
 def make_source(config: TrainConfig) -> Source:

@@ -6,9 +6,10 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
-from autoshard.sharding.cost import in_loops
+from autoshard.sharding.cost import collective, in_loops
 from autoshard.sharding.decide import decides, regathers, strategy
 from autoshard.sharding.report.units import line_text
+from autoshard.spmdrules.place import sent
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan
@@ -48,11 +49,14 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
                 what, share = "its gradient", 1 / alike
             else:
                 continue
-            key = (move.kind, " ".join(move.axes), what, line_text(_compat.source_line(op.eqn)))
-            found[key] = found.get(key, 0.0) + move.wire_bytes * op.trips * share
+            done = collective(plan.bound.laying, move.kind, move.axes, move.local_bytes, op.trips, "")
+            key = (done.kind, " ".join(move.axes), what, line_text(_compat.source_line(op.eqn)))
+            found[key] = found.get(key, 0.0) + done.wire_bytes * done.count * share
     for move in regathers(layout, [source]):
         if move.value == source:
-            found["all-gather", " ".join(move.axes), "it", move.when] = move.wire_bytes
+            local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
+            done = collective(plan.bound.laying, "all-gather", move.axes, local, 1.0, "")
+            found[done.kind, " ".join(move.axes), "it", move.when] = done.wire_bytes
     return found
 
 
