@@ -12,8 +12,9 @@ bits, which is all that a product reads at its default precision. Nor is a contr
 of elementwise operators leads from it to what is. Elsewhere contractions take their operands from memory.
 
 Elementwise kernels of one block that read something of their own shape in common (the moments and the parameter of an
-optimizer's update) are one. What is spread out from next to nothing (a mask) is made anew in every loop and kernel. A
-slice is read, not what it is cut from; what is updated in place costs the update.
+optimizer's update) are one. What several take is written where it is made of as much again (a residual stream). What is
+spread out from next to nothing (a mask) is made anew in every loop and kernel. A slice is read, not what it is cut
+from; what is updated in place costs the update.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _WHOLE = (
 )  # fmt: skip
 
 _BITS16 = 2  # bytes
+_HEAVY = 2  # how many times a value that several take is read instead of being written
 _LIGHT = 16  # how many times larger than what it is made of a value is that XLA makes anew at each use
 
 
@@ -139,6 +141,8 @@ class _Finder:
         if any(map(_reads_memory, taken)) or (products and not self.fuses_operands):
             if not self.is_light(op):
                 self.memory.update(op.results)
+        elif len(taken) > 1 and self.is_heavy(op):
+            self.memory.update(op.results)
         elif products > 1 and not self.is_light(op):
             self.memory.update(op.results)
             self.narrow.update({v: _BITS16 / n for v in op.results if (n := itemsize(self.program.avals[v])) > _BITS16})
@@ -147,6 +151,11 @@ class _Finder:
         """Whether a result is spread out from next to nothing, such as a mask: XLA makes it anew in each loop."""
         whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
         return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) * _LIGHT < whole
+
+    def is_heavy(self, op: Op) -> bool:
+        """Whether it takes twice as much to read what a result is made of as to read it: a sum of two activations."""
+        whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
+        return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) >= _HEAVY * whole
 
     def end(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Follows the result of a contraction through elementwise operators to where it is written."""

@@ -11,8 +11,8 @@ per second, microseconds.
                                  many groups share the links. Switch: the device's own bundle
     bandwidth of a group         dimensions of one torus work at the same time: their sum. Slower networks around it:
                                  one after the other, the outer one with 1/inner of the bytes (hierarchical)
-    compiled on a torus          XLA scatters a sum over one dimension, or over two that are closed, and gathers over at
-                                 most two; elsewhere it reduces all of it everywhere (`compiled`)
+    compiled on a torus          XLA scatters a sum over one dimension, or over two that are closed (or of 2), and
+                                 gathers over at most two; elsewhere it reduces all of it everywhere (`compiled`)
     all-to-all on a torus        half of all bytes cross the middle of the longest dimension, see `_exchange_us`
     time                         latency of every hop of the longest piece + bytes / bandwidth
 """
@@ -104,7 +104,8 @@ class Topology:
         gather over three is an all-reduce of parts among zeros.
         """
         rings = [p for p in self._merged(pieces) if self.dims[p.dim].kind == "ring"]
-        if kind == "reduce-scatter" and len(rings) > 1 and (len(rings) > 2 or not all(map(self._closed, rings))):
+        closed = all(p.size == 2 or self._closed(p) for p in rings)
+        if kind == "reduce-scatter" and len(rings) > 1 and (len(rings) > 2 or not closed):
             return "all-reduce", local_bytes
         if kind == "all-gather" and len(rings) > 2:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)

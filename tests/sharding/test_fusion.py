@@ -107,3 +107,15 @@ def test_what_several_products_take_is_written_once_in_the_bits_that_they_read()
         return y @ w, y @ u
 
     assert written(fn, X, W, W) == [((B, D), 2), ((B, F), 4), ((B, F), 4)]
+
+
+def test_a_residual_stream_is_written_once_a_layer():
+    """Otherwise every norm would read all that was ever added to it."""
+
+    def fn(x, w, v):
+        for _ in range(6):
+            x = x + jnp.tanh(x / jnp.sum(x, -1, keepdims=True)) @ w @ v
+        return x
+
+    reads = [read for name, read, _ in traffic(fn, X, W, V) if name == "reduce_sum"]
+    assert reads == [[(B, D)]] * 6

@@ -106,3 +106,23 @@ def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
     assert sorted(laying.order) == [0, 1, 2, 3]
     odd = lay(Topology((Dim("x", 6, "ring", 1, 1), Dim("y", 4, "ring", 2, 1))), (("a", 3), ("b", 8)))
     assert sorted(odd.order) == list(range(24)) and odd.time_us("all-gather", ["b"], 100.0) > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "axes", "scatter", "gather"),
+    [
+        ("v5e:4x4", {"a": 16}, ("a",), "all-reduce", "all-gather"),  # two lines
+        ("v5e:4x4", {"a": 4, "b": 4}, ("b",), "reduce-scatter", "all-gather"),
+        ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
+        ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
+        ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
+    ],
+)
+def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, gather):
+    """As in programs that XLA compiled for these machines."""
+    laying = find_target(target).lay(mesh)
+    n = mesh[axes[0]]
+    assert laying.topology.compiled("reduce-scatter", laying.over(axes), 64.0) == (scatter, 64.0)
+    whole = 64.0 if gather == "all-gather" else 64.0 * n
+    assert laying.topology.compiled("all-gather", laying.over(axes), 64.0) == (gather, whole)
