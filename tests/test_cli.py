@@ -249,3 +249,28 @@ def test_a_plan_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
     planned = run("plan", "--preset", "gpt2-small", *options, str(tmp_path / "plan.json"))
     assert planned.returncode == 0, planned.stderr
     assert "v5e:4x4" in planned.stdout and (tmp_path / "plan.json").read_text().startswith("{")
+
+
+def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
+    options = "--target h100:2x8 --batch-size 32 --context 64 --set layers=3 --explain 0/params/embed".split()
+    planned = run("plan", "llama-tiny", *options, "--html", str(tmp_path / "plan.html"))
+    assert planned.returncode == 0, planned.stderr
+    assert "h100:2x8" in planned.stdout and "layers 3" in planned.stdout
+    assert planned.stdout.count("0/params/embed") == 1  # explained
+    assert "<html" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("lama-tiny", "did you mean llama-tiny"),
+        ("gpt-tiny --target v5pp:4x4x4", "Did you mean 'v5p:...'"),
+        ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer' (did you mean layers"),
+        ("gpt-tiny --set layers", "such as layers=4"),
+        ("gpt-tiny --accumulation 3", "a batch of 16 does not divide into 3 microbatches"),
+        ("gpt-tiny --verify -1", "verify is -1"),
+    ],
+)
+def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
