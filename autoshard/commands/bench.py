@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
@@ -14,7 +15,8 @@ same function under jax.jit with the plan's input shardings written by hand. Bot
 
 example: autoshard bench --preset quick --plan fsdp:8 --rounds 20
 
-Made of random tokens: no data is read."""
+Made of random tokens: no data is read. With --calibrate FILE.toml it measures the attached devices instead and
+describes them as a target: autoshard plan gpt-1.3b --target FILE.toml"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,8 @@ class BenchCommand(TrainConfig):
 
     rounds: int = 20
     """Pairs of steps that are timed, after one that is not."""
+    calibrate: Path | None = None
+    """TOML file to write what was measured of the attached devices to, for --target."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,7 +34,27 @@ def run(arguments: Sequence[str]) -> int:
     config = read_settings(arguments, BenchCommand, "bench", _DESCRIPTION)
     if config.rounds < 1:
         raise ConfigError(f"--rounds is {config.rounds}, it must be at least 1")
+    if config.calibrate is not None:
+        return _calibrate(config.calibrate)
     from autoshard.train.timing import time_steps
 
     print(time_steps(config, config.rounds))
+    return 0
+
+
+def _calibrate(path: Path) -> int:
+    from autoshard.sharding.calibrate import calibrate
+    from autoshard.sharding.targets import write_target
+
+    if path.suffix != ".toml":
+        raise ConfigError(f"--calibrate {str(path)!r}: name a .toml file")
+    target = calibrate()
+    try:
+        write_target(target, path)
+    except OSError as error:
+        raise ConfigError(f"--calibrate {str(path)!r} cannot be written: {error.strerror}") from error
+    chip = target.chip
+    print(f"{target.name}: {chip.flops / 1e12:.3g} TFLOP/s at 16 bits, {chip.flops_f32 / 1e12:.3g} at 32, "
+          f"memory {chip.memory_bandwidth / 1e9:.3g} GB/s, links {chip.link_bandwidth / 1e9:.3g} GB/s")  # fmt: skip
+    print(f"written to {path}; plan for it with --target {path}")
     return 0

@@ -224,7 +224,7 @@ def write_target(target: Target, path: Path) -> None:
     chip = target.chip
     figures = {f.name: getattr(chip, f.name) for f in fields(Chip)
                if f.name not in ("platform", *_SHAPE)}  # fmt: skip
-    lines = [f'platform = "{chip.platform}"', *(f"{k} = {float(v)!r}" for k, v in figures.items() if v)]
+    lines = [f'platform = "{chip.platform}"', *(f"{k} = {v!r}" for k, v in figures.items() if v)]
     dims = [
         f'  {{name = "{d.name}", size = {d.size}, kind = "{d.kind}", bandwidth = {d.bandwidth:.6g}, '
         f"latency_us = {d.latency_us:.6g}, wraps = {str(d.wraps).lower()}}},"

@@ -3,8 +3,11 @@
 import math
 from dataclasses import dataclass
 
+import jax
 import pytest
 
+import autoshard
+from autoshard.sharding.calibrate import Effort, calibrate
 from autoshard.sharding.chips import CHIPS, chip_name
 from autoshard.sharding.targets import TargetError, find_target, target_for, write_target
 
@@ -117,3 +120,17 @@ def test_attached_devices():
 )  # fmt: skip
 def test_the_chip_of_a_device_kind(kind, name):
     assert chip_name(kind) == name
+
+
+def test_what_is_measured_is_a_target_to_plan_for(tmp_path):
+    small = Effort(matrix=128, array_bytes=1 << 20, shard_bytes=1 << 16, runs=2)
+    found = calibrate(effort=small)
+    assert (found.devices, found.platform) == (8, "cpu") and found.name == "cpu:8"
+    chip = found.chip
+    assert chip.flops >= chip.flops_f32 > 1e8 and chip.memory_bandwidth > 1e7 and chip.link_bandwidth > 1e5
+    write_target(found, tmp_path / "here.toml")
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (512, 64))]
+    made = autoshard.plan(lambda w, x: x @ w, *shapes, target=str(tmp_path / "here.toml"))
+    assert made.mesh.size == 8 and made.estimate.compute_us > 0
+    alone = calibrate(jax.devices()[:1], small)
+    assert alone.devices == 1 and alone.chip.link_bandwidth == CHIPS["cpu"].link_bandwidth
