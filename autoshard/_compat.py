@@ -27,6 +27,7 @@ from jax._src import (
     custom_partitioning_sharding_rule,
     debugging,
     dispatch,
+    distributed,
     dtypes,
     hijax,
     pjit,
@@ -232,6 +233,27 @@ def current_mesh() -> Any:
 def under_trace() -> bool:
     """Whether somebody is tracing now (jit, grad, vmap, ...)."""
     return not core.trace_state_clean()
+
+
+def tell_processes(key: str, text: str) -> None:
+    """Makes a text known to all processes of a `jax.distributed` run."""
+    _coordination().key_value_set(key, text)
+
+
+def hear_process(key: str, timeout_s: float) -> str | None:
+    """The text that a process of a `jax.distributed` run made known; None if it does not in time."""
+    try:
+        return _coordination().blocking_key_value_get(key, int(timeout_s * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+def _coordination() -> Any:
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed is not initialized"
+    return client
 
 
 def has_graph_nodes(tree: Any) -> bool:

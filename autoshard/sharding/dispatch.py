@@ -15,6 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
+from autoshard.sharding.agreement import agree
 from autoshard.sharding.bound import NewSignature
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import plan_traced
@@ -46,6 +47,12 @@ class Entry:
     def in_shardings(self) -> list[Any]:
         """The sharding of each flat input."""
         return self.plan.shardings(self.mesh)[0]
+
+    @functools.cache  # noqa: B019  an entry lives as long as its function
+    def agreed(self) -> None:
+        """Raises where another process is about to run another plan on these devices."""
+        if len({d.process_index for d in self.mesh.devices.flat}) > 1:
+            agree(self.plan)
 
     def misplaced(self, leaves: Sequence[Any]) -> list[int]:
         """The inputs that lie elsewhere than the plan has them, or on Explicit axes."""
@@ -152,6 +159,7 @@ class PureFunction:
             run = entry.plan.bound.run(entry.mesh)
             return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
         entry = self.where_they_lie(entry, args, kwargs)
+        entry.agreed()
         self.last = entry
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))
         return entry.call(args, kwargs)
