@@ -14,8 +14,7 @@ import jax, jax.numpy as jnp, sys
 from autoshard import auto_shard
 from autoshard.sharding.agreement import agree
 from autoshard.sharding.plan import PlanError
-from autoshard.train.distributed import initialize
-initialize()
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 mine = jax.process_index()
 def step(w, x):
     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
@@ -44,11 +43,11 @@ def test_processes_with_different_plans_stop():
     for number in range(2):
         env = os.environ | {
             "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(number),
         }  # fmt: skip
-        command = [sys.executable, "-c", CODE]
+        command = [sys.executable, "-c", CODE, f"127.0.0.1:{port}", str(number)]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     for printed, complaints in outputs:
         lines = [line for line in printed.splitlines() if "[Gloo]" not in line]
         assert lines and lines[0] == "agreed True", complaints
