@@ -296,6 +296,7 @@ def test_parameters_of_mixtral():
     assert count(of(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["moe-tiny", "mixtral-tiny"])
 def test_it_learns(name):
     losses, *_ = trained(workload(name).with_(batch_size=8), 40)

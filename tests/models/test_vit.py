@@ -143,6 +143,7 @@ def test_an_image_of_another_size_is_an_error():
         filled_as(of(SMALL))(jnp.zeros((2, 16, 12, 3)))
 
 
+@pytest.mark.whole
 def test_it_learns():
     losses, *_ = trained(workload("vit-tiny"), 60, rate=1e-2)
     assert losses[0] == pytest.approx(np.log(8), abs=0.3)

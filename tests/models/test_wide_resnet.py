@@ -195,6 +195,7 @@ def test_an_image_of_another_size_is_an_error():
         filled_as(of(SMALL))(jnp.zeros((2, 17, 16, 3)))
 
 
+@pytest.mark.whole
 def test_it_learns():
     """Stripes of eight directions; by running averages it knows new ones."""
     losses, state, evaluated = trained(workload("wide-resnet-tiny"), 40, rate=1e-2)

@@ -121,6 +121,7 @@ def test_a_value_that_does_not_fit_is_an_error():
         workload("gpt-tiny").with_(remat="half")
 
 
+@pytest.mark.whole
 def test_the_small_gpt_learns():
     """The other small ones do so in their own tests."""
     losses, *_ = trained(workload("gpt-tiny").with_(batch_size=8), 40)
