@@ -59,8 +59,8 @@ def layers_job(kind, topology="v5e:4x4"):
     stored = {"fsdp": ((None, axes), (None, axes)), "tensor": ((None, None, axes), (None, axes))}[kind]
     specs = [*stored, (axes,) if kind == "fsdp" else ()]
     options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000", "xla_no_such_option": "1"}
-    more = dict(mesh=mesh, topology=topology, donated=(0, 1))
-    return job_of(step, avals, specs, [(), *stored], options=options, **more)
+    outs = [(), *stored]
+    return job_of(step, avals, specs, outs, options=options, mesh=mesh, topology=topology, donated=(0, 1))
 
 
 @pytest.mark.tpu_compile

@@ -144,7 +144,9 @@ def test_which_links():
     target, places = find_target("v5e:4x4"), grid(4, 4)
     rows, columns = (wire(target, "all-gather", groups, B, places).links for groups in (ROWS, COLUMNS))
     on = tuple((4 * i + j, 4 * i + j + 1) for i in range(4) for j in range(3))
-    there, back = (wire(target, "collective-permute", pairs, B, places).links for pairs in (on, [p[::-1] for p in on]))
+    there, back = (
+        wire(target, "collective-permute", pairs, B, places).links for pairs in (on, tuple((b, a) for a, b in on))
+    )
     assert not rows & columns and not there & back and there < rows and back < rows
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from autoshard.sharding.targets import find_target
 from autoshard.sharding.topology import Dim, Laying, Piece, Topology, lay, layings
+from autoshard.spmdrules.place import ReshardKind
 
 RING = Dim("x", 16, "ring", 10.0, 1.0, wraps=True)
 LINE = Dim("y", 4, "ring", 10.0, 1.0)
@@ -96,7 +97,8 @@ def test_the_order_of_devices_follows_the_pieces():
 def test_the_time_of_a_laying_is_that_of_its_pieces():
     target = find_target("v5p:4x4x4")
     laying = target.lay({"fsdp": 16, "tp": 4})
-    for kind, axes in itertools.product(["all-gather", "all-to-all"], [("tp",), ("fsdp",), ("fsdp", "tp")]):
+    kinds: tuple[ReshardKind, ...] = ("all-gather", "all-to-all")
+    for kind, axes in itertools.product(kinds, [("tp",), ("fsdp",), ("fsdp", "tp")]):
         pieces = tuple(p for a in axes for p in laying.pieces[a])
         assert laying.time_us(kind, axes, 12345.0) == pytest.approx(target.topology.time_us(kind, pieces, 12345.0))
 

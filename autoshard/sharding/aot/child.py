@@ -1,0 +1,245 @@
+"""Compiles one program for a machine that is not there, in a process of its own.
+
+    python child.py JOB OUT
+
+libtpu takes a lock, reads its environment once and can crash, so only this process loads it (or the CUDA plugin). It
+imports nothing of autoshard: `build` writes JOB and reads OUT.
+
+JOB is JSON, a mapping:
+    program     a serialized `jax.export.Exported` of a function of flat arguments, in base64
+    platform    tpu, cuda or cpu
+    topology    `v5e:4x4`, `v5p:4x4x4*2` (two slices), `v4:8x8x8` (a device is a chip: both cores together), `h100:4x8`
+                (hosts x devices of a host), `cpu:8`
+    mesh        axis name -> size, outermost first
+    devices     for each place of the mesh, row by row, the number of its device in the machine's row-major order:
+                slice, z, y, x, core of a TPU; host, index of a GPU
+    donated     indices of the arguments whose memory the results may take; an export forgets them
+    options     compiler options, name -> string
+
+OUT gets `program.hlo.gz` (the scheduled HLO) and `result.json`:
+    kind        `ok`, `oom` (the program does not fit the device: an answer, not a failure) or `error`
+    stage       what failed: `topology`, `lower` or `compile`; empty where nothing did
+    message     the compiler's words; empty where it had no complaint
+    memory      bytes of a device: argument, output, temp, alias, code, and the same on its host
+    needed_bytes, limit_bytes   what an `oom` would take and what there is, by the compiler
+    coordinates for each partition of the program (its place in the mesh) where its device stands: x, y, z, core on a
+                TPU; slice, host, index on a GPU; its number on a CPU
+    dropped     options that this compiler does not have
+    added       options without which it fails, as `name=value`
+    seconds     to lower and to compile
+    versions    of jax, jaxlib and the compiler's package
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import re
+import sys
+import time
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+GPUS = Path(__file__).with_name("gpus.toml")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
+# One accelerator type does for every topology: what is compiled for comes from the topology's name.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",  # what the partitioner remarks would go to a file
+    "TPU_LOG_DIR": "disabled",
+}
+DEVICE_COUNT = "--xla_force_host_platform_device_count"
+# Nothing to time kernels on; and kernels that need CUDA's libraries to be found are not looked for.
+GPU_OPTIONS = {"xla_gpu_autotune_level": "0"}
+# Where no kernel is timed, XLA 0.10 takes the first tiles for a product, and fails if they do not fit it.
+NO_TILES = "Couldn't find output tile sizes"
+PLAIN_PRODUCTS = {"xla_gpu_enable_triton_gemm": "False"}
+NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']+)'")
+# "Used 20.01G of 15.75G hbm"; "... temporaries (20.01G) exceeds available HBM (15.75G)".
+SIZES = re.compile(r"([\d.]+)([KMGT]?)\)?(?: of | exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))")
+OUT_OF_MEMORY = re.compile(r"out of memory (?:on|in memory space) hbm", re.IGNORECASE)
+MEMORY = {
+    "argument": "argument_size_in_bytes",
+    "output": "output_size_in_bytes",
+    "temp": "temp_size_in_bytes",
+    "alias": "alias_size_in_bytes",
+    "code": "generated_code_size_in_bytes",
+}
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def main(job: Path, out: Path) -> None:
+    """Compiles the job and writes what came of it."""
+    given = json.loads(job.read_text())
+    set_environment(given)
+    result, text = _result(given)
+    if text:
+        (out / "program.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    (out / "result.json").write_text(json.dumps(result) + "\n")
+
+
+def set_environment(job: dict[str, Any]) -> None:
+    """Sets what JAX and libtpu read when they are loaded."""
+    os.environ.update(ENVIRONMENT)
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(DEVICE_COUNT)]
+    if job["platform"] == "cpu":
+        flags.append(f"{DEVICE_COUNT}={len(job['devices'])}")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def _result(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    result: dict[str, Any] = {"versions": versions(), "message": "", "dropped": [], "added": [], "stage": "topology"}
+    begin = time.perf_counter()
+    try:
+        mesh = _mesh(job)
+        result |= {"coordinates": [place(device) for device in mesh.devices.flat], "stage": "lower"}
+        lowered = _lowered(job, mesh)
+        result |= {"seconds_lower": time.perf_counter() - begin, "stage": "compile"}
+        compiled = _compiled(lowered, _options(job), result)
+    except Exception as error:  # whatever the compiler says is the result
+        return result | _failure(str(error)) | {"seconds": time.perf_counter() - begin}, ""
+    seconds = time.perf_counter() - begin
+    result |= {"kind": "ok", "stage": "", "seconds": seconds, "memory": _memory(compiled)}
+    return result, compiled.as_text()
+
+
+def versions() -> dict[str, str]:
+    """The packages that decide what is compiled, of those installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _mesh(job: dict[str, Any]) -> Any:
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    devices = sorted(_devices(job), key=rank)
+    shape = tuple(job["mesh"].values())
+    if len(devices) != len(job["devices"]):
+        raise ValueError(f"{job['topology']} has {len(devices)} devices, the mesh takes {len(job['devices'])}")
+    grid = np.array([devices[index] for index in job["devices"]], object).reshape(shape)
+    return Mesh(grid, tuple(job["mesh"]), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _devices(job: dict[str, Any]) -> Any:
+    import jax
+    from jax.experimental.topologies import get_topology_desc
+
+    chip, shape = job["topology"].split(":")
+    if job["platform"] == "cpu":
+        return jax.devices("cpu")
+    if job["platform"] == "cuda":
+        grid = "x".join(["1"] * (2 - shape.count("x")) + [shape])  # slices x hosts x devices of a host
+        return get_topology_desc(
+            platform="cuda", topology_name=grid, topology=grid, target_config=gpu_text(chip)
+        ).devices
+    shape, _, slices = shape.partition("*")
+    more: dict[str, Any] = {"num_slices": int(slices)} if slices else {}
+    if chip == "v4":
+        more["chip_config_name"] = "megacore"
+    if set(shape.split("x")) == {"1"}:  # a host has four chips if nothing is said
+        more["chips_per_host_bounds"] = [1, 1, 1]
+    return get_topology_desc(platform="tpu", topology_name=f"{chip}:{shape}", **more).devices
+
+
+def gpu_text(chip: str) -> str:
+    """A GPU as XLA's compiler takes it."""
+    table = tomllib.loads(GPUS.read_text())
+    if chip not in table:
+        raise ValueError(
+            f"XLA's compiler is not told enough of {chip}; known: {', '.join(k for k in table if k != 'all')}"
+        )
+    own = table[chip]
+    figures = table["all"] | table.get(own.pop("like", ""), {}) | own
+    major, minor = figures.pop("capability")
+    description = figures.pop("description")
+    lines = [f"  cuda_compute_capability {{ major: {major} minor: {minor} }}"]
+    lines += [f"  {key}: {value}" for key, value in figures.items()]
+    body = "\n".join(lines)
+    return f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\ndevice_description_str: "{description}"\n'
+
+
+def rank(device: Any) -> tuple[int, ...]:
+    """By what devices are numbered: slice, z, y, x, core of a TPU; slice, host, index of a GPU; their ids."""
+    if device.platform == "tpu":
+        return (getattr(device, "slice_index", 0) or 0, *reversed(device.coords), device.core_on_chip)
+    return tuple(getattr(device, "coords", None) or (device.process_index, device.id))
+
+
+def place(device: Any) -> list[int]:
+    """Where a device stands, for people."""
+    core = [device.core_on_chip] if device.platform == "tpu" else []
+    return [*(getattr(device, "coords", None) or [device.id]), *core]
+
+
+def _lowered(job: dict[str, Any], mesh: Any) -> Any:
+    import jax
+    from jax.export import deserialize
+
+    program = deserialize(bytearray(base64.b64decode(job["program"])))
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
+        return jax.tree.leaves(program.call(*args, **kwargs))
+
+    # Arguments that nothing takes stay, so that the program's parameters are the plan's inputs one by one.
+    step = jax.jit(
+        flat,
+        in_shardings=list(program.in_shardings_jax(mesh)),
+        out_shardings=list(program.out_shardings_jax(mesh)),
+        donate_argnums=tuple(job["donated"]),
+        keep_unused=True,
+    )
+    return step.lower(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals])
+
+
+def _options(job: dict[str, Any]) -> dict[str, str]:
+    return (GPU_OPTIONS if job["platform"] == "cuda" else {}) | dict(job["options"])
+
+
+def _compiled(lowered: Any, options: dict[str, str], result: dict[str, Any]) -> Any:
+    while True:
+        try:
+            return lowered.compile(compiler_options=options)
+        except Exception as error:
+            found = NO_SUCH_OPTION.search(str(error))
+            if found and found[1] in options:
+                result["dropped"].append(found[1])
+                options = {name: value for name, value in options.items() if name != found[1]}
+            elif NO_TILES in str(error) and not PLAIN_PRODUCTS.keys() & options.keys():
+                result["added"] += [f"{name}={value}" for name, value in PLAIN_PRODUCTS.items()]
+                options = options | PLAIN_PRODUCTS
+            else:
+                raise
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    analysis = compiled.memory_analysis()
+    device = {key: getattr(analysis, name, 0) for key, name in MEMORY.items()}
+    return device | {f"host_{key}": getattr(analysis, f"host_{name}", 0) for key, name in MEMORY.items()}
+
+
+def _failure(message: str) -> dict[str, Any]:
+    if not OUT_OF_MEMORY.search(message):
+        return {"kind": "error", "message": message}
+    sizes = SIZES.search(message)
+    pairs = [sizes.group(1, 2), sizes.group(3, 4)] if sizes else []
+    needed, limit = [round(float(number) * UNITS[unit]) for number, unit in pairs] or [None, None]
+    return {"kind": "oom", "message": message, "needed_bytes": needed, "limit_bytes": limit}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,87 @@
+"""A planned program as the compiler of another machine takes it: StableHLO, a mesh, shardings, options."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Plan
+
+FRAMES = "jax_traceback_in_locations_limit"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a compiler needs.
+
+    Attributes:
+        program: a serialized `jax.export.Exported` of a function of flat arguments.
+        platform: tpu, cuda or cpu.
+        topology: the machine, such as `v5p:4x4x4`.
+        mesh: mesh axis -> size.
+        devices: for each place of the mesh, row by row, the number of its device in the machine's row-major order.
+        donated: the arguments whose memory the results may take.
+        options: compiler options.
+    """
+
+    program: bytes = field(repr=False)
+    platform: str
+    topology: str
+    mesh: Mapping[str, int]
+    devices: tuple[int, ...]
+    donated: tuple[int, ...]
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def digest(self, *more: str) -> str:
+        """A digest of the job and of `more` (versions of the compiler)."""
+        rest = [self.platform, self.topology, dict(self.mesh), self.devices, self.donated, sorted(self.options.items())]
+        text = json.dumps([rest, *more], default=list).encode()
+        return hashlib.sha256(self.program + text).hexdigest()[:32]
+
+
+def export_plan(plan: Plan, options: Mapping[str, str] | None = None) -> Job:
+    """Lowers a bound plan over its abstract mesh for its target's platform; needs no device and no compiler.
+
+    Args:
+        plan: a plan with its function.
+        options: compiler options; default: the plan's own for its platform.
+    """
+    from autoshard.sharding.targets import find_target
+
+    target = find_target(plan.target)
+    bound = plan._bound()
+    given = plan.compiler_options.get(target.platform, {}) if options is None else options
+    program = export(bound.run(plan.mesh), bound.traced.in_avals, *plan.shardings(plan.mesh), target.platform)
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    order = plan.device_order
+    return Job(program, target.platform, plan.target, sizes, tuple(order), tuple(map(int, bound.traced.donated)), given)
+
+
+def export(
+    fn: Any, avals: Sequence[Any], in_shardings: Sequence[Any], out_shardings: Sequence[Any], platform: str
+) -> bytes:
+    """A function of flat arguments, exported with these shardings over an abstract mesh."""
+    from jax.export import export as export_jax
+
+    jitted = jax.jit(lambda *leaves: fn(*leaves), in_shardings=list(in_shardings), out_shardings=list(out_shardings))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    with innermost_lines():
+        return bytes(export_jax(jitted, platforms=[platform])(*shapes).serialize())
+
+
+@contextlib.contextmanager
+def innermost_lines() -> Iterator[None]:
+    """Of each operator only the innermost line is exported, not who called it: the same program is the same bytes."""
+    before = getattr(jax.config, FRAMES)
+    jax.config.update(FRAMES, 1)
+    try:
+        yield
+    finally:
+        jax.config.update(FRAMES, before)

@@ -1,0 +1,48 @@
+"""Compiled programs, written by hand in the words of XLA's compilers, for tests."""
+
+HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->()}}, num_partitions={}"
+
+TABLES = """
+FileNames
+1 "/home/me/model.py"
+2 "/site-packages/autoshard/sharding/aot/child.py"
+3 "C:\\autoshard\\sharding\\aot\\program.py"
+
+FunctionNames
+1 "loss"
+2 "flat"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=180 end_line=180 column=4 end_column=9}
+3 {file_name_id=3 function_name_id=2 line=70 end_line=70 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3}
+"""
+
+ADD = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+"""
+
+
+def text_of(entry: str, *computations: str, partitions: int = 8, tables: str = TABLES) -> str:
+    """A program whose entry computation holds these lines."""
+    body = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    return "\n".join([HEAD.format(partitions), tables, ADD, *computations, f"ENTRY %main () -> f32[] {{\n{body}\n}}\n"])
+
+
+def loop(condition: str, body: str, state: str = "s32[], f32[64]") -> str:
+    """The condition and the body of a loop over a state."""
+    lines = {name: "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
+             for name, text in (("condition", condition), ("body", body))}  # fmt: skip
+    return (
+        f"%condition (p: ({state})) -> pred[] {{\n  %p = ({state}) parameter(0)\n{lines['condition']}\n}}\n\n"
+        f"%body (q: ({state})) -> ({state}) {{\n  %q = ({state}) parameter(0)\n{lines['body']}\n}}\n"
+    )
