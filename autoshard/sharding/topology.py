@@ -11,8 +11,8 @@ per second, microseconds.
                                  many groups share the links. Switch: the device's own bundle
     bandwidth of a group         dimensions of one torus work at the same time: their sum. Slower networks around it:
                                  one after the other, the outer one with 1/inner of the bytes (hierarchical)
-    compiled on a torus          XLA scatters a sum over one dimension, or over two that are closed (or of 2), and
-                                 gathers over at most two; elsewhere it reduces all of it everywhere (`compiled`)
+    compiled on a torus          XLA scatters a sum over at most two dimensions of which one may be a line (of more than
+                                 2), and gathers over at most two; elsewhere it reduces all of it (`compiled`)
     all-to-all on a torus        half of all bytes cross the middle of the longest dimension, see `_exchange_us`
     time                         latency of every hop of the longest piece + bytes / bandwidth
 """
@@ -100,12 +100,12 @@ class Topology:
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
         """The collective that XLA makes of one, and what a device has before that.
 
-        On a torus a scattered sum over three dimensions, or over two lines, is an all-reduce whose result is sliced; a
+        On a torus a scattered sum over three dimensions, or over two lines, is an all-reduce whose result is sliced. A
         gather over three is an all-reduce of parts among zeros.
         """
         rings = [p for p in self._merged(pieces) if self.dims[p.dim].kind == "ring"]
-        closed = all(p.size == 2 or self._closed(p) for p in rings)
-        if kind == "reduce-scatter" and len(rings) > 1 and (len(rings) > 2 or not closed):
+        lines = [p for p in rings if p.size > 2 and not self._closed(p)]
+        if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1):
             return "all-reduce", local_bytes
         if kind == "all-gather" and len(rings) > 2:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)

@@ -116,6 +116,7 @@ def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
         ("v5e:4x4", {"a": 16}, ("a",), "all-reduce", "all-gather"),  # two lines
         ("v5e:4x4", {"a": 4, "b": 4}, ("b",), "reduce-scatter", "all-gather"),
         ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
+        ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),
         ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
         ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
