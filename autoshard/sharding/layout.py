@@ -173,6 +173,10 @@ class Layout:
         if self._stored is None:
             self._stored = self._gradients()
             self._transposed = {tuple(sorted(leaves)): leaves for leaves in self._stored}
+        if value in self.roles.turned:  # not by its axes: another tensor may have them in this order
+            becomes, permutation = self.roles.turned[value]
+            spec = self.gradient_spec(becomes)
+            return None if spec is None else tuple(spec[permutation.index(d)] for d in range(len(permutation)))
         leaves = self.axes.of_value[value]
         if leaves in self._stored:
             return self._stored[leaves]

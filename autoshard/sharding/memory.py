@@ -58,10 +58,14 @@ class MemoryModel:
         kinds: dict[Any, int] = {}
         held = axes.held
         everything = [*program.inputs, *keep.tolist()]
-        self.kind = np.array([
-            kinds.setdefault((axes.of_value[v], v if v in inputs else held.get(v), v in roles.gradients), len(kinds))
-            for v in everything
-        ], int)  # fmt: skip
+
+        def kind(v: int) -> Any:
+            """What a layout tells values apart by."""
+            becomes, permutation = roles.turned.get(v, (v, ()))
+            source = v if v in inputs else held.get(v)
+            return axes.of_value[v], source, v in roles.gradients, axes.of_value[becomes], permutation
+
+        self.kind = np.array([kinds.setdefault(kind(v), len(kinds)) for v in everything], int)
         self.examples = {number: everything[i] for i, number in reversed(list(enumerate(self.kind.tolist())))}
         self.everything = np.array(everything, int)
 

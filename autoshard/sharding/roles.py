@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ class Roles:
     classes: tuple[int, ...]  # what a loss sums over
     heads: tuple[int, ...]  # with the query groups of each key-value head behind them
     gradients: frozenset[int] = frozenset()  # values made by summing over the batch, and what is made of those
+    # gradients that are only there to be transposed -> what they become, and how (JAX computes them so)
+    turned: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def nbytes(aval: Any) -> int:
@@ -110,8 +112,18 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
         vocabulary=tuple(c for c in ordered if c in use.indexed),
         classes=tuple(c for c in parallel if c in _summed_up(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
-        gradients=_gradients(program, axes, batch),
+        gradients=(gradients := _gradients(program, axes, batch)),
+        turned=_turned(program, gradients),
     )
+
+
+def _turned(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
+    uses = Counter(v for op in program.ops() for v in op.operands)
+    return {
+        op.operands[0]: (op.results[0], tuple(op.eqn.params["permutation"]))
+        for op in program.ops()
+        if op.name == "transpose" and op.operands[0] in gradients and uses[op.operands[0]] == 1
+    }
 
 
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:

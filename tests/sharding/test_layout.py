@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard import plan
+from autoshard import auto_shard, plan
 from autoshard.sharding.axes import find_axes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import find_roles
 from autoshard.spmdrules.program import build
-from tests.sharding.programs import batch, mlp_state
+from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,13 @@ def test_a_gradient_is_scattered_to_its_state_even_where_it_comes_out_transposed
     kinds = {(kind, round(size)) for kind, _, size, _ in made.traffic if size > 1000}
     assert ("reduce-scatter", 7 / 8 * 4 * 64 * 128) in kinds
     assert "all-reduce" not in {kind for kind, _ in kinds}
+
+
+def test_a_gradient_goes_to_its_own_state_not_to_that_of_a_weight_with_its_axes_turned():
+    """JAX leaves gradients transposed; the other weight of a perceptron has those axes in that order."""
+    params = jax.eval_shape(lambda: mlp_state(hidden=128))
+    step = auto_shard(adamw_step, plan="fsdp:4 tp:2", donate_argnums=0)
+    given = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
+    stored = {leaf.path: leaf.spec for leaf in step.plan(*given).inputs}
+    assert stored["0/0/w"] == P("fsdp", "tp") and stored["0/0/v"] == P(("tp", "fsdp"))
+    assert "all-to-all" not in step.lower(*given).compile().as_text()
