@@ -381,7 +381,14 @@ def group(axes: LogicalAxes, roles: Roles, found: Mapping[int, Kernel]) -> list[
         g.members.append(id(op))
         for takers, v in zip(g.takers, op.operands, strict=True):
             takers.setdefault((held.get(v, v), block), []).append(id(op))
-    return list(groups.values())
+    return [g for g in groups.values() if _costs(g, axes, roles)]
+
+
+def _costs(g: Group, axes: LogicalAxes, roles: Roles) -> bool:
+    """Whether any layout has to pay for an operator: it is a kernel, decides, or passes activations on."""
+    if g.kernel is not None or decides(g.op):
+        return True
+    return any(roles.batch in dim for v in g.op.results for dim in axes.of_value[v])
 
 
 def in_loops(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:
