@@ -1,7 +1,9 @@
 """What every test shares: 8 virtual CPU devices, a compilation cache, our own warnings as errors, helpers."""
 
+import gc
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
 import platform
@@ -25,6 +27,8 @@ import jax  # noqa: E402  it reads both variables when it is imported
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_LIMIT_BYTES = 1 << 30
+# Of the 65,530 that Linux gives a process: each compiled program takes a few, and beyond them the compiler crashes.
+MOST_MAPPINGS = 30_000
 
 # What hardly depends on the version of JAX, or is of what other tests run on both: the quick suite leaves it out.
 ON_ONE_JAX = {
@@ -54,6 +58,17 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Two programs that differ in source lines only are two: audits and plans report those lines.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+_ended = itertools.count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Lets go of compiled programs before a process has too many of them."""
+    maps = Path("/proc/self/maps")
+    if next(_ended) % 50 == 0 and maps.exists() and maps.read_text().count("\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def _machine() -> str:
