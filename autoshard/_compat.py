@@ -191,7 +191,8 @@ def expanded(eqn: Any) -> Any | None:
         with source_of(eqn):
             lowered = functools.partial(eqn.primitive.to_lojax, **eqn.params)
             return jax.make_jaxpr(lowered)(*map(stand_in, eqn.invars))
-    except NotImplementedError:  # what `to_lojax` raises of an operator that does not say what it is made of
+    # The base class's `to_lojax`: the operator does not say what it is made of.
+    except NotImplementedError:
         return None
 
 

@@ -136,7 +136,9 @@ class Checkpointer:
         step, write = pending
         try:
             write.result()
-        except Exception as error:  # of the background thread: of disk, Orbax or another process, no common type
+        # What ended the background thread: disk, Orbax, TensorStore and other processes have no error in common, and
+        # each of them means that this step is not there.
+        except Exception as error:
             raise CheckpointError(
                 f"step {step} could not be written to {self._directory.path}: {error}\n"
                 f"Committed steps are untouched: {self.steps() or 'none'}."

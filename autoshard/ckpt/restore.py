@@ -100,7 +100,8 @@ def _reading(path: Any, step: int, find_leaves: Callable[[], list[Key]] = list) 
         raise
     except PermissionError as error:
         raise CheckpointError(f"step {step} in {path.parent} cannot be read: {error}") from error
-    except Exception as error:  # damage shows as whatever their decoders raise: ValueError, JSON, zstd, ...
+    # A flipped bit shows as whatever the decoder that meets it raises (JSON, zstd, zarr, protobuf, ValueError, ...).
+    except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise damaged(path, step, _cause(error, path), find_leaves()) from error
@@ -126,7 +127,8 @@ def _probe(path: Any, manifest: Manifest, expected: Mapping[Key, int]) -> list[K
             intact = not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
         except MemoryError:
             raise
-        except Exception:  # as in `_reading`; here the answer is which leaf it is, the caller raises the error itself
+        # As in `_reading`, which has caught the error already and asks here for the names of the damaged leaves.
+        except Exception:
             intact = False
         if not intact:
             wrong.append(spec.key)

@@ -98,13 +98,13 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
         context.multiprocessing_options.primary_host = me
         context.multiprocessing_options.active_processes = {me}
         context.multiprocessing_options.barrier_sync_key_prefix = f"autoshard_process_{me}"
-    try:
-        with context, _told_once():
-            return ocp.load_checkpointables(path, wanted)
-    except Exception:  # nothing is handled, it is raised on
+    with contextlib.ExitStack() as failed:
         # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
-        logging.getLogger("asyncio").addFilter(_not_orbax)
-        raise
+        failed.callback(logging.getLogger("asyncio").addFilter, _not_orbax)
+        with context, _told_once():
+            loaded = ocp.load_checkpointables(path, wanted)
+        failed.pop_all()
+    return loaded
 
 
 @contextlib.contextmanager
@@ -120,13 +120,10 @@ def _told_once() -> Iterator[None]:
     logger.addFilter(hold)
     try:
         yield
-    except Exception:  # nothing is handled, it is raised on: what was logged of it would be said twice
-        held.clear()
-        raise
     finally:
         logger.removeFilter(hold)
-        for record in held:
-            logger.handle(record)
+    for record in held:  # not reached where reading fails
+        logger.handle(record)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard.sharding.discover_cuts import Outcome, Part
 from autoshard.sharding.discover_search import Search
-from autoshard.sharding.discover_subject import DiscoveryError, Subject
+from autoshard.sharding.discover_subject import DiscoveryError, Refused, Subject
 from autoshard.sharding.discover_text import Found, declared
 from autoshard.sharding.oracle import _check_shards
 from autoshard.sharding.oracle_cases import Case
@@ -189,7 +189,7 @@ class _Discovery:
         """What of an error on these values is rounding; infinite where the function does not take them."""
         try:
             return self.subject.sample(operands).loudness
-        except Exception:  # the user's function may refuse these values with any error: they are no evidence then
+        except Refused:
             return math.inf
 
     def linear(self, text: str) -> list[tuple[int, ...]]:
@@ -198,7 +198,8 @@ class _Discovery:
         sets = [sample.operands for sample in self.subject.samples[-3:]]
         try:
             groups = [g for g in _possible_groups(case) if _surely_additive(case, g, sets) and _additive(case, g, sets)]
-        except Exception:  # the user's function may refuse terms of a sum with any error: it is not linear then
+        # The oracle runs the user's function here, which may refuse terms of a sum with any error: it is not linear.
+        except Exception:
             return []
         return [g for g in groups if not any(set(other) < set(g) for other in groups)]
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.sharding.discover_subject import Subject
-from autoshard.sharding.oracle_cases import brief, is_key
+from autoshard.sharding.discover_subject import Refused, Subject
+from autoshard.sharding.oracle_cases import is_key
 from autoshard.sharding.oracle_shards import reduce_pieces
 from autoshard.sharding.oracle_values import _relative_error, difference
 
@@ -89,9 +89,9 @@ def attempt(subject: Subject, cut: tuple[Part, ...], ways: int, sets: int | None
         shapes[part.array] = _shrunk(shapes[part.array], part.dim, ways)
     kinds = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, subject.examples, strict=True)]
     try:
-        made = jax.eval_shape(subject.compiled, *kinds)
-    except Exception as error:  # the user's function may refuse pieces with any error, which is told as the reason
-        return Outcome(cut, ways, reason=f"it does not take the pieces: {brief(error)}")
+        made = subject.shapes_of(kinds)
+    except Refused as error:
+        return Outcome(cut, ways, reason=f"it does not take the pieces: {error}")
     shrunk: list[Part] = []
     for r, (whole, piece) in enumerate(zip(subject.results, made, strict=False)):
         pairs = enumerate(zip(whole.shape, piece.shape, strict=False))
@@ -124,8 +124,8 @@ def _joined(subject: Subject, found: Outcome, sets: int | None) -> Outcome:
     for sample in chosen:
         try:
             pieces = [subject.run(_piece(sample.operands, found, i)) for i in range(found.ways)]
-        except Exception as error:  # as above, where it is the values of pieces that it refuses
-            return _with(found, ran=False, reason=f"it does not take the pieces: {brief(error)}")
+        except Refused as error:
+            return _with(found, ran=False, reason=f"it does not take the pieces: {error}")
         for r, expected in enumerate(sample.whole):
             tried = _ways([p[r] for p in pieces], expected.shape, r, subject.results[r].dtype)
             if r == len(errors):

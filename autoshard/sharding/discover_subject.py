@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,23 @@ _MOST_SLACK = 0.01
 
 class DiscoveryError(AutoshardError):
     """A function that nothing can be learned of."""
+
+
+class Refused(DiscoveryError):
+    """The function does not take some operands; the cause is what it raised."""
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[None]:
+    """Around a call of the function. It is the user's, so whatever it raises is its answer to these operands.
+
+    Raises:
+        Refused: in place of any error.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise Refused(brief(error)) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +91,13 @@ class Subject:
     def _traced(self) -> tuple[list[Any], list[bool]]:
         """The results' types, and which of them depend on no operand."""
         try:
-            closed = jax.make_jaxpr(self.fn)(*self.examples)
-        except Exception as error:  # the user's function may raise anything; it is told and kept as the cause
+            with _asked():
+                closed = jax.make_jaxpr(self.fn)(*self.examples)
+        except Refused as error:
             raise DiscoveryError(
-                f"discover({self.name}): it cannot be traced with the whole arguments: {brief(error)}. It must be a "
+                f"discover({self.name}): it cannot be traced with the whole arguments: {error}. It must be a "
                 "function that jax.jit takes; code of the host stands in a jax.pure_callback."
-            ) from error
+            ) from error.__cause__
         jaxpr = _compat.open_jaxpr(closed)
         if not jaxpr.outvars:
             raise DiscoveryError(f"discover({self.name}): it returns no arrays, so that nothing can be compared.")
@@ -96,7 +115,7 @@ class Subject:
         for operands in sets:
             try:
                 sample = self.sample(operands)
-            except Exception as error:  # the user's function may refuse values with any error; told if it takes none
+            except Refused as error:
                 failed = failed or error
                 continue
             if not kept:
@@ -104,7 +123,7 @@ class Subject:
             if tells([x for x, steady in zip(sample.whole, self.steady, strict=True) if not steady] or sample.whole):
                 kept.append(sample)
         if failed is not None and not kept:
-            raise DiscoveryError(f"discover({self.name}): it fails on whole arguments: {brief(failed)}") from failed
+            raise DiscoveryError(f"discover({self.name}): it fails on whole arguments: {failed}") from failed.__cause__
         return kept
 
     def sample(self, operands: list[np.ndarray]) -> Sample:
@@ -126,9 +145,23 @@ class Subject:
                     )
 
     def run(self, operands: Sequence[np.ndarray], compiled: Any = None) -> list[np.ndarray]:
-        """The results on these operands, all of them plain arrays (see `plain`)."""
+        """The results on these operands, all of them plain arrays (see `plain`).
+
+        Raises:
+            Refused: it does not take them.
+        """
         arrays = [typed(x, like) for x, like in zip(operands, self.examples, strict=True)]
-        return [plain(x) for x in (compiled or self.compiled)(*arrays)]
+        with _asked():
+            return [plain(x) for x in (compiled or self.compiled)(*arrays)]
+
+    def shapes_of(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results' shapes and types for operands of these.
+
+        Raises:
+            Refused: it does not take them.
+        """
+        with _asked():
+            return jax.eval_shape(self.compiled, *operands)
 
     def stays(self, result: int) -> bool:
         """Whether a result is the same on all sets of values."""

@@ -158,7 +158,8 @@ def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Mapping[str, st
         job = job_of(plan, target, options)
     except AutoshardError:
         raise
-    except Exception as error:  # of JAX: what cannot be lowered for the platform, or not be exported, is a result
+    # JAX's refusals: an operator that the platform does not have, or that cannot be exported.
+    except (RuntimeError, ValueError, TypeError) as error:
         return audit(plan, target, Compiled("error", f"not to be exported for {target.platform}: {error}"))
     compiled = build(job, timeout_s)
     if compiled.stage == "topology" and compiled.kind == "error":
@@ -228,7 +229,8 @@ def audit(plan: Plan, target: Target, compiled: Compiled) -> Audit:
         return predicted
     try:
         return with_program(predicted, plan, target, hlo.read(compiled.text))
-    except Exception as error:  # a text in words of a later compiler: what is known without it stays
+    # Text that is spelt otherwise than any compiler so far: the audit keeps what is known without it.
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
         return replace(predicted, kind="error", message=f"compiled, but the program cannot be read: {error!r}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut
@@ -73,9 +73,9 @@ def _figures(audit: Audit) -> list[str]:
     return lines
 
 
-def _row(name: str, said: float | None, made: float | None, text: object) -> tuple[str, str, str, str]:
+def _row(name: str, said: float | None, made: float | None, text: Callable[[float], str]) -> tuple[str, str, str, str]:
     def shown(x: float | None) -> str:
-        return "" if x is None else text(x)  # type: ignore[operator]
+        return "" if x is None else text(x)
 
     ratio = ratio_text(made, said) if made is not None and said else ""
     return name, shown(said), shown(made), "" if ratio == "-" else ratio

@@ -104,7 +104,8 @@ def _result(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
         lowered = _lowered(job, mesh)
         result |= {"seconds_lower": time.perf_counter() - begin, "stage": "compile"}
         compiled = _compiled(lowered, _options(job), result)
-    except Exception as error:  # whatever the compiler says is the result
+    # The compiler's (JaxRuntimeError) and JAX's refusals are results; other errors end the process, which says them.
+    except (RuntimeError, ValueError, TypeError) as error:
         return result | _failure(str(error)) | {"seconds": time.perf_counter() - begin}, ""
     seconds = time.perf_counter() - begin
     result |= {"kind": "ok", "stage": "", "seconds": seconds, "memory": _memory(compiled)}
@@ -211,10 +212,12 @@ def _options(job: dict[str, Any]) -> dict[str, str]:
 
 
 def _compiled(lowered: Any, options: dict[str, str], result: dict[str, Any]) -> Any:
+    import jax
+
     while True:
         try:
             return lowered.compile(compiler_options=options)
-        except Exception as error:
+        except jax.errors.JaxRuntimeError as error:
             found = NO_SUCH_OPTION.search(str(error))
             if found and found[1] in options:
                 result["dropped"].append(found[1])
