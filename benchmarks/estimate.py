@@ -1,6 +1,6 @@
 """Estimates a compiled step from its scheduled HLO: the referee between plans, whoever made them.
 
-    python benchmarks/estimate.py PROGRAM.hlo[.gz] v5e:4x4 [RESULT.json of compile_child.py]
+    python benchmarks/estimate.py PROGRAM.hlo[.gz] v5e:4x4 [result.json beside it]
 
 It knows the text that the compiler printed, the machine's figures below and nothing else; it imports nothing of
 autoshard. Units: seconds, bytes, operations (2 for a multiply-add), of one device and one step.

@@ -19,13 +19,13 @@ from; what is updated in place costs the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard.sharding.decide import decides
 from autoshard.sharding.roles import CONTRACTIONS, itemsize, nbytes
-from autoshard.spmdrules.program import Block, Op, Program
+from autoshard.spmdrules.program import Block, Op, Program, inlined
 
 _SLICES = ("slice", "dynamic_slice")
 _IN_PLACE = ("dynamic_update_slice",)
@@ -105,7 +105,7 @@ class _Finder:
         self.block(program.block)
 
     def block(self, block: Block) -> None:
-        ops = list(_inlined(block))
+        ops = list(inlined(block))
         users: dict[int, list[Op]] = {}
         for op in ops:
             self.maker.update(dict.fromkeys(op.results, op))
@@ -235,12 +235,3 @@ class _Finder:
             for k in (*keys, *((shape, v) for v in op.results)):
                 of.setdefault(k, at)
         return groups
-
-
-def _inlined(block: Block) -> Iterator[Op]:
-    """The operators of a block, those of calls in the calls' place: XLA inlines them and fuses across their borders."""
-    for op in block.ops:
-        if len(op.blocks) == 1 and op.results == op.blocks[0].outputs:
-            yield from _inlined(op.blocks[0])
-        else:
-            yield op

@@ -11,7 +11,7 @@ updated in place. Arrays that the function closes over are constants: whole on e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from autoshard.sharding.fusion import Fusion
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Roles, nbytes
 from autoshard.spmdrules.place import axes_of
-from autoshard.spmdrules.program import Block, Op
+from autoshard.spmdrules.program import Block, inlined
 
 
 class MemoryModel:
@@ -70,7 +70,7 @@ class MemoryModel:
         self.everything = np.array(everything, int)
 
     def _scan(self, block: Block) -> None:
-        ops = list(_inlined(block))
+        ops = list(inlined(block))
         for op in ops:
             self.points += 1
             start = self.points
@@ -140,12 +140,3 @@ class MemoryModel:
             points = [self.point[op] for op in some.ops]
             live[min(points) : max(points) + 1] += some.nbytes
         return live
-
-
-def _inlined(block: Block) -> Iterator[Op]:
-    """The operators of a block, those of calls in the calls' place: XLA inlines them and fuses across their borders."""
-    for op in block.ops:
-        if len(op.blocks) == 1 and op.results == op.blocks[0].outputs:
-            yield from _inlined(op.blocks[0])
-        else:
-            yield op

@@ -106,6 +106,15 @@ def walk(block: Block) -> Iterator[Op]:
             yield from walk(inner)
 
 
+def inlined(block: Block) -> Iterator[Op]:
+    """The operators of a block, those of calls in the calls' place: XLA inlines them and fuses across their borders."""
+    for op in block.ops:
+        if len(op.blocks) == 1 and op.results == op.blocks[0].outputs:
+            yield from inlined(op.blocks[0])
+        else:
+            yield op
+
+
 # Calls, which mean what their jaxpr means, and control flow. `run_state` is none: its jaxpr works on references.
 CALLS = frozenset({
     "call", "call_hi_primitive", "closed_call", "composite", "custom_jvp_call", "custom_linear_solve",

@@ -1,8 +1,8 @@
 """The reader of HLO text: shapes, operands, source lines, and how often loops run."""
 
 import pytest
-from hlo import Array, instruction_of, read, shape_of  # pyright: ignore[reportMissingImports]
-from hlo_loops import trips  # pyright: ignore[reportMissingImports]
+from hlo import Array, instruction_of, read, shape_of
+from hlo_loops import trips
 
 
 @pytest.mark.parametrize(

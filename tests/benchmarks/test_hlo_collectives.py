@@ -1,8 +1,8 @@
 """Collectives in each form in which the compilers write them."""
 
 import pytest
-from hlo import read  # pyright: ignore[reportMissingImports]
-from hlo_collectives import events, groups_of  # pyright: ignore[reportMissingImports]
+from hlo import read
+from hlo_collectives import events, groups_of
 
 MB = 1 << 20
 EVEN_ODD = ((0, 2, 4, 6), (1, 3, 5, 7))

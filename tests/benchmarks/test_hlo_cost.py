@@ -1,8 +1,8 @@
 """Operations and bytes of instructions."""
 
 import pytest
-from hlo import read  # pyright: ignore[reportMissingImports]
-from hlo_cost import copied, cost, opaque  # pyright: ignore[reportMissingImports]
+from hlo import read
+from hlo_cost import copied, cost, opaque
 
 
 def program(line, inside="", parameters=""):

@@ -1,8 +1,8 @@
 """The time of collectives on links, worked out by hand. A v5e link carries 45e9 bytes a second, a v5p one 90e9."""
 
 import pytest
-from estimate import find_target  # pyright: ignore[reportMissingImports]
-from links import wire  # pyright: ignore[reportMissingImports]
+from estimate import find_target
+from links import wire
 
 B = 90e6  # bytes: 2 ms on a v5e link, 1 ms on a v5p one
 MS = 1e-3

@@ -22,12 +22,11 @@ from autoshard.sharding.aot.build import TIMEOUT_S, Compiled, build, missing_com
 from autoshard.sharding.aot.compare import Context, Found, Missing, Unplanned, compare, place
 from autoshard.sharding.aot.groups import axes_of
 from autoshard.sharding.aot.kernels import Kernels
-from autoshard.sharding.aot.program import Job, export_plan
+from autoshard.sharding.aot.program import export_plan
 from autoshard.sharding.aot.remarks import Remark, read_remarks
 from autoshard.sharding.aot.schedule import Runs, Schedule
 from autoshard.sharding.aot.whole import Whole, replicated
 from autoshard.sharding.aot.wire import Wires
-from autoshard.sharding.chips import CHIPS
 from autoshard.sharding.targets import Target, TargetError, find_target
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Mapping[str, st
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")
     try:
-        job = job_of(plan, target, options)
+        job = export_plan(plan, options)
     except AutoshardError:
         raise
     # JAX's refusals: an operator that the platform does not have, or that cannot be exported.
@@ -186,21 +185,6 @@ def compile_target(name: str) -> Target:
             f"of the same chip, such as v5e:4x4 or h100:8"
         )
     return target
-
-
-def job_of(plan: Plan, target: Target, options: Mapping[str, str] | None = None) -> Job:
-    """A plan's program with its machine in the compiler's words."""
-    return replace(export_plan(plan, options), topology=topology_name(target))
-
-
-def topology_name(target: Target) -> str:
-    """`v5p:4x4x4*2` (x, y, z, slices) or `h100:4x8` (hosts, devices), whatever the target is called."""
-    chip = next(name for name, chip in CHIPS.items() if chip == target.chip)
-    sizes = {d.name: d.size for d in target.topology.dims}
-    if target.chip.torus:
-        shape = "x".join(str(sizes[letter]) for letter in "xyz" if letter in sizes)
-        return f"{chip}:{shape}" + (f"*{sizes['slice']}" if "slice" in sizes else "")
-    return f"{chip}:{sizes.get('host', 1)}x{target.topology.dims[-1].size}"
 
 
 def audit(plan: Plan, target: Target, compiled: Compiled) -> Audit:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from autoshard.sharding.chips import CHIPS
+from autoshard.sharding.targets import Target, find_target
+
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan
 
@@ -53,15 +56,23 @@ def export_plan(plan: Plan, options: Mapping[str, str] | None = None) -> Job:
         plan: a plan with its function.
         options: compiler options; default: the plan's own for its platform.
     """
-    from autoshard.sharding.targets import find_target
-
     target = find_target(plan.target)
     bound = plan._bound()
     given = plan.compiler_options.get(target.platform, {}) if options is None else options
     program = export(bound.run(plan.mesh), bound.traced.in_avals, *plan.shardings(plan.mesh), target.platform)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    order = plan.device_order
-    return Job(program, target.platform, plan.target, sizes, tuple(order), tuple(map(int, bound.traced.donated)), given)
+    donated = tuple(map(int, bound.traced.donated))
+    return Job(program, target.platform, topology_name(target), sizes, plan.device_order, donated, given)
+
+
+def topology_name(target: Target) -> str:
+    """`v5p:4x4x4*2` (x, y, z, slices) or `h100:4x8` (hosts, devices), whatever the target is called."""
+    chip = next(name for name, chip in CHIPS.items() if chip == target.chip)
+    sizes = {d.name: d.size for d in target.topology.dims}
+    if target.chip.torus:
+        shape = "x".join(str(sizes[letter]) for letter in "xyz" if letter in sizes)
+        return f"{chip}:{shape}" + (f"*{sizes['slice']}" if "slice" in sizes else "")
+    return f"{chip}:{sizes.get('host', 1)}x{target.topology.dims[-1].size}"
 
 
 def export(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import plan
 from autoshard.sharding.aot import Audit, Compiled, audit, verify
 from autoshard.sharding.aot.compare import Found, Missing, Unplanned
+from autoshard.sharding.aot.program import topology_name
 from autoshard.sharding.aot.remarks import Remark
 from autoshard.sharding.aot.whole import Whole
 from tests.sharding import programs
@@ -171,5 +172,5 @@ def test_a_program_in_words_that_are_not_known(tmp_path):
 def test_names_of_machines_for_the_compiler():
     names = {"v5e:4x4": "v5e:4x4", "v5litepod:2x4": "v5e:2x4", "v5p:2x2x4*2": "v5p:2x2x4*2", "a100:8": "a100-80:1x8",
              "h100:4x8": "h100:4x8", "ironwood:2x2x1": "tpu7x:2x2x1", "cpu:8": "cpu:1x8"}  # fmt: skip
-    found = {name: audit.topology_name(audit.compile_target(name)) for name in names}
+    found = {name: topology_name(audit.compile_target(name)) for name in names}
     assert found == names

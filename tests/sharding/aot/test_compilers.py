@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.sharding.aot import build, export_plan, verify
-from autoshard.sharding.aot.audit import compile_target, job_of
+from autoshard.sharding.aot.audit import compile_target
 from tests.sharding.aot.test_audit import planned
 
 LAYERS, WIDTH, HIDDEN, ROWS = 3, 256, 1024, 2048
@@ -61,7 +61,7 @@ def test_tensor_parallel_layers_for_a_tpu():
 def test_devices_of_a_tpu_stand_where_the_plan_says():
     made = planned("fsdp:4 tp:2", "v5e:2x4")
     target = compile_target(made.target)
-    found = build(job_of(made, target))
+    found = build(export_plan(made))
     sizes = {d.name: d.size for d in target.topology.dims}
     numbers = [y * sizes["x"] + x for x, y, *_ in found.coordinates]
     assert tuple(numbers) == made.device_order

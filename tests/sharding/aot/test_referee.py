@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.sharding.aot import build, hlo
-from autoshard.sharding.aot.audit import compile_target, job_of
+from autoshard.sharding.aot import build, export_plan, hlo
+from autoshard.sharding.aot.audit import compile_target
 from autoshard.sharding.aot.kernels import Kernels
 from autoshard.sharding.aot.schedule import Schedule
 from autoshard.sharding.aot.wire import Wires
@@ -30,7 +30,7 @@ def referee():
 def both(made, referee, its_target=None):
     """What the two readers say of a plan's compiled program."""
     target = compile_target(made.target)
-    compiled = build(job_of(made, target))
+    compiled = build(export_plan(made))
     text = compiled.text
     program = hlo.read(text)
     schedule = Schedule(program, Kernels(program, target.chip), Wires(target.topology, made.device_order))
