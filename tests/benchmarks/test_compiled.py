@@ -43,11 +43,11 @@ def layers_job(kind, topology="v5e:4x4"):
     stored = {"fsdp": ((None, axes), (None, axes)), "tensor": ((None, None, axes), (None, axes))}[kind]
     specs = [*stored, (axes,) if kind == "fsdp" else ()]
     options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000", "xla_no_such_option": "1"}
-    placed = [
+    taken, given = (
         [NamedSharding(abstract_mesh(mesh), PartitionSpec(*spec)) for spec in some] for some in (specs, [(), *stored])
-    ]
+    )
     platform = "cuda" if topology.startswith("h100") else "tpu"
-    program = export(step, avals, *placed, platform)
+    program = export(step, avals, taken, given, platform)
     return Job(program, platform, topology, mesh, tuple(range(16)), (0, 1), options)
 
 
