@@ -1,0 +1,262 @@
+"""The planner against an expert's plans and today's practice, compiled by the same compiler for the same machine.
+
+    python benchmarks/bench_plans.py [CASE ...] [--quick] [--minutes 30] [--figures]
+
+For each case: the expert's whole grid (`expert_plans.styles` x remat x microbatches), without what a roofline rules out
+(`rooflines`), compiled in the order of their bounds until the next bound is above what was reached; the planner's best
+variant by its own estimate, and the best three of its candidates by the compiler (`verify`); both sides' best under
+all option sets; then today's practice under the expert's remat, microbatches and options. Times are `estimate.py`'s.
+
+All rows are kept in `results/plans/CASE.json`: what is there, or in the compiler's cache, is not compiled again. The
+quick tier compiles four cases and the first programs of their grids only, and says how much of a grid it left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import common  # noqa: F401  the path and the devices are set up first
+from estimate import find_target
+from expert_plans import CASES, OPTION_SETS, Case, Style, styles, today
+from expert_step import expert_step
+from plan_figures import show
+from plan_rows import Planned, Row, Store, best
+from rooflines import bound
+
+from autoshard import plan
+from autoshard.errors import AutoshardError
+from autoshard.sharding.aot import Job
+from autoshard.sharding.aot.program import export, export_plan
+from autoshard.train.build import workload_step
+
+QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
+QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 6, 3, 2
+
+
+def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> Job:
+    """An expert's step as the compiler takes it."""
+    made = expert_step(case.variant(remat), style, microbatches)
+    platform = "cuda" if find_target(case.target).gpu else "tpu"
+    program = export(made.fn, made.avals, made.given, made.made, platform)
+    return Job(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
+
+
+def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
+    """The expert's programs in the order of their bounds, and those that cannot fit."""
+    limit = find_target(case.target).chip.memory_bytes
+    found, pruned = [], []
+    for style in styles(case):
+        for remat in case.remats:
+            for microbatches in case.microbatches:
+                if case.work.batch_size // microbatches % style.ways(style.batch):
+                    continue
+                low = bound(case, style, remat, microbatches)
+                made = partial(export_expert, case, style, remat, microbatches)
+                one = Planned("expert", style.name, style.words, remat, microbatches, made, bound=low.seconds)
+                if low.memory > limit:
+                    pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
+                else:
+                    found.append((low, one))
+    # Bounds within 5 % of each other are no order: of those, what holds least comes first.
+    found.sort(key=lambda pair: (int(pair[0].seconds / found[0][0].seconds * 20), pair[0].memory))
+    return [one for _, one in found], pruned
+
+
+def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) -> None:
+    """Compiles the grid, two programs at once, until no bound is below what was reached."""
+    waiting, pruned = grid(case)
+    options, reached, failed = OPTION_SETS[case.target.partition(":")[0]][0], 0, []
+    while waiting:
+        done = [row for row in store.rows if row.side == "expert" and row.ok]
+        fastest = min((row.step["roofline"] for row in done), default=float("inf"))
+        some: list[Planned] = []
+        while waiting and len(some) < AT_ONCE:
+            one = waiting.pop(0)
+            if one.bound >= fastest:
+                pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
+            elif any(_holds_more(one, row) for row in failed):
+                pruned.append(_pruned(one, "holds more than one that did not fit"))
+            else:
+                some.append(one)
+        if not some or clock.over or (programs is not None and reached >= programs):
+            pruned += [_pruned(one, "not reached") for one in [*some, *waiting]]
+            break
+        rows = compile_all(store, [(one, options) for one in some])
+        failed += [row for row in rows if row.kind == "oom"]
+        reached += len(rows)
+    store.pruned = pruned
+    run_options(case, store, "expert", clock)
+
+
+def _holds_more(one: Planned, row: Row) -> bool:
+    """Whether a program keeps more than another of the same style: fewer microbatches, or a laxer remat."""
+    order = ("full", "dots", "none")
+    more = order.index(one.remat) >= order.index(row.remat) and one.microbatches <= row.microbatches
+    return one.style == row.style and more
+
+
+def _pruned(one: Planned, why: str) -> dict[str, Any]:
+    return {"style": one.style, "remat": one.remat, "microbatches": one.microbatches, "why": why}
+
+
+def run_planner(case: Case, store: Store, clock: Clock) -> None:
+    """The planner's best variant, and the best of its candidates by the compiler."""
+    found, seconds = candidates(case)
+    options = OPTION_SETS[case.target.partition(":")[0]][0]
+    store.notes["planning_seconds"] = round(seconds, 1)
+    if not found:
+        store.notes["planner"] = "nothing fits"
+        return
+    store.notes["chosen"] = found[0].style + ", " + found[0].remat + f", {found[0].microbatches}"
+    compile_all(store, [(one, options) for one in found[:CANDIDATES]])
+    run_options(case, store, "plan", clock)
+
+
+def candidates(case: Case) -> tuple[list[Planned], float]:
+    """The planner's candidates over all variants, best first by its own estimate, and how long it took."""
+    start, found = time.perf_counter(), []
+    for remat in case.remats:
+        for microbatches in case.microbatches:
+            try:
+                made = planned(case, remat, microbatches)
+            except AutoshardError as error:
+                print(f"{case.name}, {remat}, {microbatches}: {error}", file=sys.stderr)
+                continue
+            fitting = [c for c in made.candidates if c[2] <= made.limit_bytes]
+            found += [(c, remat, microbatches) for c in fitting[:CANDIDATES]]
+    found.sort(key=lambda each: each[0][1])
+    seconds = time.perf_counter() - start
+    return [_candidate(case, *each) for each in found], seconds
+
+
+def _candidate(case: Case, candidate: tuple[str, float, float], remat: str, microbatches: int) -> Planned:
+    words = candidate[0]
+    made = partial(export_ours, case, words, remat, microbatches)
+    return Planned("plan", words, words, remat, microbatches, made, {"step": candidate[1] / 1e6})
+
+
+def planned(case: Case, remat: str, microbatches: int, words: str | None = None) -> Any:
+    """The plan of a variant, the best or one by its words."""
+    step, state, batch = workload_step(case.variant(remat), microbatches)
+    return plan(step, state, batch, target=case.target, plan=words, donate_argnums=0)
+
+
+def export_ours(case: Case, words: str, remat: str, microbatches: int, options: Mapping[str, str]) -> Job:
+    """A plan of the planner as the compiler takes it."""
+    return export_plan(planned(case, remat, microbatches, words), options)
+
+
+def run_options(case: Case, store: Store, side: str, clock: Clock) -> None:
+    """The best of a side under the other option sets."""
+    first, *others = OPTION_SETS[case.target.partition(":")[0]]
+    winner = best([row for row in store.rows if row.side == side and row.options == first])
+    if winner is None or clock.over:
+        return
+    for options in others:
+        compile_all(store, [(_again(case, winner), options)])
+
+
+def _again(case: Case, row: Row) -> Planned:
+    if row.side == "plan":
+        made: Any = partial(export_ours, case, row.words, row.remat, row.microbatches)
+    else:
+        style = next(s for s in [*styles(case), today(case)] if s.name == row.style)
+        made = partial(export_expert, case, style, row.remat, row.microbatches)
+    return Planned(row.side, row.style, row.words, row.remat, row.microbatches, made, row.predicted, row.bound)
+
+
+def run_today(case: Case, store: Store) -> None:
+    """Today's practice, under the remat, microbatches and options of the best of the expert's."""
+    winner = best([row for row in store.rows if row.side == "expert"])
+    if winner is None:
+        return
+    style = today(case)
+    made = partial(export_expert, case, style, winner.remat, winner.microbatches)
+    compile_all(store, [(Planned("today", "today", "", winner.remat, winner.microbatches, made), winner.options)])
+
+
+def predict(case: Case, store: Store) -> None:
+    """What the planner says of every row, the expert's by the same words."""
+    known: dict[Any, Mapping[str, float]] = {}
+    for index, row in enumerate(store.rows):
+        if not row.words:
+            continue
+        key = row.words, row.remat, row.microbatches
+        if key not in known:
+            try:
+                made = planned(case, row.remat, row.microbatches, row.words)
+            except AutoshardError as error:
+                print(f"{case.name}, {key}: {error}", file=sys.stderr)
+                known[key] = {}
+            else:
+                found = made.estimate
+                known[key] = {
+                    "step": found.step_time_us / 1e6,
+                    "compute": found.compute_us / 1e6,
+                    "wire_bytes": found.comm_bytes,
+                    "memory_bytes": found.peak_memory_bytes,
+                }
+        store.rows[index] = replace(row, predicted=known[key])
+    store.save()
+
+
+def compile_all(store: Store, jobs: Sequence[tuple[Planned, Mapping[str, str]]]) -> list[Row]:
+    """Compiles programs, two at once; they are exported one after the other, as tracing is not made for threads."""
+    exported = [(one, options, one.export(options)) for one, options in jobs]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        rows = list(pool.map(lambda job: store.finish(*job), exported))
+    for row in rows:
+        said = f"{row.seconds * 1e3:.0f} ms" if row.ok else row.kind
+        print(
+            f"  {row.side}: {row.name}: {said} ({'cached' if row.cached else f'{row.compile_seconds:.0f} s'})",
+            flush=True,
+        )
+    return rows
+
+
+class Clock:
+    """Time for a run."""
+
+    def __init__(self, minutes: float):
+        self.end = time.monotonic() + 60 * minutes
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing new should be started."""
+        return time.monotonic() > self.end
+
+
+def main() -> None:
+    """Runs the cases that were asked for."""
+    given = _parser().parse_args()
+    names = given.cases or (QUICK if given.quick else list(CASES))
+    for done, name in enumerate([] if given.figures else names):
+        case, left = CASES[name], len(names) - done
+        clock = Clock(given.minutes / len(names) if given.quick else given.minutes / left)
+        store = Store(name, case.target)
+        print(f"{name} on {case.target}", flush=True)
+        run_planner(case, store, clock)
+        run_experts(case, store, clock, QUICK_PROGRAMS if given.quick else None)
+        run_today(case, store)
+        predict(case, store)
+    show([Store(name, CASES[name].target) for name in names])
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run; default: all")
+    made.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}, and only the start of their grids")
+    made.add_argument("--minutes", type=float, default=30.0, help="after which nothing new is compiled")
+    made.add_argument("--figures", action="store_true", help="print the figures of what was compiled before")
+    return made
+
+
+if __name__ == "__main__":
+    main()

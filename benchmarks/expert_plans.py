@@ -1,0 +1,170 @@
+"""Plans as an expert writes them by hand, and what most people write: what the planner is measured against.
+
+Nothing here asks the planner for anything: a plan is a mesh, a PartitionSpec for each parameter, by its name, and
+constraints inside the model, by the letters of its products (`expert_step`). Everything an expert knows is in it:
+
+    batch       over data, fsdp and expert; the step's first axis of every activation
+    tensor      heads, hidden sizes, vocabulary (Megatron: column, then row), `sequence` between the products
+    fsdp        parameters (ZeRO-3), gradients too (ZeRO-2) or moments alone (ZeRO-1) along the width of the stream;
+                what is gathered is gathered after its cast to 16 bits, what is reduced is scattered where it is kept
+    expert      experts, whose tokens come by all-to-all; dropless ones run under a shard_map, each on its own tokens
+
+on the same step function, under the same remat policies, microbatches and compiler options as the planner's. The mesh
+is laid row by row, tensor innermost: neighbours on the torus, the same host on GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from autoshard.models.moe import MoEConfig
+from autoshard.models.wide_resnet import WideResNetConfig
+from autoshard.models.workloads import Workload, workload
+
+AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor")
+MAX_TENSOR = 16
+Spec = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload on a machine."""
+
+    name: str
+    work: Workload
+    target: str
+
+    @property
+    def devices(self) -> int:
+        """How many chips the machine has."""
+        return math.prod(int(size) for size in self.target.partition(":")[2].split("x"))
+
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """Remat policies that are tried."""
+        return ("none", "dots", "full")
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Microbatches that are tried: one where more would change the numbers (batch statistics, routing losses)."""
+        return (1,) if isinstance(self.work.config, MoEConfig | WideResNetConfig) else (1, 2, 4)
+
+    def variant(self, remat: str) -> Workload:
+        """The workload under a remat policy."""
+        return self.work.with_(remat=remat)
+
+
+_SEVEN = workload("llama2-7b")
+_EIGHT = workload("llama3-8b").with_(batch_size=128, attention="blockwise")
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("gpt-1.3b", workload("gpt-1.3b").with_(batch_size=512), "v5e:4x4"),
+        Case("gpt-2.6b", workload("gpt-2.6b").with_(batch_size=512), "v5e:4x4"),
+        Case("llama2-7b-2k", _SEVEN.with_(batch_size=128, context=2048), "v5p:4x4x4"),
+        Case("llama2-7b-4k", _SEVEN.with_(batch_size=64, context=4096), "v5p:4x4x4"),
+        Case("llama3-8b-v5e", _EIGHT, "v5e:16x16"),
+        Case("llama3-8b-h100", _EIGHT, "h100:4x8"),
+        Case("llama2-70b", workload("llama2-70b").with_(batch_size=256), "v5p:8x8x4"),
+        Case("mixtral-8x7b", workload("mixtral-8x7b").with_(batch_size=128), "v5p:4x4x4"),
+        Case("moe-2.4b", workload("moe-2.4b").with_(batch_size=512), "v5e:4x4"),
+        Case("moe-10b", workload("moe-10b").with_(batch_size=512), "v5e:4x4"),
+        Case("wide-resnet-250m", workload("wide-resnet-250m").with_(batch_size=1536), "v5e:4x4"),
+        Case("wide-resnet-1b", workload("wide-resnet-1b").with_(batch_size=1536), "v5e:4x4"),
+        Case("vit-l16", workload("vit-l16").with_(batch_size=1024), "v5e:4x4"),
+    )
+}
+
+_WINDOWS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_OFFLOADED = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in _KINDS}
+OPTION_SETS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "v4": (_WINDOWS, {}),
+    "v5e": (_WINDOWS, {}),
+    "v5p": (_WINDOWS | _OFFLOADED, _OFFLOADED, _WINDOWS, {}),
+    "v6e": (_WINDOWS | _OFFLOADED, _OFFLOADED, _WINDOWS, {}),
+    "h100": ({},),
+}
+"""Compiler options that are tried on a chip, what is known to be best first."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the devices are used.
+
+    Attributes:
+        sizes: devices along `AXES`.
+        zero: what is stored in parts along fsdp: moments (1), gradients too (2), parameters too (3).
+        sequence: whether the residual stream's sequence is cut along tensor.
+        today: what most people write instead: the batch cut, each parameter cut along its largest dimension.
+    """
+
+    sizes: tuple[int, int, int, int]
+    zero: int = 3
+    sequence: bool = False
+    today: bool = False
+
+    @property
+    def name(self) -> str:
+        """`data:4 zero3:4 tensor:4 seq`."""
+        if self.today:
+            return "today"
+        kinds = ("data", f"zero{self.zero}", "expert", "tensor")
+        words = [f"{kind}:{size}" for kind, size in zip(kinds, self.sizes, strict=True) if size > 1]
+        return " ".join([*words, *(["seq"] if self.sequence else [])])
+
+    @property
+    def words(self) -> str:
+        """The same in the planner's words; ZeRO-2 is called `zero1` there, where gradients follow the moments."""
+        data, group, expert, tensor = self.sizes
+        kind = "fsdp" if self.zero == 3 else "zero1"
+        named = {"dp": data, kind: group, "ep": expert, "tp": tensor}
+        words = [f"{word}:{size}" for word, size in named.items() if size > 1]
+        return " ".join([*words, *(["seq"] if self.sequence else [])])
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes that cut the batch."""
+        return ("fsdp",) if self.today else ("data", "fsdp", "expert")
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        """The mesh, with all its axes."""
+        return AbstractMesh(self.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """In how many parts these axes cut."""
+        return math.prod(self.sizes[AXES.index(axis)] for axis in axes)
+
+
+def styles(case: Case) -> list[Style]:
+    """The whole grid of an expert's styles on a case's machine; those whose batch does not divide are none."""
+    devices, config = case.devices, case.work.config
+    capacity = isinstance(config, MoEConfig) and config.dispatch == "capacity"
+    found = []
+    for tensor in [t for t in _divisors(devices) if t <= MAX_TENSOR]:
+        for expert in _divisors(math.gcd(devices // tensor, config.experts)) if capacity else [1]:
+            rest = devices // tensor // expert
+            if case.work.batch_size % (rest * expert):
+                continue
+            for group in _divisors(rest):
+                for zero in (1, 2, 3) if group > 1 else (3,):
+                    sizes = (rest // group, group, expert, tensor)
+                    image = isinstance(config, WideResNetConfig)
+                    for sequence in (False, True) if tensor > 1 and not image else (False,):
+                        found.append(Style(sizes, zero, sequence))
+    return found
+
+
+def today(case: Case) -> Style:
+    """What most people write."""
+    return Style((1, case.devices, 1, 1), today=True)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,305 @@
+"""A workload's train step under an expert's style: specs by parameter names, constraints by the letters of products."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from expert_plans import AXES, Spec, Style
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.models import gpt, moe, wide_resnet
+from autoshard.models.workloads import Workload
+from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, path_name
+from autoshard.train.state import Program, make_program
+from autoshard.train.step import make_train_step
+
+# The dimensions of each parameter, by the end of its path; a stack of layers has one more in front.
+_PARAMETERS: Sequence[tuple[str, tuple[str | None, ...]]] = (
+    (r"experts/w_(up|gate)", ("experts", "width", "hidden")),
+    (r"experts/w_down", ("experts", "hidden", "width")),
+    (r"router", ("width", None)),
+    (r"w_(up|gate)", ("width", "hidden")),
+    (r"w_down", ("hidden", "width")),
+    (r"w[qkv]", ("width", "heads", None)),
+    (r"wo", ("heads", None, "width")),
+    (r"b[qkv]", ("heads", None)),
+    (r"b_(up|gate)", ("hidden",)),
+    (r"embed", ("vocab", "width")),
+    (r"position", (None, "width")),
+    (r"patch", (None, None, None, "width")),
+    (r"head", ("width", "vocab")),
+    (r"conv3/kernel", (None, None, "hidden", "width")),
+    (r"conv2/kernel", (None, None, "width", "hidden")),
+    (r"(conv1|shortcut|stem)/kernel", (None, None, None, "width")),
+)
+_TENSOR = ("heads", "hidden", "vocab")
+
+
+@dataclass(frozen=True)
+class Annotator:
+    """A style's specs for a model."""
+
+    style: Style
+    config: Any
+
+    def spec(self, names: Sequence[str | None], shape: Sequence[int], *, stored: bool) -> Spec:
+        """How an array with these dimensions is cut: as parameters are stored, or as they are computed with."""
+        found = []
+        for name, size in zip(names, shape, strict=True):
+            axes: tuple[str, ...] = ()
+            if name in _TENSOR:
+                axes = ("tensor",)
+            elif name == "experts":
+                axes = ("expert",)
+            elif name == "width" and stored:
+                axes = ("fsdp",)
+            elif name in ("batch", "tokens"):
+                axes = self.style.batch
+            elif name == "groups":
+                axes = ("data", "fsdp")
+            elif name == "stream":
+                axes = ("tensor",) if self.style.sequence else ()
+            axes = tuple(a for a in axes if self.style.ways((a,)) > 1)
+            found.append(axes if axes and size % self.style.ways(axes) == 0 else None)
+        return tuple(found)
+
+    def parameter(self, path: str, shape: Sequence[int], *, stored: bool) -> Spec:
+        """How a parameter is cut."""
+        if self.style.today:
+            return _largest(shape, self.style.sizes[1])
+        for pattern, names in _PARAMETERS:
+            if re.search(rf"(^|/){pattern}$", path) and len(shape) - len(names) in (0, 1):
+                names = (None,) * (len(shape) - len(names)) + names
+                return self.spec(names, shape, stored=stored)
+        return (None,) * len(shape)
+
+    def kept(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """An activation, and its gradient, cut so."""
+        if self.style.today:
+            return x
+        spec = PartitionSpec(*self.spec(names, x.shape, stored=False))
+        return lax.with_sharding_constraint(x, NamedSharding(self.style.mesh, spec))
+
+    def gathered(self, weight: jax.Array, *names: str | None) -> jax.Array:
+        """A weight as it is computed with; its gradient is reduced to where it is kept."""
+        if self.style.today:
+            return weight
+        given = self.spec(names, weight.shape, stored=False)
+        return _turned(weight, given, self.spec(names, weight.shape, stored=self.style.zero > 1), self.style)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _turned(x: jax.Array, forward: Spec, backward: Spec, style: Style) -> jax.Array:
+    """A value cut one way, its gradient another."""
+    return lax.with_sharding_constraint(x, NamedSharding(style.mesh, PartitionSpec(*forward)))
+
+
+def _turned_forward(x, forward, backward, style):
+    return _turned(x, forward, backward, style), None
+
+
+def _turned_backward(forward, backward, style, _, gradient):
+    return (lax.with_sharding_constraint(gradient, NamedSharding(style.mesh, PartitionSpec(*backward))),)
+
+
+_turned.defvjp(_turned_forward, _turned_backward)
+
+
+def _largest(shape: Sequence[int], devices: int) -> Spec:
+    dims = sorted((d for d, size in enumerate(shape) if size % devices == 0), key=lambda d: -shape[d])
+    return tuple(("fsdp",) if dims and d == dims[0] else None for d in range(len(shape)))
+
+
+class _Instead:
+    """A module some functions of which are others."""
+
+    def __init__(self, module: Any, **others: Any):
+        self.__dict__.update(others, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Table:
+    """A parameter that is gathered where it is read."""
+
+    def __init__(self, param: Any, gathered: Callable[[jax.Array], jax.Array]):
+        self.param, self.gathered = param, gathered
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        assert index is Ellipsis
+        return self.gathered(self.param[...])
+
+
+_GPT = {"b": "batch", "e": "width", "h": "heads", "f": "hidden", "v": "vocab"}
+_MOE = {"g": "tokens", "e": "experts"}
+
+
+@contextlib.contextmanager
+def annotated(note: Annotator) -> Iterator[None]:
+    """Inside, the models' products, lookups and convolutions are annotated."""
+    embed_tokens = gpt.embed_tokens
+
+    def gpt_einsum(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        letters, out = spec.split("->")[0].split(",")[1], spec.split("->")[1]
+        y = jnp.einsum(spec, x, note.gathered(weight, *map(_GPT.get, letters)))
+        if out == "bse":
+            return note.kept(y, "batch", "stream", None)
+        return note.kept(y, *(None if letter == "e" else _GPT.get(letter) for letter in out))
+
+    def moe_einsum(spec: str, *operands: jax.Array, **options: Any) -> jax.Array:
+        if spec in ("bsd,de->bse", "gske,gskc->gsec"):
+            return jnp.einsum(spec, *operands, **options)
+        if spec == "gsec,gsd->egcd":
+            return note.kept(jnp.einsum(spec, *operands), "experts", "groups", None, None)
+        if spec == "gsec,egcd->gsd":
+            return note.kept(jnp.einsum(spec, *operands), "tokens", None, None)
+        assert spec == "egci,eio->egco", spec
+        rows, weight = operands
+        up = weight.shape[2] == note.config.expert_hidden
+        names = ("experts", "width", "hidden") if up else ("experts", "hidden", "width")
+        y = jnp.einsum(spec, rows, note.gathered(weight, *names))
+        return note.kept(y, "experts", "groups", None, "hidden" if up else None)
+
+    def embedded(cfg: Any, embed: Any, position: Any, tokens: jax.Array) -> jax.Array:
+        table = _Table(embed, lambda weight: note.gathered(weight, "vocab", "width"))
+        return note.kept(embed_tokens(cfg, table, position, tokens), "batch", "stream", None)  # pyright: ignore[reportArgumentType]
+
+    def convolved(x: jax.Array, kernel: jax.Array, strides: Sequence[int], *args: Any, **options: Any) -> jax.Array:
+        size, _, inputs, outputs = kernel.shape
+        column = size == 3
+        row = size == 1 and strides[0] == 1 and outputs * note.config.width_factor == inputs * 4
+        names = (None, None, "width" if column else "hidden" if row else None, "hidden" if column else "width")
+        y = lax.conv_general_dilated(x, note.gathered(kernel, *names), strides, *args, **options)
+        return note.kept(y, "batch", None, None, "hidden" if column else None)
+
+    def by_sorting(self: moe.Experts, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
+        return _sorted_on_shards(self, note, x, gates, chosen)
+
+    patches = [
+        mock.patch.object(gpt, "jnp", _Instead(jnp, einsum=gpt_einsum)),
+        mock.patch.object(gpt, "embed_tokens", embedded),
+        mock.patch.object(moe, "embed_tokens", embedded),
+        mock.patch.object(moe, "jnp", _Instead(jnp, einsum=moe_einsum)),
+        mock.patch.object(wide_resnet, "lax", _Instead(lax, conv_general_dilated=convolved)),
+        mock.patch.object(moe.Experts, "_by_sorting", by_sorting),
+    ]
+    with contextlib.ExitStack() as stack:
+        for each in [] if note.style.today else patches:
+            stack.enter_context(each)
+        yield
+
+
+def _sorted_on_shards(
+    experts: moe.Experts, note: Annotator, x: jax.Array, gates: jax.Array, chosen: jax.Array
+) -> jax.Array:
+    """Dropless experts: each device sorts its own tokens, and has its part of every expert's hidden size."""
+    up, down = ("experts", "width", "hidden"), ("experts", "hidden", "width")
+    named = {"w_up": up, "w_gate": up, "w_down": down}
+    given = {name: getattr(experts, name) for name in named if getattr(experts, name) is not None}
+    weights = {name: note.gathered(value[...].astype(x.dtype), *named[name]) for name, value in given.items()}
+    specs = {name: PartitionSpec(*note.spec(named[name], w.shape, stored=False)) for name, w in weights.items()}
+    rows = PartitionSpec(*note.spec(("batch", None, None), x.shape, stored=False))
+
+    def body(weights: Mapping[str, jax.Array], x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
+        top_k, width = chosen.shape[2], x.shape[2]
+        choices = chosen.reshape(-1)
+        order = jnp.argsort(choices)
+        sizes = jnp.sum(choices[:, None] == jnp.arange(experts.cfg.experts)[None], axis=0, dtype=jnp.int32)
+        taken = x.reshape(-1, width)[order // top_k]
+        hidden = lax.ragged_dot(taken, weights["w_up"], sizes)
+        gate = weights.get("w_gate")
+        if gate is None:
+            hidden = jax.nn.gelu(hidden)
+        else:
+            hidden = jax.nn.silu(lax.ragged_dot(taken, gate, sizes)) * hidden
+        made = lax.ragged_dot(hidden, weights["w_down"], sizes)
+        back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
+        weighted = back.reshape(-1, top_k, width) * gates.reshape(-1, top_k, 1).astype(x.dtype)
+        y = jnp.sum(weighted, axis=1).reshape(x.shape)
+        return lax.psum(y, "tensor") if note.style.ways(("tensor",)) > 1 else y
+
+    shards = jax.shard_map(
+        body, mesh=note.style.mesh, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
+    )
+    return note.kept(shards(weights, x, gates, chosen), "batch", "stream", None)
+
+
+@dataclass(frozen=True)
+class Annotated(Program):
+    """A model whose parameters' gradients lie where they are used."""
+
+    note: Annotator | None = field(default=None)
+
+    def model(self, params: Any, frozen: Any, variables: Any, key: Any) -> Any:
+        """The model; gradients of its parameters are reduced to where the style keeps them."""
+        note = self.note
+        assert note is not None
+
+        def turned(path: Any, leaf: jax.Array) -> jax.Array:
+            stored = note.parameter(path_name(path), leaf.shape, stored=note.style.zero == 3)
+            return _turned(
+                leaf, stored, note.parameter(path_name(path), leaf.shape, stored=note.style.zero > 1), note.style
+            )
+
+        if not note.style.today:
+            params = jax.tree_util.tree_map_with_path(turned, params)
+        return super().model(params, frozen, variables, key)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A step by hand: a function of flat arguments, their shapes, and how they are cut.
+
+    `avals` and both lists of shardings are those of the leaves; `donated` are the leaves of the state.
+    """
+
+    fn: Callable[..., list[Any]] = field(repr=False)
+    avals: list[Any] = field(repr=False)
+    given: list[NamedSharding] = field(repr=False)
+    made: list[NamedSharding] = field(repr=False)
+    donated: tuple[int, ...] = field(repr=False)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+
+def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
+    """The workload's train step, as `autoshard.train.build.workload_step` makes it, under a style."""
+    note, settings = Annotator(style, work.config), OptimizerConfig()
+    plain = make_program(work.build, make_optimizer(settings, 1000))
+    program = Annotated(**{name: getattr(plain, name) for name in Program.__dataclass_fields__}, note=note)
+    step = make_train_step(program, learning_rate_schedule(settings, 1000), microbatches)
+    state, batch = program.abstract_state(), work.batch()
+    leaves, tree = jax.tree_util.tree_flatten_with_path((state, batch))
+
+    def spec_of(path: Any, leaf: Any) -> Spec:
+        text = path_name(path)
+        if text.startswith("1/"):
+            return (style.batch,) if style.ways(style.batch) > 1 else ()
+        return note.parameter(text, leaf.shape, stored=style.zero == 3 or "opt_state" in text)
+
+    def run(*flat: Any) -> list[Any]:
+        with annotated(note):
+            return jax.tree.leaves(step(*jax.tree.unflatten(tree, flat)))
+
+    given = [NamedSharding(style.mesh, PartitionSpec(*spec_of(*each))) for each in leaves]
+    count = len(jax.tree.leaves(state))
+    metrics = len(jax.tree.leaves(jax.eval_shape(step_shapes(work, microbatches), state, batch))) - count
+    whole = [NamedSharding(style.mesh, PartitionSpec())] * metrics
+    sizes = dict(zip(AXES, style.sizes, strict=True))
+    return Expert(run, [leaf for _, leaf in leaves], given, given[:count] + whole, tuple(range(count)), sizes)
+
+
+def step_shapes(work: Workload, microbatches: int) -> Callable[..., Any]:
+    """The plain step, for its shapes."""
+    settings = OptimizerConfig()
+    program = make_program(work.build, make_optimizer(settings, 1000))
+    return make_train_step(program, learning_rate_schedule(settings, 1000), microbatches)

@@ -1,0 +1,147 @@
+"""What no program can beat: bounds on a style's step time and memory, before anything is compiled.
+
+Of one device; seconds, bytes, operations (2 for a multiply-add). n devices, t of them along tensor, e along expert, g
+along fsdp, m microbatches, P parameters (P_e of them experts'), L layers, B tokens of a device's batch.
+
+    compute   products of the traced step, recomputed ones included / n / (0.95 peak)
+    wire      what must leave a device, all links carrying at 0.9 of their bandwidth, all of it hidden but no faster:
+        fsdp      (g - 1) / g x Q x 2 bytes, for ZeRO-3 one gather forward and one backward in each microbatch and one
+                  reduction a step, for ZeRO-2 and 1 one reduction and one gather a step, Q = P_e / (e t) + (P-P_e) / t
+        data      2 (d - 1) / d x Q / g x 2 bytes once a step, over the d devices of data (and of expert, where dense)
+        tensor    (t - 1) / t x 2 bytes x B x width x 8 for each layer: two all-reduces each way
+    time      max(compute, wire)
+    memory    state as it is stored, and what each layer keeps for the backward pass of one microbatch: its input
+              (`full`), the results of its projections too (`dots`, `none`), and scores of plain attention (`none`)
+
+All are below what a program takes: less is sent, and less is kept, than any implementation could do with. So pruning by
+them never loses the best; a ZeRO-1 program that gathers nothing twice is bounded as one that does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import jax
+from estimate import FLOPS_SHARE, find_target
+from expert_plans import Case, Style
+from expert_step import step_shapes
+from links import LINK_SHARE
+
+from autoshard.models.attention import AUTO_BLOCKWISE_KEYS
+from autoshard.models.moe import MoEConfig
+from autoshard.models.vit import ViTConfig
+from autoshard.models.wide_resnet import WideResNetConfig
+from autoshard.models.workloads import Workload
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.state import make_program
+
+HALF, WORD, MOMENTS = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Below what a program of this style can take: seconds of a step, bytes of a device."""
+
+    compute: float
+    wire: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return max(self.compute, self.wire)
+
+
+def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
+    """The bound of a style on a case's machine."""
+    chip = find_target(case.target).chip
+    work = case.variant(remat)
+    data, group, expert, tensor = style.sizes
+    flops = products(work) / case.devices / (FLOPS_SHARE * chip.flops)
+    links = LINK_SHARE * chip.link * (2 * chip.torus if chip.torus else 1)
+    total, experts = parameters(work)
+    own, dense = experts / (expert * tensor), (total - experts) / tensor
+    trips = 2 * microbatches + 1 if style.zero == 3 else 2
+    wire = (group - 1) / group * (own + dense) * HALF * trips
+    for replicas, size in ((data, own / group), (data * expert, dense / group)):
+        wire += 2 * (replicas - 1) / replicas * size * HALF
+    decoder = _decoder(work.config)
+    rows = work.batch_size / style.ways(style.batch)
+    kept = 0.0
+    if decoder is not None:
+        tokens = rows * _positions(work.config)
+        wire += (tensor - 1) / tensor * HALF * tokens * decoder.width * 8 * decoder.layers
+        kept = _kept(work, decoder, tokens / microbatches, style, remat)
+    state = (own + dense) * (WORD / (group if style.zero == 3 else 1) + MOMENTS / group)
+    return Bound(flops, wire / links, state + kept)
+
+
+@lru_cache
+def products(work: Workload) -> float:
+    """Operations of all products of the traced train step."""
+    program = make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
+    jaxpr = jax.make_jaxpr(step_shapes(work, 1))(program.abstract_state(), work.batch())
+    return _products(jaxpr.jaxpr)
+
+
+@lru_cache
+def parameters(work: Workload) -> tuple[float, float]:
+    """How many parameters there are, and how many of them are experts'."""
+    program = make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
+    leaves = jax.tree_util.tree_flatten_with_path(program.abstract_state().params)[0]
+    sizes = {jax.tree_util.keystr(path): float(prod(leaf.shape)) for path, leaf in leaves}
+    experts = sum(size for path, size in sizes.items() if "experts" in path and "w_" in path and "shared" not in path)
+    return sum(sizes.values()), experts
+
+
+def _products(jaxpr: Any) -> float:
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += 2.0 * prod(eqn.outvars[0].aval.shape) * prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        elif name in ("ragged_dot", "ragged_dot_general"):
+            # rows x inner x outer, whichever of the three is made: the operands' sizes, one dimension shared
+            rows = eqn.invars[0].aval.shape[0]
+            sizes = [prod(v.aval.shape) / rows for v in (*eqn.invars[:2], eqn.outvars[0]) if v.aval.shape[0] == rows]
+            total += 2.0 * rows * prod(sizes)
+        elif name == "conv_general_dilated":
+            shape, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
+            total += 2.0 * prod(eqn.outvars[0].aval.shape) * prod(shape) / shape[numbers[0]]
+        trips = eqn.params.get("length", 1) if name == "scan" else 1
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    total += trips * _products(inner)
+    return total
+
+
+def _decoder(config: Any) -> Any:
+    """The transformer's config, None of a model that is none."""
+    if isinstance(config, WideResNetConfig):
+        return None
+    return config.gpt if isinstance(config, MoEConfig) else config.encoder if isinstance(config, ViTConfig) else config
+
+
+def _positions(config: Any) -> int:
+    return config.positions if isinstance(config, ViTConfig) else config.context
+
+
+def _kept(work: Workload, decoder: Any, tokens: float, style: Style, remat: str) -> float:
+    tensor = style.sizes[3]
+    stream = HALF * tokens * decoder.width / (tensor if style.sequence else 1)
+    kept = decoder.layers * stream
+    if remat != "full":
+        heads = decoder.head_dim * (decoder.heads + 2 * decoder.key_heads)
+        hidden = 0 if isinstance(work.config, MoEConfig) else decoder.hidden * (2 if decoder.mlp == "swiglu" else 1)
+        kept += decoder.layers * HALF * tokens * (heads + hidden) / tensor
+    positions = _positions(work.config)
+    plain = decoder.attention == "plain" or (decoder.attention == "auto" and positions < AUTO_BLOCKWISE_KEYS)
+    if remat == "none" and plain:
+        kept += decoder.layers * HALF * tokens * positions * decoder.heads / tensor
+    return kept
