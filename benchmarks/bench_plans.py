@@ -37,7 +37,7 @@ from autoshard.sharding.aot.program import export, export_plan
 from autoshard.train.build import workload_step
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
-QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 6, 3, 2
+QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2
 
 
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> Job:
@@ -65,7 +65,8 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
                 else:
                     found.append((low, one))
     # Bounds within 5 % of each other are no order: of those, what holds least comes first.
-    found.sort(key=lambda pair: (int(pair[0].seconds / found[0][0].seconds * 20), pair[0].memory))
+    least = min((low.seconds for low, _ in found), default=1.0)
+    found.sort(key=lambda pair: (int(pair[0].seconds / least * 20), pair[0].memory))
     return [one for _, one in found], pruned
 
 

@@ -86,11 +86,11 @@ def _run_named(arguments: Sequence[str]) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing that is attached is needed
     import autoshard
     from autoshard.models.workloads import workload
-    from autoshard.train.build import workload_step
+    from autoshard.train.build import variants_of, workload_variants
     from autoshard.train.placement import parse_mesh
 
     settings = dict(map(_setting, given.set))
-    named = {"context": given.context, "remat": given.remat, "batch_size": given.batch_size}
+    named = {"context": given.context, "batch_size": given.batch_size}
     work = workload(given.model).with_(**settings, **{k: v for k, v in named.items() if v is not None})
     options = {
         "target": given.target,
@@ -98,9 +98,11 @@ def _run_named(arguments: Sequence[str]) -> int:
         "plan": given.plan,
         "memory_limit_bytes": given.memory_limit_bytes,
     }
+    chosen = {"remat": given.remat or settings.get("remat"), "accumulation": given.accumulation}
     plan = autoshard.plan(
-        *workload_step(work, given.accumulation),
+        *workload_variants(work),
         donate_argnums=0,
+        variants=variants_of(work) | {name: [value] for name, value in chosen.items() if value is not None},
         verify=given.verify,
         **{k: v for k, v in options.items() if v is not None},
     )
@@ -131,8 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--memory-limit-bytes", type=float, help="memory that the plan may use on each device")
     made.add_argument("--batch-size", type=int, help="rows of a batch")
     made.add_argument("--context", type=int, help="tokens in a row")
-    made.add_argument("--accumulation", type=int, default=1, help="microbatches that a batch is processed in")
-    made.add_argument("--remat", help="what a layer keeps for its backward pass: none, dots, full")
+    made.add_argument(
+        "--accumulation", type=int, help="microbatches that a batch is processed in; default: the best of 1, 2, 4"
+    )
+    made.add_argument("--remat", help="what a layer keeps for its backward pass; default: the best of none, dots, full")
     made.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="another field of the model's config"
     )

@@ -7,7 +7,7 @@ Only if it refuses (another structure, shape or setting, arrays that lie elsewhe
 from __future__ import annotations
 
 import functools
-import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +20,7 @@ from autoshard.sharding.bound import NewSignature
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
+from autoshard.sharding.variants import choices, fastest, fastest_of_compiled
 
 
 class GraphArguments(Exception):
@@ -194,28 +195,37 @@ class PureFunction:
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Traces and plans; of variants the fastest that fits."""
-        made, refused = [], []
+        made, refused, said = [], [], {}
         originals = self.originals
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
-        for choice in _choices(self.variants):
+        options: dict[str, Any] = dict(self.options)
+        several = choices(self.variants)
+        verify = options.pop("verify", 0)
+        for choice in several:
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
-            try:
-                plan = plan_traced(traced, (args, kwargs), **self.options)
-            except PlanError as error:
-                refused.append(error)
-                continue
-            made.append((plan.where(notes=(f"variant: {choice}", *plan.notes)) if choice else plan, traced))
+            with warnings.catch_warnings(record=len(several) > 1) as told:
+                try:
+                    plan = plan_traced(traced, (args, kwargs), **options, verify=0 if self.variants else verify)
+                except PlanError as error:
+                    refused.append(error)
+                    continue
+            made.append((choice, traced, plan))
+            said[id(traced)] = [(w.message, w.category) for w in told or ()]
         if not made:
             raise refused[0]
-        return Entry(*min(made, key=lambda pair: (not pair[0].fits, pair[0].estimate.step_time_us)))
+        if verify and self.variants:
 
+            def replan(traced: Traced, words: str) -> Plan:
+                return plan_traced(traced, (args, kwargs), **{**options, "plan": words})
 
-def _choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
-    if not variants:
-        return [{}]
-    return [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
+            traced, plan = fastest_of_compiled(made, verify, replan)
+        else:
+            traced, plan = fastest(made)
+        for message, category in said[id(traced)]:  # those of the other variants are nobody's concern
+            warnings.warn(message, category, stacklevel=2)
+        return Entry(plan, traced)
 
 
 def _type_of(x: Any) -> tuple[Any, Any, bool]:

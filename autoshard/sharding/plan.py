@@ -17,7 +17,7 @@ from autoshard.errors import AutoshardError
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
 
-FORMAT = 2
+FORMAT = 3
 
 
 class PlanError(AutoshardError):
@@ -79,6 +79,8 @@ class Plan:
         axis_sizes: logical axis -> its size in elements.
         limit_bytes: what one device may hold; 0 if unknown.
         alone: what the same step would cost on one device that holds everything; None if unknown.
+        variant: the static keywords that were chosen among `variants=`; empty without such.
+        variants: the variants that were compared: (keywords, words of its plan, step time in microseconds, peak bytes).
     """
 
     mesh: AbstractMesh
@@ -101,6 +103,8 @@ class Plan:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0
     alone: Estimate | None = None
+    variant: Mapping[str, Any] = field(default_factory=dict)
+    variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # of the candidates that were compiled
     bound: Any = field(default=None, repr=False, compare=False)  # planner.Bound: the function and its layout
 
@@ -235,6 +239,8 @@ class Plan:
             "axis_sizes": self.axis_sizes,
             "limit_bytes": self.limit_bytes,
             "alone": self.alone and asdict(self.alone),
+            "variant": self.variant,
+            "variants": self.variants,
         }
         return json.dumps(data, indent=1, default=dict)
 
@@ -270,6 +276,8 @@ class Plan:
                 axis_sizes=data["axis_sizes"],
                 limit_bytes=data["limit_bytes"],
                 alone=Estimate(**data["alone"]) if data["alone"] else None,
+                variant=dict(data["variant"]),
+                variants=tuple((dict(v), words, time, peak) for v, words, time, peak in data["variants"]),
             )
             plan.estimate.check()
         except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:

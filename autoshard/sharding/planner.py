@@ -24,12 +24,13 @@ from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins, own_constraints
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
-from autoshard.sharding.report.units import bytes_text, time_text
+from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.search import Candidate, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.topology import Laying, Piece
 from autoshard.sharding.tracing import Traced
+from autoshard.sharding.variants import fastest_compiled
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
 LARGE_CONSTANTS_BYTES = 2**20
@@ -228,23 +229,8 @@ class Planner:
 
     def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
         """Of the `count` best candidates that one which the target's compiler makes the fastest program of."""
-        from autoshard.sharding.aot import verify
-
         rest = [c for c in others if c is not best and c.fits(self.limit)]
-        plans = [self.describe(c, others) for c in [best, *rest][:count]]
-        audits = [verify(plan) for plan in plans]
-        able = [n for n, a in enumerate(audits) if a.ok and (a.peak_bytes or 0) <= self.limit]
-        if not able:
-            said = "; ".join(f"{p.chosen}: {a.kind}{': ' + a.message[:120] if a.message else ''}"
-                             for p, a in zip(plans, audits, strict=True))  # fmt: skip
-            note = f"none of {len(plans)} compiled for {self.machine.target.name} as it should ({said})"
-            return plans[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
-        times = {n: audits[n].step_time_us or 0.0 for n in able}
-        winner = min(able, key=lambda n: times[n])
-        note = f"the fastest of {len(able)} compiled for {self.machine.target.name}: " + ", ".join(
-            f"{plans[n].chosen} {time_text(times[n])}" for n in able
-        )
-        return plans[winner].where(audits=tuple(audits), notes=(*plans[winner].notes, note))
+        return fastest_compiled([self.describe(c, others) for c in [best, *rest][:count]], self.limit)
 
     def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
         """The candidate as a plan."""

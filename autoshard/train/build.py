@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
+from autoshard.models.moe import MoEConfig
+from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.train.config import TrainConfig, replaced
 from autoshard.train.data import Source, TokenSource, text_source
@@ -22,6 +24,9 @@ from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, m
 from autoshard.train.state import Program, TrainState, make_program
 from autoshard.train.step import TrainStep, make_train_step
 from autoshard.train.tokens import load_codec
+
+MICROBATCHES = (1, 2, 4)
+"""In how many parts a batch is processed, of which the best is searched."""
 
 VOCAB_MULTIPLE = 64
 """A vocabulary that the data makes larger than the config's becomes a multiple of this, which shards well."""
@@ -93,6 +98,34 @@ def workload_step(work: Workload, accumulation: int = 1) -> tuple[TrainStep, Tra
     program = make_program(work.build, make_optimizer(settings, 1000))
     step = make_train_step(program, learning_rate_schedule(settings, 1000), accumulation)
     return step, program.abstract_state(), work.batch()
+
+
+def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:
+    """The same as one step with static keywords: `step(state, batch, *, remat, accumulation)`.
+
+    Raises:
+        AutoshardError: A remat policy that the workload's model does not know, once it is asked for.
+    """
+    steps: dict[Any, TrainStep] = {}
+
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
+        if (remat, accumulation) not in steps:
+            steps[remat, accumulation] = workload_step(work.with_(remat=remat), accumulation)[0]
+        return steps[remat, accumulation](state, batch)
+
+    _, state, batch = workload_step(work)
+    return train_step, state, batch
+
+
+def variants_of(work: Workload) -> dict[str, list[Any]]:
+    """The variants of a workload's step that compute the same numbers.
+
+    Microbatches are such only where no part of the loss looks at a whole batch, as batch statistics and the losses of
+    a router do.
+    """
+    whole = isinstance(work.config, MoEConfig | WideResNetConfig)
+    parts = [n for n in MICROBATCHES if not work.batch_size % n]
+    return {"remat": ["none", "dots", "full"], "accumulation": [1] if whole else parts}
 
 
 def make_source(config: TrainConfig) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,15 @@ from autoshard.sharding.report.summary import (
     verdict,
 )
 from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut, cut_middle, wrap
-from autoshard.sharding.report.units import bytes_text, line_text, percent_text, ratio_text, spec_text, time_text
+from autoshard.sharding.report.units import (
+    bytes_text,
+    line_text,
+    percent_text,
+    ratio_text,
+    spec_text,
+    time_text,
+    variant_text,
+)
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan
@@ -52,6 +61,22 @@ def _head(plan: Plan) -> list[str]:
     lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {found.sentence}"]
     if found.rivals:
         lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in found.rivals])
+    return [*lines, *_variants(plan)]
+
+
+def _variants(plan: Plan) -> list[str]:
+    """Which variant of the program this is, and what the others take."""
+    if not plan.variant:
+        return []
+    limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
+    others = sorted((v for v in plan.variants if dict(v[0]) != dict(plan.variant)), key=lambda v: v[2])
+    fitting = [v for v in others if v[3] <= limit]
+    lines = [f"variant: {variant_text(plan.variant)}, of {len(plan.variants)}"]
+    if large := len(others) - len(fitting):
+        lines[0] += f" ({large} do{'es' if large == 1 else ''} not fit)"
+    if fitting:
+        named = [f"{variant_text(v)} ({words}) {ratio_text(us, here)}" for v, words, us, _ in fitting[:3]]
+        lines += wrap("next best variants: ", named)
     return lines
 
 

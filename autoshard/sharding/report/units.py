@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -64,3 +65,8 @@ def line_text(line: str) -> str:
 def spec_text(spec: Any) -> str:
     """`P(None, 'tp')`, the same under every JAX version."""
     return f"P({', '.join(map(repr, spec))})"
+
+
+def variant_text(variant: Mapping[str, Any]) -> str:
+    """`remat=dots, accumulation=2`."""
+    return ", ".join(f"{name}={value}" for name, value in variant.items())
