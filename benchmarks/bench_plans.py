@@ -91,7 +91,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
             break
         rows = compile_all(store, [(one, options) for one in some])
         failed += [row for row in rows if row.kind == "oom"]
-        reached += len(rows)
+        reached += sum(row.ok for row in rows)
     store.pruned = pruned
     run_options(case, store, "expert", clock)
 

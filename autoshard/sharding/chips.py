@@ -7,6 +7,7 @@
     CPU   stands for virtual devices on one host: its figures are only used to rank plans.
 
 Link bandwidth is one way, of one link: a device of a torus has two in each dimension, a device of a switch one bundle.
+On-chip memory is the vector memory of all cores of a device (common memory on v4), by JAX's `pallas.tpu` tables.
 The network's is a device's share of what its host sends to others. Latencies are those of one hop of a ring or one
 crossing of a switch, as seen by a collective.
 """
@@ -46,6 +47,7 @@ class Chip:
         hides: the collectives that its compiler starts early and waits for late, with the options of `options`.
         options: what its compiler is told; a plan brings them along.
         clock_hz: cycles per second by which the compiler's own estimates are to be read; 0 if it gives none.
+        on_chip_bytes: memory on the chip in which its compiler keeps whole arrays; 0 if it keeps none there.
     """
 
     platform: Platform
@@ -66,6 +68,7 @@ class Chip:
     hides: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
+    on_chip_bytes: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)  # parts of JAX's `device_kind` that mean this chip
 
     def peak(self, itemsize: int) -> float:
@@ -88,12 +91,22 @@ _OFFLOADED = _NO_RINGS | {
 
 
 def _tpu(
-    tflops: float, gib: float, hbm_gb: float, link_gb: float, *, torus: int, kinds: str, tile: int = 128, **more: Any
+    tflops: float,
+    gib: float,
+    hbm_gb: float,
+    link_gb: float,
+    *,
+    torus: int,
+    kinds: str,
+    tile: int = 128,
+    on_chip_mib: int = 128,
+    **more: Any,
 ) -> Chip:
     wraps_at = 16 if torus == 2 else 4  # a v5e or v6e dimension closes at 16; larger ones are built of 4 x 4 x 4 cubes
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, 6.25 * GB,
-        torus=torus, wraps_at=wraps_at, tile=tile, kinds=tuple(kinds.split("|")), **more,
+        torus=torus, wraps_at=wraps_at, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
+        **more,
     )  # fmt: skip
 
 
@@ -152,6 +165,7 @@ CHIPS: Mapping[str, Chip] = {
         kinds="tpu7x|v7x",
         tile=256,
         cores=2,
+        on_chip_mib=64,
         clock_hz=1.9e9,
         flops_8bit=2307e12,
         hides=_REDUCED,

@@ -8,7 +8,8 @@
                  the kinds that its compiler makes asynchronous (`chips`)
 
 flops are those of contractions and convolutions, at the peak of their type; tiles is the part of the matrix unit's
-tiles that a shard fills (a dimension of 64 on tiles of 128 fills half). bytes are what a kernel reads and writes. What
+tiles that a shard fills (a dimension of 64 on tiles of 128 fills half). bytes are what a kernel reads and
+writes, without what is made and read in one run of a loop's body and small enough to stay on the chip (`chips`). What
 moves is what `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a
 logical axis of an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
 """
@@ -40,6 +41,7 @@ HIDING = 0.9  # the part of a step's compute that can hide traffic
 MOST_LAYINGS = 64  # tried for each order of the axes
 PEAK_REACHED = 0.95  # of a chip's operations per second by large products
 BANDWIDTH_REACHED = 0.8  # of its memory's
+ON_CHIP_SHARE = 0.25  # of the memory on the chip that one value may take to stay there: several are alive at once
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class CostModel:
     ):
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion = fusion
-        self.groups = group(axes, roles, fusion.kernels)
+        self.groups = group(axes, roles, fusion)
         self._memo: dict[Any, tuple[float, tuple[Move, ...]]] = {}
 
     def __call__(self, layout: Layout) -> StepCost:
@@ -197,9 +199,10 @@ class CostModel:
         """The time that a kernel's reads and writes take; `where` says where values are that are not at home."""
         if g.kernel is None:
             return 0.0
-        avals, total = self.axes.program.avals, 0.0
+        avals, total, room = self.axes.program.avals, 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
         for v, spec in zip((*g.kernel.reads, *g.kernel.writes), memory, strict=True):
-            total += nbytes(avals[v]) / ways(where.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
+            size = nbytes(avals[v]) / ways(where.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
+            total += 0.0 if v in self.fusion.near and size <= room else size
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
 
     def _plain_moves(
@@ -355,7 +358,7 @@ def filled(rule: Rule, plan: Strategy, mesh: Mapping[str, int], tile: int) -> fl
     return math.prod(n / (-(-n // tile) * tile) for n in sizes[:2])
 
 
-def group(axes: LogicalAxes, roles: Roles, found: Mapping[int, Kernel]) -> list[Group]:
+def group(axes: LogicalAxes, roles: Roles, fusion: Fusion) -> list[Group]:
     """The operators of a program, those that no layout can tell apart counted together."""
     groups: dict[Any, Group] = {}
     held, inputs, avals = axes.held, set(axes.program.inputs), axes.program.avals
@@ -369,11 +372,12 @@ def group(axes: LogicalAxes, roles: Roles, found: Mapping[int, Kernel]) -> list[
     for op, block in in_loops(axes.program.block):
         if op.rule is None:
             continue
-        kernel = found.get(id(op))
+        kernel = fusion.kernels.get(id(op))
         values = tuple(place(v) for v in (*op.operands, *op.results))
         memory: Any = None
         if kernel is not None:
-            memory = Counter((place(v), itemsize(avals[v]), v in inputs) for v in (*kernel.reads, *kernel.writes))
+            values_there = (*kernel.reads, *kernel.writes)
+            memory = Counter((place(v), itemsize(avals[v]), v in inputs, v in fusion.near) for v in values_there)
             memory = frozenset(memory.items())
         key = (op.name, id(op.rule), values, memory, tuple(v in inputs for v in op.operands[:3]))
         g = groups.setdefault(key, Group(op, kernel, 0.0, [{} for _ in op.operands]))

@@ -69,11 +69,13 @@ class Fusion:
         kernels: its kernels, by the identity of the operator that stands for each.
         written: values that lie in memory.
         narrow: value -> part of its bytes that is written, where it is kept in a narrower type than its own.
+        near: values that are read only where they are made, in one run of a loop's body: they can stay on the chip.
     """
 
     kernels: dict[int, Kernel]
     written: frozenset[int]
     narrow: dict[int, float]
+    near: frozenset[int] = frozenset()
 
 
 def _reads_memory(user: Op) -> bool:
@@ -89,7 +91,7 @@ def fuse(program: Program, fuses_operands: bool) -> Fusion:
         fuses_operands: whether contractions compute elementwise operands themselves (TPU).
     """
     finder = _Finder(program, fuses_operands)
-    return Fusion(finder.found, frozenset(finder.memory), finder.narrow)
+    return Fusion(finder.found, frozenset(finder.memory), finder.narrow, frozenset(finder.near))
 
 
 class _Finder:
@@ -97,6 +99,7 @@ class _Finder:
         self.program, self.fuses_operands = program, fuses_operands
         self.found: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
+        self.near: set[int] = set()
         self.ends: dict[int, Op] = {}  # contraction -> the operator behind it whose result it writes, by identity
         self.ended: set[int] = set()
         self.maker: dict[int, Op] = {}
@@ -130,6 +133,8 @@ class _Finder:
                 self.found[id(op)] = self.kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.ended:
                 stores += [op] if any(v in self.memory for v in op.results) else []
+            near = set(op.results) & self.memory - outputs
+            self.near.update(v for v in near if not any(u.blocks for u in users.get(v, ())))
         for group in self.together(stores):
             writes = tuple(v for op in group for v in op.results)
             reads = self.sources(v for op in group for v in op.operands)

@@ -26,6 +26,7 @@ from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pi
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
+from autoshard.sharding.routing import part_routing
 from autoshard.sharding.search import Candidate, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.topology import Laying, Piece
@@ -85,6 +86,7 @@ class Planner:
         self.axes: LogicalAxes = find_axes(self.program)
         self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
         self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
+        part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
 
     @cached_property

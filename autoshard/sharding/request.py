@@ -5,7 +5,7 @@ Words of a request, `fsdp:8 tp:4 seq`:
     dp:N      the batch over N devices, state whole on each
     zero1:N   dp, the optimizer's state in N parts          fsdp:N   dp, parameters too in N parts (ZeRO-3)
     tp:N      heads, ffn, vocabulary, ... over N devices     seq      with tp: the sequence between them too
-    ep:N      experts over N devices                         cp:N     the sequence over N devices
+    ep:N      experts over N devices, elsewhere the batch    cp:N     the sequence over N devices
     state     parameters and optimizer in as many parts as there are devices, whatever the words say
 
 A table names logical axes for each mesh axis instead: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
@@ -115,7 +115,7 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     if kind == "cp":
         return roles.sequence
     if kind == "ep":
-        return roles.experts
+        return (*roles.experts, roles.batch) if roles.experts and roles.batch is not None else roles.experts
     listed = tuple(c for c in roles.parallel if c not in roles.experts)
     return listed + (roles.sequence if "seq" in flags else ())
 

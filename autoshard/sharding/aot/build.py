@@ -39,7 +39,7 @@ class Compiled:
         kind: `ok`; `oom`: it does not fit the device; `error`: the compiler refused it; `crash`, `timeout`: of it.
         message: the compiler's words where it is not ok.
         stage: what failed: `topology`, `lower` or `compile`.
-        memory: bytes of a device: argument, output, temp, alias, code; and the same with `host_`.
+        memory: bytes of a device: argument, output, temp, alias, code, peak; and the same with `host_`.
         needed_bytes: what an `oom` would take, by the compiler.
         limit_bytes: what there is, by the compiler.
         coordinates: where the device of each partition stands.
@@ -72,11 +72,17 @@ class Compiled:
 
     @property
     def peak_bytes(self) -> float | None:
-        """What one device holds at most: arguments, results that take no argument's memory, temporaries."""
+        """What one device holds at most, by the compiler.
+
+        Where it does not say: arguments, results that take no argument's memory, temporaries. That is more on a TPU,
+        where not all temporaries are alive at once: programs run of which it is above what the device has.
+        """
         if self.kind == "oom":
             return self.needed_bytes
         if self.kind != "ok":
             return None
+        if self.memory.get("peak"):
+            return float(self.memory["peak"])
         return float(self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"])
 
 

@@ -20,7 +20,7 @@ OUT gets `program.hlo.gz` (the scheduled HLO) and `result.json`:
     kind        `ok`, `oom` (the program does not fit the device: an answer, not a failure) or `error`
     stage       what failed: `topology`, `lower` or `compile`; empty where nothing did
     message     the compiler's words; empty where it had no complaint
-    memory      bytes of a device: argument, output, temp, alias, code, and the same on its host
+    memory      bytes of a device: argument, output, temp, alias, code, peak, and the same on its host
     needed_bytes, limit_bytes   what an `oom` would take and what there is, by the compiler
     coordinates for each partition of the program (its place in the mesh) where its device stands: x, y, z, core on a
                 TPU; slice, host, index on a GPU; its number on a CPU
@@ -72,6 +72,7 @@ MEMORY = {
     "temp": "temp_size_in_bytes",
     "alias": "alias_size_in_bytes",
     "code": "generated_code_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

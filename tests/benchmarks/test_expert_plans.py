@@ -1,0 +1,131 @@
+"""Plans by hand: they compute what one device computes, and lie where they say."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from expert_plans import AXES, CASES, Case, Style, styles, today
+from expert_step import expert_step
+from jax.sharding import Mesh, NamedSharding
+from rooflines import bound, parameters, products
+
+from autoshard.models.workloads import Workload, workload
+from autoshard.train.build import workload_step
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.state import make_program
+
+STYLES = {
+    "gpt-tiny": [Style((2, 2, 1, 2), 2, sequence=True), Style((1, 1, 1, 8), sequence=True)],
+    "llama-tiny": [Style((1, 4, 1, 2), 3), Style((8, 1, 1, 1))],
+    "moe-tiny": [Style((1, 2, 4, 1), 3), Style((2, 1, 2, 2))],
+    "mixtral-tiny": [Style((1, 4, 1, 2), 3)],
+    "wide-resnet-tiny": [Style((1, 4, 1, 2), 3), Style((4, 2, 1, 1), 1)],
+    "vit-tiny": [Style((1, 8, 1, 1), 1)],
+}
+TODAY = Style((1, 8, 1, 1), today=True)
+
+
+def batch_of(work: Workload) -> dict[str, np.ndarray]:
+    """A random batch."""
+    rng, found = np.random.default_rng(0), {}
+    for name, aval in work.batch().items():
+        whole = np.issubdtype(aval.dtype, np.integer)
+        values = rng.integers(0, 8, aval.shape) if whole else rng.uniform(0.5, 1.0, aval.shape)
+        found[name] = values.astype(aval.dtype)
+    return found
+
+
+def losses(work: Workload, runs: list[tuple[Style, int]]) -> tuple[float, float, list[tuple[float, float]]]:
+    """Loss and norm of the gradient on one device, and under each style."""
+    program = make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
+    state, batch = program.create_state(jax.random.key(0)), batch_of(work)
+    _, metrics = jax.jit(workload_step(work)[0])(state, batch)
+    found = []
+    for style, microbatches in runs:
+        made = expert_step(work, style, microbatches)
+        mesh = Mesh(np.array(jax.devices()[:8]).reshape(style.sizes), AXES)
+        given, out = ([NamedSharding(mesh, s.spec) for s in some] for some in (made.given, made.made))
+        *_, norm, _, loss, _ = jax.jit(made.fn, in_shardings=given, out_shardings=out)(*jax.tree.leaves((state, batch)))
+        found.append((float(loss), float(norm)))
+    return float(metrics["loss"]), float(metrics["grad_norm"]), found
+
+
+QUICK = ("gpt-tiny", "moe-tiny")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in STYLES])
+def test_an_experts_step_computes_what_one_device_does(name):
+    work = workload(name)
+    runs = [(style, 1) for style in STYLES[name]]
+    if name == "gpt-tiny":
+        runs = [(STYLES[name][0], 2), *runs[1:], (TODAY, 1)]
+    loss, norm, found = losses(work, runs)
+    assert math.isfinite(loss) and norm > 0
+    for other, (style, count) in zip(found, runs, strict=True):
+        assert other == pytest.approx((loss, norm), rel=2e-5), (style.name, count)
+
+
+def placed(work: Workload, style: Style) -> dict[str, Any]:
+    """The spec of each leaf of the state, by its path."""
+    _, state, _ = workload_step(work)
+    made = expert_step(work, style)
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: tuple(sharding.spec) for name, sharding in zip(names, made.given, strict=False)}
+
+
+def test_parameters_lie_as_the_style_says():
+    work = workload("llama-tiny")
+    up, down, wq = (f"params/blocks/{n}" for n in ("mlp/w_up", "mlp/w_down", "attention/wq"))
+    full = placed(work, Style((1, 4, 1, 2), 3))
+    assert full[up] == (None, "fsdp", "tensor") and full[down] == (None, "tensor", "fsdp")
+    assert full[wq] == (None, "fsdp", "tensor", None) and full["params/embed"] == ("tensor", "fsdp")
+    moments = [spec for name, spec in full.items() if name.startswith("opt_state") and name.endswith("mlp/w_up")]
+    assert moments == [full[up]] * 2
+    one = placed(work, Style((1, 4, 1, 2), 1))
+    assert one[up] == (None, None, "tensor")
+    assert [s for n, s in one.items() if n.startswith("opt_state") and n.endswith("mlp/w_up")] == [full[up]] * 2
+    experts = placed(workload("moe-tiny"), Style((1, 2, 4, 1), 3))
+    assert experts["params/blocks/moe/experts/w_up"] == (None, "expert", "fsdp", None)
+    people = placed(work, TODAY)
+    assert people[up] == (None, None, "fsdp") and people[down] == (None, "fsdp", None)
+
+
+def test_the_grid_is_whole():
+    case = CASES["gpt-1.3b"]
+    found = {style.name for style in styles(case)}
+    wanted = {
+        "data:16",
+        "zero1:16",
+        "zero3:16",
+        "data:4 zero2:4",
+        "zero3:4 tensor:4",
+        "zero3:4 tensor:4 seq",
+        "tensor:16",
+    }
+    assert wanted <= found and len(found) == len(styles(case))
+    assert {s.words for s in styles(case)} >= {"dp:16", "zero1:16", "fsdp:16", "dp:4 zero1:4", "fsdp:4 tp:4 seq"}
+    assert {s.sizes[2] for s in styles(CASES["moe-10b"])} == {1, 2, 4, 8, 16}
+    assert {s.sizes[2] for s in styles(CASES["mixtral-8x7b"])} == {1}
+    assert all(math.prod(s.sizes) == c.devices and not c.work.batch_size % s.ways(s.batch)
+               for c in CASES.values() for s in styles(c))  # fmt: skip
+    assert today(case).name == "today" and CASES["moe-10b"].microbatches == (1,)
+
+
+def test_bounds_are_those_that_one_counts_by_hand():
+    work = workload("gpt-tiny").with_(remat="none")
+    tokens, width, ffn, layers, vocab, seq = 16 * 32, 64, 128, 2, 128, 32
+    forward = 2 * tokens * (layers * (4 * width * width + 2 * width * ffn + 2 * seq * width) + width * vocab)
+    assert products(work) == 3 * forward
+    total, experts = parameters(workload("moe-tiny"))
+    assert experts == 8 * 3 * 64 * 64 and total > experts
+    case = Case("tiny", workload("gpt-tiny"), "v5e:2x4")
+    plain, recomputed = (bound(case, Style((8, 1, 1, 1)), remat, 1) for remat in ("none", "full"))
+    assert recomputed.compute > plain.compute and recomputed.memory < plain.memory
+    whole, parts = (bound(case, style, "full", 1) for style in (Style((8, 1, 1, 1)), Style((1, 8, 1, 1))))
+    count = parameters(workload("gpt-tiny"))[0]
+    assert whole.memory - parts.memory == pytest.approx(12 * count * 7 / 8)
+    assert parts.wire == pytest.approx(3 * 2 * count * 7 / 8 / (0.9 * 50e9 * 4))
+    assert bound(case, Style((1, 8, 1, 1)), "full", 2).wire == pytest.approx(parts.wire * 5 / 3)

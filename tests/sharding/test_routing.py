@@ -1,0 +1,69 @@
+"""Experts over the axes that cut the batch: the router's experts are an axis of their own."""
+
+import jax
+import numpy as np
+import pytest
+
+from autoshard import plan
+from autoshard.models.workloads import workload
+from autoshard.train.build import workload_step
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.state import make_program
+
+TINY = workload("moe-tiny")
+
+
+def axes_of(made, end):
+    """Logical axes and spec of the one input whose path ends so."""
+    (leaf,) = [leaf for leaf in made.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
+    return leaf.axes, tuple(leaf.spec)
+
+
+def test_experts_and_their_router_are_two_axes():
+    made = plan(*workload_step(TINY), target="cpu:8", plan="ep:8", donate_argnums=0)
+    axes, spec = axes_of(made, "experts/w_up")
+    assert axes[1:] == ("experts", "embed", "ffn") and spec[1] == "ep"
+    axes, spec = axes_of(made, "experts/router")
+    assert axes[1] == "embed" and axes[2] != "experts" and "ep" not in spec
+
+
+def test_the_batch_is_cut_where_no_expert_is():
+    whole, parts = (
+        plan(*workload_step(TINY), target="cpu:8", plan=words, donate_argnums=0) for words in ("dp:8", "ep:8")
+    )
+    assert axes_of(parts, "inputs")[1] == ("ep",)
+    assert parts.estimate.compute_us < 1.2 * whole.estimate.compute_us  # nothing is computed eight times
+    kinds = {(kind, line.rpartition("(")[2].rstrip(")")) for kind, _, _, line in parts.traffic}
+    assert {kind for kind, where in kinds if where == "Experts._by_capacity"} == {"all-to-all"}
+    assert not any(kind in ("all-gather", "all-reduce") and "multiply" in where for kind, where in kinds)
+
+
+@pytest.mark.parametrize("words", ["ep:8", "fsdp:2 ep:4", "dp:2 ep:2 tp:2", "ep:4 tp:2 state"])
+def test_it_trains_as_on_one_device(words):
+    step, _, shapes = workload_step(TINY)
+    program = make_program(TINY.build, make_optimizer(OptimizerConfig(), 1000))
+    state = program.create_state(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 8, aval.shape).astype(aval.dtype) for name, aval in shapes.items()}
+    batch["mask"] = np.ones(shapes["mask"].shape, np.float32)
+    _, expected = jax.jit(step)(state, batch)
+    made = plan(step, state, batch, target="cpu:8", plan=words)
+    _, found = made.jit()(state, batch)
+    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=1e-4)
+
+
+def test_a_program_without_a_router_keeps_its_axes():
+    made = plan(*workload_step(workload("gpt-tiny")), target="cpu:8", donate_argnums=0)
+    assert "experts" not in made.axis_sizes
+
+
+def test_ep_is_chosen_where_experts_are_most_of_the_weights():
+    work = workload("moe-10b")
+    made = plan(*workload_step(work), target="v5e:4x4", donate_argnums=0)
+    axes, spec = axes_of(made, "experts/w_up")
+    assert made.fits and axes[1] == "experts" and spec[1] is not None
+    assert axes_of(made, "inputs")[1][0] is not None  # over the axes that cut the batch
+    cut = {axis for entry in (spec[1],) for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    batch = axes_of(made, "inputs")[1][0]
+    assert cut <= set(batch if isinstance(batch, tuple) else (batch,))
