@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all lint format bench lock clean
+.PHONY: help setup dev train test quick test-all lint format bench bench-plans lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -53,6 +53,9 @@ format: $(DEV_STAMP) ## Let ruff format the code and mend what it can.
 
 bench: $(DEV_STAMP) ## Run the benchmarks: BENCH="dispatch step_ratio" for some of them.
 	@for name in $(BENCH); do echo "== $$name"; $(CPU8) $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+bench-plans: $(DEV_STAMP) ## Compile the planner's plans and an expert's for pods and compare: ARGS="--quick" for four cases.
+	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench_plans.py $(ARGS)
 
 lock: ## Lock the newest versions: make lock OLD=python3.11 NEW=python3.12
 	@for python in $(OLD) $(NEW); do rm -rf .venv-lock-$$python; $$python -m venv .venv-lock-$$python || exit 1; \

@@ -64,9 +64,9 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
                     pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
                 else:
                     found.append((low, one))
-    # Bounds within 5 % of each other are no order: of those, what holds least comes first.
+    # Bounds within 5 % of each other are no order: of those, what sends least comes first.
     least = min((low.seconds for low, _ in found), default=1.0)
-    found.sort(key=lambda pair: (int(pair[0].seconds / least * 20), pair[0].memory))
+    found.sort(key=lambda pair: (int(pair[0].seconds / least * 20), pair[0].wire))
     return [one for _, one in found], pruned
 
 

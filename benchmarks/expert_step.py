@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class _Table:
 
 
 _GPT = {"b": "batch", "e": "width", "h": "heads", "f": "hidden", "v": "vocab"}
-_MOE = {"g": "tokens", "e": "experts"}
+_ATTENTION = importlib.import_module("autoshard.models.attention")  # the package has a function of that name
 
 
 @contextlib.contextmanager
@@ -155,6 +156,14 @@ def annotated(note: Annotator) -> Iterator[None]:
         if out == "bse":
             return note.kept(y, "batch", "stream", None)
         return note.kept(y, *(None if letter == "e" else _GPT.get(letter) for letter in out))
+
+    def attention_einsum(spec: str, *operands: jax.Array, **options: Any) -> jax.Array:
+        y, letters = jnp.einsum(spec, *operands, **options), spec.split("->")[1]
+        sizes, tensor = dict(zip(letters, y.shape, strict=True)), note.style.ways(("tensor",))
+        cut = next((letter for letter in "kg" if sizes.get(letter, 1) % tensor == 0), None)
+        if cut is None:  # key-value heads and groups only together: left to the partitioner
+            return y
+        return note.kept(y, *("batch" if letter == "b" else "heads" if letter == cut else None for letter in letters))
 
     def moe_einsum(spec: str, *operands: jax.Array, **options: Any) -> jax.Array:
         if spec in ("bsd,de->bse", "gske,gskc->gsec"):
@@ -189,6 +198,8 @@ def annotated(note: Annotator) -> Iterator[None]:
         mock.patch.object(gpt, "jnp", _Instead(jnp, einsum=gpt_einsum)),
         mock.patch.object(gpt, "embed_tokens", embedded),
         mock.patch.object(moe, "embed_tokens", embedded),
+        mock.patch.object(_ATTENTION, "jnp", _Instead(jnp, einsum=attention_einsum)),
+        mock.patch.object(_ATTENTION, "_einsum", partial(attention_einsum, preferred_element_type=jnp.float32)),
         mock.patch.object(moe, "jnp", _Instead(jnp, einsum=moe_einsum)),
         mock.patch.object(wide_resnet, "lax", _Instead(lax, conv_general_dilated=convolved)),
         mock.patch.object(moe.Experts, "_by_sorting", by_sorting),

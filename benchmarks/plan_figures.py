@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from math import exp, log
-from statistics import median
 
+from cost_model import predicted
 from plan_rows import Row, Store, best
 from rich.console import Console
 from rich.table import Table
 
-APART = 1.03  # plans whose times differ by less are no pair to rank
 MEASURES = ("cycles", "roofline")
 
 
 def show(stores: Sequence[Store]) -> None:
     """Prints all figures of these cases."""
     console = Console(width=150)
-    console.print(_against(stores), _predicted(stores))
+    console.print(_against(stores), predicted(stores))
     for store in stores:
         reached = sum(p["why"] != "not reached" for p in store.pruned)
         left = len(store.pruned) - reached
@@ -55,41 +53,6 @@ def winners(store: Store) -> tuple[Row | None, Row | None, Row | None, Row | Non
     return best(side["expert"]), best(side["plan"]), chosen, next(iter(side["today"]), None)
 
 
-def _predicted(stores: Sequence[Store]) -> Table:
-    table = Table(title="the planner's estimate / what was compiled, all rows with an estimate")
-    for column in ("case", "rows", "step: median error", "memory: median error", "wire: median error", "tau"):
-        table.add_column(column)
-    everything: list[Row] = []
-    for store in stores:
-        rows = [row for row in store.rows if row.ok and row.predicted.get("memory_bytes")]
-        everything += rows
-        table.add_row(store.case, *_errors(rows), f"{tau(rows):.2f}")
-    table.add_row("all", *_errors(everything), "")
-    return table
-
-
-def _errors(rows: Sequence[Row]) -> list[str]:
-    errors = {
-        "step": [row.predicted["step"] / row.seconds - 1 for row in rows],
-        "memory": [row.predicted["memory_bytes"] / row.memory_bytes - 1 for row in rows if row.memory_bytes],
-        "wire": [row.predicted["wire_bytes"] / row.wire_bytes - 1 for row in rows if row.wire_bytes],
-    }
-    said = [f"{median(map(abs, e)):.1%} ({min(e):+.0%} to {max(e):+.0%})" if e else "-" for e in errors.values()]
-    return [str(len(rows)), *said]
-
-
-def tau(rows: Sequence[Row]) -> float:
-    """Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart."""
-    concordant = total = 0
-    for one, other in combinations(rows, 2):
-        if max(one.seconds, other.seconds) <= APART * min(one.seconds, other.seconds):
-            continue
-        total += 1
-        agree = (one.seconds - other.seconds) * (one.predicted["step"] - other.predicted["step"])
-        concordant += 1 if agree > 0 else -1
-    return concordant / total if total else float("nan")
-
-
 def _mean(ratios: Sequence[float]) -> float:
     return exp(sum(map(log, ratios)) / len(ratios))
 
@@ -109,4 +72,4 @@ def _ratio(one: Row | None, other: Row | None) -> str:
 
 
 def _gib(row: Row | None) -> str:
-    return f"{row.memory_bytes / 2**30:.1f}" if row is not None and row.memory_bytes else "-"
+    return f"{row.held / 2**30:.1f}" if row is not None and row.held else "-"

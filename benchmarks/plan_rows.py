@@ -74,6 +74,11 @@ class Row:
         return self.step.get("cycles", self.step.get("roofline", float("inf")))
 
     @property
+    def held(self) -> float | None:
+        """Bytes that a device holds at most: the compiler's own peak where it says it."""
+        return self.peak_bytes or self.memory_bytes
+
+    @property
     def ok(self) -> bool:
         """Whether it compiled, and fits."""
         return self.kind == "ok"
@@ -110,12 +115,13 @@ class Store:
         self.pruned: list[dict[str, Any]] = data.get("pruned", [])
         self.notes: dict[str, Any] = data.get("notes", {})
 
-    def compile(self, planned: Planned, options: Mapping[str, str]) -> Row:
-        """The row of a program under these options, from the file, the compiler's cache or the compiler."""
-        return self.finish(planned, options, planned.export(options))
+    @classmethod
+    def read(cls, path: Path) -> Store:
+        """The store of a file."""
+        return cls(path.stem, json.loads(path.read_text())["target"], path.parent)
 
     def finish(self, planned: Planned, options: Mapping[str, str], job: Job) -> Row:
-        """The same of an exported program."""
+        """The row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
         known = next((row for row in self.rows if row.digest == digest), None)
         if known is not None:

@@ -1,7 +1,8 @@
 """Chips: what one device computes, holds and sends, with the sources of the figures.
 
     TPU   Google Cloud's pages on each TPU version (peak, memory, memory bandwidth, torus, interconnect). A device of
-          tpu7x is one of a chip's two dies; one of v4 is a whole chip (its two cores together, "megacore").
+          tpu7x is one of a chip's two dies; one of v4 is a whole chip (two cores, "megacore"). The memory of
+          v4 to v6e is what XLA lets a program have of it, by its own messages.
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are dense.
           32-bit products run as TF32, which is what XLA does by default.
     CPU   stands for virtual devices on one host: its figures are only used to rank plans.
@@ -118,10 +119,10 @@ def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float,
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": _tpu(275, 32, 1228, 45, torus=3, kinds="v4", clock_hz=1.05e9, options=_NO_RINGS),
+    "v4": _tpu(275, 30.75, 1228, 45, torus=3, kinds="v4", clock_hz=1.05e9, options=_NO_RINGS),
     "v5e": _tpu(
         197,
-        16,
+        15.75,
         819,
         45,
         torus=2,
@@ -133,7 +134,7 @@ CHIPS: Mapping[str, Chip] = {
     ),  # fmt: skip
     "v5p": _tpu(
         459,
-        95,
+        95.74,
         2765,
         90,
         torus=3,
@@ -145,7 +146,7 @@ CHIPS: Mapping[str, Chip] = {
     ),  # fmt: skip
     "v6e": _tpu(
         918,
-        32,
+        31.25,
         1640,
         90,
         torus=2,

@@ -86,6 +86,8 @@ class Layout:
         """Where a mesh axis of `size` can go on class `cls`: its size divides and the major parts are fully cut."""
         for d, dim in enumerate(leaves):
             for part, c in enumerate(dim):
+                if c == cls and len(dim) == 1 and c in self.axes.stacked:
+                    break  # a loop runs over it
                 if c == cls and sizes[c] and sizes[c] % (self.ways(given[d].get(part, ())) * size) == 0:
                     return d, part
                 if self.ways(given[d].get(part, ())) != sizes[c]:

@@ -191,6 +191,7 @@ class Planner:
             k for a, k in asked.kinds.items()
             if asked.sizes[a] > 1 and not requests.classes_for(k, self.roles, asked.flags)
         ]  # fmt: skip
+        missing += ["seq"] if "seq" in asked.flags and not self.roles.sequence else []
         if missing:
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}; its logical axes are "
                             f"{', '.join(sorted(set(self.axes.names.values())))}")  # fmt: skip

@@ -113,7 +113,7 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     if kind in ("dp", "zero1", "fsdp"):
         return () if roles.batch is None else (roles.batch,)
     if kind == "cp":
-        return roles.sequence
+        return roles.context
     if kind == "ep":
         return (*roles.experts, roles.batch) if roles.experts and roles.batch is not None else roles.experts
     listed = tuple(c for c in roles.parallel if c not in roles.experts)
@@ -178,7 +178,7 @@ def _plain_seeds(roles: Roles, devices: int) -> Iterator[Request]:
     tensor = bool([c for c in roles.parallel if c not in roles.experts])
     for tp in _divisors(devices) if tensor else [1]:
         for ep in _divisors(devices // tp) if roles.experts else [1]:
-            for cp in _divisors(devices // tp // ep) if roles.sequence else [1]:
+            for cp in _divisors(devices // tp // ep) if roles.context else [1]:
                 rest = devices // tp // ep // cp
                 inner = {k: n for k, n in (("cp", cp), ("ep", ep), ("tp", tp)) if n > 1}
                 for sizes in _batch_kinds(rest) if roles.batch is not None or rest == 1 else []:

@@ -5,7 +5,8 @@ parameter   an input without the batch axis that meets a value with it (in a con
 optimizer   any other array of the state: it only meets values of its own shape
 parallel    axes that a weight produces and another weight contracts again (heads, ffn, experts, vocabulary): what
             tensor parallelism shards; `residual` is the one that all of them start from and return to
-sequence    axes of the data other than batch
+sequence    axes of the data other than batch; of one that a loop runs over in blocks (keys of attention) their number
+context     those of them that no loop runs over
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Roles:
     inputs: dict[int, Role]  # program input -> its role
     batch: int | None
     sequence: tuple[int, ...]
+    context: tuple[int, ...]
     residual: int | None
     parallel: tuple[int, ...]
     experts: tuple[int, ...]
@@ -99,13 +101,14 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     }  # fmt: skip
     with_batch = {c for dims in set(axes.of_value) for dim in dims for c in dim if any(batch in d for d in dims)}
     sequence = dict.fromkeys(
-        c for v in data for dim in axes.of_value[v] for c in dim
-        if c != batch and c not in axes.stacked and c not in use.weights and c in with_batch
+        c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
+        if c != batch and c in with_batch and not use.weights[c]
     )  # fmt: skip
     return Roles(
         inputs=inputs,
         batch=batch,
         sequence=tuple(sequence),
+        context=tuple(c for c in sequence if c not in axes.stacked),
         residual=residual,
         parallel=parallel,
         experts=tuple(c for c in ordered if c in use.experts),
@@ -115,6 +118,16 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
         gradients=(gradients := _gradients(program, axes, batch)),
         turned=_turned(program, gradients),
     )
+
+
+def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:
+    """The axes of a dimension of the data that a sequence can be cut along.
+
+    Of blocks that a loop runs over it is their number, and only where that stands with the block in one dimension.
+    """
+    if len(dim) > 1 and dim[0] in stacked:
+        return dim[:1]
+    return [c for c in dim if c not in stacked]
 
 
 def _turned(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:

@@ -1,0 +1,90 @@
+"""What the planner says of plans against what the compiler made of them.
+
+    python benchmarks/cost_model.py [CASE ...]
+
+Of every program that `bench_plans.py` compiled and that has a plan in the planner's words: an expert's, too, which is
+another program for the same plan. Predicted / compiled for the step (the compiler's cycles), for the peak of memory and
+for the bytes sent; the median error of each; and Kendall's tau of the order of step times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import combinations
+from statistics import median
+
+from plan_rows import FOLDER, Row, Store
+from rich.console import Console
+from rich.table import Table
+
+APART = 1.03  # plans whose times differ by less are no pair to rank
+
+
+def able(store: Store) -> list[Row]:
+    """The rows of which the planner has said something, and the compiler too."""
+    return [row for row in store.rows if row.ok and row.predicted.get("memory_bytes")]
+
+
+def predicted(stores: Sequence[Store]) -> Table:
+    """Errors of the planner's estimates by case: median of their sizes, smallest and largest."""
+    table = Table(title="the planner's estimate / what was compiled, all rows with an estimate")
+    for column in ("case", "rows", "step: median error", "memory: median error", "wire: median error", "tau"):
+        table.add_column(column)
+    everything: list[Row] = []
+    for store in stores:
+        rows = able(store)
+        everything += rows
+        table.add_row(store.case, *_errors(rows), f"{tau(rows):.2f}")
+    table.add_row("all", *_errors(everything), "")
+    return table
+
+
+def _errors(rows: Sequence[Row]) -> list[str]:
+    errors = {
+        "step": [row.predicted["step"] / row.seconds - 1 for row in rows],
+        "memory": [row.predicted["memory_bytes"] / peak - 1 for row in rows if (peak := row.held)],
+        "wire": [row.predicted["wire_bytes"] / row.wire_bytes - 1 for row in rows if row.wire_bytes],
+    }
+    said = [f"{median(map(abs, e)):.1%} ({min(e):+.0%} to {max(e):+.0%})" if e else "-" for e in errors.values()]
+    return [str(len(rows)), *said]
+
+
+def tau(rows: Sequence[Row]) -> float:
+    """Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart."""
+    concordant = total = 0
+    for one, other in combinations(rows, 2):
+        if max(one.seconds, other.seconds) <= APART * min(one.seconds, other.seconds):
+            continue
+        total += 1
+        agree = (one.seconds - other.seconds) * (one.predicted["step"] - other.predicted["step"])
+        concordant += 1 if agree > 0 else -1
+    return concordant / total if total else float("nan")
+
+
+def every_row(store: Store) -> Table:
+    """Each row of a case."""
+    table = Table(title=f"{store.case} on {store.target}: predicted / compiled")
+    for column in ("made by", "plan", "step (s)", "memory (GiB)", "sent (GB)"):
+        table.add_column(column)
+    for row in sorted(able(store), key=lambda row: row.seconds):
+        said, peak = row.predicted, row.held
+        table.add_row(
+            row.side,
+            row.name,
+            f"{said['step']:.3f} / {row.seconds:.3f}",
+            f"{said['memory_bytes'] / 2**30:.1f} / {peak / 2**30:.1f}" if peak else "-",
+            f"{said['wire_bytes'] / 1e9:.2f} / {row.wire_bytes / 1e9:.2f}",
+        )
+    return table
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints the tables of these cases, or of all that there are."""
+    found = [Store.read(path) for path in sorted(FOLDER.glob("*.json")) if not names or path.stem in names]
+    console = Console(width=150)
+    console.print(*map(every_row, found), predicted(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
