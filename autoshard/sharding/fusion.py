@@ -9,7 +9,8 @@ operators (and those that only move or cut elements) run inside the kernels that
 
 On TPU a contraction computes elementwise operands itself, unless several take the same one: that is written once, in 16
 bits, which is all that a product reads at its default precision. Nor is a contraction's result written where one chain
-of elementwise operators leads from it to what is. Elsewhere contractions take their operands from memory.
+of elementwise operators leads from it to what is, with no loop on the way. Elsewhere contractions take their operands
+from memory.
 
 Elementwise kernels of one block that read something of their own shape in common (the moments and the parameter of an
 optimizer's update) are one. What several take is written where it is made of as much again (a residual stream). What is
@@ -19,6 +20,7 @@ from; what is updated in place costs the update.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,9 +123,10 @@ class _Finder:
                 self.memory.update(op.results)
             elif op.rule is not None:
                 self.mark(op, [u for v in op.results for u in users.get(v, ())])
+        loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
             if op.name in CONTRACTIONS and not outputs & set(op.results):
-                self.end(op, users)
+                self.end(op, users, loops)
         self.behind.clear()
         stores: list[Op] = []
         for op in ops:
@@ -162,12 +165,18 @@ class _Finder:
         whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
         return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) >= _HEAVY * whole
 
-    def end(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
-        """Follows the result of a contraction through elementwise operators to where it is written."""
+    def end(self, op: Op, users: Mapping[int, Sequence[Op]], loops: Mapping[int, int]) -> None:
+        """Follows the result of a contraction through elementwise operators to where it is written.
+
+        Not past a loop: what the contraction is made of would have to wait for it. `loops` counts those before each
+        operator, by identity.
+        """
         (first,) = op.results
         value = first
         while len(taken := users.get(value, ())) == 1 and not taken[0].blocks and not is_kernel(taken[0]):
             (user,) = taken
+            if loops[id(user)] != loops[id(op)]:
+                break
             if user.rule is None or [v.aval.size for v in user.eqn.outvars] != [op.eqn.outvars[0].aval.size]:
                 break
             value = user.results[0]

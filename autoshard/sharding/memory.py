@@ -6,7 +6,8 @@ A value lives from the operator that makes it to the last that takes it; inside 
 inside lives until the loop ends. Values that XLA computes inside their users are never written (`fusion`); what they
 are made of lives as long. Each value counts by its shard; what an operator leaves to be scattered is there while it
 runs, and what several need gathered is gathered once and kept from the first to the last. State that is donated is
-updated in place. Arrays that the function closes over are constants: whole on every device.
+updated in place, and so is what a loop carries. Arrays that the function closes over are constants: whole on every
+device.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class MemoryModel:
         self.point: dict[int, int] = {}  # when an operator runs
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self.written[list(fusion.written)] = True
+        self.carried: list[int] = []  # a loop's carry inside it, which lies where its result does
         self._scan(program.block)
         self.whole = np.array([nbytes(a) for a in program.avals], float)
         for v, part in fusion.narrow.items():
@@ -53,6 +55,7 @@ class MemoryModel:
             self.written[out] = out in inputs  # donated: written over the input
         self.held_throughout = np.zeros(n, bool)
         self.held_throughout[list(inputs)] = True
+        self.written[self.carried] = False
         keep = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
         self.keep = keep
         kinds: dict[Any, int] = {}
@@ -82,6 +85,9 @@ class MemoryModel:
                 self._scan(inner)
                 for v in inner.outputs:
                     self.death[v] = max(self.death[v], self.points)
+            inside = {v for tie in op.ties if not tie.stacked for v in (tie.inner, tie.outer)}
+            inside -= {*op.operands, *op.results}
+            self.carried += [v for v in sorted(inside) if self.birth[v] >= start]
             for v in op.operands:
                 if v >= 0:
                     self.death[v] = self.points

@@ -78,3 +78,31 @@ def test_a_call_is_no_border_for_memory():
         for u in (update, jax.jit(update))
     )
     assert called.memory_bytes == plain.memory_bytes
+
+
+def test_what_a_loop_carries_is_there_once():
+    def fn(x):
+        return jax.lax.scan(lambda carry, _: (jnp.sort(carry, axis=1) * 2.0, None), x, None, length=3)[0]
+
+    x = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    peak = plan(fn, x, target="cpu:1").estimate.memory_bytes["temporary"]
+    assert peak == 2 * 4 * 2**20  # what is carried, and what is sorted of it
+
+
+def test_a_product_does_not_wait_for_a_loop_to_be_added_to_what_comes_of_it():
+    """The operands of a gradient's product are large; its result is not, and waits instead."""
+
+    def fn(x, y, w):
+        product = x.T @ y
+        looped = jax.lax.scan(lambda carry, _: (jnp.sort(carry @ w, axis=1), None), w, None, length=3)[0]
+        return product + looped
+
+    x = jax.ShapeDtypeStruct((2**16, 256), "float32")
+    w = jax.ShapeDtypeStruct((256, 256), "float32")
+
+    def tripled(x, y, w):
+        return fn(jnp.cumsum(x, axis=0), jnp.cumsum(y, axis=0), w)
+
+    made = plan(tripled, x, x, w, target="v5e:1x1")
+    one = 4 * 2**16 * 256
+    assert 2 * one <= made.estimate.memory_bytes["temporary"] < 2.5 * one

@@ -73,7 +73,8 @@ def test_times_and_memory_add_up():
     assert found.comm_us == pytest.approx(sum(f.wire_us for f in found.collectives))
     assert found.exposed_us == pytest.approx(found.comm_us)  # XLA:CPU waits for each
     kinds = found.memory
-    assert found.peak_bytes == kinds["argument"] + kinds["output"] - kinds["alias"] + kinds["temp"]
+    together = kinds["argument"] + kinds["output"] - kinds["alias"] + kinds["temp"]  # not all are alive at once
+    assert kinds["argument"] < (found.peak_bytes or 0) == (kinds["peak"] or together) <= together
     assert kinds["alias"] > 0.9 * kinds["output"]  # the state is donated
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_state()))
     assert kinds["argument"] == pytest.approx(3 * whole + ROWS * 64 * 4 / 8, rel=0.01)
