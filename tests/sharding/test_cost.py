@@ -122,3 +122,16 @@ def test_a_shard_that_is_thinner_than_a_tile_wastes_the_rest_of_it(cut, part):
     rule = Rule.parse("m k, k n -> m n; reduce k; where m=65536 k=512 n=256")
     assert filled(rule, Strategy(cut, ()), {"h": 8, "d": 8}, tile=128) == part
     assert filled(rule, Strategy(cut, ()), {"h": 8, "d": 8}, tile=1) == 1.0
+
+
+def test_what_is_small_and_soon_read_stays_on_the_chip():
+    """Between two kernels, 4 MiB never leave a TPU and 64 MiB do; a GPU has no such memory."""
+
+    def compute_us(rows, target):
+        def fn(x):
+            return jnp.cumsum(jnp.sort(x, axis=1), axis=1)
+
+        return plan(fn, jax.ShapeDtypeStruct((rows, 1024), "float32"), target=target).estimate.compute_us
+
+    assert compute_us(16_384, "v5e:1x1") == pytest.approx(2 * 16 * compute_us(1024, "v5e:1x1"))
+    assert compute_us(16_384, "h100:1") == pytest.approx(16 * compute_us(1024, "h100:1"))
