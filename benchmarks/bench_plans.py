@@ -59,7 +59,8 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
                     continue
                 low = bound(case, style, remat, microbatches)
                 made = partial(export_expert, case, style, remat, microbatches)
-                one = Planned("expert", style.name, style.words, remat, microbatches, made, bound=low.seconds)
+                more = {"family": (style.sizes[2:], style.sequence), "least_bytes": low.memory}
+                one = Planned("expert", style.name, style.words, remat, microbatches, made, bound=low.seconds, **more)
                 if low.memory > limit:
                     pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
                 else:
@@ -67,13 +68,28 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
     # Bounds within 5 % of each other are no order: of those, what sends least comes first.
     least = min((low.seconds for low, _ in found), default=1.0)
     found.sort(key=lambda pair: (int(pair[0].seconds / least * 20), pair[0].wire))
-    return [one for _, one in found], pruned
+    return _leanest_first([one for _, one in found]), pruned
+
+
+def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
+    """Of programs with the same activations the one that holds least state first: if it does not fit, none does."""
+    leanest: dict[Any, Planned] = {}
+    for one in ordered:
+        key = one.family, one.remat, one.microbatches
+        if key not in leanest or one.least_bytes < leanest[key].least_bytes:
+            leanest[key] = one
+    found: dict[int, Planned] = {}
+    for one in ordered:
+        for each in (leanest[one.family, one.remat, one.microbatches], one):
+            found.setdefault(id(each), each)
+    return list(found.values())
 
 
 def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) -> None:
     """Compiles the grid, two programs at once, until no bound is below what was reached."""
     waiting, pruned = grid(case)
-    options, reached, failed = OPTION_SETS[case.target.partition(":")[0]][0], 0, []
+    options, reached = OPTION_SETS[case.target.partition(":")[0]][0], 0
+    failed: list[Planned] = []
     while waiting:
         done = [row for row in store.rows if row.side == "expert" and row.ok]
         fastest = min((row.step["roofline"] for row in done), default=float("inf"))
@@ -82,7 +98,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
             one = waiting.pop(0)
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
-            elif any(_holds_more(one, row) for row in failed):
+            elif any(_holds_more(one, other) for other in failed):
                 pruned.append(_pruned(one, "holds more than one that did not fit"))
             else:
                 some.append(one)
@@ -90,17 +106,17 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
             pruned += [_pruned(one, "not reached") for one in [*some, *waiting]]
             break
         rows = compile_all(store, [(one, options) for one in some])
-        failed += [row for row in rows if row.kind == "oom"]
+        failed += [one for one, row in zip(some, rows, strict=True) if row.kind == "oom"]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
     run_options(case, store, "expert", clock)
 
 
-def _holds_more(one: Planned, row: Row) -> bool:
-    """Whether a program keeps more than another of the same style: fewer microbatches, or a laxer remat."""
+def _holds_more(one: Planned, other: Planned) -> bool:
+    """Whether a program keeps no less than another: as much state or more, no more microbatches, no stricter remat."""
     order = ("full", "dots", "none")
-    more = order.index(one.remat) >= order.index(row.remat) and one.microbatches <= row.microbatches
-    return one.style == row.style and more
+    more = order.index(one.remat) >= order.index(other.remat) and one.microbatches <= other.microbatches
+    return one.family == other.family and one.least_bytes >= other.least_bytes and more
 
 
 def _pruned(one: Planned, why: str) -> dict[str, Any]:

@@ -102,6 +102,8 @@ class Planned:
     export: Any = field(repr=False, compare=False)
     predicted: Mapping[str, float] = field(default_factory=dict)
     bound: float = 0.0
+    family: tuple[Any, ...] = ()  # what programs share that hold the same activations
+    least_bytes: float = 0.0  # what it holds at least
 
 
 class Store:
