@@ -36,8 +36,8 @@ train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU de
 test: lint ## Set up, lint, types, and the tests.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-quick: $(DEV_STAMP) ## The tests without lint and without those that are run on one JAX version only: long ones, compilers of pods.
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile" $(ARGS)
+quick: $(DEV_STAMP) ## The tests of the package without lint, long ones and compilers of pods, which are run on one JAX version only.
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile" --ignore tests/benchmarks $(ARGS)
 
 test-all: lint ## Lint, types, and every test, slow ones included.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)

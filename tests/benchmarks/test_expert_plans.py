@@ -52,7 +52,7 @@ def losses(work: Workload, runs: list[tuple[Style, int]]) -> tuple[float, float,
     return float(metrics["loss"]), float(metrics["grad_norm"]), found
 
 
-QUICK = ("gpt-tiny", "moe-tiny")
+QUICK = ("moe-tiny",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in STYLES])
