@@ -191,8 +191,7 @@ def expanded(eqn: Any) -> Any | None:
         with source_of(eqn):
             lowered = functools.partial(eqn.primitive.to_lojax, **eqn.params)
             return jax.make_jaxpr(lowered)(*map(stand_in, eqn.invars))
-    # The base class's `to_lojax`: the operator does not say what it is made of.
-    except NotImplementedError:
+    except NotImplementedError:  # of the base class: the operator does not say what it is made of
         return None
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import common  # noqa: F401  the path and the devices are set up first
@@ -53,18 +53,17 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
     limit = find_target(case.target).chip.memory_bytes
     found, pruned = [], []
     for style in styles(case):
-        for remat in case.remats:
-            for microbatches in case.microbatches:
-                if case.work.batch_size // microbatches % style.ways(style.batch):
-                    continue
-                low = bound(case, style, remat, microbatches)
-                made = partial(export_expert, case, style, remat, microbatches)
-                more = {"family": (style.sizes[2:], style.sequence), "least_bytes": low.memory}
-                one = Planned("expert", style.name, style.words, remat, microbatches, made, bound=low.seconds, **more)
-                if low.memory > limit:
-                    pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
-                else:
-                    found.append((low, one))
+        for remat, microbatches in case.variants:
+            if case.work.batch_size // microbatches % style.ways(style.batch):
+                continue
+            low = bound(case, style, remat, microbatches)
+            made = partial(export_expert, case, style, remat, microbatches)
+            more = {"family": (style.sizes[2:], style.sequence), "least_bytes": low.memory}
+            one = Planned("expert", style.name, style.words, remat, microbatches, made, bound=low.seconds, **more)
+            if low.memory > limit:
+                pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
+            else:
+                found.append((low, one))
     # Bounds within 5 % of each other are no order: of those, what sends least comes first.
     least = min((low.seconds for low, _ in found), default=1.0)
     found.sort(key=lambda pair: (int(pair[0].seconds / least * 20), pair[0].wire))
@@ -139,15 +138,14 @@ def run_planner(case: Case, store: Store, clock: Clock) -> None:
 def candidates(case: Case) -> tuple[list[Planned], float]:
     """The planner's candidates over all variants, best first by its own estimate, and how long it took."""
     start, found = time.perf_counter(), []
-    for remat in case.remats:
-        for microbatches in case.microbatches:
-            try:
-                made = planned(case, remat, microbatches)
-            except AutoshardError as error:
-                print(f"{case.name}, {remat}, {microbatches}: {error}", file=sys.stderr)
-                continue
-            fitting = [c for c in made.candidates if c[2] <= made.limit_bytes]
-            found += [(c, remat, microbatches) for c in fitting[:CANDIDATES]]
+    for remat, microbatches in case.variants:
+        try:
+            made = planned(case, remat, microbatches)
+        except AutoshardError as error:
+            print(f"{case.name}, {remat}, {microbatches}: {error}", file=sys.stderr)
+            continue
+        fitting = [c for c in made.candidates if c[2] <= made.limit_bytes]
+        found += [(c, remat, microbatches) for c in fitting[:CANDIDATES]]
     found.sort(key=lambda each: each[0][1])
     seconds = time.perf_counter() - start
     return [_candidate(case, *each) for each in found], seconds
@@ -159,6 +157,7 @@ def _candidate(case: Case, candidate: tuple[str, float, float], remat: str, micr
     return Planned("plan", words, words, remat, microbatches, made, {"step": candidate[1] / 1e6})
 
 
+@lru_cache(maxsize=32)  # a plan is exported for each option set, and asked what it says
 def planned(case: Case, remat: str, microbatches: int, words: str | None = None) -> Any:
     """The plan of a variant, the best or one by its words."""
     step, state, batch = workload_step(case.variant(remat), microbatches)

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType
 from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload, workload
+from autoshard.train.build import variants_of
 
 AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor")
 MAX_TENSOR = 16
@@ -45,14 +46,10 @@ class Case:
         return math.prod(int(size) for size in self.target.partition(":")[2].split("x"))
 
     @property
-    def remats(self) -> tuple[str, ...]:
-        """Remat policies that are tried."""
-        return ("none", "dots", "full")
-
-    @property
-    def microbatches(self) -> tuple[int, ...]:
-        """Microbatches that are tried: one where more would change the numbers (batch statistics, routing losses)."""
-        return (1,) if isinstance(self.work.config, MoEConfig | WideResNetConfig) else (1, 2, 4)
+    def variants(self) -> list[tuple[str, int]]:
+        """Remat policies and microbatches that are tried: the same for the expert and the planner."""
+        found = variants_of(self.work)
+        return [(remat, parts) for remat in found["remat"] for parts in found["accumulation"]]
 
     def variant(self, remat: str) -> Workload:
         """The workload under a remat policy."""

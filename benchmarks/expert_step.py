@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.models import gpt, moe, wide_resnet
 from autoshard.models.workloads import Workload
+from autoshard.train.build import workload_step
 from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, path_name
 from autoshard.train.state import Program, make_program
 from autoshard.train.step import make_train_step
@@ -303,14 +304,8 @@ def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
 
     given = [NamedSharding(style.mesh, PartitionSpec(*spec_of(*each))) for each in leaves]
     count = len(jax.tree.leaves(state))
-    metrics = len(jax.tree.leaves(jax.eval_shape(step_shapes(work, microbatches), state, batch))) - count
+    plain_step, *_ = workload_step(work, microbatches)
+    metrics = len(jax.tree.leaves(jax.eval_shape(plain_step, state, batch))) - count
     whole = [NamedSharding(style.mesh, PartitionSpec())] * metrics
     sizes = dict(zip(AXES, style.sizes, strict=True))
     return Expert(run, [leaf for _, leaf in leaves], given, given[:count] + whole, tuple(range(count)), sizes)
-
-
-def step_shapes(work: Workload, microbatches: int) -> Callable[..., Any]:
-    """The plain step, for its shapes."""
-    settings = OptimizerConfig()
-    program = make_program(work.build, make_optimizer(settings, 1000))
-    return make_train_step(program, learning_rate_schedule(settings, 1000), microbatches)

@@ -27,7 +27,6 @@ from typing import Any
 import jax
 from estimate import FLOPS_SHARE, find_target
 from expert_plans import Case, Style
-from expert_step import step_shapes
 from links import LINK_SHARE
 
 from autoshard.models.attention import AUTO_BLOCKWISE_KEYS
@@ -35,8 +34,7 @@ from autoshard.models.moe import MoEConfig
 from autoshard.models.vit import ViTConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
-from autoshard.train.optimizer import OptimizerConfig, make_optimizer
-from autoshard.train.state import make_program
+from autoshard.train.build import workload_step
 
 HALF, WORD, MOMENTS = 2, 4, 8
 
@@ -82,16 +80,15 @@ def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
 @lru_cache
 def products(work: Workload) -> float:
     """Operations of all products of the traced train step."""
-    program = make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
-    jaxpr = jax.make_jaxpr(step_shapes(work, 1))(program.abstract_state(), work.batch())
-    return _products(jaxpr.jaxpr)
+    step, state, batch = workload_step(work)
+    return _products(jax.make_jaxpr(step)(state, batch).jaxpr)
 
 
 @lru_cache
 def parameters(work: Workload) -> tuple[float, float]:
     """How many parameters there are, and how many of them are experts'."""
-    program = make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
-    leaves = jax.tree_util.tree_flatten_with_path(program.abstract_state().params)[0]
+    _, state, _ = workload_step(work)
+    leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]
     sizes = {jax.tree_util.keystr(path): float(prod(leaf.shape)) for path, leaf in leaves}
     experts = sum(size for path, size in sizes.items() if "experts" in path and "w_" in path and "shared" not in path)
     return sum(sizes.values()), experts

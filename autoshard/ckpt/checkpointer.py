@@ -136,9 +136,7 @@ class Checkpointer:
         step, write = pending
         try:
             write.result()
-        # What ended the background thread: disk, Orbax, TensorStore and other processes have no error in common, and
-        # each of them means that this step is not there.
-        except Exception as error:
+        except Exception as error:  # disk, Orbax, TensorStore and other processes have no error in common
             raise CheckpointError(
                 f"step {step} could not be written to {self._directory.path}: {error}\n"
                 f"Committed steps are untouched: {self.steps() or 'none'}."

@@ -79,7 +79,7 @@ def damaged_leaves(path: Any, step: int) -> list[str]:
     manifest = read_manifest(path, step)
     with _reading(path, step):
         saved = storage.read_digest_rows(path, manifest)
-    return ["/".join(key) for key in _probe(path, manifest, _expected(path, step, manifest, saved))]
+    return ["/".join(key) for key in _probe(path, step, manifest, _expected(path, step, manifest, saved))]
 
 
 def damaged(path: Any, step: int, cause: str, leaves: list[Key] | None = None) -> DamagedCheckpointError:
@@ -100,8 +100,7 @@ def _reading(path: Any, step: int, find_leaves: Callable[[], list[Key]] = list) 
         raise
     except PermissionError as error:
         raise CheckpointError(f"step {step} in {path.parent} cannot be read: {error}") from error
-    # A flipped bit shows as whatever the decoder that meets it raises (JSON, zstd, zarr, protobuf, ValueError, ...).
-    except Exception as error:
+    except Exception as error:  # a flipped bit shows as whatever its decoder raises: JSON, zstd, zarr, protobuf, ...
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise damaged(path, step, _cause(error, path), find_leaves()) from error
@@ -116,19 +115,17 @@ def _damaged_here(path: Any, step: int, manifest: Manifest, saved: Mapping[str, 
     """The damaged leaves, where they can be found out."""
     if jax.process_count() > 1:  # the others do not take part in the search
         return []
-    return _probe(path, manifest, _expected(path, step, manifest, saved))
+    return _probe(path, step, manifest, _expected(path, step, manifest, saved))
 
 
-def _probe(path: Any, manifest: Manifest, expected: Mapping[Key, int]) -> list[Key]:
+def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]) -> list[Key]:
     """The leaves that cannot be read alone, or are not what their digest says."""
     wrong = []
     for spec in manifest.leaves:
         try:
-            intact = not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
-        except MemoryError:
-            raise
-        # As in `_reading`, which has caught the error already and asks here for the names of the damaged leaves.
-        except Exception:
+            with _reading(path, step):
+                intact = not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
+        except CheckpointError:
             intact = False
         if not intact:
             wrong.append(spec.key)

@@ -131,7 +131,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=394e12,
         hides=("all-gather",),
         options=_NO_RINGS,
-    ),  # fmt: skip
+    ),
     "v5p": _tpu(
         459,
         95.74,
@@ -143,7 +143,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=918e12,
         hides=_REDUCED,
         options=_OFFLOADED,
-    ),  # fmt: skip
+    ),
     "v6e": _tpu(
         918,
         31.25,
@@ -156,7 +156,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=1836e12,
         hides=_REDUCED,
         options=_OFFLOADED,
-    ),  # fmt: skip
+    ),
     "tpu7x": _tpu(
         1154,
         96,
@@ -171,7 +171,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=2307e12,
         hides=_REDUCED,
         options=_OFFLOADED,
-    ),  # fmt: skip
+    ),
     "a100-40": _gpu(312, 40, 1555, 300, 25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"),
     "a100-80": _gpu(312, 80, 2039, 300, 25, domain=8, kinds="a100"),
     "h100": _gpu(989, 80, 3350, 450, 50, domain=8, kinds="h100"),

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard.sharding.discover_cuts import Outcome, Part
 from autoshard.sharding.discover_search import Search
-from autoshard.sharding.discover_subject import DiscoveryError, Refused, Subject
+from autoshard.sharding.discover_subject import DiscoveryError, Refused, Subject, asked
 from autoshard.sharding.discover_text import Found, declared
 from autoshard.sharding.oracle import _check_shards
 from autoshard.sharding.oracle_cases import Case
@@ -197,9 +197,10 @@ class _Discovery:
         case, _ = self.case(text)
         sets = [sample.operands for sample in self.subject.samples[-3:]]
         try:
-            groups = [g for g in _possible_groups(case) if _surely_additive(case, g, sets) and _additive(case, g, sets)]
-        # The oracle runs the user's function here, which may refuse terms of a sum with any error: it is not linear.
-        except Exception:
+            with asked():
+                some = [g for g in _possible_groups(case) if _surely_additive(case, g, sets)]
+                groups = [g for g in some if _additive(case, g, sets)]
+        except Refused:  # it does not take the terms of a sum
             return []
         return [g for g in groups if not any(set(other) < set(g) for other in groups)]
 

@@ -32,7 +32,7 @@ class Refused(DiscoveryError):
 
 
 @contextlib.contextmanager
-def _asked() -> Iterator[None]:
+def asked() -> Iterator[None]:
     """Around a call of the function. It is the user's, so whatever it raises is its answer to these operands.
 
     Raises:
@@ -40,7 +40,7 @@ def _asked() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # the user's function may raise anything, and does so to refuse
         raise Refused(brief(error)) from error
 
 
@@ -91,7 +91,7 @@ class Subject:
     def _traced(self) -> tuple[list[Any], list[bool]]:
         """The results' types, and which of them depend on no operand."""
         try:
-            with _asked():
+            with asked():
                 closed = jax.make_jaxpr(self.fn)(*self.examples)
         except Refused as error:
             raise DiscoveryError(
@@ -151,7 +151,7 @@ class Subject:
             Refused: it does not take them.
         """
         arrays = [typed(x, like) for x, like in zip(operands, self.examples, strict=True)]
-        with _asked():
+        with asked():
             return [plain(x) for x in (compiled or self.compiled)(*arrays)]
 
     def shapes_of(self, operands: Sequence[Any]) -> Sequence[Any]:
@@ -160,7 +160,7 @@ class Subject:
         Raises:
             Refused: it does not take them.
         """
-        with _asked():
+        with asked():
             return jax.eval_shape(self.compiled, *operands)
 
     def stays(self, result: int) -> bool:

@@ -30,9 +30,9 @@ class GraphArguments(Exception):
 class Entry:
     """One planned signature: the plan, the function jitted by it, and the shardings of its inputs."""
 
-    def __init__(self, plan: Plan, traced: Traced):
-        self.plan, self.traced = plan, traced
-        self.state = frozenset(i for i, _ in traced.state)
+    def __init__(self, plan: Plan):
+        self.plan, self.traced = plan, plan.bound.traced
+        self.state = frozenset(i for i, _ in self.traced.state)
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -195,37 +195,34 @@ class PureFunction:
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Traces and plans; of variants the fastest that fits."""
-        made, refused, said = [], [], {}
+        made, refused, told = [], [], {}
         originals = self.originals
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
-        several = choices(self.variants)
         verify = options.pop("verify", 0)
+        several = choices(self.variants)
         for choice in several:
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
-            with warnings.catch_warnings(record=len(several) > 1) as told:
+            with warnings.catch_warnings(record=len(several) > 1) as caught:
                 try:
                     plan = plan_traced(traced, (args, kwargs), **options, verify=0 if self.variants else verify)
                 except PlanError as error:
                     refused.append(error)
                     continue
-            made.append((choice, traced, plan))
-            said[id(traced)] = [(w.message, w.category) for w in told or ()]
+            made.append((choice, plan))
+            told[id(traced)] = caught or []
         if not made:
             raise refused[0]
-        if verify and self.variants:
 
-            def replan(traced: Traced, words: str) -> Plan:
-                return plan_traced(traced, (args, kwargs), **{**options, "plan": words})
+        def replan(plan: Plan, words: str) -> Plan:
+            return plan_traced(plan.bound.traced, (args, kwargs), **{**options, "plan": words})
 
-            traced, plan = fastest_of_compiled(made, verify, replan)
-        else:
-            traced, plan = fastest(made)
-        for message, category in said[id(traced)]:  # those of the other variants are nobody's concern
-            warnings.warn(message, category, stacklevel=2)
-        return Entry(plan, traced)
+        chosen = fastest_of_compiled(made, verify, replan) if verify and self.variants else fastest(made)
+        for warning in told[id(chosen.bound.traced)]:  # those of the other variants are nobody's concern
+            warnings.warn(warning.message, warning.category, stacklevel=2)
+        return Entry(chosen)
 
 
 def _type_of(x: Any) -> tuple[Any, Any, bool]:

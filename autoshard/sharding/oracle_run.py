@@ -45,7 +45,7 @@ def run_strategies(
     waiting = [i for i, outcome in enumerate(outcomes) if outcome is None]
     try:
         found = _run_batch(case, rule, [strategies[i] for i in waiting], trials)
-    except Exception:  # one of them is guilty: each for itself then
+    except Exception:  # an operator of the batch raised something: each runs for itself, and that one keeps its error
         found = [_run_alone(case, rule, strategies[i], trials) for i in waiting]
     for i, outcome in zip(waiting, found, strict=True):
         outcomes[i] = outcome
@@ -63,7 +63,7 @@ def _run_alone(
 ) -> list[list[Grid]] | Exception:
     try:
         return _run_batch(case, rule, [counts], trials)[0]
-    except Exception as error:  # as above: it is the outcome
+    except Exception as error:  # whatever an operator raises on its shards is the outcome
         return error
 
 

@@ -79,7 +79,8 @@ class Plan:
         axis_sizes: logical axis -> its size in elements.
         limit_bytes: what one device may hold; 0 if unknown.
         alone: what the same step would cost on one device that holds everything; None if unknown.
-        variant: the static keywords that were chosen among `variants=`; empty without such.
+        variant: the static keywords that were chosen among `variants=`, empty without such. A plan that was read is
+            bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, words of its plan, step time in microseconds, peak bytes).
     """
 

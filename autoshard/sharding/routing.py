@@ -15,28 +15,22 @@ from autoshard.sharding.roles import CONTRACTIONS, Roles
 from autoshard.spmdrules.program import Op
 
 
-def part_routing(axes: LogicalAxes, roles: Roles) -> dict[int, int]:
-    """Gives the router's experts a class of their own in `axes`.
-
-    Returns:
-        class of experts -> the new class of its router; empty where nothing but experts' products has it.
-    """
-    made: dict[int, int] = {}
+def part_routing(axes: LogicalAxes, roles: Roles) -> None:
+    """Gives the router's experts a class of their own in `axes`, where there is a router."""
     for experts in roles.experts:
         having = [v for v, leaves in enumerate(axes.of_value) if any(experts in dim for dim in leaves)]
         inside = _inside(axes, roles, experts, having)
         outside = [v for v in having if v not in inside]
         if not inside or not outside:
             continue
-        made[experts] = len(axes.sizes)
+        router = len(axes.sizes)
         axes.sizes.append(axes.sizes[experts])
         memo: dict[Leaves, Leaves] = {}
         for v in outside:
             leaves = axes.of_value[v]
             if leaves not in memo:
-                memo[leaves] = tuple(tuple(made[experts] if c == experts else c for c in dim) for dim in leaves)
+                memo[leaves] = tuple(tuple(router if c == experts else c for c in dim) for dim in leaves)
             axes.of_value[v] = memo[leaves]
-    return made
 
 
 def _inside(axes: LogicalAxes, roles: Roles, experts: int, having: Iterable[int]) -> set[int]:

@@ -7,15 +7,15 @@ processed in. Each is traced and planned; they are compared as candidates of one
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.units import time_text, variant_text
 from autoshard.sharding.request import PlanRequestError, parse_request
-from autoshard.sharding.tracing import Traced
 
-Made = tuple[dict[str, Any], Traced, Plan]
+Made = tuple[dict[str, Any], Plan]
 
 
 def choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
@@ -25,31 +25,30 @@ def choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]
     return [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
 
 
-def fastest(made: Sequence[Made]) -> tuple[Traced, Plan]:
+def fastest(made: Sequence[Made]) -> Plan:
     """The variant of the fastest plan that fits, with a table of all; the first of those that tie."""
-    choice, traced, plan = min(made, key=lambda one: (not one[2].fits, one[2].estimate.step_time_us))
-    return traced, _tabled(plan, choice, made)
+    choice, plan = min(made, key=lambda one: (not one[1].fits, one[1].estimate.step_time_us))
+    return _tabled(plan, choice, made)
 
 
-def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Traced, str], Plan]) -> tuple[Traced, Plan]:
+def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Plan, str], Plan]) -> Plan:
     """Of the `count` best candidates of all variants that one of which the compiler makes the fastest program.
 
     Args:
         made: the variants, each with its plan.
         count: how many to compile.
-        replan: plans a variant by a candidate's words.
+        replan: plans the program of a plan by a candidate's words.
     """
-    pool = []
-    for n, (_, _, plan) in enumerate(made):
+    pool: list[tuple[float, int, str | None]] = []
+    for n, (_, plan) in enumerate(made):
         found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and _is_request(c[0])]
         pool += [(time, n, words) for words, time, _ in found if words != plan.chosen]
-        pool.append((plan.estimate.step_time_us if plan.fits else float("inf"), n, None))
+        pool.append((plan.estimate.step_time_us if plan.fits else math.inf, n, None))
     plans = []
     for _, n, words in sorted(pool, key=lambda each: each[0])[:count]:
-        choice, traced, plan = made[n]
-        plans.append((traced, _tabled(plan if words is None else replan(traced, words), choice, made)))
-    winner = fastest_compiled([plan for _, plan in plans], plans[0][1].limit_bytes)
-    return next(traced for traced, plan in plans if plan.fingerprint == winner.fingerprint), winner
+        choice, plan = made[n]
+        plans.append(_tabled(plan if words is None else replan(plan, words), choice, made))
+    return fastest_compiled(plans, plans[0].limit_bytes)
 
 
 def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
@@ -90,7 +89,5 @@ def _is_request(words: str) -> bool:
 
 
 def _tabled(plan: Plan, choice: Mapping[str, Any], made: Sequence[Made]) -> Plan:
-    rows = [
-        (dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, _, p in made if each
-    ]
+    rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in made if each]
     return plan.where(variant=dict(choice), variants=tuple(rows))

@@ -93,7 +93,7 @@ def _made(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapp
         if not isinstance(found, Rule):
             raise RuleError(f"it gave {found!r}, which is no Rule")
         return found.bind(*avals) if any(f.size is None for f in found.factors) else found
-    except Exception as error:  # whatever the author of a rule got wrong
+    except Exception as error:  # a rule is its author's code, which may raise anything; told as the rule's error
         shapes = ", ".join(str(tuple(a.shape)) for a in avals)
         told = str(error) if isinstance(error, RuleError) else f"it raised {type(error).__name__}: {error}"
         raise RuleError(f"the rule of '{primitive}', {_named(fn)}, for operands {shapes}: {told}") from error

@@ -17,7 +17,7 @@ from tests.sharding.programs import assert_close
 
 NAMES = ("gpt-tiny", "llama-tiny", "moe-tiny", "mixtral-tiny", "wide-resnet-tiny", "vit-tiny")
 PLANS = (None, "dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2", "dp:2 tp:4 seq")
-EXPERTS = ("ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2")
+EXPERTS = ("ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2", "ep:4 tp:2 state")
 CASES = [(name, plan) for name in NAMES for plan in PLANS + EXPERTS * (name in ("moe-tiny", "mixtral-tiny"))]
 STEPS = 2
 

@@ -1,14 +1,8 @@
 """Experts over the axes that cut the batch: the router's experts are an axis of their own."""
 
-import jax
-import numpy as np
-import pytest
-
 from autoshard import plan
 from autoshard.models.workloads import workload
 from autoshard.train.build import workload_step
-from autoshard.train.optimizer import OptimizerConfig, make_optimizer
-from autoshard.train.state import make_program
 
 TINY = workload("moe-tiny")
 
@@ -36,21 +30,6 @@ def test_the_batch_is_cut_where_no_expert_is():
     kinds = {(kind, line.rpartition("(")[2].rstrip(")")) for kind, _, _, line in parts.traffic}
     assert {kind for kind, where in kinds if where == "Experts._by_capacity"} == {"all-to-all"}
     assert not any(kind in ("all-gather", "all-reduce") and "multiply" in where for kind, where in kinds)
-
-
-@pytest.mark.parametrize("words", ["ep:8", "fsdp:2 ep:4", "dp:2 ep:2 tp:2", "ep:4 tp:2 state"])
-def test_it_trains_as_on_one_device(words):
-    step, _, shapes = workload_step(TINY)
-    program = make_program(TINY.build, make_optimizer(OptimizerConfig(), 1000))
-    state = program.create_state(jax.random.key(0))
-    rng = np.random.default_rng(0)
-    batch = {name: rng.integers(0, 8, aval.shape).astype(aval.dtype) for name, aval in shapes.items()}
-    batch["mask"] = np.ones(shapes["mask"].shape, np.float32)
-    _, expected = jax.jit(step)(state, batch)
-    made = plan(step, state, batch, target="cpu:8", plan=words)
-    _, found = made.jit()(state, batch)
-    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
-    assert float(found["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=1e-4)
 
 
 def test_a_program_without_a_router_keeps_its_axes():

@@ -34,11 +34,13 @@ def layers_planned(words, target):
     return plan(layers_step, params, x, target=target, plan=words, donate_argnums=0)
 
 
-def check_times(found):
+def sums_of(found):
+    """The collectives of activations, of an audit whose times and memory make sense."""
     assert found.ok, found.message
     assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
     assert 0 <= found.exposed_us <= found.comm_us * 2
     assert found.peak_bytes > 0
+    return [f for f in found.collectives if f.payload_bytes > 1024]
 
 
 @pytest.mark.tpu_compile
@@ -46,8 +48,7 @@ def test_tensor_parallel_layers_for_a_tpu():
     """Activations are summed after each layer, forward and backward, and nothing else moves."""
     made = layers_planned("tp:4", "v5e:2x2")
     found = verify(made)
-    check_times(found)
-    sums = [f for f in found.collectives if f.payload_bytes > 1024]
+    sums = sums_of(found)
     assert {(f.kind, f.axes, f.payload_bytes) for f in sums} == {("all-reduce", ("tp",), ROWS * WIDTH * 2)}
     assert sum(f.trips for f in sums) == 2 * LAYERS
     assert all("test_compilers.py" in f.line for f in sums)
@@ -82,8 +83,7 @@ def test_remarks_of_the_tpu_compiler_are_heard():
 def test_tensor_parallel_layers_for_a_gpu():
     made = layers_planned("tp:8", "h100:8")
     found = verify(made)
-    check_times(found)
-    sums = [f for f in found.collectives if f.payload_bytes > 1024]
+    sums = sums_of(found)
     assert {f.kind for f in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
     assert {f.axes for f in sums} == {("tp",)}
     assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
@@ -96,11 +96,11 @@ def test_tensor_parallel_layers_for_a_gpu():
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("target", ["v4:2x2x2", "v5p:2x2x2", "v5p:2x2x1*2", "v6e:2x4", "tpu7x:2x2x1", "v5e:2x4"])
 def test_every_tpu(target):
-    check_times(verify(planned("dp:8", target)))
+    sums_of(verify(planned("dp:8", target)))
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compile
 @pytest.mark.parametrize("target", ["a100:8", "a100-40:8", "h100:2x4", "h200:8", "b200:8", "gb200:8"])
 def test_every_gpu(target):
-    check_times(verify(planned("dp:8", target)))
+    sums_of(verify(planned("dp:8", target)))

@@ -96,9 +96,9 @@ def test_a_comparison_and_a_step_inside_fusions():
     assert trips(text_of(ENTRY.format(start=0, more=""), compare, stepped, loop(condition, body))) == [5]
 
 
-def test_a_limit_and_a_start_that_come_through_an_outer_loop():
-    state = "s32[], s32[], s32[]"  # the outer counter, the inner limit, the inner start
-    outer = f"""
+def nested(state: str, condition: str, inner: str, outer: str) -> str:
+    """A loop of three steps around another; the counter of both is added to, the rest is given."""
+    return f"""
 %outer_condition (p: ({state})) -> pred[] {{
   %p = ({state}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
@@ -108,19 +108,14 @@ def test_a_limit_and_a_start_that_come_through_an_outer_loop():
 
 %inner_condition (p: ({state})) -> pred[] {{
   %p = ({state}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=2
-  %limit = s32[] get-tuple-element(%p), index=1
+  {condition}
   ROOT %go = pred[] compare(%i, %limit), direction=LT
 }}
 
 %inner_body (q: ({state})) -> ({state}) {{
   %q = ({state}) parameter(0)
-  %i = s32[] get-tuple-element(%q), index=2
   %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %limit = s32[] get-tuple-element(%q), index=1
-  %outer = s32[] get-tuple-element(%q), index=0
-  ROOT %after = ({state}) tuple(%outer, %limit, %next)
+  {inner}
 }}
 
 %outer_body (r: ({state})) -> ({state}) {{
@@ -129,11 +124,26 @@ def test_a_limit_and_a_start_that_come_through_an_outer_loop():
   %i = s32[] get-tuple-element(%r), index=0
   %one = s32[] constant(1)
   %next = s32[] add(%i, %one)
-  %limit = s32[] get-tuple-element(%inner), index=1
-  %start = s32[] get-tuple-element(%r), index=2
-  ROOT %after = ({state}) tuple(%next, %limit, %start)
+  {outer}
 }}
 """
+
+
+def test_a_limit_and_a_start_that_come_through_an_outer_loop():
+    state = "s32[], s32[], s32[]"  # the outer counter, the inner limit, the inner start
+    condition = """
+  %i = s32[] get-tuple-element(%p), index=2
+  %limit = s32[] get-tuple-element(%p), index=1"""
+    inner = f"""
+  %i = s32[] get-tuple-element(%q), index=2
+  %next = s32[] add(%i, %one)
+  %limit = s32[] get-tuple-element(%q), index=1
+  %outer = s32[] get-tuple-element(%q), index=0
+  ROOT %after = ({state}) tuple(%outer, %limit, %next)"""
+    outer = f"""
+  %limit = s32[] get-tuple-element(%inner), index=1
+  %start = s32[] get-tuple-element(%r), index=2
+  ROOT %after = ({state}) tuple(%next, %limit, %start)"""
     entry = f"""
         %zero = s32[] constant(0)
         %eight = s32[] constant(8)
@@ -141,49 +151,25 @@ def test_a_limit_and_a_start_that_come_through_an_outer_loop():
         %state = ({state}) tuple(%zero, %eight, %two)
         ROOT %loop = ({state}) while(%state), condition=%outer_condition, body=%outer_body
     """
-    assert sorted(trips(text_of(entry, outer)), key=str) == [3, 6]
+    assert sorted(trips(text_of(entry, nested(state, condition, inner, outer))), key=str) == [3, 6]
 
 
 def test_a_start_that_the_outer_loop_changes_is_unknown():
     state = "s32[], s32[]"
-    outer = f"""
-%outer_condition (p: ({state})) -> pred[] {{
-  %p = ({state}) parameter(0)
+    condition = """
   %i = s32[] get-tuple-element(%p), index=0
-  %three = s32[] constant(3)
-  ROOT %go = pred[] compare(%i, %three), direction=LT
-}}
-
-%inner_condition (p: ({state})) -> pred[] {{
-  %p = ({state}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %three = s32[] constant(3)
-  ROOT %go = pred[] compare(%i, %three), direction=LT
-}}
-
-%inner_body (q: ({state})) -> ({state}) {{
-  %q = ({state}) parameter(0)
+  %limit = s32[] constant(3)"""
+    inner = f"""
   %i = s32[] get-tuple-element(%q), index=0
-  %one = s32[] constant(1)
   %next = s32[] add(%i, %one)
-  ROOT %after = ({state}) tuple(%next, %i)
-}}
-
-%outer_body (r: ({state})) -> ({state}) {{
-  %r = ({state}) parameter(0)
-  %inner = ({state}) while(%r), condition=%inner_condition, body=%inner_body
-  %i = s32[] get-tuple-element(%r), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  ROOT %after = ({state}) tuple(%next, %i)
-}}
-"""
+  ROOT %after = ({state}) tuple(%next, %i)"""
+    outer = f"ROOT %after = ({state}) tuple(%next, %i)"
     entry = f"""
         %zero = s32[] constant(0)
         %state = ({state}) tuple(%zero, %zero)
         ROOT %loop = ({state}) while(%state), condition=%outer_condition, body=%outer_body
     """
-    assert sorted(trips(text_of(entry, outer)), key=str) == [3, None]
+    assert sorted(trips(text_of(entry, nested(state, condition, inner, outer))), key=str) == [3, None]
 
 
 def test_a_limit_that_changes_is_unknown():
