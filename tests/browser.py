@@ -4,8 +4,9 @@
         page = browser.open(file, width=1280)
         page.run("document.title")
 
-What a page asks of the network, says in its console and throws is kept in `page.requests`, `page.console` and
-`page.errors`. `AUTOSHARD_BROWSER=required` says that a Chromium must be here: a test that finds none then fails.
+What a page asks of the network, what of that its policy forbids, what it says in its console and what it throws is
+kept in `page.requests`, `page.blocked`, `page.console` and `page.errors`. `AUTOSHARD_BROWSER=required` says that a
+Chromium must be here: a test that finds none then fails.
 """
 
 import base64
@@ -130,6 +131,8 @@ class Page:
     def __init__(self, browser: Browser, session: str):
         self.browser, self.session, self.is_loaded = browser, session, False
         self.requests: list[str] = []
+        self.blocked: list[str] = []
+        self._asked: dict[str, str] = {}
         self.console: list[str] = []
         self.errors: list[str] = []
 
@@ -139,6 +142,9 @@ class Page:
             self.is_loaded = True
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            self._asked[params["requestId"]] = params["request"]["url"]
+        elif method == "Network.loadingFailed" and params.get("blockedReason") == "csp":
+            self.blocked.append(self._asked[params["requestId"]])
         elif method == "Runtime.consoleAPICalled":
             self.console.append(json.dumps(params["args"]))
         elif method == "Log.entryAdded":

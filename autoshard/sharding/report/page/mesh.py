@@ -56,7 +56,8 @@ def mesh_section(plan: Plan, paint: Paint) -> str:
     """The mesh axes drawn, what the machine is, and the logical axes."""
     grid, places = _grid(plan), _places(plan)
     panels = "".join(_panel(plan, paint, grid, places, axis) for axis in paint.sizes) or "<p>One device.</p>"
-    more = f"The first {DEVICES_SHOWN} of {len(places)} devices are drawn. " if len(places) > DEVICES_SHOWN else ""
+    count = plan.mesh.size
+    more = f"The first {DEVICES_SHOWN} of {count} devices are drawn. " if count > DEVICES_SHOWN else ""
     words = f'<p class="remark">{more}{escape(_machine(plan, grid))}</p>'
     tip = '<p class="tip" id="device" aria-live="polite">Point at a device to see whom it works with.</p>'
     return f'{words}<div class="panels">{panels}</div>{tip if paint.sizes else ""}'
@@ -84,10 +85,12 @@ def _grid(plan: Plan) -> Grid:
 
 
 def _places(plan: Plan) -> dict[int, dict[str, int]]:
-    """Device -> its place on each mesh axis."""
+    """Device -> its place on each mesh axis, for those that are drawn."""
     sizes = mesh_sizes(plan)
     found = {}
     for place, device in enumerate(plan.device_order):
+        if device >= DEVICES_SHOWN:
+            continue
         where, rest = {}, place
         for axis, size in reversed(list(sizes.items())):
             rest, where[axis] = divmod(rest, size)
@@ -113,9 +116,7 @@ def _panel(plan: Plan, paint: Paint, grid: Grid, places: dict[int, dict[str, int
     group = {d: _number([where[a] for a in others], [paint.sizes[a] for a in others]) for d, where in places.items()}
     drawn = "".join(_plane(grid, first, axis, places, group) for first in _planes(grid, len(places)))
     lies = _lies(plan, grid, axis)
-    label = (
-        f"mesh axis {axis}: {size} devices{f', on {lies}' if lies else ''}; {len(places) // max(size, 1)} such groups"
-    )
+    label = f"mesh axis {axis}: {size} devices{f', on {lies}' if lies else ''}; {plan.mesh.size // size} such groups"
     ruled = '<span class="then">then</span>'.join(map(paint.sized, plan.axis_rules.get(axis, ()))) or "nothing"
     stored = ", ".join(storage_roles(plan, axis)) or "nothing more"
     moved = bytes_text(axis_traffic(plan).get(axis, 0.0))
@@ -158,7 +159,7 @@ def _lies(plan: Plan, grid: Grid, axis: str) -> str:
 def _plane(grid: Grid, first: int, axis: str, places: dict[int, dict[str, int]], group: dict[int, int]) -> str:
     """One plane as a drawing."""
     across = grid.across[1]
-    side, gap = (28, 8) if across <= NUMBERED // 2 else (24, 8) if across <= NUMBERED else (14, 5)
+    side, gap = (14, 5) if across > NUMBERED else (24, 6) if len(grid.dims) > 2 else (32, 9)
     step, columns, folds = side + gap, min(across, FOLD), -(-across // FOLD)
     count = min(grid.plane, DEVICES_SHOWN - first)
     rows = -(-count // across)

@@ -87,9 +87,7 @@ def lost(plan: Plan, tried: Tried) -> str:
     if plan.limit_bytes and tried.peak_bytes > plan.limit_bytes:
         return f"does not fit: {bytes_text(tried.peak_bytes - plan.limit_bytes)} too much"
     if abs(tried.step_time_us - here.step_time_us) <= TIE * here.step_time_us:
-        return (
-            "as fast: the simpler one was taken" if tried.step_time_us >= here.step_time_us else "no faster to speak of"
-        )
+        return f"as fast, to {100 * TIE:g} %"
     if tried.step_time_us < here.step_time_us:
         return "faster by the estimate, not as compiled" if plan.audits else "faster by the estimate"
     if not tried.compute_us:

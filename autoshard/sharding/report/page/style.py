@@ -73,11 +73,11 @@ i.cut, i.kept { font-style: normal; font-weight: 600; font-size: 12.5px; border-
 td > i.cut:first-child, figcaption i.cut { margin-left: 0; }
 i.kept { background: transparent; color: var(--ink); outline: 1px dashed var(--soft); outline-offset: -1px; }
 .then { color: var(--soft); font-size: 13px; margin: 0 7px; }
-.panels { display: flex; flex-wrap: wrap; gap: 26px 44px; }
+.panels { display: flex; flex-wrap: wrap; gap: 26px 30px; }
 .panel { margin: 0; flex: 0 1 auto; max-width: 100%; min-width: 0; }
 .panel figcaption { font-size: 15px; margin-bottom: 8px; }
 .panel figcaption i.cut { font-size: 15px; padding: 1px 9px; }
-.planes { display: flex; flex-wrap: wrap; gap: 8px 16px; max-width: 100%; }
+.planes { display: flex; flex-wrap: wrap; gap: 8px 10px; max-width: 100%; }
 .plane { text-align: center; font-size: 13px; color: var(--soft); max-width: 100%; }
 .plane svg { display: block; max-width: 100%; height: auto; }
 .plane rect { fill: var(--dev); stroke: var(--devline); }
@@ -102,7 +102,11 @@ ul.paths { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monos
 ul.why { max-width: 640px; color: var(--soft); }
 .spec { margin: 4px 0; }
 .scroll { overflow-x: auto; }
-@media (min-width: 761px) { td:first-child code { white-space: nowrap; } }
+.filters { display: flex; flex-wrap: wrap; align-items: center; gap: 0 20px; }
+.filters .search { flex: 0 1 480px; }
+summary code { display: inline-block; max-width: min(340px, 70vw); white-space: nowrap; overflow: hidden;
+  text-overflow: ellipsis; vertical-align: middle; }
+td:first-child { min-width: 180px; }
 button[data-fold] { font: inherit; font-size: 13.5px; color: var(--accent); background: none; border: 0; padding: 4px 0;
   cursor: pointer; text-decoration: underline; }
 .search { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 10px; margin: 12px 0 4px; font-size: 14px; }
@@ -182,7 +186,7 @@ button[data-fold] { font: inherit; font-size: 13.5px; color: var(--accent); back
   .chart { grid-template-columns: 52px 1fr; grid-template-rows: auto 280px auto; }
   .chart-key { margin-left: 0; }
   .kept { font-size: 13.5px; }
-  .kept td:first-child { white-space: nowrap; }
+  .kept td:first-child { white-space: nowrap; min-width: 0; }
   .kept th, .kept td { padding-right: 8px; }
   .kept .wide { display: none; }
   table:not(.kept), table:not(.kept) :is(tbody, tr, td) { display: block; }

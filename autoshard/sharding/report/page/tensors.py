@@ -30,7 +30,8 @@ def tensors_section(plan: Plan, paint: Paint) -> str:
     parts.insert(1, _activations(plan, paint))
     parts.append(_table_of(plan, paint, "Results", groups(plan, plan.outputs), most, is_open=False))
     fold = '<button type="button" data-fold="tensors-list">open or close all</button>'
-    return f'{search_box("tensors", "tensors-list")}{fold}<div id="tensors-list">{"".join(parts)}</div>'
+    filters = f'<div class="filters">{search_box("tensors", "tensors-list")}{fold}</div>'
+    return f'{filters}<div id="tensors-list">{"".join(parts)}</div>'
 
 
 def _table_of(plan: Plan, paint: Paint, name: str, some: Sequence[Group], most: float, is_open: bool) -> str:
