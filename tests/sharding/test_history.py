@@ -88,7 +88,7 @@ def test_activations_are_the_batchs_with_their_axes_and_shardings():
     assert inner.line.startswith("/") and "example_step.py" in inner.line and inner.path == "dot_general"
     assert all("batch" in "*".join(one.axes) for one in found.values())
     gradients = [one for one in plan.activations if one.role == "gradient"]
-    assert any(one.axes == ("embed", "ffn") and tuple(one.spec) == ("fsdp", "tp") for one in gradients)
+    assert any(one.axes == ("vocab", "embed") and tuple(one.spec) == ("tp", "fsdp") for one in gradients)
     held = sum(one.held_bytes for one in plan.activations)
     assert 0 < held <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
     sizes = mesh_sizes(plan)
