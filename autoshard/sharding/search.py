@@ -53,6 +53,7 @@ def search(
     limit: float,
     mesh: Mapping[str, int] | None = None,
     pin: Callable[[Layout], None] = lambda layout: None,
+    counts: dict[str, int] | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """The best layout, and all that were priced, best first.
 
@@ -65,6 +66,8 @@ def search(
         limit: bytes of one device.
         mesh: mesh axis -> size if the mesh is given; it is never split further.
         pin: writes what the user fixed into a layout.
+        counts: is told how many were `proposed`, how many mean what an earlier one does, `alike`, and how many were
+            left out as `idle`.
 
     Returns:
         The candidate to use (if none fits, the one of the smallest peak) and every candidate.
@@ -72,13 +75,18 @@ def search(
     layouts = list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices))
     for _, layout in layouts:
         pin(layout)
+    proposed = len(layouts)
     layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
+    cutting = len(layouts)
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
             first.setdefault((layout.effect(), tuple(layout.pins.items())), (name, layout))
         layouts = list(first.values())
     priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
+    if counts is not None:
+        left = proposed - len(priced)
+        counts |= {"proposed": proposed, "alike": cutting - len(layouts), "idle": left - cutting + len(layouts)}
 
     def tried(name: str, layout: Layout) -> Candidate | None:
         pin(layout)

@@ -102,6 +102,12 @@ def _some(words: Iterable[str]) -> str:
     return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
 
 
+def why(plan: Plan, group: Group, names: AxisNames) -> list[str]:
+    """For inputs that are alike, what became of each mesh axis, and how they are used; traffic left out."""
+    lines = [f"{axis}: {reason}" for axis in mesh_sizes(plan) for reason in _reasons(plan, group.first, axis, names)]
+    return [*lines, *_use(plan, group.first)] if group.first.shape and group.first.role else []
+
+
 def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
     lines = [leaf.path]
