@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import AutoshardError
+from autoshard.sharding.padding import Padding
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
@@ -71,6 +72,7 @@ class Plan:
         traffic: collectives, heaviest first: (kind, mesh axes, bytes a step, the user's line).
         unknown: primitives without a rule, which are replicated, and where they stand.
         notes: what the reader should know: conflicts, limits, axes that did not divide.
+        padding: what padding axes that did not divide would win, where it wins anything.
         compiler_options: options for XLA, by platform.
         fingerprint: digest of the program that the plan fits.
         chosen: the words of the candidate that was chosen, or of the request.
@@ -96,6 +98,7 @@ class Plan:
     traffic: tuple[tuple[str, str, float, str], ...] = ()
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    padding: tuple[Padding, ...] = ()
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fingerprint: str = ""
     chosen: str = ""
@@ -232,6 +235,7 @@ class Plan:
             "traffic": self.traffic,
             "unknown": self.unknown,
             "notes": self.notes,
+            "padding": list(map(asdict, self.padding)),
             "compiler_options": self.compiler_options,
             "fingerprint": self.fingerprint,
             "chosen": self.chosen,
@@ -269,6 +273,7 @@ class Plan:
                 traffic=tuple(tuple(t) for t in data["traffic"]),
                 unknown={k: tuple(v) for k, v in data["unknown"].items()},
                 notes=tuple(data["notes"]),
+                padding=tuple(Padding(**each) for each in data.get("padding", ())),
                 compiler_options=data["compiler_options"],
                 fingerprint=data["fingerprint"],
                 chosen=data["chosen"],

@@ -22,6 +22,7 @@ from autoshard.sharding.report.summary import (
     memory_rows,
     mesh_sizes,
     mesh_text,
+    padding_texts,
     storage_roles,
     title,
     totals,
@@ -64,7 +65,7 @@ def page(plan: Plan) -> str:
         "</div>",
         _section("Plans compared", _candidates(plan)) if len(plan.candidates) > 1 else "",
         _section("Traffic of a step", _traffic(plan)),
-        _section("Notes", _notes(plan)) if plan.notes or plan.unknown else "",
+        _section("Notes", _notes(plan)) if plan.notes or plan.unknown or plan.padding else "",
         _section("Every input and result", _leaves(plan, paint)),
     ]
     return (
@@ -232,7 +233,8 @@ def _notes(plan: Plan) -> str:
         "its operands are gathered, and every device repeats the work."
         for name, places in plan.unknown.items()
     ]
-    return f"<ul>{''.join(f'<li>{n}</li>' for n in [*notes, *map(escape, plan.notes)])}</ul>"
+    said = [*plan.notes, *padding_texts(plan)]
+    return f"<ul>{''.join(f'<li>{n}</li>' for n in [*notes, *map(escape, said)])}</ul>"
 
 
 def _leaves(plan: Plan, paint: Paint) -> str:
