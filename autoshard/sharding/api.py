@@ -305,6 +305,11 @@ def _checked(verify: int, **options: Any) -> dict[str, Any]:
         raise PlanError(
             f"plan is {made!r:.60}; give words such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, or a Plan"
         )
+    if isinstance(made, Plan) and options["fixed"]:
+        raise PlanError(
+            "plan is a Plan, which says where every input lies, and fixed says it too. Drop one, or give the plan's "
+            f"words with fixed: plan={made.chosen!r}"
+        )
     if limit is not None and (isinstance(limit, (str, bool)) or not hasattr(limit, "__float__") or not limit > 0):
         raise PlanError(
             f"memory_limit_bytes is {limit!r:.60}; give a positive number of bytes on each device, such as 4 * 2**30"

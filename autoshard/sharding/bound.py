@@ -28,6 +28,7 @@ class Bound:
     flops_per_byte: float
     laying: Laying
     mesh: Any = None
+    planner: Any = None  # planner.Planner: it prices what else could have been chosen
     wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
 
     def mesh_over(self, plan: Plan, devices: Any) -> Any:

@@ -172,11 +172,20 @@ class Plan:
             [NamedSharding(mesh, leaf.spec) for leaf in self.outputs],
         )
 
-    def explain(self, path: str) -> str:
-        """Why the input or result at `path` is sharded as it is."""
+    def explain(self, path: str, wish: Any = None) -> str:
+        """Why the input or result at `path` is sharded as it is, and what the next best choices cost.
+
+        Args:
+            path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`.
+            wish: how it should be sharded instead, a `PartitionSpec` or names of logical axes as in `fixed=`: whether
+                that is cheaper, dearer, infeasible or a tie.
+
+        Raises:
+            PlanError: nothing is there, or the wish cannot be read.
+        """
         from autoshard.sharding.report import explain
 
-        return explain(self, path)
+        return explain(self, path, wish)
 
     def diff(self, other: Plan) -> str:
         """What another plan does differently, a line each."""

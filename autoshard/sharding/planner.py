@@ -22,7 +22,14 @@ from autoshard.sharding.fusion import Fusion, fuse
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
-from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins, own_constraints
+from autoshard.sharding.pins import (
+    check_constraints,
+    constraint_mesh,
+    disagreements,
+    fixed_pins,
+    own_constraints,
+    pin_all,
+)
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
@@ -80,6 +87,9 @@ class Planner:
 
     def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
         self.traced, self.machine, self.constraints = traced, machine, constraints
+        self.held: Mapping[int, Spec] = {}  # input -> where its array lies already
+        self.fixed: Mapping[str, Any] = {}  # what the user fixed
+        self.asked = True  # the plan was asked for, not searched
         self.limit_given = limit is not None
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
@@ -129,12 +139,11 @@ class Planner:
             table = requests.Table({k: tuple([v] if isinstance(v, str) else v) for k, v in asked.items()})
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
+        self.held, self.fixed, self.asked = held, fixed, asked is not None
         if layouts is None:
-            best, others = search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices,
-                                  self.limit, sizes, partial(self._pin, held=held, fixed=fixed))  # fmt: skip
+            best, others = self.search(held, fixed)
         else:
-            for _, layout in layouts:
-                self._pin(layout, held, fixed)
+            layouts = self._pinned(layouts, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
             best = laid_well(min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us)), self.cost)
             if isinstance(asked, str):
@@ -142,6 +151,16 @@ class Planner:
         if not best.fits(self.limit):
             self._complain_of_memory(best, asked)
         return best, others
+
+    def search(self, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> tuple[Candidate, list[Candidate]]:
+        """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
+        pin = partial(self._pinned, held=held, fixed=fixed)
+        return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
+                      self.machine.sizes, pin)  # fmt: skip
+
+    def _pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+        pin = partial(self._pin, held=held, fixed=fixed)
+        return pin_all(layouts, pin, mesh_is_given=self.machine.sizes is not None)
 
     def _refuse_idle(self, asked: str, layout: Layout) -> None:
         """Refuses words that cut nothing because no size divides: every device would do all of the work."""
@@ -277,7 +296,7 @@ class Planner:
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,
             alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
-            bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh),
+            bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh, self),
         )
 
     def _leaf(self, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
@@ -306,7 +325,8 @@ class Planner:
                 f"{self.axes.name(c)} ({size}) is not divisible by mesh axes {', '.join(over)} ({wanted}): it is "
                 f"cut into {cut}; {_multiple(size, wanted)} would be cut into {wanted}"
             )
-        return tuple(notes)
+        own = {v: s for v, s in layout.pins.items() if v not in self.held}
+        return (*notes, *disagreements(self.traced, self.axes, own))
 
     def rebind(self, plan: Plan) -> Plan:
         """A plan that was made elsewhere, for this function."""
@@ -329,11 +349,16 @@ class Planner:
             role: plan.storage[role] for role in requests.STATE if role in plan.storage
         }
         layout = Layout(self.axes, self.roles, sizes, table, storage)
-        layout.pins = {
+        specs = {
             v: from_partition_spec(leaf.spec, len(leaf.shape))
             for v, leaf in zip(self.program.inputs, plan.inputs, strict=True)
         }
-        bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self._laying(plan), self.machine.mesh)
+        paths = zip(self.program.inputs, plan.inputs, strict=True)
+        self.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored(v) != specs[v]}
+        layout.pins = specs
+        bound = Bound(
+            self.traced, layout, self.machine.target.flops_per_byte, self._laying(plan), self.machine.mesh, self
+        )
         return plan.where(bound=bound)
 
     def _laying(self, plan: Plan) -> Laying:

@@ -108,6 +108,14 @@ def parse_request(text: str) -> Request:
     return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), any(a != k for a, k in kinds.items()))
 
 
+def is_request(words: str) -> bool:
+    """Whether these are words that `parse_request` reads."""
+    try:
+        return bool(parse_request(words))
+    except PlanRequestError:
+        return False
+
+
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
     """The logical axes that a kind of parallelism shards, in order of preference."""
     if kind in ("dp", "zero1", "fsdp"):

@@ -50,7 +50,7 @@ def search(
     devices: int,
     limit: float,
     mesh: Mapping[str, int] | None = None,
-    pin: Callable[[Layout], None] = lambda layout: None,
+    pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
 ) -> tuple[Candidate, list[Candidate]]:
     """The best layout, and all that were priced, best first.
 
@@ -62,14 +62,12 @@ def search(
         devices: how many there are.
         limit: bytes of one device.
         mesh: mesh axis -> size if the mesh is given; it is never split further.
-        pin: writes what the user fixed into a layout.
+        pin: writes what the user fixed into the layouts, and gives back those in which it holds.
 
     Returns:
         The candidate to use (if none fits, the one of the smallest peak) and every candidate.
     """
-    layouts = list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices))
-    for _, layout in layouts:
-        pin(layout)
+    layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.units import time_text, variant_text
-from autoshard.sharding.request import PlanRequestError, parse_request
+from autoshard.sharding.request import is_request
 
 Made = tuple[dict[str, Any], Plan]
 
@@ -41,7 +41,7 @@ def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Plan
     """
     pool: list[tuple[float, int, str | None]] = []
     for n, (_, plan) in enumerate(made):
-        found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and _is_request(c[0])]
+        found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and is_request(c[0])]
         pool += [(time, n, words) for words, time, _ in found if words != plan.chosen]
         pool.append((plan.estimate.step_time_us if plan.fits else math.inf, n, None))
     plans = []
@@ -79,13 +79,6 @@ def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
 
 def _name(plan: Plan) -> str:
     return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen
-
-
-def _is_request(words: str) -> bool:
-    try:
-        return bool(parse_request(words))
-    except PlanRequestError:
-        return False
 
 
 def _tabled(plan: Plan, choice: Mapping[str, Any], made: Sequence[Made]) -> Plan:
