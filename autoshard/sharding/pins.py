@@ -77,10 +77,10 @@ class FixedError(PlanError):
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = ""):
         super().__init__(f"auto_shard({name}): " + "; ".join(complaints) + hint)
-        self.name, self.complaints = name, tuple(complaints)
+        self.name, self.complaints, self.hint = name, tuple(complaints), hint
 
     def __reduce__(self):  # an exception is copied by calling its class with what it was made of
-        return FixedError, (self.name, self.complaints)
+        return FixedError, (self.name, self.complaints, self.hint)
 
 
 def fixed_pins(
@@ -121,7 +121,7 @@ def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_giv
     if kept or not failed:
         return kept
     nearest = min(failed, key=lambda error: len(error.complaints))
-    if mesh_is_given:
+    if mesh_is_given or "names mesh axis" not in str(nearest):
         raise nearest
     used = ", ".join(dict.fromkeys(a for _, layout in layouts for a in layout.mesh))
     raise FixedError(nearest.name, nearest.complaints, f". No mesh was given, and the plans tried have axes {used}")
@@ -154,7 +154,8 @@ def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, wrong: lis
             f"{word} '{one}' says {fixed[one]} and {word} '{other}' says {fixed[other]}, and both match "
             f"'{path}'{also}: drop one, or give '{path}' by its own path, which goes before patterns"
         )
-    return {i: fixed[patterns[0]] for i, patterns in chosen.items()}
+    open_still = {i for some in contrary.values() for i in some}
+    return {i: fixed[patterns[0]] for i, patterns in chosen.items() if i not in open_still}
 
 
 def _differ(one: Any, other: Any, rank: int) -> bool:

@@ -66,7 +66,10 @@ def plan_traced(
     verify: int = 0,
     strict: bool = False,
 ) -> Plan:
-    """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
+    """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are.
+
+    Where none fits the memory, it is the leanest: `unfit.complain` says so.
+    """
     free = mesh is None and target is None and plan is None  # a plan that was asked for says where arrays go
     held_mesh, held = placed(jax.tree.leaves(args)) if free else (None, {})
     constraints = own_constraints(traced)
@@ -74,12 +77,15 @@ def plan_traced(
         meshes = (held_mesh, constraint_mesh(constraints), _compat.current_mesh())
         mesh = next((m for m in meshes if m is not None), None)
     planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
+    planner.target_given = target is not None
     planner.complain_of_unknown(strict)
     complain_of_changes(traced, planner.axes)
     if isinstance(plan, Plan):
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
-    return planner.verified(candidate, others, verify) if verify else planner.describe(candidate, others)
+    if verify and (candidate.fits(planner.limit) or not planner.refuses):
+        return planner.verified(candidate, others, verify)
+    return planner.describe(candidate, others)
 
 
 class Planner:
@@ -89,6 +95,7 @@ class Planner:
         self.traced, self.machine, self.constraints = traced, machine, constraints
         self.held: Mapping[int, Spec] = {}  # input -> where its array lies already
         self.fixed: Mapping[str, Any] = {}  # what the user fixed
+        self.target_given = False
         self.asked = True  # the plan was asked for, not searched
         self.limit_given = limit is not None
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
@@ -98,6 +105,11 @@ class Planner:
         self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether what does not fit is an error: a limit was given, or a target that was to be planned for."""
+        return self.limit_given or (self.target_given and not self.asked)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -143,22 +155,23 @@ class Planner:
         if layouts is None:
             best, others = self.search(held, fixed)
         else:
-            layouts = self._pinned(layouts, held, fixed)
+            layouts = self.pinned(layouts, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
-            best = laid_well(min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us)), self.cost)
+            fitting = [c for c in others if c.fits(self.limit)]
+            by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
+            best = laid_well(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
             if isinstance(asked, str):
                 self._refuse_idle(asked, best.layout)
-        if not best.fits(self.limit):
-            self._complain_of_memory(best, asked)
         return best, others
 
     def search(self, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
-        pin = partial(self._pinned, held=held, fixed=fixed)
+        pin = partial(self.pinned, held=held, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
                       self.machine.sizes, pin)  # fmt: skip
 
-    def _pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+    def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+        """Those of the candidates in which what is fixed can hold, with it written in."""
         pin = partial(self._pin, held=held, fixed=fixed)
         return pin_all(layouts, pin, mesh_is_given=self.machine.sizes is not None)
 
@@ -234,20 +247,6 @@ class Planner:
             **fixed_pins(self.traced, self.axes, layout, fixed, "fixed"),
         }
         check_constraints(self.traced.name, self.constraints, layout)
-
-    def _complain_of_memory(self, best: Candidate, asked: Any) -> None:
-        over = best.peak_bytes - self.limit
-        kinds = ", ".join(f"{k} {bytes_text(v)}" for k, v in sorted(best.memory.items(), key=lambda x: -x[1]) if v)
-        text = (
-            f"auto_shard({self.traced.name}): {'the plan asked for' if asked else 'no plan'} fits "
-            f"{bytes_text(self.limit)} a device on {self.machine.target.name}: the "
-            f"{'plan' if asked else 'smallest'} ({best.name}) needs {bytes_text(best.peak_bytes)}, "
-            f"{bytes_text(over)} too much ({kinds}). A limit of {bytes_text(best.peak_bytes)} would do, or more "
-            "devices, or a smaller batch"
-        ).replace("the plan asked for fits", "the plan asked for does not fit")
-        if self.limit_given:
-            raise PlanError(text)
-        warnings.warn(text, AutoshardWarning, stacklevel=5)
 
     def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
         """Of the `count` best candidates that one which the target's compiler makes the fastest program of."""

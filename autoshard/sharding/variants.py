@@ -26,8 +26,12 @@ def choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]
 
 
 def fastest(made: Sequence[Made]) -> Plan:
-    """The variant of the fastest plan that fits, with a table of all; the first of those that tie."""
-    choice, plan = min(made, key=lambda one: (not one[1].fits, one[1].estimate.step_time_us))
+    """The variant of the fastest plan that fits (of the leanest if none does), with a table; the first that ties."""
+    fitting = [one for one in made if one[1].fits]
+    if fitting:
+        choice, plan = min(fitting, key=lambda one: one[1].estimate.step_time_us)
+    else:
+        choice, plan = min(made, key=lambda one: one[1].estimate.peak_memory_bytes)
     return _tabled(plan, choice, made)
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from autoshard.sharding.plan import Leaf, Plan
     from autoshard.sharding.whatif import Choice
 
-SHOWN = 2  # choices, beside the one to keep the tensor whole
 FIXED_SHOWN = 3  # inputs of one choice
 
 
@@ -31,13 +30,12 @@ def choice_lines(plan: Plan, leaves: Sequence[Leaf]) -> list[str]:
     if not found:
         return []
     now = _here(plan)
-    whole = [c for c in found[SHOWN:] if not any(_spec(c))]
+    others = [c for c in found[1:] if _figures(plan, c, now) != _figures(plan, found[0], now)]
+    shown = [found[0], *others[:1], *(c for c in others[1:] if not any(_spec(c)))]
     moments = f", {_moments(found[0])} stored alike" if found[0].moments else ""
     head = f"other choices (all else as planned: step {time_text(plan.estimate.step_time_us)}, memory "
     lines = [f"{head}{bytes_text(plan.estimate.peak_memory_bytes)}{moments}):"]
-    rows = [
-        (spec_text(_spec(c)), _verdict(plan, c, now) + ":", _figures(plan, c, now)) for c in (*found[:SHOWN], *whole)
-    ]
+    rows = [(spec_text(_spec(c)), _verdict(plan, c, now) + ":", _figures(plan, c, now)) for c in shown]
     return lines + [INDENT + line for line in columns(rows)]
 
 
@@ -65,7 +63,8 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
         return [f"{name}: {text} is how it is stored already; explain without a wish says what else it could be"]
     choices = under(plan, leaves, wish)
     here = _best(plan, choices)
-    there, without = _best(plan, anew(plan, leaves, wish)), best_without(plan)
+    moments = None if here.refusal else here.moments > 0
+    there, without = _best(plan, anew(plan, leaves, wish, moments)), best_without(plan)
     verdicts = [_verdict(plan, here, _here(plan)), _verdict(plan, there, without)]
     if here.means is not None and not isinstance(wish, PartitionSpec):
         text += f", under this plan {spec_text(here.means)},"
@@ -122,7 +121,7 @@ def _verdict(plan: Plan, choice: Choice, before: Choice) -> str:
     if not _feasible(plan, choice):
         return "infeasible"
     if abs(choice.step_time_us - before.step_time_us) <= TIE * before.step_time_us:
-        return "a tie"
+        return "a tie" if _changes(choice, before)[1] == "the same" else "a tie in time"
     return "dearer" if choice.step_time_us > before.step_time_us else "cheaper"
 
 
