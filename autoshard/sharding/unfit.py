@@ -2,9 +2,10 @@
 
     a device of M holds at least N / M of what the leanest plan leaves on a device of N (M > N)
 
-So larger machines are tried in order of size, from the first that this bound allows. On each, the leanest plans are
-priced (state in as many parts as there are devices; `LEANEST` of the variants) until one fits; then the best plan of
-that machine is searched. Machines of as many devices with more memory are tried alike. Nothing depends on the clock.
+So larger machines are tried in order of size, from the first that this bound allows. On each, lean plans are priced
+(state in as many parts as there are devices; `LEANEST` of the variants) until one fits, then the best plan is searched;
+where no lean one fits, all of the leanest variant are priced (up to `MOST_SEARCHED` devices). Machines of as many
+devices with more memory are tried alike. Nothing depends on the clock.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from autoshard.sharding.planner import Planner
 
 LEANEST = 3  # variants that are tried on other machines: those of the least memory on this one
+MOST_SEARCHED = 512  # devices of a machine on which all plans are priced
 WORTH_A_WORD = 1e-3  # of the memory
 MOST_CUTS = 64  # devices that share what is not the batch, in a lean plan
 _WORDS = {"parameter": "parameters", "gradient": "gradients", "activation": "activations", "temporary": "temporaries"}
@@ -137,21 +139,29 @@ def smallest(ranked: Sequence[tuple[Mapping[str, Any], Plan]], targets: Sequence
     """The first of the machines on which one of the variants fits."""
     for target in targets:
         for variant, plan in ranked:
-            planner: Planner = plan.bound.planner
-            cost = CostModel(planner.axes, planner.roles, target, planner.fusion, planner.state)
-            limit = _limit(planner, target)
-            pin = partial(planner.pinned, held=planner.held, fixed=planner.fixed)
-            try:
-                layouts = pin(list(_lean(planner, target)))
-            except FixedError:
-                continue  # what is fixed cannot hold there
-            if any(price(name, layout, cost, planner.memory).fits(limit) for name, layout in layouts):
-                mesh = planner.machine.sizes
-                best, _ = search(
-                    planner.axes, planner.roles, cost, planner.memory, target.devices, limit, mesh, pin
-                )  # fmt: skip
-                return Fit(target, best, variant)
+            found = _best_on(plan.bound.planner, target)
+            if found is not None:
+                return Fit(target, found, variant)
+        variant, plan = ranked[0]
+        found = _best_on(plan.bound.planner, target, of_all=True) if target.devices <= MOST_SEARCHED else None
+        if found is not None:
+            return Fit(target, found, variant)
     return None
+
+
+def _best_on(planner: Planner, target: Target, of_all: bool = False) -> Candidate | None:
+    """The best plan on another machine, None where it does not fit, or (unless `of_all`) no lean one does."""
+    cost = CostModel(planner.axes, planner.roles, target, planner.fusion, planner.state)
+    limit, mesh = _limit(planner, target), planner.machine.sizes
+    pin = partial(planner.pinned, held=planner.held, fixed=planner.fixed)
+    try:
+        lean = [] if of_all else pin(list(_lean(planner, target)))
+        if not of_all and not any(price(name, layout, cost, planner.memory).fits(limit) for name, layout in lean):
+            return None
+        best, _ = search(planner.axes, planner.roles, cost, planner.memory, target.devices, limit, mesh, pin)
+    except FixedError:  # what is fixed cannot hold there
+        return None
+    return best if best.fits(limit) else None
 
 
 def _limit(planner: Planner, target: Target) -> float:
@@ -169,15 +179,15 @@ def _lean(planner: Planner, target: Target) -> Iterator[tuple[str, Any]]:
 def _lean_requests(roles: Roles, devices: int) -> Iterator[Request]:
     """State in as many parts as there are devices; the batch over those that cut nothing else."""
     cuts = [n for n in (2**k for k in range(MOST_CUTS.bit_length())) if n <= MOST_CUTS and devices % n == 0]
-    tensor = cuts if [c for c in roles.parallel if c not in roles.experts] else [1]
     some = [
         (tp, ep, cp)
-        for tp in tensor
+        for tp in (cuts if [c for c in roles.parallel if c not in roles.experts] else [1])
         for ep in (cuts if roles.experts else [1])
         for cp in (cuts if roles.context else [1])
         if tp * ep * cp <= MOST_CUTS and devices % (tp * ep * cp) == 0
     ]
     for tp, ep, cp in sorted(some, key=lambda each: (math.prod(each), each)):
         rest = devices // (tp * ep * cp)
-        sizes = {k: n for k, n in (("fsdp", rest), ("cp", cp), ("ep", ep), ("tp", tp)) if n > 1} or {"dp": 1}
-        yield request(sizes, *(["seq"] if tp > 1 and roles.sequence else []), "state")
+        cut = {k: n for k, n in (("dp", rest), ("cp", cp), ("ep", ep), ("tp", tp)) if n > 1} or {"dp": 1}
+        for flags in [["seq"], []] if tp > 1 and roles.sequence else [[]]:
+            yield request(cut, *flags, "state")
