@@ -158,6 +158,9 @@ class AutoSharded:
         self._plain = self._make(fn)
         self._graph: GraphFunction | None = None
 
+    def __repr__(self) -> str:
+        return f"auto_shard({getattr(self, '__name__', 'of nothing yet')})"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, planned for these arguments."""
         if OUTER_PLAN.get():

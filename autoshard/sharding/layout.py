@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.roles import Role, Roles, is_float, nbytes
 from autoshard.spmdrules.place import Spec
@@ -23,6 +24,7 @@ from autoshard.spmdrules.place import Spec
 EARLY_BYTES = 1 << 16  # a message of so few bytes is all latency
 
 
+@shown
 @dataclass(eq=False)
 class Layout:
     """The shardings that a table means.

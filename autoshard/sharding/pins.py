@@ -77,10 +77,7 @@ class FixedError(PlanError):
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = ""):
         super().__init__(f"auto_shard({name}): " + "; ".join(complaints) + hint)
-        self.name, self.complaints, self.hint = name, tuple(complaints), hint
-
-    def __reduce__(self):  # an exception is copied by calling its class with what it was made of
-        return FixedError, (self.name, self.complaints, self.hint)
+        self.name, self.complaints = name, tuple(complaints)
 
 
 def fixed_pins(

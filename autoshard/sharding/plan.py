@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class PlanError(AutoshardError):
     """A plan that cannot be made, read or used."""
 
 
+@shown
 @dataclass(frozen=True)
 class Estimate:
     """What one step is expected to cost on one device: microseconds and bytes."""
@@ -42,6 +44,7 @@ class Estimate:
             raise TypeError(f"estimate: {', '.join(wrong)} must be numbers")
 
 
+@shown
 @dataclass(frozen=True)
 class Leaf:
     """One input or result of the planned function: its path, type, role, logical axes and sharding."""
@@ -54,6 +57,7 @@ class Leaf:
     role: str = ""
 
 
+@shown
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What `plan` returns.
@@ -301,10 +305,10 @@ class Plan:
         return plan
 
     def __copy__(self) -> Plan:
-        return replace(self)
+        return _like(self, self.__dict__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:  # the function's trace cannot be copied: it is shared
-        return replace(self, **{k: deepcopy(v, memo) for k, v in self.__dict__.items() if k != "bound"})
+        return _like(self, {k: v if k == "bound" else deepcopy(v, memo) for k, v in self.__dict__.items()})
 
     def __getstate__(self) -> dict[str, Any]:  # pickled without its function, as in JSON
         return self.__dict__ | {"bound": None}
@@ -312,6 +316,13 @@ class Plan:
     def where(self, **changes: Any) -> Plan:
         """This plan with other attributes."""
         return replace(self, **changes)
+
+
+def _like(plan: Plan, attributes: Mapping[str, Any]) -> Plan:
+    """A plan with these attributes and no others, be it half-built."""
+    made = object.__new__(type(plan))
+    made.__dict__.update(attributes)
+    return made
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
@@ -41,6 +42,7 @@ class PlanRequestError(AutoshardError):
     """A plan that was asked for cannot be read or cannot hold."""
 
 
+@shown
 @dataclass(frozen=True)
 class Request:
     """A plan by its words: the mesh axes, what each is for, and flags.
@@ -206,6 +208,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+@shown
 @dataclass(frozen=True)
 class Table:
     """A plan by its table: mesh axis -> names of logical axes in order; sizes where the mesh gives them."""

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from jax import numpy as jnp
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.spmdrules.program import Op, Program
 
@@ -29,6 +30,7 @@ FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they ar
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
+@shown
 @dataclass(eq=False)
 class Roles:
     """The parts that inputs and axes play; every axis list is ordered by how much it would save."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost, best_laying
 from autoshard.sharding.layout import Layout
@@ -26,6 +27,7 @@ RELAID = 12  # how many of the fastest candidates have their mesh axes laid onto
 IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
 
 
+@shown
 @dataclass(frozen=True)
 class Candidate:
     """A layout with what it costs."""

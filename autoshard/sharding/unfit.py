@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.pins import FixedError
@@ -42,6 +43,7 @@ class DoesNotFitError(PlanError):
     """No plan, or not the one that was asked for, leaves every device within its memory."""
 
 
+@shown
 @dataclass(frozen=True)
 class Fit:
     """A machine on which a program fits, and its best plan there."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
+from autoshard._shown import shown
 from autoshard.sharding.cost import relaid
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.pins import FixedError, fixed_pins
@@ -28,6 +29,7 @@ TIE = 1e-3  # of a step's time (of a device's memory): what is nearer is called 
 MOST = 24  # neighbours that are priced
 
 
+@shown
 @dataclass(frozen=True)
 class Choice:
     """Inputs stored in another way, and what a step then costs.
