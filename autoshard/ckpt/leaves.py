@@ -13,11 +13,13 @@ from jax import dtypes
 from jax import numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError
 
 Key = tuple[str, ...]
 
 
+@shown
 @dataclass(frozen=True)
 class LeafSpec:
     """What one leaf is.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 
@@ -17,6 +18,7 @@ FORMAT = 1
 _PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
+@shown
 @dataclass(frozen=True)
 class Manifest:
     """The description that is written with every step.

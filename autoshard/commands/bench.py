@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from autoshard._shown import shown
 from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config import TrainConfig
@@ -19,6 +20,7 @@ Made of random tokens: no data is read. With --calibrate FILE.toml it measures t
 describes them as a target: autoshard plan gpt-1.3b --target FILE.toml"""
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class BenchCommand(TrainConfig):
     """The settings of a run, and how long it is timed."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.commands.arguments import parser
 from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
@@ -25,6 +26,7 @@ No array is made and no data is read; with --target or --mesh the machine need n
 --help` lists the options of named models."""
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(TrainConfig):
     """The settings of a run, and where its plan is written."""

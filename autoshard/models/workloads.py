@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.models.gpt import GPT, GPTConfig
 from autoshard.models.llama import LLAMA
@@ -35,6 +36,7 @@ _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
 }
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A model and the batch that it is trained on.

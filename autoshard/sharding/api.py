@@ -100,7 +100,8 @@ def plan(
         mesh: a `Mesh`, an `AbstractMesh`, sizes such as `{"data": 4, "model": 2}`, or None: choose.
         target: a machine, such as "v5p:4x4x4"; default: the attached devices.
         memory_limit_bytes: memory that one device may use; default: what the machine has.
-        fixed: `{path glob: PartitionSpec}` on a named mesh, or `{path glob: names of logical axes}`.
+        fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`; a path goes before patterns.
+            Without a mesh, the plans are searched whose mesh has the axes that the specs name.
         plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
         variants: `{static keyword: values}`: the best of them is planned.
         donate_argnums: arguments whose buffers the results may take.
@@ -157,6 +158,9 @@ class AutoSharded:
         self.functions: dict[Any, PureFunction | GraphFunction] = {}
         self._plain = self._make(fn)
         self._graph: GraphFunction | None = None
+
+    def __repr__(self) -> str:
+        return f"auto_shard({getattr(self, '__name__', 'of nothing yet')})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, planned for these arguments."""
@@ -304,6 +308,11 @@ def _checked(verify: int, **options: Any) -> dict[str, Any]:
     if made is not None and not isinstance(made, (str, Mapping, Plan)):
         raise PlanError(
             f"plan is {made!r:.60}; give words such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, or a Plan"
+        )
+    if isinstance(made, Plan) and options["fixed"]:
+        raise PlanError(
+            "plan is a Plan, which says where every input lies, and fixed says it too. Drop one, or give the plan's "
+            f"words with fixed: plan={made.chosen!r}"
         )
     if limit is not None and (isinstance(limit, (str, bool)) or not hasattr(limit, "__float__") or not limit > 0):
         raise PlanError(

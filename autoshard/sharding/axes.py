@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.spmdrules.joint import Joined, join
 from autoshard.spmdrules.program import Block, Program
 
@@ -19,6 +20,7 @@ Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to
 REFINEMENTS = 3
 
 
+@shown
 @dataclass(eq=False)
 class LogicalAxes:
     """The classes of a program.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.lower import Lowering
@@ -19,6 +20,7 @@ from autoshard.sharding.topology import Laying
 from autoshard.sharding.tracing import Traced, trace_flags
 
 
+@shown
 @dataclass(eq=False)
 class Bound:
     """A plan's function: its trace, and the layout that the plan means for it."""
@@ -28,7 +30,11 @@ class Bound:
     flops_per_byte: float
     laying: Laying
     mesh: Any = None
+    planner: Any = None  # planner.Planner: it prices what else could have been chosen
     wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
+
+    def __deepcopy__(self, memo: Any) -> Bound:  # a trace cannot be copied: it is shared
+        return self
 
     def mesh_over(self, plan: Plan, devices: Any) -> Any:
         """The plan's mesh over these devices; those that the plan was made on, if none are given."""

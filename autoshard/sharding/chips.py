@@ -19,12 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autoshard._shown import shown
+
 Platform = Literal["tpu", "cuda", "cpu"]
 
 GiB = 2**30
 GB = 1e9
 
 
+@shown
 @dataclass(frozen=True)
 class Chip:
     """One device.

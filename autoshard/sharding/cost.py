@@ -26,6 +26,7 @@ from itertools import count, islice
 from typing import Any
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import decides, declared, home, regathers, strategy_at, wanted
 from autoshard.sharding.fusion import Fusion, Kernel
@@ -48,6 +49,7 @@ BANDWIDTH_REACHED = 0.8  # of its memory's
 ON_CHIP_SHARE = 0.25  # of the memory on the chip that one value may take to stay there: several are alive at once
 
 
+@shown
 @dataclass(frozen=True)
 class Collective:
     """A collective of one step.
@@ -75,6 +77,7 @@ class Collective:
     ahead: bool = False
 
 
+@shown
 @dataclass(eq=False)
 class Waiting:
     """Bytes on a device of what is gathered for operators (by identity), waits behind one, or is held inside one."""
@@ -83,6 +86,7 @@ class Waiting:
     ops: list[int]
 
 
+@shown
 @dataclass(frozen=True)
 class StepCost:
     """What one step costs on one device: times in microseconds, bytes that leave it."""

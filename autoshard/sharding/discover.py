@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.sharding.discover_cuts import Outcome, Part
 from autoshard.sharding.discover_search import Search
 from autoshard.sharding.discover_subject import DiscoveryError, Refused, Subject, asked
@@ -36,6 +37,7 @@ _QUIET = 1e-5  # error by rounding, which the oracle does not mind
 _SHOWN = 2  # refused cuts of each dimension
 
 
+@shown
 @dataclass(frozen=True)
 class Evidence:
     """What speaks for one factor of a discovered rule.
@@ -66,6 +68,7 @@ class Evidence:
         return f"{self.factor} ({self.size}): {cut} cut into {ways}: {joined}; {seen}"
 
 
+@shown
 @dataclass(frozen=True)
 class Refusal:
     """A dimension of an operand, or a part of one, that is whole in the rule, and why.
@@ -87,6 +90,7 @@ class Refusal:
         return "\n".join([f"operand {self.operand} (size {self.size}) is whole", *lines])
 
 
+@shown
 @dataclass(frozen=True)
 class Discovery:
     """A rule that a function's runs on pieces speak for.

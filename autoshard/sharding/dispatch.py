@@ -20,6 +20,7 @@ from autoshard.sharding.bound import NewSignature
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
+from autoshard.sharding.unfit import complain
 from autoshard.sharding.variants import choices, fastest, fastest_of_compiled
 
 
@@ -215,6 +216,8 @@ class PureFunction:
             told[id(traced)] = caught or []
         if not made:
             raise refused[0]
+        if not isinstance(options["plan"], Plan) and not any(plan.fits for _, plan in made):
+            complain(made)
 
         def replan(plan: Plan, words: str) -> Plan:
             return plan_traced(plan.bound.traced, (args, kwargs), **{**options, "plan": words})

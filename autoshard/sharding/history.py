@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autoshard._shown import shown
+
 if TYPE_CHECKING:
     from autoshard.sharding.cost import StepCost
     from autoshard.sharding.plan import Plan
     from autoshard.sharding.search import Candidate
 
 
+@shown
 @dataclass(frozen=True)
 class Tried:
     """A plan that was priced.
@@ -38,6 +41,7 @@ class Tried:
     waits_us: float = 0.0
 
 
+@shown
 @dataclass(frozen=True)
 class Searched:
     """The plans of one variant of the program.

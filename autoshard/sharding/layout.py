@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.roles import Role, Roles, is_float, nbytes
 from autoshard.spmdrules.place import Spec
@@ -23,6 +24,7 @@ from autoshard.spmdrules.place import Spec
 EARLY_BYTES = 1 << 16  # a message of so few bytes is all latency
 
 
+@shown
 @dataclass(eq=False)
 class Layout:
     """The shardings that a table means.
@@ -48,7 +50,12 @@ class Layout:
         self._homes: dict[tuple[Leaves, tuple[int, ...], Role], Spec] = {}
         self._stored: dict[Leaves, Spec] | None = None
         self._transposed: dict[Leaves, Leaves] = {}
-        self.held = self.axes.held if any(self.storage.values()) else {}
+
+    @cached_property
+    def held(self) -> Mapping[int, int]:
+        """Value inside a loop or after a cast -> the input that it is (a slice of), where inputs are stored apart."""
+        apart = any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.pins.items())
+        return self.axes.held if apart else {}
 
     def spec(self, value: int) -> Spec:
         """The sharding in which a value is computed and used."""
@@ -132,14 +139,20 @@ class Layout:
         return found
 
     def early(self, value: int) -> bool:
-        """Whether a value is a stored stack of small slices: it is gathered once before a loop, not in every step."""
+        """Whether a value is a stored stack that is gathered once before a loop, not in every step.
+
+        Such are stacks of small slices, and those that are cut along the loop.
+        """
         source = value if value in self.roles.inputs else self.held.get(value)
         if source is None or not self.held:
             return False
         leaves, aval = self.axes.of_value[source], self.axes.program.avals[source]
         if not leaves or not any(c in self.axes.stacked for c in leaves[0]):
             return False
-        return nbytes(aval) <= EARLY_BYTES * aval.shape[0] and self.stored(source) != self.spec(source)
+        stored = self.stored(source)
+        if stored[0]:  # fixed so: no step of the loop could take its slice from one device alone
+            return True
+        return nbytes(aval) <= EARLY_BYTES * aval.shape[0] and stored != self.spec(source)
 
     @cached_property
     def gathered_early(self) -> list[int]:

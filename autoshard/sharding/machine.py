@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.targets import Target, find_target, target_for
 from autoshard.spmdrules.place import Spec, from_partition_spec
@@ -19,6 +20,7 @@ from autoshard.spmdrules.place import Spec, from_partition_spec
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 
+@shown
 @dataclass(frozen=True)
 class Machine:
     """A target, the mesh if its axes are given (never split further), and the devices if they are there."""

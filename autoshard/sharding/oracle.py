@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.sharding.oracle_cases import Case, brief, collect
 from autoshard.sharding.oracle_missing import check_linear, fewest, missing_factors
 from autoshard.sharding.oracle_partitioner import check_partitioner
@@ -43,6 +44,7 @@ _ADVICE = {
 }
 
 
+@shown
 @dataclass(frozen=True)
 class Finding:
     """One thing that is not as it should be with the rule of one operator.

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.opaque import defined_at
 from autoshard.spmdrules.program import called
 
 
+@shown
 @dataclass(frozen=True, eq=False)
 class Case:
     """One equation with concrete operands."""

@@ -21,6 +21,7 @@ import jax
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.layout import Layout
+from autoshard.sharding.leaves import Padding
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.roles import nbytes
 from autoshard.sharding.search import Candidate, laid_well, price
@@ -35,29 +36,6 @@ WORTH = 0.005  # of the step's time, below which a gain is noise
 LARGE_BYTES = 2**20  # what a smaller array takes that is not stored in parts is no matter
 
 Models = Callable[[LogicalAxes], tuple[CostModel, MemoryModel]]
-
-
-@dataclass(frozen=True)
-class Padding:
-    """What padding a logical axis that mesh axes do not divide would win: the step with it, and by which words.
-
-    Attributes:
-        axis: the logical axis.
-        size: its size.
-        ways: the devices that do not divide it.
-        padded: the size to which it would be padded.
-        words: the candidate that would be the best then.
-        step_time_us: of that.
-        peak_memory_bytes: of that.
-    """
-
-    axis: str
-    size: int
-    ways: int
-    padded: int
-    words: str
-    step_time_us: float
-    peak_memory_bytes: float
 
 
 @dataclass(frozen=True)

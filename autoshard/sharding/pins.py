@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+import glob
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,11 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
+from autoshard.sharding.nearby import near
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.given import names_axes
 from autoshard.spmdrules.place import Spec, from_partition_spec
 from autoshard.spmdrules.program import Op
+
+Named = tuple[str, Layout]  # a candidate's words and its layout
 
 _EITHER = (
     "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for what is free}, "
@@ -67,41 +72,134 @@ def check_constraints(name: str, constraints: Sequence[tuple[Op, NamedSharding]]
         raise PlanError(f"auto_shard({name}): " + "; ".join(wrong))
 
 
+class FixedError(PlanError):
+    """Specs that were fixed and cannot hold, or contradict each other; `complaints` has one sentence for each."""
+
+    def __init__(self, name: str, complaints: Sequence[str], hint: str = ""):
+        super().__init__(f"auto_shard({name}): " + "; ".join(complaints) + hint)
+        self.name, self.complaints = name, tuple(complaints)
+
+
 def fixed_pins(
     traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any], word: str
 ) -> dict[int, Spec]:
     """The specs that the user fixed, by value; `word` is how messages call them.
 
     Raises:
-        PlanError: every pattern that matches nothing and every spec that cannot hold.
+        FixedError: every pattern that matches nothing, every spec that cannot hold and every two that differ.
     """
     pins: dict[int, Spec] = {}
     wrong = _strange(fixed, word)
-    for pattern, what in () if wrong else fixed.items():
-        found = [i for i, path in enumerate(traced.in_paths) if path == pattern]
-        found = found or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
-        if not found:
-            wrong.append(f"{word} '{pattern}' matches no input; inputs are {', '.join(traced.in_paths[:6])}, ...")
-        for i in found:
-            value, aval = traced.program.inputs[i], traced.in_avals[i]
-            try:
-                pins[value] = _fixed_spec(what, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
-            except PlanError as error:
-                wrong.append(str(error))
+    for i, what in {} if wrong else found_inputs(traced, fixed, word, wrong).items():
+        value, aval = traced.program.inputs[i], traced.in_avals[i]
+        try:
+            pins[value] = _fixed_spec(what, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
+        except PlanError as error:
+            wrong.append(str(error))
     if wrong:
-        raise PlanError(f"auto_shard({traced.name}): " + "; ".join(wrong))
+        raise FixedError(traced.name, wrong)
     return pins
+
+
+def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_given: bool) -> list[Named]:
+    """Pins layouts; those on whose mesh what is fixed cannot hold are left out.
+
+    Raises:
+        FixedError: it holds on none.
+    """
+    kept: list[Named] = []
+    failed: list[FixedError] = []
+    for named in layouts:
+        try:
+            pin(named[1])
+            kept.append(named)
+        except FixedError as error:
+            failed.append(error)
+    if kept or not failed:
+        return kept
+    nearest = min(failed, key=lambda error: len(error.complaints))
+    if mesh_is_given or "names mesh axis" not in str(nearest):
+        raise nearest
+    used = ", ".join(dict.fromkeys(a for _, layout in layouts for a in layout.mesh))
+    raise FixedError(nearest.name, nearest.complaints, f". No mesh was given, and the plans tried have axes {used}")
+
+
+def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, wrong: list[str]) -> dict[int, Any]:
+    """What is fixed for which input; a path of its own goes before patterns.
+
+    Complaints are added to `wrong`: patterns that match nothing, and two that match one input and differ.
+    """
+    exact: dict[int, list[str]] = {}
+    by_pattern: dict[int, list[str]] = {}
+    for pattern in fixed:
+        same = [i for i, path in enumerate(traced.in_paths) if pattern in (path, glob.escape(path))]
+        found = same or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
+        if not found:
+            wrong.append(f"{word} '{pattern}' matches no input. {near(pattern, traced.in_paths)}")
+        for i in found:
+            (exact if same else by_pattern).setdefault(i, []).append(pattern)
+    chosen = {i: (exact if i in exact else by_pattern)[i] for i in sorted({*exact, *by_pattern})}
+    contrary: dict[tuple[str, str], list[int]] = {}
+    for i, patterns in chosen.items():
+        others = [p for p in patterns[1:] if _differ(fixed[patterns[0]], fixed[p], traced.in_avals[i].ndim)]
+        for other in others:
+            contrary.setdefault((patterns[0], other), []).append(i)
+    for (one, other), some in contrary.items():
+        also = f" and {len(some) - 1} more" if len(some) > 1 else ""
+        path = traced.in_paths[some[0]]
+        wrong.append(
+            f"{word} '{one}' says {fixed[one]} and {word} '{other}' says {fixed[other]}, and both match "
+            f"'{path}'{also}: drop one, or give '{path}' by its own path, which goes before patterns"
+        )
+    open_still = {i for some in contrary.values() for i in some}
+    return {i: fixed[patterns[0]] for i, patterns in chosen.items() if i not in open_still}
+
+
+def _differ(one: Any, other: Any, rank: int) -> bool:
+    """Whether two specs, or two lists of names, say different things of an array of `rank` dimensions."""
+    if isinstance(one, PartitionSpec) != isinstance(other, PartitionSpec):
+        return True
+    if isinstance(one, PartitionSpec):
+        return not same_spec(one, other, rank)
+    return [*one, *[None] * (rank - len(one))] != [*other, *[None] * (rank - len(other))]
+
+
+def same_spec(one: PartitionSpec, other: PartitionSpec, rank: int) -> bool:
+    """Whether two specs mean the same of an array of `rank` dimensions."""
+    rank = max(rank, len(one), len(other))
+    return from_partition_spec(one, rank) == from_partition_spec(other, rank)
+
+
+def disagreements(traced: Traced, axes: LogicalAxes, pins: Mapping[int, Spec]) -> list[str]:
+    """The logical axes that two pins cut over different mesh axes: both hold, and where they meet one is moved."""
+    over: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
+    for value, path in zip(traced.program.inputs, traced.in_paths, strict=True):
+        for dim, cut in zip(axes.of_value[value], pins.get(value, ()), strict=False):
+            if len(dim) == 1 and cut:
+                over.setdefault(dim[0], []).append((path, cut))
+    notes = []
+    for c, found in over.items():
+        path, cut = found[0]
+        other = next(((p, x) for p, x in found if x[: len(cut)] != cut[: len(x)]), None)
+        if other is not None:
+            notes.append(
+                f"fixed '{path}' has {axes.name(c)} over {', '.join(cut)}, fixed '{other[0]}' over "
+                f"{', '.join(other[1])}: both hold, and where they meet one of them is moved in every step; "
+                "fix them alike to save that"
+            )
+    return notes
 
 
 def _strange(fixed: Any, word: str) -> list[str]:
     """What of the user's table is no path, no `PartitionSpec` and no sequence of names."""
     if not isinstance(fixed, Mapping):
         return [f"{word} is {fixed!r}; {_EITHER}"]
-    pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not _says_something(w)]
+    pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not says_something(w)]
     return [f"{word} {pattern!r}: {what!r}; {_EITHER}" for pattern, what in pairs]
 
 
-def _says_something(what: Any) -> bool:
+def says_something(what: Any) -> bool:
+    """Whether this is a `PartitionSpec`, or names of logical axes and None."""
     if isinstance(what, PartitionSpec):
         return all(map(names_axes, what.partitions))
     return isinstance(what, (tuple, list)) and all(name is None or isinstance(name, str) for name in what)
@@ -124,8 +222,10 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
     spec = from_partition_spec(what, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
+        close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
         raise PlanError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
-                        "give mesh= with the names that the specs use")  # fmt: skip
+                        + (f"did you mean {close[0]!r}? Or " if close else "")
+                        + "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
         raise PlanError(f"{where}: {what} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):

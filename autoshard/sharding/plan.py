@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.sharding import history as histories
 from autoshard.sharding.history import Searched
-from autoshard.sharding.padding import Padding
+from autoshard.sharding.leaves import (
+    Activation,
+    Leaf,
+    Padding,
+    activation_from_json,
+    activation_json,
+    leaf_from_json,
+    leaf_json,
+)
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
@@ -28,6 +37,7 @@ class PlanError(AutoshardError):
     """A plan that cannot be made, read or used."""
 
 
+@shown
 @dataclass(frozen=True)
 class Estimate:
     """What one step is expected to cost on one device: microseconds and bytes."""
@@ -46,37 +56,7 @@ class Estimate:
             raise TypeError(f"estimate: {', '.join(wrong)} must be numbers")
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One input or result of the planned function: its path, type, role, logical axes and sharding."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: PartitionSpec
-    axes: tuple[str, ...] = ()
-    role: str = ""
-
-
-@dataclass(frozen=True)
-class Activation(Leaf):
-    """Values that a step makes and that lie alike; the path is the operator that makes the first of them.
-
-    Attributes:
-        line: the user's line of that operator.
-        count: how many are made in a step.
-        held_bytes: bytes of those that one device holds at the worst moment of a step.
-    """
-
-    line: str = ""
-    count: float = 1.0
-    held_bytes: float = 0.0
-
-    def with_more(self, count: float, held_bytes: float) -> Activation:
-        """These values and others like them."""
-        return replace(self, count=self.count + count, held_bytes=self.held_bytes + held_bytes)
-
-
+@shown
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What `plan` returns.
@@ -207,11 +187,20 @@ class Plan:
             [NamedSharding(mesh, leaf.spec) for leaf in self.outputs],
         )
 
-    def explain(self, path: str) -> str:
-        """Why the input or result at `path` is sharded as it is."""
+    def explain(self, path: str, wish: Any = None) -> str:
+        """Why the input or result at `path` is sharded as it is, and what the next best choices cost.
+
+        Args:
+            path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`.
+            wish: how it should be sharded instead, a `PartitionSpec` or names of logical axes as in `fixed=`: whether
+                that is cheaper, dearer, infeasible or a tie.
+
+        Raises:
+            PlanError: nothing is there, or the wish cannot be read.
+        """
         from autoshard.sharding.report import explain
 
-        return explain(self, path)
+        return explain(self, path, wish)
 
     def diff(self, other: Plan) -> str:
         """What another plan does differently, a line each."""
@@ -258,8 +247,8 @@ class Plan:
             "mesh": dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True)),
             "axis_rules": self.axis_rules,
             "storage": self.storage,
-            "inputs": list(map(_leaf_json, self.inputs)),
-            "outputs": list(map(_leaf_json, self.outputs)),
+            "inputs": list(map(leaf_json, self.inputs)),
+            "outputs": list(map(leaf_json, self.outputs)),
             "estimate": asdict(self.estimate),
             "target": self.target,
             "placing": self.placing,
@@ -267,7 +256,7 @@ class Plan:
             "links": self.links,
             "traffic": self.traffic,
             "traffic_us": self.traffic_us,
-            "activations": list(map(_activation_json, self.activations)),
+            "activations": list(map(activation_json, self.activations)),
             "unknown": self.unknown,
             "notes": self.notes,
             "padding": list(map(asdict, self.padding)),
@@ -300,8 +289,8 @@ class Plan:
                 mesh=abstract_mesh(_mesh_from_json(data["mesh"])),
                 axis_rules={k: tuple(v) for k, v in data["axis_rules"].items()},
                 storage={k: tuple(v) for k, v in data["storage"].items()},
-                inputs=tuple(map(_leaf_from_json, data["inputs"])),
-                outputs=tuple(map(_leaf_from_json, data["outputs"])),
+                inputs=tuple(map(leaf_from_json, data["inputs"])),
+                outputs=tuple(map(leaf_from_json, data["outputs"])),
                 estimate=Estimate(**data["estimate"]),
                 target=data["target"],
                 placing={a: tuple((d, n, s) for d, n, s in pieces) for a, pieces in data["placing"].items()},
@@ -309,7 +298,7 @@ class Plan:
                 links={name: (kind, speed) for name, (kind, speed) in data["links"].items()},
                 traffic=tuple(tuple(t) for t in data["traffic"]),
                 traffic_us=tuple((us, waits) for us, waits in data["traffic_us"]),
-                activations=tuple(map(_activation_from_json, data["activations"])),
+                activations=tuple(map(activation_from_json, data["activations"])),
                 unknown={k: tuple(v) for k, v in data["unknown"].items()},
                 notes=tuple(data["notes"]),
                 padding=tuple(Padding(**each) for each in data.get("padding", ())),
@@ -337,10 +326,10 @@ class Plan:
         return plan
 
     def __copy__(self) -> Plan:
-        return replace(self)
+        return _like(self, self.__dict__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:  # the function's trace cannot be copied: it is shared
-        return replace(self, **{k: deepcopy(v, memo) for k, v in self.__dict__.items() if k != "bound"})
+        return _like(self, {k: v if k == "bound" else deepcopy(v, memo) for k, v in self.__dict__.items()})
 
     def __getstate__(self) -> dict[str, Any]:  # pickled without its function, as in JSON
         return self.__dict__ | {"bound": None}
@@ -348,6 +337,13 @@ class Plan:
     def where(self, **changes: Any) -> Plan:
         """This plan with other attributes."""
         return replace(self, **changes)
+
+
+def _like(plan: Plan, attributes: Mapping[str, Any]) -> Plan:
+    """A plan with these attributes and no others, be it half-built."""
+    made = object.__new__(type(plan))
+    made.__dict__.update(attributes)
+    return made
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -363,37 +359,6 @@ def _mesh_from_json(sizes: Mapping[str, Any]) -> dict[str, int]:
 
 def _flat(spec: PartitionSpec) -> list[Any]:
     return [a for e in tuple(spec) if e is not None for a in (e if isinstance(e, tuple) else (e,))]
-
-
-def _spec_json(spec: PartitionSpec) -> list[Any]:
-    return [list(e) if isinstance(e, tuple) else e for e in tuple(spec)]
-
-
-def _leaf_json(leaf: Leaf) -> dict[str, Any]:
-    spec = _spec_json(leaf.spec)
-    return {
-        "path": leaf.path,
-        "shape": leaf.shape,
-        "dtype": leaf.dtype,
-        "spec": spec,
-        "axes": leaf.axes,
-        "role": leaf.role,
-    }
-
-
-def _leaf_from_json(data: Mapping[str, Any]) -> Leaf:
-    entries = (tuple(e) if isinstance(e, list) else e for e in data["spec"])
-    return Leaf(data["path"], tuple(data["shape"]), data["dtype"], PartitionSpec(*entries), tuple(data["axes"]),
-                data["role"])  # fmt: skip
-
-
-def _activation_json(one: Activation) -> dict[str, Any]:
-    return _leaf_json(one) | {"line": one.line, "count": one.count, "held_bytes": one.held_bytes}
-
-
-def _activation_from_json(data: Mapping[str, Any]) -> Activation:
-    return Activation(**vars(_leaf_from_json(data)), line=data["line"], count=data["count"],
-                      held_bytes=data["held_bytes"])  # fmt: skip
 
 
 def _rows_on_a_line(text: str) -> str:

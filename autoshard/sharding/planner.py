@@ -21,11 +21,19 @@ from autoshard.sharding.cost import CostModel
 from autoshard.sharding.fusion import fuse
 from autoshard.sharding.history import searched, traffic
 from autoshard.sharding.layout import Layout
+from autoshard.sharding.leaves import Leaf, Padding
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
-from autoshard.sharding.padding import Padding, Undivided, multiple, undivided, what_padding_wins
-from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins, own_constraints
-from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
+from autoshard.sharding.padding import Undivided, multiple, undivided, what_padding_wins
+from autoshard.sharding.pins import (
+    check_constraints,
+    constraint_mesh,
+    disagreements,
+    fixed_pins,
+    own_constraints,
+    pin_all,
+)
+from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.routing import part_routing
@@ -61,7 +69,10 @@ def plan_traced(
     verify: int = 0,
     strict: bool = False,
 ) -> Plan:
-    """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are."""
+    """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are.
+
+    Where none fits the memory, it is the leanest: `unfit.complain` says so.
+    """
     free = mesh is None and target is None and plan is None  # a plan that was asked for says where arrays go
     held_mesh, held = placed(jax.tree.leaves(args)) if free else (None, {})
     constraints = own_constraints(traced)
@@ -69,12 +80,15 @@ def plan_traced(
         meshes = (held_mesh, constraint_mesh(constraints), _compat.current_mesh())
         mesh = next((m for m in meshes if m is not None), None)
     planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
+    planner.target_given = target is not None
     planner.complain_of_unknown(strict)
     complain_of_changes(traced, planner.axes)
     if isinstance(plan, Plan):
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
-    return planner.verified(candidate, others, verify) if verify else planner.describe(candidate, others)
+    if verify and (candidate.fits(planner.limit) or not planner.refuses):
+        return planner.verified(candidate, others, verify)
+    return planner.describe(candidate, others)
 
 
 class Planner:
@@ -82,6 +96,10 @@ class Planner:
 
     def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
         self.traced, self.machine, self.constraints = traced, machine, constraints
+        self.held: Mapping[int, Spec] = {}  # input -> where its array lies already
+        self.fixed: Mapping[str, Any] = {}  # what the user fixed
+        self.target_given = False
+        self.asked = True  # the plan was asked for, not searched
         self.limit_given = limit is not None
         self.searched = False
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
@@ -92,6 +110,11 @@ class Planner:
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
         self.counts: dict[str, int] = {}  # of the search
+
+    @property
+    def refuses(self) -> bool:
+        """Whether what does not fit is an error: a limit was given, or a target that was to be planned for."""
+        return self.limit_given or (self.target_given and not self.asked)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -140,20 +163,29 @@ class Planner:
             table = requests.Table({k: tuple([v] if isinstance(v, str) else v) for k, v in asked.items()})
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
+        self.held, self.fixed, self.asked = held, fixed, asked is not None
         if layouts is None:
-            pin = partial(self._pin, held=held, fixed=fixed)
-            best, others = search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices,
-                                  self.limit, sizes, pin, self.counts)  # fmt: skip
+            best, others = self.search(held, fixed)
         else:
-            for _, layout in layouts:
-                self._pin(layout, held, fixed)
+            layouts = self.pinned(layouts, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
-            best = laid_well(min(others, key=lambda c: (not c.fits(self.limit), c.cost.step_time_us)), self.cost)
+            fitting = [c for c in others if c.fits(self.limit)]
+            by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
+            best = laid_well(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
             if isinstance(asked, str):
                 self._refuse_idle(asked, best.layout)
-        if not best.fits(self.limit):
-            self._complain_of_memory(best, others, asked)
         return best, others
+
+    def search(self, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> tuple[Candidate, list[Candidate]]:
+        """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
+        pin = partial(self.pinned, held=held, fixed=fixed)
+        return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
+                      self.machine.sizes, pin)  # fmt: skip
+
+    def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+        """Those of the candidates in which what is fixed can hold, with it written in."""
+        pin = partial(self._pin, held=held, fixed=fixed)
+        return pin_all(layouts, pin, mesh_is_given=self.machine.sizes is not None)
 
     def _refuse_idle(self, asked: str, layout: Layout) -> None:
         """Refuses words that cut nothing because no size divides: every device would do all of the work."""
@@ -221,21 +253,6 @@ class Planner:
         }
         check_constraints(self.traced.name, self.constraints, layout)
 
-    def _complain_of_memory(self, best: Candidate, others: Sequence[Candidate], asked: Any) -> None:
-        over = best.peak_bytes - self.limit
-        kinds = ", ".join(f"{k} {bytes_text(v)}" for k, v in sorted(best.memory.items(), key=lambda x: -x[1]) if v)
-        text = (
-            f"auto_shard({self.traced.name}): {'the plan asked for' if asked else 'no plan'} fits "
-            f"{bytes_text(self.limit)} a device on {self.machine.target.name}: the "
-            f"{'plan' if asked else 'smallest'} ({best.name}) needs {bytes_text(best.peak_bytes)}, "
-            f"{bytes_text(over)} too much ({kinds}). A limit of {bytes_text(best.peak_bytes)} would do, or more "
-            "devices, or a smaller batch"
-        ).replace("the plan asked for fits", "the plan asked for does not fit")
-        if self.limit_given:
-            padded = self._padding(best, others)
-            raise PlanError(text + "".join(f", or {p.axis} padded from {p.size} to {p.padded}" for p in padded))
-        warnings.warn(text, AutoshardWarning, stacklevel=5)
-
     def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
         """Of the `count` best candidates that one which the target's compiler makes the fastest program of."""
         rest = [c for c in others if c is not best and c.fits(self.limit)]
@@ -286,7 +303,7 @@ class Planner:
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,
             alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
-            bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh),
+            bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh, self),
         )
 
     def _leaf(self, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
@@ -317,7 +334,8 @@ class Planner:
                 f"{self.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
                 f"it is cut into {one.cut}; {multiple(size, one.ways)} would be cut into {one.ways}"
             )
-        return tuple(notes)
+        own = {v: s for v, s in layout.pins.items() if v not in self.held}
+        return (*notes, *disagreements(self.traced, self.axes, own))
 
     def _padding(self, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
         """What padding axes that do not divide would win, by the plan or, if it was searched for, by another."""
@@ -347,11 +365,16 @@ class Planner:
             role: plan.storage[role] for role in requests.STATE if role in plan.storage
         }
         layout = Layout(self.axes, self.roles, sizes, table, storage)
-        layout.pins = {
+        specs = {
             v: from_partition_spec(leaf.spec, len(leaf.shape))
             for v, leaf in zip(self.program.inputs, plan.inputs, strict=True)
         }
-        bound = Bound(self.traced, layout, self.machine.target.flops_per_byte, self._laying(plan), self.machine.mesh)
+        paths = zip(self.program.inputs, plan.inputs, strict=True)
+        self.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored(v) != specs[v]}
+        layout.pins = specs
+        bound = Bound(
+            self.traced, layout, self.machine.target.flops_per_byte, self._laying(plan), self.machine.mesh, self
+        )
         return plan.where(bound=bound)
 
     def _laying(self, plan: Plan) -> Laying:

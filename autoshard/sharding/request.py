@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
@@ -42,6 +43,7 @@ class PlanRequestError(AutoshardError):
     """A plan that was asked for cannot be read or cannot hold."""
 
 
+@shown
 @dataclass(frozen=True)
 class Change:
     """A mesh axis that cuts (stores) one thing more, or less, than its kind of parallelism does: `tp-ffn`.
@@ -132,6 +134,14 @@ def parse_request(text: str) -> Request:
     )
     named = any(a != k for a, k in kinds.items())
     return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), named, tuple(changes))
+
+
+def is_request(words: str) -> bool:
+    """Whether these are words that `parse_request` reads."""
+    try:
+        return bool(parse_request(words))
+    except PlanRequestError:
+        return False
 
 
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
@@ -260,6 +270,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+@shown
 @dataclass(frozen=True)
 class Table:
     """A plan by its table: mesh axis -> names of logical axes in order; sizes where the mesh gives them."""

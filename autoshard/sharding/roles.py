@@ -21,6 +21,7 @@ from typing import Any, Literal
 from jax import numpy as jnp
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.uses import CONTRACTIONS, Uses, find_uses
 from autoshard.spmdrules.program import Program
@@ -29,6 +30,7 @@ Role = Literal["data", "parameter", "optimizer", "other"]
 FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
 
 
+@shown
 @dataclass(eq=False)
 class Roles:
     """The parts that inputs and axes play; every axis list is ordered by how much it would save."""

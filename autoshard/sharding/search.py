@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost, best_laying
 from autoshard.sharding.improve import improved
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
+from autoshard.sharding.pins import FixedError
 from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, request, seeds
 from autoshard.sharding.roles import Roles
 from autoshard.sharding.topology import Laying
@@ -28,6 +30,7 @@ RELAID = 12  # how many of the fastest candidates have their mesh axes laid onto
 IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
 
 
+@shown
 @dataclass(frozen=True)
 class Candidate:
     """A layout with what it costs."""
@@ -52,7 +55,7 @@ def search(
     devices: int,
     limit: float,
     mesh: Mapping[str, int] | None = None,
-    pin: Callable[[Layout], None] = lambda layout: None,
+    pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
     counts: dict[str, int] | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """The best layout, and all that were priced, best first.
@@ -65,16 +68,14 @@ def search(
         devices: how many there are.
         limit: bytes of one device.
         mesh: mesh axis -> size if the mesh is given; it is never split further.
-        pin: writes what the user fixed into a layout.
+        pin: writes what the user fixed into the layouts, and gives back those in which it holds.
         counts: is told how many were `proposed`, how many mean what an earlier one does, `alike`, and how many were
             left out as `idle`.
 
     Returns:
         The candidate to use (if none fits, the one of the smallest peak) and every candidate.
     """
-    layouts = list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices))
-    for _, layout in layouts:
-        pin(layout)
+    layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     proposed = len(layouts)
     layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
     cutting = len(layouts)
@@ -89,8 +90,11 @@ def search(
         counts |= {"proposed": proposed, "alike": cutting - len(layouts), "idle": left - cutting + len(layouts)}
 
     def tried(name: str, layout: Layout) -> Candidate | None:
-        pin(layout)
-        return price(name, layout, cost, memory) if layout.cuts() and not layout.idle() else None
+        try:
+            useful = layout.cuts() and not layout.idle() and pin([(name, layout)])
+        except FixedError:  # what is fixed cannot hold there
+            return None
+        return price(name, layout, cost, memory) if useful else None
 
     known = sorted(priced, key=lambda c: (not c.fits(limit), _time(c) if c.fits(limit) else c.peak_bytes))
     priced += improved(known, tried, limit)

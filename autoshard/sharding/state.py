@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.roles import find_roles
@@ -31,6 +32,7 @@ class StateChangedError(AutoshardError):
     """A state that does not come back as it went in."""
 
 
+@shown
 @dataclass(frozen=True)
 class Drift:
     """An argument and the part of the results that is most like it, but not the same.

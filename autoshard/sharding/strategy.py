@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from autoshard._shown import shown
 from autoshard.spmdrules.place import Spec, axes_of, sent, ways
 from autoshard.spmdrules.rule import Dims, Rule
 from autoshard.spmdrules.settle import project
@@ -26,6 +27,7 @@ from autoshard.spmdrules.settle import project
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
 
 
+@shown
 @dataclass(frozen=True)
 class Move:
     """One collective that an operator needs.
@@ -45,6 +47,7 @@ class Move:
     wire_bytes: float
 
 
+@shown
 @dataclass(frozen=True)
 class Strategy:
     """The factor that each mesh axis cuts (None: none), and the collectives that follow."""

@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.sharding.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.topology import Dim, Laying, Topology, lay
@@ -44,6 +45,7 @@ class TargetError(AutoshardError):
     """A target that does not exist or cannot be read."""
 
 
+@shown
 @dataclass(frozen=True)
 class Target:
     """A machine: its chip, and how its devices are connected."""

@@ -26,9 +26,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from autoshard._shown import shown
 from autoshard.spmdrules.place import ReshardKind
 
 
+@shown
 @dataclass(frozen=True)
 class Dim:
     """One dimension of a topology.
@@ -55,6 +57,7 @@ class Dim:
         return self.kind if self.kind == "switch" or self.wraps else "line"
 
 
+@shown
 @dataclass(frozen=True)
 class Piece:
     """`size` devices of the dimension numbered `dim`, `stride` apart."""
@@ -67,6 +70,7 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
+@shown
 @dataclass(frozen=True)
 class Topology:
     """Devices in row-major order of `dims`, the last dimension nearest."""
@@ -162,6 +166,7 @@ class Topology:
         return self._hop(longest) + max(longest.size / 4, (n - 1) / n) * local_bytes / bandwidth * 1e6
 
 
+@shown
 @dataclass(frozen=True)
 class Laying:
     """Where each mesh axis lies: mesh axis -> pieces, major to minor."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.state import Drift, match
 from autoshard.spmdrules.program import Program, build
 
@@ -24,6 +25,7 @@ from autoshard.spmdrules.program import Program, build
 OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)
 
 
+@shown
 @dataclass(eq=False)
 class Traced:
     """A function and its trace.

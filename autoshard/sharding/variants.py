@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.sharding.history import of_variants
 from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.units import time_text, variant_text
-from autoshard.sharding.request import PlanRequestError, parse_request
+from autoshard.sharding.request import is_request
 
 Made = tuple[dict[str, Any], Plan]
 
@@ -27,8 +27,12 @@ def choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]
 
 
 def fastest(made: Sequence[Made]) -> Plan:
-    """The variant of the fastest plan that fits, with a table of all; the first of those that tie."""
-    choice, plan = min(made, key=lambda one: (not one[1].fits, one[1].estimate.step_time_us))
+    """The variant of the fastest plan that fits (of the leanest if none does), with a table; the first that ties."""
+    fitting = [one for one in made if one[1].fits]
+    if fitting:
+        choice, plan = min(fitting, key=lambda one: one[1].estimate.step_time_us)
+    else:
+        choice, plan = min(made, key=lambda one: one[1].estimate.peak_memory_bytes)
     return _tabled(plan, choice, made)
 
 
@@ -42,7 +46,7 @@ def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Plan
     """
     pool: list[tuple[float, int, str | None]] = []
     for n, (_, plan) in enumerate(made):
-        found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and _is_request(c[0])]
+        found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and is_request(c[0])]
         pool += [(time, n, words) for words, time, _ in found if words != plan.chosen]
         pool.append((plan.estimate.step_time_us if plan.fits else math.inf, n, None))
     plans = []
@@ -80,13 +84,6 @@ def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
 
 def _name(plan: Plan) -> str:
     return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen
-
-
-def _is_request(words: str) -> bool:
-    try:
-        return bool(parse_request(words))
-    except PlanRequestError:
-        return False
 
 
 def _tabled(plan: Plan, choice: Mapping[str, Any], made: Sequence[Made]) -> Plan:

@@ -23,10 +23,13 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from autoshard._shown import shown
+
 Spec = tuple[tuple[str, ...], ...]
 ReshardKind = Literal["slice", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce", "all-gather"]
 
 
+@shown
 @dataclass(frozen=True)
 class Place:
     """Where an array is: its spec, and `(mesh axis, operation)` for each axis that it is partial over."""
@@ -40,6 +43,7 @@ class Place:
         return Place(self.spec)
 
 
+@shown
 @dataclass(frozen=True)
 class Step:
     """One collective (or slice) over one mesh axis, and the bytes that each device sends for it."""

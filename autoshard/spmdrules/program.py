@@ -16,12 +16,14 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.batching import Numbers
 from autoshard.spmdrules.pooling import joined
 from autoshard.spmdrules.registry import check_fit, replicated, rule_for
 from autoshard.spmdrules.rule import Rule
 
 
+@shown
 @dataclass(frozen=True)
 class Tie:
     """Two values that are sharded alike; if `stacked`, the outer one has one more, leading dimension (loop steps)."""
@@ -31,6 +33,7 @@ class Tie:
     stacked: bool = False
 
 
+@shown
 @dataclass(eq=False)
 class Op:
     """One equation at one place of the program.
@@ -59,6 +62,7 @@ class Op:
         return self.eqn.primitive.name
 
 
+@shown
 @dataclass(eq=False)
 class Block:
     """A jaxpr at one place: its operators in order, the numbers of its inputs and outputs.
@@ -75,6 +79,7 @@ class Block:
     loop: bool = False
 
 
+@shown
 @dataclass(eq=False)
 class Program:
     """A whole program: its outermost block, and the aval of every value."""

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard._gc import paused
+from autoshard._shown import shown
 from autoshard.spmdrules.given import (
     Faults,
     PropagationError,
@@ -32,6 +33,7 @@ from autoshard.spmdrules.walk import Walk
 __all__ = ["Propagation", "PropagationError", "Reshard", "propagate"]
 
 
+@shown
 @dataclass(frozen=True)
 class Propagation:
     """What `propagate` finds.

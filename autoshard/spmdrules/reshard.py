@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+from autoshard._shown import shown
 from autoshard.spmdrules.place import ReshardKind
 
 
+@shown
 @dataclass(frozen=True)
 class Reshard:
     """One collective (or free slice) that the rules ask for.

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 
 Kind = Literal["pass", "reduce", "whole", "halo", "index", "offset"]
@@ -39,6 +40,7 @@ class RuleError(AutoshardError):
     """A rule that says nothing, contradicts itself, or does not fit its operands."""
 
 
+@shown
 @dataclass(frozen=True)
 class Factor:
     """One axis of an operator's iteration space: its name, its size (None: not known yet) and its kind."""
@@ -64,6 +66,7 @@ class Factor:
         return self.kind not in ("whole", "halo") and bool(self.size) and self.size % pieces == 0
 
 
+@shown
 @dataclass(frozen=True)
 class Shard:
     """One shard's view of a rule: how many ways each factor is cut, and which piece this is.
@@ -99,6 +102,7 @@ LocalParams = Callable[[Mapping[str, Any], Shard], Mapping[str, Any]]
 Body = Callable[..., Any]
 
 
+@shown
 @dataclass(frozen=True)
 class Rule:
     """A factor map, and where a shard cannot simply run the operator, how it runs it instead.

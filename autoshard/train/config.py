@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
 from autoshard.train.optimizer import OptimizerConfig
@@ -22,6 +23,7 @@ RESUMABLE_CHANGES = frozenset(
 """Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
 
 
+@shown
 @dataclass(frozen=True)
 class TrainConfig:
     """What is trained, on what, how, where, and what is kept of it."""

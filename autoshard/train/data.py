@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.errors import DataError
 from autoshard.train.tokens import load_codec
 
@@ -61,6 +62,7 @@ class Source(Protocol):
         ...
 
 
+@shown
 @dataclass(frozen=True)
 class TokenSource:
     """Random windows of a long token array for training, all windows of another for evaluation.

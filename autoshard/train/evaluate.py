@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import jax
 
+from autoshard._shown import shown
 from autoshard.train.data import Source
 from autoshard.train.placement import PlacedEvalStep
 from autoshard.train.prefetch import Prefetcher, place_batch
 from autoshard.train.state import Tree
 
 
+@shown
 @dataclass(frozen=True)
 class Evaluation:
     """What was measured on the held-out set.

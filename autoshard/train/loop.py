@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
@@ -30,6 +31,7 @@ from autoshard.train.step import eval_params, make_eval_step
 from autoshard.train.tokens import load_codec
 
 
+@shown
 @dataclass(frozen=True)
 class Result:
     """How a run ended.

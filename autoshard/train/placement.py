@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autoshard
+from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.sharding.machine import device_mesh, mesh_sizes
 from autoshard.train.config import TrainConfig
@@ -17,6 +18,7 @@ from autoshard.train.state import Program, TrainState, Tree
 from autoshard.train.step import EvalStep, TrainStep, batch_shapes
 
 
+@shown
 @dataclass(frozen=True)
 class PlacedStep:
     """A train step under its plan.
@@ -36,6 +38,7 @@ class PlacedStep:
     batch_shardings: dict[str, NamedSharding]
 
 
+@shown
 @dataclass(frozen=True)
 class PlacedEvalStep:
     """An evaluation step that reads the train state where it lies."""

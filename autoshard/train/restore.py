@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import ConfigError
 from autoshard.train import rundir
@@ -14,6 +15,7 @@ from autoshard.train.config import TrainConfig, checkpoint_config, from_dict
 from autoshard.train.state import Program, TrainState
 
 
+@shown
 @dataclass(frozen=True)
 class Trained:
     """A run's model at one of its checkpoints.

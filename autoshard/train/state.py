@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.train.optimizer import matches, path_name
 
 Tree = Any
 
 
+@shown
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
@@ -47,6 +49,7 @@ class TrainState:
     key: jax.Array
 
 
+@shown
 @dataclass(frozen=True)
 class Program:
     """A model and an optimizer, without their arrays.

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.train.build import fit_tokenizer, make_program_of, train_step_of
 from autoshard.train.config import TrainConfig
 from autoshard.train.placement import place_step
 from autoshard.train.prefetch import place_batch
 
 
+@shown
 @dataclass(frozen=True)
 class Timing:
     """Median times of a step in seconds, and their paired ratio.

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.sharding.plan import Leaf, Plan
+from autoshard.sharding.leaves import Leaf
+from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.summary import exposed_us, mesh_sizes
 from autoshard.sharding.report.units import bytes_text, line_text, time_text, variant_text

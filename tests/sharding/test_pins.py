@@ -1,5 +1,7 @@
 """What users fix, and what programs bring along, is kept or refused by name."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.sharding.pins import FixedError
+from autoshard.sharding.plan import PlanError
 from autoshard.sharding.state import StateChangedError
 from autoshard.spmdrules.place import to_partition_spec
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
@@ -166,6 +170,63 @@ def test_every_fixed_spec_that_cannot_hold_is_named_at_once():
     fixed = {"0/zz": P(), "0/w": P("nope"), "1": P(None, None, "data")}
     with pytest.raises(AutoshardError, match="(?s)matches no input.*'nope'.*3 entries"):
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
+
+
+CONTRARY = {
+    "one axis twice": ({"0/w": P("data", "data")}, r"fixed '0/w': P\(.*\) uses mesh axis 'data' twice. Keep it on one"),
+    "two patterns": (
+        {"0/[wv]": P("data"), "*/w": P(None, "data"), "1": P("data")},
+        r"fixed '0/\[wv\]' says P\('data'.*\) and fixed '\*/w' says P\(None, 'data'\), and both match '0/w': drop one, "
+        "or give '0/w' by its own path",
+    ),
+    "two kinds": ({"0/*": P("data"), "*/b": (None,)}, r"'0/\*' says .* '\*/b' says \(None,\), and both match '0/b'"),
+    "two of all": ({"*": P("data"), "0/*": P()}, r"'\*' says .* and fixed '0/\*' says P\(\), .* '0/b' and 2 more: "),
+    "mesh axis": ({"0/v": P("dtaa")}, "names mesh axis 'dtaa', the mesh has {'data': 8}; did you mean 'data'"),
+    "no such path": ({"0/params/w": P("data")}, r"fixed '0/params/w' matches no input. Near it: 0/w"),
+    "no such glob": ({"0/*/kernel": P("data")}, r"fixed '0/\*/kernel' matches no input. There are 0/b, 0/v, 0/w, 1"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRARY)
+def test_specs_that_contradict_each_other_or_the_mesh(name):
+    fixed, message = CONTRARY[name]
+    with pytest.raises(FixedError, match=message) as caught:
+        plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
+    assert isinstance(caught.value, PlanError) and len(caught.value.complaints) == 1
+    assert str(copy.copy(caught.value)) == str(caught.value)
+
+
+def test_a_path_goes_before_patterns_in_any_order():
+    for fixed in ({"0/w": P("data"), "0/*": P()}, {"0/*": P(), "0/w": P("data")}):
+        found = specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
+        assert found["0/w"] == P("data") and found["0/v"] == P() == found["0/b"]
+    same = {"0/*": P("data"), "*/w": P("data", None)}  # said in two ways, but the same
+    assert specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
+
+
+def test_two_pins_that_share_a_logical_axis_hold_and_a_note_says_what_it_costs():
+    apart = {"0/w": P(None, "model"), "0/v": P("data")}  # both cut ffn, over other mesh axes
+    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=apart)
+    assert specs(made)["0/w"] == P(None, "model") and specs(made)["0/v"] == P("data")
+    note = next(note for note in made.notes if "both hold" in note)
+    assert "fixed '0/v' has ffn over data, fixed '0/w' over model" in note and "moved in every step" in note
+    assert_close(sgd_step(mlp_state(), batch())[0], made.jit()(mlp_state(), batch())[0])
+    alike = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed={"0/w": P(None, "model"), "0/v": P("model")})
+    assert not [note for note in alike.notes if "both hold" in note]
+
+
+def test_without_a_mesh_the_plans_are_searched_in_which_the_spec_holds():
+    made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P(None, "tp")})
+    assert "tp" in made.mesh.axis_names and specs(made)["0/w"] == P(None, "tp")
+    assert all("tp" in words for words, _, _ in made.candidates)
+    with pytest.raises(FixedError, match="names mesh axis 'model'.*No mesh was given, .* tried have axes dp, z"):
+        plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P("model")})
+
+
+def test_a_plan_and_fixed_specs_at_once():
+    made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", plan="fsdp:8")
+    with pytest.raises(AutoshardError, match="plan is a Plan.* and fixed says it too. Drop one, or .*: plan='fsdp:8'"):
+        auto_shard(sgd_step, plan=made, fixed={"0/w": P()})
 
 
 def test_a_dimension_that_does_not_divide():

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
+from autoshard.sharding.leaves import Leaf
+from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
 from tests.sharding.example_step import arrays, shapes, train_step
 
 

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.history import Searched, Tried
-from autoshard.sharding.plan import Activation, Estimate, Leaf, Plan, PlanError, abstract_mesh
+from autoshard.sharding.leaves import Activation, Leaf
+from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.moves import traffic_of
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.page.script import DIGEST

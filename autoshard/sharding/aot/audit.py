@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.sharding.aot import hlo
 from autoshard.sharding.aot.build import TIMEOUT_S, Compiled, build, missing_compiler, remarks
@@ -44,6 +45,7 @@ class AuditError(AutoshardError):
     """A plan that cannot be verified: its target has no compiler, or that is not installed."""
 
 
+@shown
 @dataclass(frozen=True)
 class Audit:
     """What a compiler made of a plan, beside what the plan says. Of one step on one device; times in microseconds.

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from autoshard._shown import shown
 from autoshard.sharding.aot.child import GPUS, versions
 from autoshard.sharding.aot.program import Job
 
@@ -31,6 +32,7 @@ TIMEOUT_S = 900.0
 _PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "cuda": ("jax_plugins.xla_cuda13", "aot-cuda")}
 
 
+@shown
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of a program.

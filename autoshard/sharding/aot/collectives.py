@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autoshard._shown import shown
 from autoshard.sharding.aot.groups import Groups, groups_of
 from autoshard.sharding.aot.hlo import HANDS_ON, Computation, Instruction, Program, bits
 
@@ -40,6 +41,7 @@ Place = tuple[Computation, Instruction]
 FAR = 4  # how far from a collective a source line is looked for
 
 
+@shown
 @dataclass(frozen=True)
 class Collective:
     """A collective as it stands in the program.

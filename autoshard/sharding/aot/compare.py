@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoshard._shown import shown
 from autoshard.sharding.aot.collectives import KINDS
 
 NEGLIGIBLE = 5e-3  # of all bytes: less is no finding
 WIDENED = "XLA:CPU sends 16-bit numbers as 32-bit ones"
 
 
+@shown
 @dataclass(frozen=True)
 class Found:
     """A collective of the compiled program.
@@ -58,6 +60,7 @@ class Found:
         return self.wire_bytes * self.trips
 
 
+@shown
 @dataclass(frozen=True)
 class Unplanned:
     """Traffic beyond what the plan says: bytes that leave each device in a step, their time on the wire, and why."""
@@ -70,6 +73,7 @@ class Unplanned:
     cause: str
 
 
+@shown
 @dataclass(frozen=True)
 class Missing:
     """Traffic that the plan says and the compiled program does not have."""

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from autoshard._shown import shown
 from autoshard.sharding.aot.collectives import Collective
 from autoshard.sharding.aot.hlo import Program, arrays_of
 from autoshard.sharding.aot.wire import Wires
@@ -28,6 +29,7 @@ _REMARK = re.compile(
 )
 
 
+@shown
 @dataclass(frozen=True)
 class Remark:
     """A tensor that the partitioner makes whole on every device, to cut it anew.

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.aot.compare import place
 from autoshard.sharding.aot.hlo import Computation, Instruction, Program
 from autoshard.sharding.decide import decides, home, strategy
 from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Leaf, Plan
+    from autoshard.sharding.leaves import Leaf
+    from autoshard.sharding.plan import Plan
 
 Shape = tuple[int, ...]
 
@@ -27,6 +29,7 @@ LARGE = 0.02  # of the peak: smaller temporaries are not looked at
 NO_BUFFERS = ("bitcast", "conditional", "get-tuple-element", "parameter", "tuple", "while")
 
 
+@shown
 @dataclass(frozen=True)
 class Whole:
     """An array that is whole, or cut less than the plan says, on every device.

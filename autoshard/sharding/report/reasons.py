@@ -6,13 +6,13 @@ it divides; state is then stored over further mesh axes; what is fixed or alread
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 import textwrap
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from autoshard.sharding.nearby import SHOWN, few, near
+from autoshard.sharding.report.choices import choice_lines, wish_lines
 from autoshard.sharding.report.moves import traffic_of
 from autoshard.sharding.report.summary import (
     AxisNames,
@@ -30,23 +30,26 @@ from autoshard.sharding.report.units import bytes_text, spec_text
 from autoshard.spmdrules.place import axes_of, to_partition_spec
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Leaf, Plan
+    from autoshard.sharding.leaves import Leaf
+    from autoshard.sharding.plan import Plan
 
-SHOWN = 6  # of anything that a long list would bury
 
-
-def explain(plan: Plan, path: str) -> str:
-    """Why the inputs or results at `path` are sharded as they are.
+def explain(plan: Plan, path: str, wish: Any = None) -> str:
+    """Why the inputs or results at `path` are sharded as they are, and what it would cost to shard them otherwise.
 
     Args:
         plan: the plan.
         path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. Of several inputs with one ending the
             parameter is meant.
+        wish: how one would rather have them, a `PartitionSpec` or names of logical axes as in `fixed=`: it is priced.
 
     Raises:
-        PlanError: nothing is there, or the ending fits several.
+        PlanError: nothing is there, or the ending fits several; a wish that cannot be read, or of a plan without its
+            function.
     """
     found = find_leaves(plan, path)
+    if wish is not None:
+        return "\n".join(map(_wrapped, wish_lines(plan, found, wish)))
     names = AxisNames(plan)
     some = groups(plan, found)
     parts = [_explain_group(plan, group, names) for group in some[:SHOWN]]
@@ -76,31 +79,13 @@ def find_leaves(plan: Plan, path: str) -> list[Leaf]:
         ending = [leaf for leaf in leaves if path and leaf.path.endswith(f"/{path}")]
         chosen = [leaf for leaf in ending if leaf.role == "parameter"] or ending
         if len(chosen) > 1:
-            raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: {_some(x.path for x in chosen)}. "
+            raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: {few(x.path for x in chosen)}. "
                             "Give more of it, or a glob for all of them")  # fmt: skip
         if chosen:
             return chosen
-    raise PlanError(f"explain: no input or result is called '{path}'. {_near(plan, path)}")
-
-
-def _near(plan: Plan, path: str) -> str:
-    paths = list(dict.fromkeys(leaf.path for leaf in (*plan.inputs, *plan.outputs)))
-    if not paths:
-        return "The plan has none at all"
-    last = path.rpartition("/")[2].lower()
-    by_last = {p.rpartition("/")[2].lower(): p for p in reversed(paths)}
-    near = [p for p in paths if last and last in p.lower()][:3]
-    near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=3)]
-    depth = path.count("/") + 1
-    tails = {"/".join(p.split("/")[-depth:]): p for p in reversed(paths)}
-    near += [tails[name] for name in difflib.get_close_matches(path, tails, n=3)]
-    near = list(dict.fromkeys(near))[:4]
-    return f"Near it: {', '.join(near)}" if near else f"There are {_some(paths)}"
-
-
-def _some(words: Iterable[str]) -> str:
-    words = list(words)
-    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+    paths = [leaf.path for leaf in (*plan.inputs, *plan.outputs)]
+    hint = near(path, paths) if paths else "The plan has none at all"
+    raise PlanError(f"explain: no input or result is called '{path}'. {hint}")
 
 
 def why(plan: Plan, group: Group, names: AxisNames) -> list[str]:
@@ -113,7 +98,7 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
     lines = [leaf.path]
     if len(group.leaves) > 1:
-        others = _some(x.path for x in group.leaves[1:])
+        others = few(x.path for x in group.leaves[1:])
         lines.append(f"{INDENT}and {len(group.leaves) - 1} like it: {others}")
     lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(leaf_bytes(leaf))}; "
                  f"{bytes_text(local_bytes(leaf, sizes))} on each device")  # fmt: skip
@@ -124,7 +109,7 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     lines += [INDENT + padding_text(plan, p.axis) for p in plan.padding if p.axis in own]
     if leaf.role in ("parameter", "optimizer"):
         lines += [INDENT + line for line in _traffic_lines(plan, group)]
-    return lines
+    return lines + [INDENT + line for line in choice_lines(plan, group.leaves)]
 
 
 def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:

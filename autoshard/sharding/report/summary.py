@@ -17,7 +17,8 @@ from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, s
 from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Leaf, Plan
+    from autoshard.sharding.leaves import Leaf
+    from autoshard.sharding.plan import Plan
 
 LABEL_WIDTH = 24
 NAME_WIDTH = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -50,6 +50,20 @@ def percent_text(part: float, whole: float) -> str:
         return "-"
     share = 100 * part / whole
     return "<1 %" if 0 < share < 1 else f"{share:.0f} %"
+
+
+def change_text(new: float, old: float, text: Callable[[float], str], tie: float) -> str:
+    """`+3.10 ms (+0.3 %)`; `the same` where the two differ by less than `tie` of the old."""
+    change = new - old
+    if not math.isfinite(change):
+        return text(new)
+    if abs(change) <= tie * abs(old):
+        return "the same"
+    sign = "+" if change > 0 else "-"
+    if not old:
+        return f"{sign}{text(abs(change))}"
+    share = 100 * abs(change / old)
+    return f"{sign}{text(abs(change))} ({sign}{share:.{0 if share >= 9.95 else 1}f} %)"
 
 
 def line_text(line: str) -> str:

@@ -12,7 +12,8 @@ from autoshard.sharding.report.summary import Group, by_role, groups, local_byte
 from autoshard.sharding.report.units import bytes_text, line_text, spec_text
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Activation, Plan
+    from autoshard.sharding.leaves import Activation
+    from autoshard.sharding.plan import Plan
 
 MADE_SHOWN = 10
 OPEN_ROWS = 60  # of more, a table is shown when it is asked for

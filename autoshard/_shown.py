@@ -1,0 +1,41 @@
+"""Objects that can be printed at any time: in a debugger, in the middle of being built, with parts that cannot be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=type)
+SHOWN: list[type] = []  # every class of which this holds
+
+
+def shown(cls: C) -> C:
+    """A class decorator, above `@dataclass`: `repr` and `str` say what is missing instead of raising.
+
+    >>> @shown
+    ... class Pair:
+    ...     def __repr__(self):
+    ...         return f"Pair({self.left}, {self.right})"
+    >>> half = Pair.__new__(Pair)
+    >>> half.left = 1
+    >>> half
+    <Pair, half-built: left>
+    """
+    for name in ("__repr__", "__str__"):
+        if name in cls.__dict__:
+            setattr(cls, name, _guarded(cls.__dict__[name]))
+    SHOWN.append(cls)
+    return cls
+
+
+def _guarded(original: Callable[[Any], str]) -> Callable[[Any], str]:
+    @functools.wraps(original)
+    def text(self: Any) -> str:
+        try:
+            return original(self)
+        except Exception:  # whatever a part raises: one that looks at an object wants to see what there is of it
+            there = ", ".join(getattr(self, "__dict__", ())) or "nothing yet"
+            return f"<{type(self).__name__}, half-built: {there}>"
+
+    return text
