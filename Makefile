@@ -37,7 +37,7 @@ test: lint ## Set up, lint, types, and the tests.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 quick: $(DEV_STAMP) ## The tests of the package without lint, long ones and compilers of pods, which are run on one JAX version only.
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile" --ignore tests/benchmarks $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile and not browser" --ignore tests/benchmarks $(ARGS)
 
 test-all: lint ## Lint, types, and every test, slow ones included.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)

@@ -25,6 +25,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402  it reads both variables when it is imported
 
+from tests import browser  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE_LIMIT_BYTES = 1 << 30
 # Of the 65,530 that Linux gives a process: each compiled program takes a few, and beyond them the compiler crashes.
@@ -93,6 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "cuda_compile": (
             importlib.util.find_spec("jax_cuda13_plugin") is not None,
             "needs the extra aot-cuda",
+        ),
+        "browser": (
+            browser.chromium() is not None or browser.is_required(),
+            f"needs a browser: none of {', '.join(browser.NAMES)} is on PATH",
         ),
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }

@@ -13,7 +13,7 @@ Tokens find their experts in one of two ways.
   whose size grows with the batch and not with its square. A choice without a place is dropped: that expert adds
   nothing, and a token without any place passes by the residual alone. A later token's first choice can so cost an
   earlier one its second.
-- `dropless`: tokens are sorted by expert, and each expert multiplies the rows of its own (`lax.ragged_dot`).
+- `dropless`: tokens are sorted by expert, and each expert multiplies the rows of its own (`models.dropless`).
 
 Two auxiliary losses keep experts in use and logits small, of all tokens of the batch, summed over layers: balance,
 `experts * sum_e fraction_of_choices[e] * mean_probability[e]`, which is 1 where experts are chosen alike, and z,
@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard.models import dropless
 from autoshard.models.gpt import (
     MLP,
     Attention,
@@ -223,15 +224,11 @@ class Experts(nnx.Module):
         return jnp.einsum("gsec,egcd->gsd", weighted, outputs).reshape(x.shape)
 
     def _by_sorting(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
-        top_k, width = chosen.shape[2], x.shape[2]
-        choices = chosen.reshape(-1)
-        order = jnp.argsort(choices)
-        sizes = jnp.sum(_one_hot(choices, self.cfg.experts, jnp.int32), axis=0)
-        rows = x.reshape(-1, width)[order // top_k]
-        made = self._expert(rows, lambda rows, weights: lax.ragged_dot(rows, weights, sizes))
-        back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
-        weighted = back.reshape(-1, top_k, width) * gates.reshape(-1, top_k, 1).astype(x.dtype)
-        return jnp.sum(weighted, axis=1).reshape(x.shape)
+        w_up, w_down, w_gate = (
+            None if w is None else w[...].astype(x.dtype) for w in (self.w_up, self.w_down, self.w_gate)
+        )
+        assert w_up is not None and w_down is not None
+        return dropless.experts(x, gates, chosen, w_up, w_down, w_gate)
 
     def _expert(self, rows: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         """The MLP of each expert on the rows that are its own; `multiply` knows whose they are."""

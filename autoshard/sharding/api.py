@@ -100,8 +100,8 @@ def plan(
         mesh: a `Mesh`, an `AbstractMesh`, sizes such as `{"data": 4, "model": 2}`, or None: choose.
         target: a machine, such as "v5p:4x4x4"; default: the attached devices.
         memory_limit_bytes: memory that one device may use; default: what the machine has.
-        fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`; a path goes before patterns. Without
-            a mesh, the plans are searched whose mesh has the axes that the specs name.
+        fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`; a path goes before patterns.
+            Without a mesh, the plans are searched whose mesh has the axes that the specs name.
         plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
         variants: `{static keyword: values}`: the best of them is planned.
         donate_argnums: arguments whose buffers the results may take.

@@ -7,11 +7,12 @@
     hidden_us  = of comm_us, what the chip can do beside compute: gathers of parameters and reductions of gradients, of
                  the kinds that its compiler makes asynchronous (`chips`)
 
-flops are those of contractions and convolutions, at the peak of their type; tiles is the part of the matrix unit's
-tiles that a shard fills (a dimension of 64 on tiles of 128 fills half). bytes are what a kernel reads and
-writes, without what is made and read in one run of a loop's body and small enough to stay on the chip (`chips`). What
-moves is what `strategy.choose` says for operators at which the layout decides; between others, an axis that leaves a
-logical axis of an activation is an all-gather, or an all-to-all if it goes to another one of the same tensor.
+flops are those of contractions and convolutions (`work`), at the peak of their type; tiles is the part of the matrix
+unit's tiles that a shard fills (a dimension of 64 on tiles of 128 fills half). bytes are what a kernel reads and writes
+(of a declared operator: the kernels `inside`), without what is made and read in one run of a loop's body and small
+enough to stay on the chip (`chips`). What moves is what `strategy.choose` says for operators at which the layout
+decides; between others, an axis that leaves a logical axis of an activation is an all-gather, or an all-to-all if it
+goes to another one of the same tensor.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from typing import Any
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.sharding.decide import decides, home, regathers, strategy_at, wanted
+from autoshard.sharding.decide import decides, declared, home, regathers, strategy_at, wanted
 from autoshard.sharding.fusion import Fusion, Kernel
+from autoshard.sharding.inside import Inside, inside
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.roles import CONTRACTIONS, Roles, itemsize, nbytes
-from autoshard.sharding.strategy import Move, Strategy, flops_of
+from autoshard.sharding.roles import Roles, itemsize, nbytes
+from autoshard.sharding.strategy import Move, Strategy
 from autoshard.sharding.targets import Target
 from autoshard.sharding.topology import Laying, layings
+from autoshard.sharding.uses import CONTRACTIONS
+from autoshard.sharding.work import products
 from autoshard.spmdrules.place import ReshardKind, Spec, sent, ways
 from autoshard.spmdrules.program import Block, Op
 from autoshard.spmdrules.rule import Rule
@@ -76,7 +80,7 @@ class Collective:
 @shown
 @dataclass(eq=False)
 class Waiting:
-    """Bytes on a device of what is gathered for operators (by identity), or waits behind one to be scattered."""
+    """Bytes on a device of what is gathered for operators (by identity), waits behind one, or is held inside one."""
 
     nbytes: float
     ops: list[int]
@@ -121,15 +125,17 @@ class CostModel:
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion = fusion
         self.groups = group(axes, roles, fusion)
-        self._memo: dict[Any, tuple[float, tuple[Move, ...]]] = {}
+        self._memo: dict[Any, tuple[float, tuple[Move, ...], float]] = {}
 
     def __call__(self, layout: Layout) -> StepCost:
         """The cost of one step under `layout`."""
         compute, collectives = 0.0, []
         there: dict[Any, Waiting] = {}  # what is moved already: one gather serves all that take it
         for number, g in enumerate(self.groups):
-            time, moves = self._price(number, g, layout)
+            time, moves, held = self._price(number, g, layout)
             compute += time * g.runs
+            if held:
+                there |= {("inside", op): Waiting(held, [op]) for op in g.members}
             for move in moves:
                 new = g.count
                 if move.array >= 0:
@@ -165,8 +171,8 @@ class CostModel:
     def _state_values(self) -> set[int]:
         return {*self.axes.held, *self.axes.program.inputs}
 
-    def _price(self, number: int, g: Group, layout: Layout) -> tuple[float, tuple[Move, ...]]:
-        """The time of one run of a group's kernel, and what moves.
+    def _price(self, number: int, g: Group, layout: Layout) -> tuple[float, tuple[Move, ...], float]:
+        """The time of one run of a group's kernel, what moves, and the bytes that it holds inside.
 
         It depends on which dimensions are cut how many ways, not on the names of mesh axes.
         """
@@ -180,24 +186,43 @@ class CostModel:
         if found is None:
             places, wishes = plain[: len(specs)], plain[len(specs) : len(specs) + len(outs)]
             found = self._memo[key] = self._price_new(g, mesh, places, wishes, plain[len(specs) + len(outs) :])
-        time, moves = found
-        return time, tuple(replace(m, axes=tuple(a for name in m.axes for a in names[name])) for m in moves)
+        time, moves, held = found
+        return time, tuple(replace(m, axes=tuple(a for name in m.axes for a in names[name])) for m in moves), held
 
     def _price_new(
         self, g: Group, mesh: Mapping[str, int], specs: Sequence[Spec], outs: Sequence[Spec], memory: Sequence[Spec]
-    ) -> tuple[float, tuple[Move, ...]]:
+    ) -> tuple[float, tuple[Move, ...], float]:
         op, chip = g.op, self.target.chip
         if not decides(op):
-            return self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs)
+            return self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs), 0.0
         plan = strategy_at(op, specs, outs, mesh, self.target.flops_per_byte)
         assert op.rule is not None
-        taken = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
-        time = self._memory_us(g, mesh, memory, {v: plan.spec(dims) for v, dims in taken})
-        if op.name in CONTRACTIONS:
+        if within := self._inside(op, plan, mesh):
+            time = within.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+        else:
+            taken = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+            time = self._memory_us(g, mesh, memory, {v: plan.spec(dims) for v, dims in taken})
+        if work := products(op):
             shards = math.prod(mesh[a] for a, f in plan.factors.items() if f is not None)
-            peak = chip.peak(min(itemsize(v.aval) for v in op.eqn.invars[:2])) * PEAK_REACHED
-            time = max(time, flops_of(op) / shards / peak / filled(op.rule, plan, mesh, chip.tile) * 1e6)
-        return time, plan.moves
+            if op.name in CONTRACTIONS:
+                shards *= filled(op.rule, plan, mesh, chip.tile)
+            busy = sum(flops / (chip.peak(size) * PEAK_REACHED) for size, flops in work.items())
+            time = max(time, busy / shards * 1e6)
+        return time, plan.moves, within.held_bytes if within else 0.0
+
+    def _inside(self, op: Op, plan: Strategy, mesh: Mapping[str, int]) -> Inside | None:
+        """What a declared operator does on one shard; None of any other."""
+        if not declared(op):
+            return None
+        assert op.rule is not None
+        shapes = tuple(
+            (
+                tuple(n // ways((over,), mesh) for n, over in zip(v.aval.shape, plan.spec(dims), strict=True)),
+                v.aval.dtype,
+            )
+            for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
+        )
+        return inside(op.eqn.params["fn"], shapes, fuses_operands=self.target.platform == "tpu")
 
     def _memory_us(self, g: Group, mesh: Mapping[str, int], memory: Sequence[Spec], where: Mapping[int, Spec]) -> float:
         """The time that a kernel's reads and writes take; `where` says where values are that are not at home."""

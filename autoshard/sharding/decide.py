@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from autoshard import _compat
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.oracle_faults import SPOILED, Cut, known_fault
-from autoshard.sharding.roles import CONTRACTIONS, nbytes
-from autoshard.sharding.strategy import Arrays, Strategy, choose, flops_of
+from autoshard.sharding.roles import nbytes
+from autoshard.sharding.strategy import Arrays, Strategy, choose
+from autoshard.sharding.uses import CONTRACTIONS
+from autoshard.sharding.work import flops_of
 from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.place import Spec, axes_of, sent
 from autoshard.spmdrules.program import Op

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.sharding.decide import decides
-from autoshard.sharding.roles import CONTRACTIONS, itemsize, nbytes
+from autoshard.sharding.roles import itemsize, nbytes
+from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.spmdrules.program import Block, Op, Program, inlined
 
 _SLICES = ("slice", "dynamic_slice")

@@ -120,7 +120,14 @@ class MemoryModel:
         )
         return sum(kinds.values()), kinds
 
-    def at_peak(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> dict[str, float]:
+    def at_peak(self, layout: Layout) -> list[tuple[int, float]]:
+        """The temporaries that are held at the worst moment, the largest first: (value, bytes on one device)."""
+        local = self._local(layout)
+        moment = int(self._live(local).argmax())
+        held = [v for v in self.keep.tolist() if self.birth[v] <= moment <= self.death[v]]
+        return sorted(((v, float(local[v])) for v in held), key=lambda item: -item[1])
+
+    def kinds_at_peak(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> dict[str, float]:
         """What the temporaries of the worst moment are, in bytes on one device; they sum to the kind `temporary`.
 
         Returns:

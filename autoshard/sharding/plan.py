@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -14,11 +15,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError
+from autoshard.sharding import history as histories
+from autoshard.sharding.history import Searched
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
 
-FORMAT = 3
+FORMAT = 4
 
 
 class PlanError(AutoshardError):
@@ -58,6 +61,26 @@ class Leaf:
 
 
 @shown
+@dataclass(frozen=True)
+class Activation(Leaf):
+    """Values that a step makes and that lie alike; the path is the operator that makes the first of them.
+
+    Attributes:
+        line: the user's line of that operator.
+        count: how many are made in a step.
+        held_bytes: bytes of those that one device holds at the worst moment of a step.
+    """
+
+    line: str = ""
+    count: float = 1.0
+    held_bytes: float = 0.0
+
+    def with_more(self, count: float, held_bytes: float) -> Activation:
+        """These values and others like them."""
+        return replace(self, count=self.count + count, held_bytes=self.held_bytes + held_bytes)
+
+
+@shown
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What `plan` returns.
@@ -72,13 +95,19 @@ class Plan:
         target: the machine it was made for.
         placing: mesh axis -> where it lies: (dimension of the topology, devices, stride), major to minor.
         topology: the target's dimensions and their sizes, outermost first.
+        links: dimension of the topology -> how its devices are joined (`ring`, `line` or `switch`) and the bytes per
+            second of one link.
         traffic: collectives, heaviest first: (kind, mesh axes, bytes a step, the user's line).
+        traffic_us: for each of `traffic` its microseconds a step, and those of them that compute does not hide.
+        activations: the largest values that the step makes of its batch, and gradients, largest at its worst moment
+            first.
         unknown: primitives without a rule, which are replicated, and where they stand.
         notes: what the reader should know: conflicts, limits, axes that did not divide.
         compiler_options: options for XLA, by platform.
         fingerprint: digest of the program that the plan fits.
         chosen: the words of the candidate that was chosen, or of the request.
         candidates: the plans that were compared: (words, step time in microseconds, peak bytes).
+        history: the search: what was proposed, left out and priced, for each variant.
         function: the name of the function.
         axis_sizes: logical axis -> its size in elements.
         limit_bytes: what one device may hold; 0 if unknown.
@@ -97,13 +126,17 @@ class Plan:
     target: str
     placing: Mapping[str, tuple[tuple[str, int, int], ...]] = field(default_factory=dict)
     topology: tuple[tuple[str, int], ...] = ()
+    links: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     traffic: tuple[tuple[str, str, float, str], ...] = ()
+    traffic_us: tuple[tuple[float, float], ...] = ()
+    activations: tuple[Activation, ...] = ()
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fingerprint: str = ""
     chosen: str = ""
     candidates: tuple[tuple[str, float, float], ...] = ()
+    history: tuple[Searched, ...] = ()
     function: str = ""
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0
@@ -242,13 +275,17 @@ class Plan:
             "target": self.target,
             "placing": self.placing,
             "topology": self.topology,
+            "links": self.links,
             "traffic": self.traffic,
+            "traffic_us": self.traffic_us,
+            "activations": list(map(_activation_json, self.activations)),
             "unknown": self.unknown,
             "notes": self.notes,
             "compiler_options": self.compiler_options,
             "fingerprint": self.fingerprint,
             "chosen": self.chosen,
             "candidates": self.candidates,
+            "history": histories.to_json(self.history),
             "function": self.function,
             "axis_sizes": self.axis_sizes,
             "limit_bytes": self.limit_bytes,
@@ -256,7 +293,7 @@ class Plan:
             "variant": self.variant,
             "variants": self.variants,
         }
-        return json.dumps(data, indent=1, default=dict)
+        return _rows_on_a_line(json.dumps(data, indent=1, default=dict))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -279,13 +316,17 @@ class Plan:
                 target=data["target"],
                 placing={a: tuple((d, n, s) for d, n, s in pieces) for a, pieces in data["placing"].items()},
                 topology=tuple((name, size) for name, size in data["topology"]),
+                links={name: (kind, speed) for name, (kind, speed) in data["links"].items()},
                 traffic=tuple(tuple(t) for t in data["traffic"]),
+                traffic_us=tuple((us, waits) for us, waits in data["traffic_us"]),
+                activations=tuple(map(_activation_from_json, data["activations"])),
                 unknown={k: tuple(v) for k, v in data["unknown"].items()},
                 notes=tuple(data["notes"]),
                 compiler_options=data["compiler_options"],
                 fingerprint=data["fingerprint"],
                 chosen=data["chosen"],
                 candidates=tuple(tuple(c) for c in data["candidates"]),
+                history=histories.from_json(data["history"]),
                 function=data["function"],
                 axis_sizes=data["axis_sizes"],
                 limit_bytes=data["limit_bytes"],
@@ -296,7 +337,7 @@ class Plan:
             plan.estimate.check()
         except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {error!r}. Plan.to_json() writes one.") from error
-        for leaf in (*plan.inputs, *plan.outputs):
+        for leaf in (*plan.inputs, *plan.outputs, *plan.activations):
             if unknown := [a for a in _flat(leaf.spec) if a not in plan.mesh.axis_names]:
                 raise PlanError(
                     f"this is not a plan: the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, "
@@ -360,3 +401,17 @@ def _leaf_from_json(data: Mapping[str, Any]) -> Leaf:
     entries = (tuple(e) if isinstance(e, list) else e for e in data["spec"])
     return Leaf(data["path"], tuple(data["shape"]), data["dtype"], PartitionSpec(*entries), tuple(data["axes"]),
                 data["role"])  # fmt: skip
+
+
+def _activation_json(one: Activation) -> dict[str, Any]:
+    return _leaf_json(one) | {"line": one.line, "count": one.count, "held_bytes": one.held_bytes}
+
+
+def _activation_from_json(data: Mapping[str, Any]) -> Activation:
+    return Activation(**vars(_leaf_from_json(data)), line=data["line"], count=data["count"],
+                      held_bytes=data["held_bytes"])  # fmt: skip
+
+
+def _rows_on_a_line(text: str) -> str:
+    """Indented JSON with its innermost lists on one line each: a plan that changes is a difference that can be read."""
+    return re.sub(r"\[\n *([^\[\]{}]*)\n *\]", lambda row: "[" + re.sub(r"\n *", " ", row[1]) + "]", text)

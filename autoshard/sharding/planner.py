@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,10 +14,12 @@ from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding import request as requests
+from autoshard.sharding.activations import activations
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.fusion import Fusion, fuse
+from autoshard.sharding.history import searched, traffic
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
@@ -105,6 +106,7 @@ class Planner:
         self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
+        self.counts: dict[str, int] = {}  # of the search
 
     @property
     def refuses(self) -> bool:
@@ -153,7 +155,7 @@ class Planner:
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.held, self.fixed, self.asked = held, fixed, asked is not None
         if layouts is None:
-            best, others = self.search(held, fixed)
+            best, others = self.search(held, fixed, self.counts)
         else:
             layouts = self.pinned(layouts, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
@@ -164,11 +166,13 @@ class Planner:
                 self._refuse_idle(asked, best.layout)
         return best, others
 
-    def search(self, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> tuple[Candidate, list[Candidate]]:
+    def search(
+        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], counts: dict[str, int] | None = None
+    ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
         pin = partial(self.pinned, held=held, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin)  # fmt: skip
+                      self.machine.sizes, pin, counts)  # fmt: skip
 
     def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those of the candidates in which what is fixed can hold, with it written in."""
@@ -262,10 +266,8 @@ class Planner:
                 warnings.warn(f"auto_shard({self.traced.name}): {note}", AutoshardWarning, stacklevel=5)
         alike = [(self.program.inputs[i], self.program.outputs[o]) for i, o in self.traced.alike]
         outputs = output_specs(self.program, layout, [*alike, *self.state])
-        traffic: dict[tuple[str, str, str], float] = defaultdict(float)
-        for c in best.cost.collectives:
-            traffic[c.kind, " ".join(c.axes), c.line] += c.wire_bytes * c.count
-        ranked = sorted(traffic.items(), key=lambda item: (-item[1], item[0]))
+        hides = target.chip.hides
+        moved = traffic(best.cost, hides)
         return Plan(
             mesh=abstract_mesh(layout.mesh),
             axis_rules={a: tuple(axes.name(c) for c in layout.table.get(a, ())) for a in layout.mesh},
@@ -284,13 +286,17 @@ class Planner:
             target=self.machine.target.name,
             placing=_placing(best.laying),
             topology=tuple((d.name, d.size) for d in best.laying.topology.dims),
-            traffic=tuple((kind, axis, size, line) for (kind, axis, line), size in ranked),
+            links={d.name: (d.link, d.bandwidth) for d in best.laying.topology.dims},
+            traffic=tuple(row for row, _ in moved),
+            traffic_us=tuple(times for _, times in moved),
+            activations=activations(self.memory, layout, self._axis_names),
             compiler_options={target.platform: dict(target.chip.options)} if target.chip.options else {},
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
             notes=notes,
             fingerprint=self.traced.fingerprint,
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
+            history=(searched(others, self.counts, hides),),
             function=self.traced.name,
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,
@@ -299,8 +305,10 @@ class Planner:
         )
 
     def _leaf(self, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
-        names = tuple("*".join(self.axes.name(c) for c in dim) or "1" for dim in self.axes.of_value[value])
-        return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), names, role)
+        return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), self._axis_names(value), role)
+
+    def _axis_names(self, value: int) -> tuple[str, ...]:
+        return tuple("*".join(self.axes.name(c) for c in dim) or "1" for dim in self.axes.of_value[value])
 
     def _notes(self, layout: Layout) -> tuple[str, ...]:
         notes = []

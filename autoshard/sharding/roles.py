@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,11 +23,11 @@ from jax import numpy as jnp
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.spmdrules.program import Op, Program
+from autoshard.sharding.uses import CONTRACTIONS, Uses, find_uses
+from autoshard.spmdrules.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
 FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @shown
@@ -86,7 +86,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
     for v in parameters:
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             weight[c] += _weight(program.avals[v])
-    use = _contractions(program, axes, batch, in_parameters, owner)
+    use = find_uses(program, axes, batch, in_parameters, owner)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1}
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
@@ -254,84 +254,13 @@ def _input_roles(
     return roles, owner
 
 
-@dataclass(eq=False)
-class _Use:
-    """How contractions and gathers use the axes of parameters."""
-
-    # axis -> weights that have it; a weight is the inputs that it is made of
-    weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
-    # As each weight is first used, which is forward: axis -> weights that make it, that contract it.
-    made: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
-    contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
-    used: set[frozenset[int]] = field(default_factory=set)
-    reduced: set[int] = field(default_factory=set)  # summed or maximised within an activation (logits)
-    inner: set[int] = field(default_factory=set)  # contracted between two activations (head_dim)
-    heads: set[int] = field(default_factory=set)  # batched over between two activations
-    experts: set[int] = field(default_factory=set)  # batched over between an activation and a weight
-    indexed: set[int] = field(default_factory=set)  # rows of a table
-
-
-def _contractions(
-    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
-) -> _Use:
-    use = _Use()
-    for op, factors in zip(program.ops(), axes.of_op, strict=True):
-        if op.rule is None:
-            continue
-        if op.name in ("gather", "scatter-add"):
-            indexed = {c for f in op.rule.factors if f.kind == "index" for c in factors.get(f.name, ())}
-            use.indexed |= indexed & in_parameters
-        if op.name in ("reduce_sum", "reduce_max") and any(batch in dim for dim in axes.of_value[op.results[0]]):
-            use.reduced |= {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
-        if op.name in CONTRACTIONS and batch is not None:
-            _use_of_contraction(use, op, factors, axes, batch, owner, in_parameters)
-    return use
-
-
-def _use_of_contraction(
-    use: _Use,
-    op: Op,
-    factors: dict[str, tuple[int, ...]],
-    axes: LogicalAxes,
-    batch: int,
-    owner: dict[int, frozenset[int]],
-    in_parameters: set[int],
-) -> None:
-    assert op.rule is not None
-    sides = [{c for dim in axes.of_value[v] for c in dim} if v >= 0 else set() for v in op.operands[:2]]
-    result = {c for dim in axes.of_value[op.results[0]] for c in dim}
-    with_batch = [batch in side for side in sides]
-    everywhere = [*op.rule.operands[:2], op.rule.results[0]]
-    shared = {
-        c for f in op.rule.factors
-        if f.kind == "index" or all(any(f.name in dim for dim in dims) for dims in everywhere)
-        for c in factors.get(f.name, ())
-    }  # fmt: skip
-    summed = {c for f in op.rule.factors if f.kind == "reduce" for c in factors.get(f.name, ())}
-    if all(with_batch) and batch in result:  # activation with activation: attention
-        if summed <= in_parameters:  # not with a sequence: a gradient sums query groups along with it
-            use.inner |= summed
-        use.heads |= shared - {batch}
-    elif any(with_batch) and batch in result:  # activation with weight
-        place = with_batch.index(False)
-        value = op.operands[place]
-        weight = owner.get(value, frozenset({value}))
-        for c in sides[place]:
-            use.weights[c].add(weight)
-            if weight not in use.used and c not in shared:
-                (use.contracted if c in summed else use.made)[c].add(weight)
-        use.used.add(weight)
-        if op.name != "conv_general_dilated":  # where it is the channel of a depthwise kernel
-            use.experts |= shared
-
-
-def _summed_up(use: _Use) -> set[int]:
+def _summed_up(use: Uses) -> set[int]:
     """Axes that a weight makes and that are then summed up, such as the classes of a loss; no part of a head."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
 
 
-def _residual(use: _Use, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
+def _residual(use: Uses, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
     """The axis that most weights start from or return to."""
     found = [c for c in weight if c in able]
     if len(found) < 2:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoshard.sharding.axes import Leaves, LogicalAxes
-from autoshard.sharding.roles import CONTRACTIONS, Roles
+from autoshard.sharding.roles import Roles
+from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.spmdrules.program import Op
 
 

@@ -4,7 +4,8 @@
     subject to peak_bytes(layout) <= limit   memory.MemoryModel
 
 Candidates are the known plans (`request.seeds`) for the number of devices, or, on a mesh whose axes are given, every
-way to hand its axes to them. Ties go to the candidate that stands first; nothing depends on names.
+way to hand its axes to them; and what the best of them become when they are changed word by word (`improve`). Ties go
+to the candidate that stands first; nothing depends on names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost, best_laying
+from autoshard.sharding.improve import improved
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, request, seeds
@@ -53,6 +55,7 @@ def search(
     limit: float,
     mesh: Mapping[str, int] | None = None,
     pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
+    counts: dict[str, int] | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """The best layout, and all that were priced, best first.
 
@@ -65,18 +68,32 @@ def search(
         limit: bytes of one device.
         mesh: mesh axis -> size if the mesh is given; it is never split further.
         pin: writes what the user fixed into the layouts, and gives back those in which it holds.
+        counts: is told how many were `proposed`, how many mean what an earlier one does, `alike`, and how many were
+            left out as `idle`.
 
     Returns:
         The candidate to use (if none fits, the one of the smallest peak) and every candidate.
     """
     layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
+    proposed = len(layouts)
     layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
+    cutting = len(layouts)
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
             first.setdefault((layout.effect(), tuple(layout.pins.items())), (name, layout))
         layouts = list(first.values())
     priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
+    if counts is not None:
+        left = proposed - len(priced)
+        counts |= {"proposed": proposed, "alike": cutting - len(layouts), "idle": left - cutting + len(layouts)}
+
+    def tried(name: str, layout: Layout) -> Candidate | None:
+        pin([(name, layout)])
+        return price(name, layout, cost, memory) if layout.cuts() and not layout.idle() else None
+
+    known = sorted(priced, key=lambda c: (not c.fits(limit), _time(c) if c.fits(limit) else c.peak_bytes))
+    priced += improved(known, tried, limit)
     fitting = [c for c in priced if c.fits(limit)]
     if fitting:
         promising = sorted(fitting, key=_time)[:RELAID]

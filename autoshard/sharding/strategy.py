@@ -17,10 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from autoshard._shown import shown
-from autoshard.sharding.roles import CONTRACTIONS
 from autoshard.spmdrules.place import Spec, axes_of, sent, ways
 from autoshard.spmdrules.rule import Dims, Rule
 from autoshard.spmdrules.settle import project
@@ -173,24 +172,3 @@ def _moves(
 
 def _has(dims: Dims, factor: str) -> bool:
     return any(factor in dim for dim in dims)
-
-
-def flops_of(op: Any) -> float:
-    """Floating-point operations of one equation on whole operands.
-
-    A contraction multiplies every element of one operand with as many elements as the result has dimensions that this
-    operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it.
-    """
-    rule = op.rule
-    if rule is None:
-        return 0.0
-    if op.name not in CONTRACTIONS:
-        return float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
-    is_convolution = op.name == "conv_general_dilated"
-    one, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
-    free = [f for f in _factors(rule.results[0]) if f not in one and (is_convolution or f in other)]
-    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free))
-
-
-def _factors(dims: Dims) -> list[str]:
-    return [f for dim in dims for f in dim]

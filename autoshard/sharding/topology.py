@@ -51,6 +51,11 @@ class Dim:
     latency_us: float
     wraps: bool = False
 
+    @property
+    def link(self) -> str:
+        """How its devices are joined: `switch`, `ring`, or `line` where the last is not linked to the first."""
+        return self.kind if self.kind == "switch" or self.wraps else "line"
+
 
 @shown
 @dataclass(frozen=True)

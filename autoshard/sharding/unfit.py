@@ -89,7 +89,7 @@ def _contents(plan: Plan) -> str:
     bound = plan.bound
     kinds = dict(plan.estimate.memory_bytes)
     waiting = bound.planner.cost(bound.layout).waiting
-    kinds |= bound.planner.memory.at_peak(bound.layout, waiting)
+    kinds |= bound.planner.memory.kinds_at_peak(bound.layout, waiting)
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
     least = plan.estimate.peak_memory_bytes * WORTH_A_WORD
     return ", ".join(f"{_WORDS.get(kind, kind)} {bytes_text(size)}" for kind, size in ranked if size > least)

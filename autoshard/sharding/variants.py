@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard.sharding.history import of_variants
 from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.units import time_text, variant_text
 from autoshard.sharding.request import is_request
@@ -87,4 +88,4 @@ def _name(plan: Plan) -> str:
 
 def _tabled(plan: Plan, choice: Mapping[str, Any], made: Sequence[Made]) -> Plan:
     rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in made if each]
-    return plan.where(variant=dict(choice), variants=tuple(rows))
+    return plan.where(variant=dict(choice), variants=tuple(rows), history=of_variants(made))

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from collections import Counter
 from functools import cache
 from html.parser import HTMLParser
 
@@ -15,11 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
+from autoshard.sharding.history import Searched, Tried
+from autoshard.sharding.plan import Activation, Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.moves import traffic_of
 from autoshard.sharding.report.page import page
-from autoshard.sharding.report.style import STYLE
-from autoshard.sharding.report.summary import AxisNames, groups, label, mesh_text, verdict
+from autoshard.sharding.report.page.script import DIGEST
+from autoshard.sharding.report.page.style import STYLE
+from autoshard.sharding.report.summary import AxisNames, groups, label, mesh_sizes, mesh_text, verdict
 from autoshard.sharding.report.units import bytes_text, line_text, percent_text, ratio_text, time_text
 from tests.sharding.example_step import shapes, train_step
 
@@ -374,14 +377,18 @@ def test_diff_of_other_programs():
 class Reader(HTMLParser):
     """Checks that tags are balanced, and keeps text and attributes."""
 
-    VOID = frozenset({"meta", "rect", "br", "link", "img"})
+    VOID = frozenset({"meta", "rect", "path", "br", "input", "link", "img"})
 
     def __init__(self):
         super().__init__()
-        self.open, self.text, self.tags, self.attributes = [], [], set(), []
+        self.open, self.text, self.tags, self.attributes, self.counts = [], [], set(), [], Counter()
+
+    def tags_of(self, tag):
+        return self.counts[tag]
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
+        self.counts[tag] += 1
         self.attributes += attrs
         if tag not in self.VOID:
             self.open.append(tag)
@@ -412,22 +419,26 @@ def test_page_holds_every_input_group_and_axis(tmp_path, words):
     plan.to_html(tmp_path / "plan.html")
     found = read((tmp_path / "plan.html").read_text(encoding="utf-8"))
     text = set(found.text)
-    assert {x.path for x in (*plan.inputs, *plan.outputs)} <= text
+    assert {x.path for x in (*plan.inputs, *plan.outputs, *plan.activations)} <= set(
+        re.split(r"[\n,]", "\n".join(text))
+    )
     assert {g.label for g in groups(plan, plan.inputs)} <= text
     names = AxisNames(plan)
     assert {names.short(name) for name in names.all} <= text
-    assert {*plan.mesh.axis_names, *(f"{t[0]}" for t in plan.traffic[:12])} <= text
+    assert {f"{a} {n}" for a, n in mesh_sizes(plan).items()} | {t[0] for t in plan.traffic} <= text
     assert {bytes_text(plan.estimate.peak_memory_bytes), time_text(plan.estimate.step_time_us)} <= text
-    assert {"Memory of a device", "Time of a step", "Traffic of a step"} <= text
-    assert ("Plans compared" in text) == (words is None)
+    assert {"Memory of a device", "Time of a step", "Collectives of a step"} <= text
+    assert ("Search" in text) == (words is None)
 
 
 def test_page_takes_nothing_from_anywhere():
     html = page(planned(None))
     found = read(html)
-    assert not found.tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
-    assert not [value for name, value in found.attributes if name in ("src", "href", "srcset") or name.startswith("on")]
+    assert not found.tags & {"link", "img", "iframe", "object", "embed", "base"}
+    assert not [value for name, value in found.attributes if name in ("src", "srcset") or name.startswith("on")]
+    assert all(value.startswith("#") for name, value in found.attributes if name == "href")
     assert not re.search(r"https?:|url\(|@import", html)
+    assert html.count("<script") == 1 and html.count(DIGEST) == 1  # no other script may run
     assert len(html) < 200_000
 
 
@@ -435,25 +446,18 @@ def test_style_sheet_is_well_formed():
     assert STYLE.count("{") == STYLE.count("}") > 40
     assert all(line.count('"') % 2 == 0 for line in STYLE.splitlines())  # a string over two lines voids what follows
     defined, used = set(re.findall(r"(--[a-z]+):", STYLE)), set(re.findall(r"var\((--[a-z]+)\)", STYLE))
-    assert used - defined == {"--h", "--s"}  # hue and strength stand on each label
-    classes = {name for value in re.findall(r'class="?([a-z -]+)"?', page(planned(None))) for name in value.split()}
-    assert {name for name in classes if not re.search(rf"\.{name}\b", STYLE)} <= {"tensor"}
-
-
-def test_page_gives_an_axis_one_colour():
-    hues = {}
-    for style, title in re.findall(r'style="--h:(\d+);--s:\d+%" title="([^"]*)"', page(planned())):
-        hues.setdefault(title, set()).add(style)
-    assert all(len(colours) == 1 for colours in hues.values())
-    named = [next(iter(hues[name])) for name in ("batch", "seq", "heads", "ffn", "vocab", "embed")]
-    assert len(set(named)) == len(named)
+    html = page(planned(None))
+    assert used == defined and {"--h", "--s"} <= used  # hue and strength are those of an axis
+    classes = {name for value in re.findall(r'class="([^"]+)"', html) for name in value.split()}
+    style = html[: html.index("</style>")]
+    assert {name for name in classes if not re.search(rf"\.{name}\b", style)} <= {"tensor", "v0", "fit"}
 
 
 def test_page_draws_the_mesh():
-    assert page(planned()).count("<rect") == 8
+    assert page(planned()).count("<rect data-d=") + page(planned()).count('<rect class="on" data-d=') == 2 * 8
     large = half_built(mesh=abstract_mesh({"dp": 64, "tp": 32}))
     html = page(large)
-    assert html.count("<rect") == 256 and "(first 16 drawn)" in html
+    assert html.count(" data-d=") == 2 * 1024 and "The first 1024 of 2048 devices are drawn" in html
 
 
 def test_page_escapes_names_from_programs():
@@ -470,7 +474,7 @@ def test_page_escapes_names_from_programs():
         candidates=((evil, 1.0, 2.0), ("other", 2.0, 3.0)),
     )
     found = read(page(plan))
-    assert "script" not in found.tags
+    assert found.tags_of("script") == 1
     assert evil in "".join(found.text)
 
 
@@ -537,6 +541,13 @@ def estimates(draw):
 
 
 @st.composite
+def histories(draw):
+    tried = st.builds(Tried, st.sampled_from(["dp:8", "tp:8"]), BYTES, BYTES, BYTES, st.just("all-gather"), BYTES)
+    some = st.lists(tried, max_size=3).map(tuple)
+    return tuple(Searched({"remat": "none"}, 4, 1, 1, found) for found in draw(st.lists(some, max_size=2)))
+
+
+@st.composite
 def odd_plans(draw):
     axes = draw(st.dictionaries(AXES, st.integers(1, 40)))
     return half_built(
@@ -549,6 +560,11 @@ def odd_plans(draw):
         outputs=tuple({x.path: x for x in draw(st.lists(leaves(), max_size=2))}.values()),
         estimate=draw(estimates()),
         alone=draw(st.one_of(st.none(), estimates())),
+        links=draw(st.dictionaries(AXES, st.tuples(st.sampled_from(["ring", "new"]), BYTES), max_size=2)),
+        topology=tuple(draw(st.lists(st.tuples(AXES, st.integers(1, 4)), max_size=3))),
+        activations=tuple(Activation(**vars(x), held_bytes=draw(BYTES)) for x in draw(st.lists(leaves(), max_size=2))),
+        history=draw(histories()),
+        variant=draw(st.sampled_from([{}, {"remat": "none"}])),
         traffic=tuple(draw(st.lists(st.tuples(st.just("all-reduce"), AXES, BYTES, st.text(max_size=9)), max_size=3))),
         unknown=draw(
             st.dictionaries(st.text(max_size=5), st.lists(st.text(max_size=5), max_size=2).map(tuple), max_size=2)

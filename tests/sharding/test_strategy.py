@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 
 from autoshard.sharding.roles import CONTRACTIONS
-from autoshard.sharding.strategy import Arrays, choose, flops_of
+from autoshard.sharding.strategy import Arrays, choose
+from autoshard.sharding.work import flops_of
 from autoshard.spmdrules.program import build
 from autoshard.spmdrules.rule import Rule
 

@@ -86,6 +86,12 @@ def find_leaves(plan: Plan, path: str) -> list[Leaf]:
     raise PlanError(f"explain: no input or result is called '{path}'. {hint}")
 
 
+def why(plan: Plan, group: Group, names: AxisNames) -> list[str]:
+    """For inputs that are alike, what became of each mesh axis, and how they are used; traffic left out."""
+    lines = [f"{axis}: {reason}" for axis in mesh_sizes(plan) for reason in _reasons(plan, group.first, axis, names)]
+    return [*lines, *_use(plan, group.first)] if group.first.shape and group.first.role else []
+
+
 def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
     lines = [leaf.path]

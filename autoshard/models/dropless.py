@@ -1,0 +1,118 @@
+"""Experts without a capacity, each multiplying the rows of the tokens that chose it.
+
+Tokens are sorted by expert, the experts' weights are applied to groups of rows (`lax.ragged_dot`), and the rows go back
+to their tokens. Sorted over a whole batch, every row may go anywhere, and no plan could leave a token where it is. So
+the whole of it is one operator, of which every shard sorts the tokens that it has, for the experts and the part of
+their hidden size that it has: what it gives is its term of the sum over experts and hidden units. Values do not depend
+on the order of rows.
+
+Gates multiply hidden units and not what is made of them, so that gradients need no product for what the gates meet.
+Hidden units are computed again for the gradients.
+
+Sources: MegaBlocks (arXiv:2211.15841); the gated unit, Shazeer (arXiv:2002.05202).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.spmdrules.operator import operator
+
+_TOKENS = "b s d, b s k, b s k, e"
+_GELU, _SWIGLU = "e d f, e f d", "e d f, e d f, e f d"
+
+
+def experts(
+    x: jax.Array, gates: jax.Array, chosen: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array | None = None
+) -> jax.Array:
+    """`sum over k of gates[k] * expert[chosen[k]](x)`.
+
+    An expert is `gelu(x up) down`, or with a gate `(silu(x gate) * x up) down`.
+
+    Args:
+        x: `[batch, seq, embed]`.
+        gates: `[batch, seq, top_k]`.
+        chosen: which experts, integers `[batch, seq, top_k]`.
+        up: `[experts, embed, ffn]`.
+        down: `[experts, ffn, embed]`.
+        gate: `[experts, embed, ffn]`, or None.
+
+    Returns:
+        `[batch, seq, embed]`, in the type of `x`.
+    """
+    own = lax.iota(chosen.dtype, up.shape[0])  # cut with the experts, it says which of them a shard has
+    if gate is None:
+        return gelu_experts(x, gates, chosen, own, up, down)
+    return swiglu_experts(x, gates, chosen, own, gate, up, down)
+
+
+def _gelu(products: Sequence[jax.Array]) -> jax.Array:
+    return jax.nn.gelu(products[0])
+
+
+def _swiglu(products: Sequence[jax.Array]) -> jax.Array:
+    return jax.nn.silu(products[0]) * products[1]
+
+
+def _mixed(
+    activation: Callable[[Sequence[jax.Array]], jax.Array],
+    x: jax.Array, gates: jax.Array, chosen: jax.Array, own: jax.Array, *weights: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """What these experts add to these tokens."""
+    *first, down = weights
+    top_k, width, count = chosen.shape[2], x.shape[2], own.shape[0]
+    choices = chosen.reshape(-1) - own[0]
+    choices = jnp.where((choices >= 0) & (choices < count), choices, count)  # other shards' experts come last
+    order = jnp.argsort(choices)
+    sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
+    mine = (jnp.arange(choices.shape[0]) < jnp.sum(sizes))[:, None]
+    rows = x.reshape(-1, width)[order // top_k]
+    hidden = activation([lax.ragged_dot(rows, w, sizes) for w in first])
+    hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
+    made = jnp.where(mine, lax.ragged_dot(jnp.where(mine, hidden, 0), down, sizes), 0)
+    back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
+    return jnp.sum(back.reshape(-1, top_k, width), axis=1).reshape(x.shape)
+
+
+def _gradients(activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The cotangents of tokens, gates and weights."""
+    x, gates, chosen, own, *weights, cotangent = operands
+    _, pull = jax.vjp(lambda x, gates, *w: _mixed(activation, x, gates, chosen, own, *w), x, gates, *weights)
+    return pull(cotangent)
+
+
+@operator(f"{_TOKENS}, {_GELU}, b s d -> b s d, b s k, {_GELU}; reduce b s e f; whole d k")
+def gelu_experts_gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The cotangents of `gelu_experts`' tokens, gates and weights."""
+    return _gradients(_gelu, *operands)
+
+
+@operator(f"{_TOKENS}, {_SWIGLU}, b s d -> b s d, b s k, {_SWIGLU}; reduce b s e f; whole d k")
+def swiglu_experts_gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The cotangents of `swiglu_experts`' tokens, gates and weights."""
+    return _gradients(_swiglu, *operands)
+
+
+def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(operands: Sequence[jax.Array], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+        x, gates, *weights = gradients(*operands, cotangent)
+        return x, gates, None, None, *weights
+
+    return backward
+
+
+@operator(f"{_TOKENS}, {_GELU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(gelu_experts_gradients)))
+def gelu_experts(*operands: jax.Array) -> jax.Array:
+    """What the experts numbered `own` add to tokens: operands as `_mixed` takes them, `up` and `down` last."""
+    return _mixed(_gelu, *operands)
+
+
+@operator(f"{_TOKENS}, {_SWIGLU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(swiglu_experts_gradients)))
+def swiglu_experts(*operands: jax.Array) -> jax.Array:
+    """What the experts numbered `own` add to tokens: operands as `_mixed` takes them, `gate`, `up` and `down` last."""
+    return _mixed(_swiglu, *operands)

@@ -1,0 +1,127 @@
+"""A plan as one self-contained page: `plan.to_html(path)`.
+
+Nothing comes from anywhere else, and the page forbids it: it can be mailed, kept beside a run, or opened from a
+cluster. Its one script is allowed by its digest, so that no name in a program can become another.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
+from autoshard.sharding.report.page.mesh import legend, mesh_section
+from autoshard.sharding.report.page.parts import Paint, folded, section
+from autoshard.sharding.report.page.script import DIGEST, SCRIPT
+from autoshard.sharding.report.page.search import search_section
+from autoshard.sharding.report.page.style import STYLE
+from autoshard.sharding.report.page.tensors import tensors_section
+from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, title, verdict
+from autoshard.sharding.report.units import (
+    bytes_text,
+    line_text,
+    percent_text,
+    ratio_text,
+    time_text,
+    variant_text,
+)
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Plan
+
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
+
+
+def to_html(plan: Plan, path: Any) -> None:
+    """Writes the plan as one self-contained page.
+
+    Args:
+        plan: the plan.
+        path: file to write.
+    """
+    Path(path).write_text(page(plan), encoding="utf-8")
+
+
+def page(plan: Plan) -> str:
+    """The page's HTML."""
+    paint = Paint(plan)
+    parts = [
+        ("mesh", "Mesh", mesh_section(plan, paint),
+         "Each mesh axis on the machine: the devices in blue work together, and so does every other such group."),
+        ("axes", "Logical axes", legend(paint) if paint.number else "",
+         "Every dimension of every tensor is one of these. Press one to see the tensors that have it."),
+        ("time", "Time of a step", time_section(plan), "Estimated."),
+        ("memory", "Memory of a device", memory_section(plan), "At the worst moment of a step, estimated."),
+        ("search", "Search", search_section(plan), ""),
+        ("collectives", "Collectives of a step", collectives_section(plan, paint),
+         "Bytes that leave each device, and the line of code because of which they do."),
+        ("tensors", "Tensors", tensors_section(plan, paint),
+         "Each dimension in the colour of its logical axis; filled where a mesh axis cuts it, dashed where that is in "
+         "storage alone and it is gathered for use. Press a name to see why, and every path."),
+        ("notes", "Notes", _notes(plan), ""),
+    ]  # fmt: skip
+    shown = [part for part in parts if part[2]]
+    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _, _ in shown)
+    body = "\n".join(section(name, heading, inner, remark) for name, heading, inner, remark in shown)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>Plan: {escape(title(plan))}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"/>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<style>{STYLE}{paint.style}</style>'
+        f'</head>\n<body><main>{_head(plan)}<nav aria-label="Parts of this page">{links}</nav>\n{body}\n</main>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _head(plan: Plan) -> str:
+    found = verdict(plan)
+    rivals = "".join(
+        f"<li>{escape(name)} <small>{escape(ratio)} the step time</small></li>" for name, ratio, _ in found.rivals
+    )
+    then = f'<p class="next">Next best:</p><ul class="next">{rivals}</ul>' if rivals else ""
+    variant = f'<p class="variant">Variant: {escape(variant_text(plan.variant))}</p>' if plan.variant else ""
+    return (
+        f'<header><h1>{escape(title(plan))}</h1><p class="mesh">{escape(mesh_text(plan))}</p>'
+        f"<p>Plan: {escape(found.sentence)}.</p>{variant}{then}</header>"
+        f'<div class="cards">{"".join(_card(*each) for each in _cards(plan))}</div>'
+    )
+
+
+def _cards(plan: Plan) -> list[tuple[str, str, str]]:
+    estimate = plan.estimate
+    cards = [("a step", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} of it waiting for traffic")]
+    if plan.alone:
+        speed = ratio_text(plan.alone.step_time_us, estimate.step_time_us)
+        cards.append(("against one device", speed, f"as fast, on {devices(plan)} devices"))
+    limit = f"{percent_text(estimate.peak_memory_bytes, plan.limit_bytes)} of {bytes_text(plan.limit_bytes)}"
+    peak = bytes_text(estimate.peak_memory_bytes)
+    cards.append(("memory of a device", peak, limit if plan.limit_bytes else "at its peak"))
+    cards.append(("traffic of a step", bytes_text(estimate.comm_bytes), "leave each device"))
+    priced = sum(len(each.tried) for each in plan.history) or len(plan.candidates)
+    if priced > 1:
+        over = f"over {len(plan.history)} variants" if len(plan.history) > 1 else "compared"
+        cards.append(("plans priced", str(priced), over))
+    return cards
+
+
+def _card(heading: str, figure: str, remark: str) -> str:
+    return f'<div class="card"><h3>{escape(heading)}</h3><p>{escape(figure)}</p><small>{escape(remark)}</small></div>'
+
+
+def _notes(plan: Plan) -> str:
+    notes = [
+        f"No rule for primitive <code>{escape(name)}</code>, at {escape(', '.join(map(line_text, places)))}: "
+        "its operands are gathered, and every device repeats the work."
+        for name, places in plan.unknown.items()
+    ]
+    notes += map(escape, plan.notes)
+    for platform, options in plan.compiler_options.items():
+        words = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
+        if words:
+            notes.append(folded(f"{len(options)} compiler options for {escape(platform)}", f"<ul>{words}</ul>"))
+    audits = [
+        folded(f"What the compiler made of {escape(plan.chosen or 'a plan')}", f"<pre>{escape(str(audit))}</pre>")
+        for audit in plan.audits
+    ]
+    listed = "".join(f"<li>{n}</li>" for n in [*notes, *audits])
+    return f"<ul>{listed}</ul>" if listed else ""

@@ -1,0 +1,203 @@
+"""The mesh on a plan's page: for each mesh axis the machine's devices, and which of them it joins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from autoshard.sharding.report.page.parts import Paint, folded
+from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
+from autoshard.sharding.report.units import bytes_text
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Plan
+
+DEVICES_SHOWN = 1024
+FOLD = 16  # devices side by side
+NUMBERED = 8  # up to so many side by side there is room for a number in each
+MARGIN = 9
+AXES_SHOWN = 32
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The machine's devices in planes: its last dimension across, the one before downwards, the others one by one."""
+
+    dims: tuple[tuple[str, int], ...]
+    links: dict[str, str]
+
+    @property
+    def across(self) -> tuple[str, int]:
+        """The last dimension."""
+        return self.dims[-1]
+
+    @property
+    def down(self) -> tuple[str, int]:
+        """The dimension before the last."""
+        return self.dims[-2] if len(self.dims) > 1 else ("", 1)
+
+    @property
+    def plane(self) -> int:
+        """Devices of one plane."""
+        return self.across[1] * self.down[1]
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Where a device is in each dimension."""
+        found = {}
+        for name, size in reversed(self.dims):
+            device, found[name] = divmod(device, size)
+        return {name: found[name] for name, _ in self.dims}
+
+
+def mesh_section(plan: Plan, paint: Paint) -> str:
+    """The mesh axes drawn, what the machine is, and the logical axes."""
+    grid, places = _grid(plan), _places(plan)
+    panels = "".join(_panel(plan, paint, grid, places, axis) for axis in paint.sizes) or "<p>One device.</p>"
+    count = plan.mesh.size
+    more = f"The first {DEVICES_SHOWN} of {count} devices are drawn. " if count > DEVICES_SHOWN else ""
+    words = f'<p class="remark">{more}{escape(_machine(plan, grid))}</p>'
+    tip = '<p class="tip" id="device" aria-live="polite">Point at a device to see whom it works with.</p>'
+    return f'{words}<div class="panels">{panels}</div>{tip if paint.sizes else ""}'
+
+
+def legend(paint: Paint) -> str:
+    """Every logical axis in its colour; pressed, it shows the tensors that have it."""
+    cut = [name for name in paint.number if name not in paint.names.whole and name in paint.names.all]
+    rest = [name for name in paint.number if name not in cut]
+    shown, more = rest[:AXES_SHOWN], rest[AXES_SHOWN:]
+    rows = [("cut by the mesh", cut), ("whole in compute", shown)]
+    lines = "".join(
+        f'<p class="axes"><span>{what}</span>{"".join(map(paint.button, names))}</p>' for what, names in rows if names
+    )
+    tail = f'<p class="axes">{"".join(map(paint.button, more))}</p>'
+    return f'<div id="axes-list">{lines}{folded(f"{len(more)} more", tail) if more else ""}</div>'
+
+
+def _grid(plan: Plan) -> Grid:
+    """The target's topology, or the mesh itself where that is not known."""
+    dims = tuple(plan.topology)
+    if not dims or math.prod(size for _, size in dims) != plan.mesh.size:
+        return Grid(tuple(mesh_sizes(plan).items()) or (("", 1),), {})
+    return Grid(dims, {name: kind for name, (kind, _) in plan.links.items()})
+
+
+def _places(plan: Plan) -> dict[int, dict[str, int]]:
+    """Device -> its place on each mesh axis, for those that are drawn."""
+    sizes = mesh_sizes(plan)
+    found = {}
+    for place, device in enumerate(plan.device_order):
+        if device >= DEVICES_SHOWN:
+            continue
+        where, rest = {}, place
+        for axis, size in reversed(list(sizes.items())):
+            rest, where[axis] = divmod(rest, size)
+        found[device] = where
+    return found
+
+
+def _machine(plan: Plan, grid: Grid) -> str:
+    """`y 4 and x 4, each a closed ring of links of 45 GB/s`."""
+    words = {"ring": "a closed ring", "line": "a line", "switch": "a switch"}
+    parts = [
+        f"{name} {size}: {words.get(kind, kind)}, {speed / 1e9:.3g} GB/s {'a device' if kind == 'switch' else 'a link'}"
+        for name, size in grid.dims
+        if name in plan.links
+        for kind, speed in [plan.links[name]]
+    ]
+    return f"{plan.target or 'the machine'}: {'; '.join(parts)}." if parts else ""
+
+
+def _panel(plan: Plan, paint: Paint, grid: Grid, places: dict[int, dict[str, int]], axis: str) -> str:
+    size = paint.sizes[axis]
+    others = [a for a in paint.sizes if a != axis]
+    group = {d: _number([where[a] for a in others], [paint.sizes[a] for a in others]) for d, where in places.items()}
+    drawn = "".join(_plane(grid, first, axis, places, group) for first in _planes(grid, len(places)))
+    lies = _lies(plan, grid, axis)
+    label = f"mesh axis {axis}: {size} devices{f', on {lies}' if lies else ''}; {plan.mesh.size // size} such groups"
+    ruled = '<span class="then">then</span>'.join(map(paint.sized, plan.axis_rules.get(axis, ()))) or "nothing"
+    stored = ", ".join(storage_roles(plan, axis)) or "nothing more"
+    moved = bytes_text(axis_traffic(plan).get(axis, 0.0))
+    facts = [
+        ("cuts", ruled),
+        ("stores", escape(stored)),
+        ("lies on", escape(lies) or "the devices in order"),
+        ("moves", f"{moved} a step"),
+    ]
+    listed = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
+    return (
+        f'<figure class="panel"><figcaption>{paint.tags([axis])}</figcaption>'
+        f'<div class="planes" role="img" aria-label="{escape(label)}" data-axis="{escape(axis)}">{drawn}</div>'
+        f"<dl>{listed}</dl></figure>"
+    )
+
+
+def _number(where: Sequence[int], sizes: Sequence[int]) -> int:
+    found = 0
+    for place, size in zip(where, sizes, strict=True):
+        found = found * size + place
+    return found
+
+
+def _planes(grid: Grid, devices: int) -> Iterator[int]:
+    """The first device of each plane that is drawn."""
+    yield from range(0, min(devices, DEVICES_SHOWN), max(grid.plane, 1))
+
+
+def _lies(plan: Plan, grid: Grid, axis: str) -> str:
+    """`4 of z (ring), 2 of y, every 4th`."""
+    sizes, words = dict(grid.dims), []
+    for name, count, stride in plan.placing.get(axis, ()):
+        whole = count == sizes.get(name)
+        words.append(f"all {count} of {name}" if whole else f"{count} of the {sizes.get(name, count)} of {name}")
+        words[-1] += f", {stride} apart" if stride > 1 else ""
+    return "; ".join(words)
+
+
+def _plane(grid: Grid, first: int, axis: str, places: dict[int, dict[str, int]], group: dict[int, int]) -> str:
+    """One plane as a drawing."""
+    across = grid.across[1]
+    side, gap = (14, 5) if across > NUMBERED else (24, 6) if len(grid.dims) > 2 else (32, 9)
+    step, columns, folds = side + gap, min(across, FOLD), -(-across // FOLD)
+    count = min(grid.plane, DEVICES_SHOWN - first)
+    rows = -(-count // across)
+    width, height = columns * step - gap + 2 * MARGIN, rows * folds * step - gap + 2 * MARGIN
+    shapes = [*_wires(grid, columns, rows * folds, step, side)] if folds == 1 else []
+    for i in range(count):
+        device = first + i
+        row, column = divmod(i, across)
+        x, y = MARGIN + column % FOLD * step, MARGIN + (row * folds + column // FOLD) * step
+        chosen = ' class="on"' if group[device] == group.get(0) else ""
+        shapes.append(f'<rect{chosen} data-d="{device}" data-g="{group[device]}" x="{x}" y="{y}" width="{side}" '
+                      f'height="{side}" rx="4"/>')  # fmt: skip
+        if side > 20:
+            shapes.append(f'<text x="{x + side / 2:g}" y="{y + side / 2 + 4:g}">{places[device][axis]}</text>')
+    where = grid.coordinates(first)
+    name = ", ".join(f"{d} {where[d]}" for d, _ in grid.dims[:-2])
+    caption = f"<span>{escape(name)}</span>" if name else ""
+    return (f'<div class="plane"><svg aria-hidden="true" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">{"".join(shapes)}</svg>{caption}</div>')  # fmt: skip
+
+
+def _wires(grid: Grid, columns: int, rows: int, step: int, side: int) -> Iterator[str]:
+    """The links between devices: lines along rings (out of both ends where they are closed), bands for switches."""
+    half = MARGIN + side / 2
+    for (name, size), lines, runs in ((grid.across, rows, columns), (grid.down, columns, rows)):
+        kind = grid.links.get(name)
+        if kind is None or size < 2:
+            continue
+        is_across = name == grid.across[0]
+        out = MARGIN - 1 if kind == "ring" else -side / 2
+        start, end = MARGIN - out, MARGIN + (runs - 1) * step + side + out
+        for n in range(lines):
+            at = half + n * step
+            if kind == "switch":
+                box = (MARGIN - 4, at - 4, (runs - 1) * step + side + 8, 8)
+                x, y, w, h = box if is_across else (box[1], box[0], box[3], box[2])
+                yield f'<rect class="bus" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="4"/>'
+            elif is_across:
+                yield f'<path d="M{start:g} {at:g}H{end:g}"/>'
+            else:
+                yield f'<path d="M{at:g} {start:g}V{end:g}"/>'

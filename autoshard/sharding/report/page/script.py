@@ -1,0 +1,108 @@
+"""The script of a plan's page: fields that search, axes to press, devices and points that tell what they are.
+
+Without it (a mail program, a strict browser) everything is there to read; nothing is hidden that it would have to show.
+"""
+
+import base64
+import hashlib
+
+SCRIPT = """
+(() => {
+  "use strict";
+  const all = (what, where = document) => [...where.querySelectorAll(what)];
+  const texts = new WeakMap();
+  const text = (node) => {
+    if (!texts.has(node)) texts.set(node, node.textContent.toLowerCase());
+    return texts.get(node);
+  };
+
+  // Rows that hold all of the words and the axis are left; what is folded opens while something is searched.
+  const state = new Map();
+  const filter = (place) => {
+    const { words = [], axis = "", variant = "" } = state.get(place) || {};
+    const on = words.length > 0 || axis !== "" || variant !== "";
+    let shown = 0, count = 0;
+    for (const row of all("tbody tr", place)) {
+      const has = words.every((word) => text(row).includes(word)) && (!axis || row.querySelector("." + axis))
+        && (!variant || row.classList.contains(variant));
+      row.hidden = !has;
+      count += 1;
+      shown += has ? 1 : 0;
+      const paths = all(".paths li", row);
+      const hits = paths.filter((path) => words.every((word) => text(path).includes(word)));
+      for (const path of paths) path.hidden = words.length > 0 && hits.length > 0 && !hits.includes(path);
+    }
+    for (const fold of all("details", place)) {
+      if (fold.closest("tr")) continue;
+      if (!("was" in fold.dataset)) fold.dataset.was = fold.open ? "1" : "";
+      fold.open = on ? fold.querySelector("tbody tr:not([hidden])") !== null : fold.dataset.was === "1";
+      if (!on) delete fold.dataset.was;
+    }
+    for (const field of all("input[data-for]")) {
+      if (field.dataset.for === place.id) {
+        field.parentNode.querySelector("output").textContent = on ? shown + " of " + count : "";
+      }
+    }
+  };
+  const change = (place, part) => {
+    state.set(place, { ...(state.get(place) || {}), ...part });
+    filter(place);
+  };
+  for (const field of all("input[data-for]")) {
+    const place = document.getElementById(field.dataset.for);
+    field.addEventListener("input", () => {
+      change(place, { words: field.value.toLowerCase().split(/\\s+/).filter(Boolean) });
+    });
+  }
+  const tensors = document.getElementById("tensors-list");
+  const buttons = all("#axes-list button");
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      const on = button.getAttribute("aria-pressed") !== "true";
+      for (const other of buttons) other.setAttribute("aria-pressed", String(on && other === button));
+      if (tensors) change(tensors, { axis: on ? [...button.classList].find((c) => /^a[0-9]+$/.test(c)) : "" });
+    });
+  }
+  for (const button of all("button[data-fold]")) {
+    button.addEventListener("click", () => {
+      const folds = all("#" + button.dataset.fold + " details").filter((fold) => !fold.closest("tr"));
+      const open = folds.some((fold) => !fold.open);
+      for (const fold of folds) fold.open = open;
+    });
+  }
+
+  // The devices that work with the one that is pointed at, along each mesh axis.
+  const device = document.getElementById("device");
+  const panels = all(".planes").map((panel) => ({ axis: panel.dataset.axis, rects: all("rect[data-d]", panel) }));
+  const point = (number) => {
+    const said = [];
+    for (const { axis, rects } of panels) {
+      const mine = rects.find((rect) => rect.dataset.d === number);
+      if (!mine) continue;
+      const group = rects.filter((rect) => rect.dataset.g === mine.dataset.g);
+      for (const rect of rects) rect.classList.toggle("on", rect.dataset.g === mine.dataset.g);
+      const numbers = group.map((rect) => rect.dataset.d);
+      said.push(axis + ": " + numbers.slice(0, 12).join(" ") + (numbers.length > 12 ? " \\u2026" : ""));
+    }
+    if (device) device.textContent = "Device " + number + " works with, over " + said.join("; ");
+  };
+  for (const { rects } of panels) {
+    for (const rect of rects) rect.addEventListener("pointerenter", () => point(rect.dataset.d));
+  }
+
+  // A plan in the chart, and the variants.
+  const tip = document.getElementById("point");
+  for (const dot of all(".plot .pt")) {
+    dot.addEventListener("pointerenter", () => { if (tip) tip.textContent = dot.title; });
+  }
+  const variant = document.getElementById("variant");
+  if (variant) {
+    variant.addEventListener("change", () => {
+      for (const dot of all(".plot .pt")) dot.hidden = variant.value !== "" && !dot.classList.contains(variant.value);
+      change(document.getElementById("plans-list"), { variant: variant.value });
+    });
+  }
+})();
+"""
+
+DIGEST = "sha256-" + base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()

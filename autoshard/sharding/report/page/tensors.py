@@ -1,0 +1,101 @@
+"""Tensors on a plan's page: parameters, optimizer state, data, what the step makes of them, results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
+from autoshard.sharding.report.reasons import why
+from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
+from autoshard.sharding.report.units import bytes_text, line_text, spec_text
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan import Activation, Plan
+
+MADE_SHOWN = 10
+OPEN_ROWS = 60  # of more, a table is shown when it is asked for
+NAMES = {"parameter": "Parameters", "optimizer": "Optimizer state", "data": "Data", "other": "Counters and keys"}
+
+
+def tensors_section(plan: Plan, paint: Paint) -> str:
+    """All tensors in groups that are alike, under one field to search them."""
+    found = by_role(plan)
+    most = max((g.whole_bytes for _, some in found for g in some), default=1.0) or 1.0
+    parts = [
+        _table_of(plan, paint, NAMES.get(role, role) or "Inputs", some, most, is_open=role in ("parameter", "data"))
+        for role, some in found
+    ]
+    parts.insert(1, _activations(plan, paint))
+    parts.append(_table_of(plan, paint, "Results", groups(plan, plan.outputs), most, is_open=False))
+    fold = '<button type="button" data-fold="tensors-list">open or close all</button>'
+    filters = f'<div class="filters">{search_box("tensors", "tensors-list")}{fold}</div>'
+    return f'{filters}<div id="tensors-list">{"".join(parts)}</div>'
+
+
+def _table_of(plan: Plan, paint: Paint, name: str, some: Sequence[Group], most: float, is_open: bool) -> str:
+    if not some:
+        return ""
+    count, whole, local = totals(some)
+    head = (f"<b>{escape(name)}</b> {count} array{'s' * (count > 1)}, {bytes_text(whole)}; "
+            f"{bytes_text(local)} on each device")  # fmt: skip
+    rows = [_row(plan, g, paint, most) for g in some]
+    columns = ["name", "", "dimensions", "all", "a device", "part of the largest"]
+    return folded(head, table(columns, rows, right=(1, 3, 4)), is_open and len(rows) <= OPEN_ROWS)
+
+
+def _row(plan: Plan, group: Group, paint: Paint, most: float) -> list[str]:
+    leaf = group.first
+    paths = "".join(f"<li>{escape(x.path)}</li>" for x in group.leaves)
+    reasons = "".join(f"<li>{escape(line)}</li>" for line in why(plan, group, paint.names))
+    inner = f'<ul class="why">{reasons}</ul>' if reasons else ""
+    spec = f'<p class="spec">{escape(leaf.dtype)} <code>{escape(spec_text(leaf.spec))}</code></p>'
+    detail = f'{spec}{inner}<ul class="paths">{paths}</ul>'
+    label = f"<code>{escape(group.label)}</code>"
+    return [
+        folded(label, detail),
+        f"\u00d7{len(group.leaves)}" if len(group.leaves) > 1 else "",
+        paint.tensor(leaf),
+        bytes_text(group.whole_bytes),
+        bytes_text(group.local_bytes),
+        _both(group.whole_bytes, group.local_bytes, most),
+    ]
+
+
+def _both(whole: float, local: float, most: float) -> str:
+    """A bar of all bytes, and in it those on one device."""
+    return (f'<span class="bar thin"><span class="whole" style="width:{share(whole, most):.3f}%"></span>'
+            f'<span class="local" style="width:{share(local, most):.3f}%"></span></span>')  # fmt: skip
+
+
+def _activations(plan: Plan, paint: Paint) -> str:
+    """The largest activations and gradients, and what of them is held at the worst moment."""
+    parts = []
+    for role, name in (("activation", "Activations"), ("gradient", "Gradients")):
+        some = [a for a in plan.activations if a.role == role]
+        if not some:
+            continue
+        held = sum(a.held_bytes for a in some)
+        most = max((a.held_bytes for a in some), default=1.0) or 1.0
+        head = (f"<b>{name}</b> {len(some)} kinds, {bytes_text(held)} held on each device at the worst moment"
+                if held else f"<b>{name}</b> {len(some)} kinds")  # fmt: skip
+        rows = [_activation_row(a, paint, most) for a in some]
+        columns = ["made by", "a step", "dimensions", "one, a device", "held at the peak", ""]
+        inner = table(columns, rows[:MADE_SHOWN], right=(1, 3, 4))
+        if rest := rows[MADE_SHOWN:]:
+            inner += folded(f"{len(rest)} smaller ones", table(columns, rest, right=(1, 3, 4)))
+        parts.append(folded(head, inner, role == "activation"))
+    return "".join(parts)
+
+
+def _activation_row(one: Activation, paint: Paint, most: float) -> list[str]:
+    line = f'<code title="{escape(one.line)}">{escape(line_text(one.line))}</code>'
+    return [
+        f"{line}<br/><small>{escape(one.path)}, {escape(one.dtype)}</small>",
+        f"\u00d7{one.count:g}",
+        paint.tensor(one),
+        bytes_text(local_bytes(one, paint.sizes)),
+        bytes_text(one.held_bytes) if one.held_bytes else "-",
+        bar("k-temporary", one.held_bytes, most),
+    ]

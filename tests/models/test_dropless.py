@@ -1,0 +1,108 @@
+"""Experts as one operator: terms of shards, what it is known to compute and to hold, and where plans put it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import plan
+from autoshard.models import dropless, workload
+from autoshard.sharding.aot import verify
+from autoshard.sharding.inside import inside
+from autoshard.sharding.work import flops_of, products
+from autoshard.spmdrules.program import build
+from autoshard.train.build import workload_step
+
+BATCH, SEQ, EMBED, FFN, EXPERTS, TOP_K = 4, 6, 16, 24, 8, 2
+ROWS = BATCH * SEQ * TOP_K
+TINY = workload("mixtral-tiny")
+
+
+def operands(seed=0):
+    """Tokens, gates, choices (of which one expert gets none), all experts' numbers, and weights."""
+    rng = np.random.default_rng(seed)
+    chosen = np.stack([rng.permutation(EXPERTS - 1)[:TOP_K] for _ in range(BATCH * SEQ)]).reshape(BATCH, SEQ, TOP_K)
+    shapes = ((EXPERTS, EMBED, FFN), (EXPERTS, EMBED, FFN), (EXPERTS, FFN, EMBED))
+    return (
+        jnp.asarray(rng.normal(size=(BATCH, SEQ, EMBED)), jnp.float32),
+        jnp.asarray(rng.random((BATCH, SEQ, TOP_K)), jnp.float32),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.arange(EXPERTS, dtype=jnp.int32),
+        *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes),
+    )
+
+
+def test_terms_of_experts_and_hidden_units_add_up():
+    x, gates, chosen, own, *weights = operands()
+    run = jax.jit(dropless.swiglu_experts)
+    terms = []
+    for experts in (slice(0, 3), slice(3, 8)):
+        for units in (slice(0, 10), slice(10, FFN)):
+            gate, up, down = (w[experts] for w in weights)
+            terms.append(run(x, gates, chosen, own[experts], gate[:, :, units], up[:, :, units], down[:, units]))
+    whole = run(x, gates, chosen, own, *weights)
+    assert all(np.linalg.norm(term) > 0.1 for term in terms)
+    np.testing.assert_allclose(sum(terms), whole, rtol=1e-5, atol=1e-4)
+
+
+def test_tokens_are_independent_of_those_beside_them():
+    x, gates, chosen, *rest = operands()
+    run = jax.jit(dropless.swiglu_experts)
+    whole = run(x, gates, chosen, *rest)
+    np.testing.assert_allclose(run(x[1:2, 3:], gates[1:2, 3:], chosen[1:2, 3:], *rest), whole[1:2, 3:], rtol=1e-5)
+
+
+def operator_of(fn, *args):
+    """The first operator of a function whose name is the experts'."""
+    return next(op for op in build(jax.make_jaxpr(fn)(*args)).ops() if "experts" in op.name)
+
+
+def test_its_work_is_known():
+    forward = operator_of(dropless.swiglu_experts, *operands())
+    assert products(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
+    backward = operator_of(dropless.swiglu_experts_gradients, *operands(), operands()[0])
+    assert flops_of(backward) == (2 + 6) * 2.0 * ROWS * EMBED * FFN  # hidden units again, and two for each product
+
+
+def test_what_it_holds_shrinks_with_its_shard():
+    def held(batch, units):
+        shapes = [(batch, SEQ, n) for n in (EMBED, TOP_K, TOP_K)]
+        shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
+        types = ["float32", "float32", "int32", "int32", "float32", "float32", "float32"]
+        fn = operator_of(dropless.swiglu_experts, *operands()).eqn.params["fn"]
+        return inside(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
+
+    whole, half, thin = held(BATCH, FFN), held(BATCH // 2, FFN), held(BATCH, FFN // 2)
+    rows = ROWS * 4.0
+    assert rows * (EMBED + FFN) <= whole.held_bytes <= rows * 3 * (EMBED + FFN)
+    assert half.held_bytes == pytest.approx(whole.held_bytes / 2, rel=0.05)
+    assert half.moved_bytes < whole.moved_bytes and thin.held_bytes < whole.held_bytes
+
+
+def spec_of(made, end):
+    (leaf,) = [leaf for leaf in made.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
+    return leaf.axes, tuple(leaf.spec)
+
+
+def test_its_experts_and_hidden_units_can_be_cut():
+    made = plan(*workload_step(TINY), target="cpu:8", plan="dp:2 ep:2 tp:2", donate_argnums=0)
+    for end, ffn in (("w_up", 3), ("w_gate", 3), ("w_down", 2)):
+        axes, spec = spec_of(made, f"experts/{end}")
+        assert axes[1] == "experts" and spec[1] == "ep"
+        assert axes[ffn] == "ffn" and spec[ffn] == "tp"
+    assert spec_of(made, "inputs")[1][0] == ("dp", "ep")
+
+
+def test_tokens_stay_where_they_are():
+    made = plan(*workload_step(TINY), target="cpu:8", plan="dp:8", donate_argnums=0)
+    assert {kind for kind, _, _, line in made.traffic if "(experts)" in line} <= {"all-reduce"}
+
+
+@pytest.mark.tpu_compile
+def test_no_weight_of_an_expert_is_gathered():
+    found = verify(plan(*workload_step(TINY), target="v5e:2x4", plan="ep:8", donate_argnums=0))
+    cfg = TINY.config
+    tokens = TINY.batch_size * cfg.context * cfg.gpt.width * 4.0
+    weights = cfg.experts * cfg.gpt.width * cfg.expert_hidden * 4.0
+    gathered = {f.payload_bytes for f in found.collectives if f.kind == "all-gather"}
+    assert found.unplanned == () and max(gathered) == tokens < weights
