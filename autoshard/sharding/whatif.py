@@ -91,7 +91,7 @@ def anew(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
 def best_without(plan: Plan) -> Choice:
     """What a plan around a wish is compared with: the best plan without it, which a searched plan is itself."""
     planner = plan._bound().planner
-    if not planner.asked:
+    if planner.searched:
         return Choice({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
     return _anew(plan, {})
 
