@@ -42,7 +42,7 @@ def activations(memory: MemoryModel, layout: Layout, names: Callable[[int], tupl
     kinds = _kinds(memory)
     held: dict[int, float] = dict.fromkeys(kinds, 0.0)
     kind_of = dict(zip(memory.everything.tolist(), memory.kind.tolist(), strict=True))
-    for value, size in memory.held_at_peak(layout):
+    for value, size in memory.at_peak(layout):
         if kind_of[value] in held:
             held[kind_of[value]] += size
     found: dict[Any, Activation] = {}

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from autoshard._shown import shown
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.layout import Layout
@@ -38,6 +39,7 @@ LARGE_BYTES = 2**20  # what a smaller array takes that is not stored in parts is
 Models = Callable[[LogicalAxes], tuple[CostModel, MemoryModel]]
 
 
+@shown
 @dataclass(frozen=True)
 class Undivided:
     """A class that mesh axes list, or should store, and do not divide: in how many parts it is and would be cut."""

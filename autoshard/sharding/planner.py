@@ -99,9 +99,8 @@ class Planner:
         self.held: Mapping[int, Spec] = {}  # input -> where its array lies already
         self.fixed: Mapping[str, Any] = {}  # what the user fixed
         self.target_given = False
-        self.asked = True  # the plan was asked for, not searched
         self.limit_given = limit is not None
-        self.searched = False
+        self.searched = False  # the plan was asked for, or read
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
         self.axes: LogicalAxes = find_axes(self.program)
@@ -114,7 +113,7 @@ class Planner:
     @property
     def refuses(self) -> bool:
         """Whether what does not fit is an error: a limit was given, or a target that was to be planned for."""
-        return self.limit_given or (self.target_given and not self.asked)
+        return self.limit_given or (self.target_given and self.searched)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -163,9 +162,9 @@ class Planner:
             table = requests.Table({k: tuple([v] if isinstance(v, str) else v) for k, v in asked.items()})
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
-        self.held, self.fixed, self.asked = held, fixed, asked is not None
+        self.held, self.fixed = held, fixed
         if layouts is None:
-            best, others = self.search(held, fixed)
+            best, others = self.search(held, fixed, self.counts)
         else:
             layouts = self.pinned(layouts, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
@@ -176,11 +175,13 @@ class Planner:
                 self._refuse_idle(asked, best.layout)
         return best, others
 
-    def search(self, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> tuple[Candidate, list[Candidate]]:
+    def search(
+        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], counts: dict[str, int] | None = None
+    ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
         pin = partial(self.pinned, held=held, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin)  # fmt: skip
+                      self.machine.sizes, pin, counts)  # fmt: skip
 
     def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those of the candidates in which what is fixed can hold, with it written in."""

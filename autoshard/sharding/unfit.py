@@ -76,8 +76,8 @@ def _shortage(variant: Mapping[str, Any], plan: Plan) -> str:
     planner, peak = plan.bound.planner, plan.estimate.peak_memory_bytes
     limit = plan.limit_bytes
     name = plan.chosen + (f", {variant_text(variant)}" if variant else "")
-    head = "the plan asked for does not fit" if planner.asked else "no plan fits"
-    which = "the plan" if planner.asked else "the smallest"
+    head = "the plan asked for does not fit" if not planner.searched else "no plan fits"
+    which = "the plan" if not planner.searched else "the smallest"
     return (
         f"{head} {bytes_text(limit)} a device on {planner.machine.target.name}: {which} ({name}) needs "
         f"{bytes_text(peak)}, {bytes_text(peak - limit)} too much ({_contents(plan)})"
@@ -89,7 +89,7 @@ def _contents(plan: Plan) -> str:
     bound = plan.bound
     kinds = dict(plan.estimate.memory_bytes)
     waiting = bound.planner.cost(bound.layout).waiting
-    kinds |= bound.planner.memory.at_peak(bound.layout, waiting)
+    kinds |= bound.planner.memory.kinds_at_peak(bound.layout, waiting)
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
     least = plan.estimate.peak_memory_bytes * WORTH_A_WORD
     return ", ".join(f"{_WORDS.get(kind, kind)} {bytes_text(size)}" for kind, size in ranked if size > least)
@@ -99,9 +99,8 @@ def _ways_out(ranked: Sequence[tuple[Mapping[str, Any], Plan]]) -> str:
     """What would do: a larger machine, another, a smaller batch, a higher limit."""
     planner: Planner = ranked[0][1].bound.planner
     peak = ranked[0][1].estimate.peak_memory_bytes
-    padded = "".join(f", or {p.axis} padded from {p.size} to {p.padded}" for p in ranked[0][1].padding)
-    if planner.asked:
-        return f"A limit of {bytes_text(peak)} would do, or a smaller batch{padded}"
+    if not planner.searched:
+        return f"A limit of {bytes_text(peak)} would do, or a smaller batch{_padded(ranked[0][1])}"
     target, parts = planner.machine.target, []
     if planner.machine.sizes is None:
         parts.append(_larger(ranked, target, peak))
@@ -111,8 +110,15 @@ def _ways_out(ranked: Sequence[tuple[Mapping[str, Any], Plan]]) -> str:
         parts.append(f"{of_size}, {_text(found)} would do" if found else f"{of_size} none would do")
     text = "; ".join(parts)
     text = f"{text[:1].upper()}{text[1:]}. " if text else ""
-    limit = f"memory_limit_bytes={_rounded_up(peak)}"
-    return f"{text}Or give it a smaller batch{padded}; {limit} plans for this one all the same"
+    return (
+        f"{text}Or give it a smaller batch{_padded(ranked[0][1])}; memory_limit_bytes={_rounded_up(peak)} plans for "
+        "this one all the same"
+    )
+
+
+def _padded(plan: Plan) -> str:
+    """`, or vocab padded from 50257 to 50264`: with which the leanest plan would fit."""
+    return "".join(f", or {p.axis} padded from {p.size} to {p.padded}" for p in plan.padding)
 
 
 def _larger(ranked: Sequence[tuple[Mapping[str, Any], Plan]], target: Target, peak: float) -> str:

@@ -81,27 +81,18 @@ def under(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
     return [*found, _under(plan, alone)]
 
 
-def anew(plan: Plan, leaves: Sequence[Leaf], wish: Any, moments: bool | None = None) -> list[Choice]:
-    """The same, planned anew around the wish: on the mesh that was given, if one was.
-
-    Args:
-        plan: the plan.
-        leaves: the inputs.
-        wish: what they should be.
-        moments: whether moments go along; None: with them, if there are any, and without.
-    """
+def anew(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
+    """The same, planned anew around the wish: on the mesh that was given, if one was."""
     alike = moments_of(plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = []
-    if alike and moments is not False:
-        found.append(_anew(plan, alone | {x.path: wish for x in alike}, len(alike)))
-    return found if found and moments else [*found, _anew(plan, alone)]
+    found = [_anew(plan, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    return [*found, _anew(plan, alone)]
 
 
 def best_without(plan: Plan) -> Choice:
     """What a plan around a wish is compared with: the best plan without it, which a searched plan is itself."""
     planner = plan._bound().planner
-    if not planner.asked:
+    if planner.searched:
         return Choice({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
     return _anew(plan, {})
 

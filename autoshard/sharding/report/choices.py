@@ -64,8 +64,7 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
         return [f"{name}: {text} is how it is stored already; explain without a wish says what else it could be"]
     choices = under(plan, leaves, wish)
     here = _best(plan, choices)
-    moments = None if here.refusal else here.moments > 0
-    there, without = _best(plan, anew(plan, leaves, wish, moments)), best_without(plan)
+    there, without = _best(plan, anew(plan, leaves, wish)), best_without(plan)
     verdicts = [_verdict(plan, here, _here(plan)), _verdict(plan, there, without)]
     if here.means is not None and not isinstance(wish, PartitionSpec):
         text += f", under this plan {spec_text(here.means)},"
