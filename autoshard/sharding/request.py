@@ -7,6 +7,7 @@ Words of a request, `fsdp:8 tp:4 seq`:
     tp:N      heads, ffn, vocabulary, ... over N devices     seq      with tp: the sequence between them too
     ep:N      experts over N devices, elsewhere the batch    cp:N     the sequence over N devices
     state     parameters and optimizer in as many parts as there are devices, whatever the words say
+    A+NAME    the mesh axis A cuts the logical axis NAME, too, or stores NAME = parameter, optimizer; A-NAME: not
 
 A table names logical axes for each mesh axis instead: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
 """
@@ -42,6 +43,24 @@ class PlanRequestError(AutoshardError):
 
 
 @dataclass(frozen=True)
+class Change:
+    """A mesh axis that cuts (stores) one thing more, or less, than its kind of parallelism does: `tp-ffn`.
+
+    Attributes:
+        axis: the mesh axis.
+        more: whether it is one more.
+        what: a logical axis, behind those that the mesh axis has already; or a role of the state.
+    """
+
+    axis: str
+    more: bool
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.axis}{'+' if self.more else '-'}{self.what}"
+
+
+@dataclass(frozen=True)
 class Request:
     """A plan by its words: the mesh axes, what each is for, and flags.
 
@@ -49,6 +68,7 @@ class Request:
         sizes: mesh axis -> devices.
         kinds: mesh axis -> the kind of parallelism it serves.
         flags: `seq`, `state` (state in as many parts as there are devices).
+        changes: made to what the other words mean, in order.
         fixed_mesh: the axes are given and must not be split.
     """
 
@@ -56,10 +76,11 @@ class Request:
     kinds: Mapping[str, str]
     flags: frozenset[str] = frozenset()
     fixed_mesh: bool = False
+    changes: tuple[Change, ...] = ()
 
     def __str__(self) -> str:
         words = [f"{k}:{n}" if a == (k := self.kinds[a]) else f"{a}={k}:{n}" for a, n in self.sizes.items()]
-        return " ".join([*words, *sorted(self.flags)])
+        return " ".join([*words, *sorted(self.flags), *map(str, self.changes)])
 
     @property
     def devices(self) -> int:
@@ -81,9 +102,13 @@ def parse_request(text: str) -> Request:
     sizes: dict[str, int] = {}
     kinds: dict[str, str] = {}
     flags: set[str] = set()
+    changes: list[Change] = []
     for word in text.replace(",", " ").split():
         if word in FLAGS:
             flags.add(word)
+            continue
+        if "=" not in word and (change := re.fullmatch(r"(\w+)([+-])(.+)", word)):
+            changes.append(Change(change[1], change[2] == "+", change[3]))
             continue
         name, equals, rest = word.rpartition("=")
         kind, _, size = rest.partition(":")
@@ -105,7 +130,8 @@ def parse_request(text: str) -> Request:
     ordered = (
         sorted(sizes, key=lambda a: KINDS.index(kinds[a])) if all(a == k for a, k in kinds.items()) else list(sizes)
     )
-    return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), any(a != k for a, k in kinds.items()))
+    named = any(a != k for a, k in kinds.items())
+    return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), named, tuple(changes))
 
 
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
@@ -146,7 +172,43 @@ def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], owners[name], table[name] = part, kind, classes
-    return Layout(axes, roles, mesh, table, storage_for(owners, "state" in asked.flags))
+    layout = Layout(axes, roles, mesh, table, storage_for(owners, "state" in asked.flags))
+    for change in asked.changes:
+        layout = changed(layout, change)
+    return layout
+
+
+def changed(layout: Layout, change: Change) -> Layout:
+    """A layout with one word more or less, without pins.
+
+    Raises:
+        PlanRequestError: there is no such axis, or nothing to take away.
+    """
+    axis, names = change.axis, {name: c for c, name in layout.axes.names.items()}
+    table, storage = dict(layout.table), dict(layout.storage)
+    if axis not in layout.mesh:
+        raise PlanRequestError(f"plan '{change}': there is no mesh axis '{axis}'; there is {', '.join(layout.mesh)}")
+    role: Role | None = next((role for role in STATE if role == change.what), None)
+    if role is None and change.what not in names:
+        near = difflib.get_close_matches(change.what, [*names, *STATE], n=1)
+        hint = f" Did you mean '{axis}{'+' if change.more else '-'}{near[0]}'?" if near else ""
+        raise PlanRequestError(
+            f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}; "
+            f"and of the state there is {', '.join(STATE)}.{hint}"
+        )
+    given = storage.get(role, ()) if role else table.get(axis, ())
+    what = axis if role else names[change.what]
+    if (what in given) == change.more:
+        raise PlanRequestError(
+            f"plan '{change}': '{axis}' {'has' if change.more else 'does not have'} {change.what} "
+            f"{'already' if change.more else 'to begin with'}; leave the word out"
+        )
+    if role:
+        storage[role] = tuple(a for a in layout.mesh if (a in given) != (a == axis))
+    else:
+        cut = table.get(axis, ())
+        table[axis] = (*cut, names[change.what]) if change.more else tuple(c for c in cut if c != names[change.what])
+    return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
 
 
 def _parts(size: int, class_sizes: Sequence[int]) -> list[int]:

@@ -4,7 +4,8 @@
     subject to peak_bytes(layout) <= limit   memory.MemoryModel
 
 Candidates are the known plans (`request.seeds`) for the number of devices, or, on a mesh whose axes are given, every
-way to hand its axes to them. Ties go to the candidate that stands first; nothing depends on names.
+way to hand its axes to them; and what the best of them become when they are changed word by word (`improve`). Ties go
+to the candidate that stands first; nothing depends on names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost, best_laying
+from autoshard.sharding.improve import improved
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.request import KINDS, Request, classes_for, lay_out, request, seeds
@@ -85,6 +87,13 @@ def search(
     if counts is not None:
         left = proposed - len(priced)
         counts |= {"proposed": proposed, "alike": cutting - len(layouts), "idle": left - cutting + len(layouts)}
+
+    def tried(name: str, layout: Layout) -> Candidate | None:
+        pin(layout)
+        return price(name, layout, cost, memory) if layout.cuts() and not layout.idle() else None
+
+    known = sorted(priced, key=lambda c: (not c.fits(limit), _time(c) if c.fits(limit) else c.peak_bytes))
+    priced += improved(known, tried, limit)
     fitting = [c for c in priced if c.fits(limit)]
     if fitting:
         promising = sorted(fitting, key=_time)[:RELAID]

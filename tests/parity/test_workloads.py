@@ -69,6 +69,7 @@ def compare(name: str, plan: str | None) -> None:
     [
         ("gpt-tiny", "dp:2 fsdp:2 tp:2"),
         ("llama-tiny", "dp:2 tp:4 seq"),
+        ("llama-tiny", "dp:4 tp:2 seq tp-ffn dp+optimizer"),
         ("moe-tiny", "dp:2 ep:4"),
         ("mixtral-tiny", "fsdp:2 ep:2 tp:2"),
         ("wide-resnet-tiny", "dp:2 fsdp:2 tp:2"),

@@ -1,0 +1,90 @@
+"""Plans beyond the known ones: words that change a plan by one thing, and what the search makes of them."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from autoshard import Plan, plan
+from autoshard.models import workload
+from autoshard.sharding.request import PlanRequestError, parse_request
+from autoshard.train.build import workload_step
+from tests.sharding.test_search import train_step
+
+TINY = workload("llama-tiny")
+
+
+def tiny(words):
+    return plan(*workload_step(TINY), target="cpu:8", plan=words, donate_argnums=0)
+
+
+def test_words_are_read_and_written_alike():
+    text = "dp:2 tp:4 seq tp-ffn dp+optimizer"
+    assert str(parse_request(text)) == text
+    assert str(parse_request("my-axis=fsdp:8")) == "my-axis=fsdp:8"
+
+
+def test_a_word_less_leaves_an_axis_whole():
+    before, after = tiny("dp:4 tp:2 seq"), tiny("dp:4 tp:2 seq tp-ffn")
+    assert "ffn" in before.axis_rules["tp"] and "ffn" not in after.axis_rules["tp"]
+    spec = {leaf.path: leaf.spec for leaf in after.inputs}
+    assert not any("tp" in str(spec[path]) for path in spec if path.endswith(("w_up", "w_gate", "w_down")))
+    assert any("tp" in str(spec[path]) for path in spec if path.endswith("wq"))
+
+
+def test_a_word_more_stores_a_part_of_the_state():
+    before, after = tiny("dp:2 fsdp:4"), tiny("dp:2 fsdp:4 dp+optimizer")
+    assert before.storage == {"parameter": ("fsdp",), "optimizer": ("fsdp",)}
+    assert after.storage == {"parameter": ("fsdp",), "optimizer": ("dp", "fsdp")}
+    assert after.estimate.peak_memory_bytes < before.estimate.peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("dp:8 tp-ffn", "there is no mesh axis 'tp'; there is dp"),
+        ("dp:2 tp:4 tp-fnn", "no logical axis 'fnn'.*Did you mean 'tp-ffn'?"),
+        ("dp:2 tp:4 dp+batch", "'dp' has batch already; leave the word out"),
+        ("dp:2 tp:4 dp-optimizer", "'dp' does not have optimizer to begin with; leave the word out"),
+    ],
+)
+def test_words_that_mean_nothing(words, said):
+    with pytest.raises(PlanRequestError, match=said):
+        tiny(words)
+
+
+@cache
+def short_of_rows() -> Plan:
+    """A Llama whose batch has half as many rows as there are devices."""
+    work = workload("llama3-8b").with_(batch_size=32)
+    config = dataclasses.replace(work.config, layers=8, remat="full")
+    step, state, batch = workload_step(dataclasses.replace(work, config=config))
+    return plan(step, state, batch, target="v5e:8x8", donate_argnums=0)
+
+
+def test_it_finds_what_has_no_name():
+    made = short_of_rows()
+    known = [us for words, us, peak in made.candidates if "+" not in words and "-" not in words]
+    assert "-ffn" in made.chosen
+    assert made.estimate.step_time_us < 0.99 * min(known)
+
+
+def test_what_it_finds_can_be_asked_for():
+    made = short_of_rows()
+    work = workload("llama3-8b").with_(batch_size=32)
+    config = dataclasses.replace(work.config, layers=8, remat="full")
+    step, state, batch = workload_step(dataclasses.replace(work, config=config))
+    again = plan(step, state, batch, target="v5e:8x8", plan=made.chosen, donate_argnums=0)
+    assert again.estimate == made.estimate
+    assert [leaf.spec for leaf in again.inputs] == [leaf.spec for leaf in made.inputs]
+
+
+@pytest.mark.parametrize(("name", "target"), [("gpt-tiny", "h100:8"), ("mixtral-tiny", "v5e:2x4")])
+def test_it_repeats_no_work_to_save_traffic(name, target):
+    made = plan(*workload_step(workload(name).with_(batch_size=4)), target=target, donate_argnums=0)
+    assert "-" not in made.chosen  # of so small a model everything would be faster repeated
+
+
+def test_it_is_never_worse_than_a_known_plan():
+    made = plan(*train_step(), target="h100:8", donate_argnums=0)
+    assert made.estimate.step_time_us <= min(us for _, us, peak in made.candidates if peak <= made.limit_bytes) + 1e-3
