@@ -19,7 +19,7 @@ from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.fusion import Fusion, fuse
-from autoshard.sharding.history import searched, traffic
+from autoshard.sharding.history import Tally, searched, traffic
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
@@ -89,7 +89,7 @@ class Planner:
         self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
-        self.counts: dict[str, int] = {}  # of the search
+        self.tally = Tally()
 
     @cached_property
     def cost(self) -> CostModel:
@@ -134,7 +134,7 @@ class Planner:
         if layouts is None:
             pin = partial(self._pin, held=held, fixed=fixed)
             best, others = search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices,
-                                  self.limit, sizes, pin, self.counts)  # fmt: skip
+                                  self.limit, sizes, pin, self.tally)  # fmt: skip
         else:
             for _, layout in layouts:
                 self._pin(layout, held, fixed)
@@ -277,7 +277,7 @@ class Planner:
             fingerprint=self.traced.fingerprint,
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
-            history=(searched(others, self.counts, hides),),
+            history=(searched(others, self.tally, hides),),
             function=self.traced.name,
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,
