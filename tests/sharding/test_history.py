@@ -45,9 +45,8 @@ def test_what_the_best_were_changed_into_is_kept_too():
     changed = [t for t in found.tried if t.changed]
     assert changed and all("+" in t.words or "-" in t.words for t in changed)
     assert len({t.words for t in found.tried}) == len(found.tried)  # none stands there twice
-    assert not [
-        t for t in changed if t.step_time_us < planned().estimate.step_time_us and "faster" not in lost(planned(), t)
-    ]
+    faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
+    assert all(lost(planned(), t).startswith("faster by repeating work") for t in faster)
 
 
 def test_each_variant_has_its_search():
@@ -124,7 +123,8 @@ LOSERS = [
      "waits 25.0 us longer, most of all for all-gather and 5.00 us more compute"),
     (Tried("a", 100.0001, 9.0, 60.0), "as fast, to 0.01 %"),
     (Tried("a", 90.0, 9.0, 60.0), "faster by the estimate"),
-    (Tried("a", 90.0, 9.0, 60.0, changed=True), "faster by repeating work, or by too little for a plan that has no name"),
+    (Tried("a", 90.0, 9.0, 60.0, changed=True),
+     "faster by repeating work, or by too little for a plan that has no name"),
     (Tried("a", 110.0, 9.0), "slower"),
     (Tried("a", math.inf, 9.0), "slower"),
 ]  # fmt: skip
