@@ -137,7 +137,7 @@ class _Finder:
                 self.found[id(op)] = self.kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.ended:
                 stores += [op] if any(v in self.memory for v in op.results) else []
-            near = set(op.results) & self.memory - outputs
+            near = (set(op.results) & self.memory) - outputs  # not all of the memory for each operator
             self.near.update(v for v in near if not any(u.blocks for u in users.get(v, ())))
         for group in self.together(stores):
             writes = tuple(v for op in group for v in op.results)

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from autoshard.errors import AutoshardError
 from autoshard.sharding import history as histories
 from autoshard.sharding.history import Searched
+from autoshard.sharding.padding import Padding
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
@@ -98,6 +99,7 @@ class Plan:
             first.
         unknown: primitives without a rule, which are replicated, and where they stand.
         notes: what the reader should know: conflicts, limits, axes that did not divide.
+        padding: what padding axes that did not divide would win, where it wins anything.
         compiler_options: options for XLA, by platform.
         fingerprint: digest of the program that the plan fits.
         chosen: the words of the candidate that was chosen, or of the request.
@@ -127,6 +129,7 @@ class Plan:
     activations: tuple[Activation, ...] = ()
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    padding: tuple[Padding, ...] = ()
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fingerprint: str = ""
     chosen: str = ""
@@ -267,6 +270,7 @@ class Plan:
             "activations": list(map(_activation_json, self.activations)),
             "unknown": self.unknown,
             "notes": self.notes,
+            "padding": list(map(asdict, self.padding)),
             "compiler_options": self.compiler_options,
             "fingerprint": self.fingerprint,
             "chosen": self.chosen,
@@ -308,6 +312,7 @@ class Plan:
                 activations=tuple(map(_activation_from_json, data["activations"])),
                 unknown={k: tuple(v) for k, v in data["unknown"].items()},
                 notes=tuple(data["notes"]),
+                padding=tuple(Padding(**each) for each in data.get("padding", ())),
                 compiler_options=data["compiler_options"],
                 fingerprint=data["fingerprint"],
                 chosen=data["chosen"],

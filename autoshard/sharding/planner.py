@@ -18,17 +18,18 @@ from autoshard.sharding.activations import activations
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
-from autoshard.sharding.fusion import Fusion, fuse
+from autoshard.sharding.fusion import fuse
 from autoshard.sharding.history import Tally, searched, traffic
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
 from autoshard.sharding.memory import MemoryModel
+from autoshard.sharding.padding import Padding, Undivided, multiple, undivided, what_padding_wins
 from autoshard.sharding.pins import check_constraints, constraint_mesh, fixed_pins, own_constraints
 from autoshard.sharding.plan import Estimate, Leaf, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
 from autoshard.sharding.routing import part_routing
-from autoshard.sharding.search import Candidate, laid_well, price, search
+from autoshard.sharding.search import Candidate, idle_layouts, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.topology import Laying, Piece
 from autoshard.sharding.tracing import Traced
@@ -82,6 +83,7 @@ class Planner:
     def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
         self.traced, self.machine, self.constraints = traced, machine, constraints
         self.limit_given = limit is not None
+        self.searched = False
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
         self.axes: LogicalAxes = find_axes(self.program)
@@ -94,18 +96,24 @@ class Planner:
     @cached_property
     def cost(self) -> CostModel:
         """Prices time."""
-        return CostModel(self.axes, self.roles, self.machine.target, self.fusion, self.state)
-
-    @cached_property
-    def fusion(self) -> Fusion:
-        """What XLA runs as one kernel."""
-        return fuse(self.program, fuses_operands=self.machine.target.platform == "tpu")
+        return self.models[0]
 
     @cached_property
     def memory(self) -> MemoryModel:
         """Prices memory."""
-        donated = [self.program.inputs[i] for i in self.traced.donated]
-        return MemoryModel(self.axes, self.roles, self.fusion, [(i, o) for i, o in self.state if i in donated])
+        return self.models[1]
+
+    @cached_property
+    def models(self) -> tuple[CostModel, MemoryModel]:
+        """What prices layouts of the program."""
+        return self.models_of(self.axes)
+
+    def models_of(self, axes: LogicalAxes) -> tuple[CostModel, MemoryModel]:
+        """What prices layouts of a program with these axes."""
+        target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
+        fusion = fuse(axes.program, fuses_operands=target.platform == "tpu")
+        cost = CostModel(axes, self.roles, target, fusion, self.state)
+        return cost, MemoryModel(axes, self.roles, fusion, [(i, o) for i, o in self.state if i in donated])
 
     def complain_of_unknown(self, strict: bool) -> None:
         """Names the primitives that have no rule."""
@@ -123,6 +131,7 @@ class Planner:
     ) -> tuple[Candidate, list[Candidate]]:
         """The candidate to use, and all that were priced."""
         sizes = self.machine.sizes
+        self.searched = asked is None
         if asked is None:
             layouts = None
         elif isinstance(asked, str):
@@ -143,17 +152,17 @@ class Planner:
             if isinstance(asked, str):
                 self._refuse_idle(asked, best.layout)
         if not best.fits(self.limit):
-            self._complain_of_memory(best, asked)
+            self._complain_of_memory(best, others, asked)
         return best, others
 
     def _refuse_idle(self, asked: str, layout: Layout) -> None:
         """Refuses words that cut nothing because no size divides: every device would do all of the work."""
-        undivided = self._undivided(layout)
-        if undivided and self._is_idle(layout):
-            pad = " or ".join(f"{self.axes.name(c)} to {_multiple(self.axes.sizes[c], n)}" for c, _, n in undivided)
+        found = undivided(layout)
+        if found and self._is_idle(layout):
+            pad = " or ".join(f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.ways)}" for u in found)
             raise PlanError(
                 f"auto_shard({self.traced.name}): plan '{asked}' cuts nothing: "
-                f"{'; '.join(self._undivided_text(*u) for u in undivided)}. Pad {pad}, or ask for a plan that divides"
+                f"{'; '.join(map(self._undivided_text, found))}. Pad {pad}, or ask for a plan that divides"
             )
 
     def _is_idle(self, layout: Layout) -> bool:
@@ -167,17 +176,10 @@ class Planner:
         arrays = [aval.shape for v in self.program.inputs if (aval := self.program.avals[v]).shape]
         return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
 
-    def _undivided(self, layout: Layout) -> list[tuple[int, list[str], int]]:
-        """(class, the mesh axes that list it, their devices) of all classes that these do not divide."""
-        found = []
-        for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
-            over = [a for a, classes in layout.table.items() if c in classes]
-            if self.axes.sizes[c] and layout.ways(layout.spec_of(((c,),))[0]) < layout.ways(over):
-                found.append((c, over, layout.ways(over)))
-        return found
-
-    def _undivided_text(self, c: int, over: Sequence[str], wanted: int) -> str:
-        return f"{self.axes.name(c)} {self.axes.sizes[c]} is not divisible by {', '.join(over)} {wanted}"
+    def _undivided_text(self, one: Undivided) -> str:
+        return (
+            f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]} is not divisible by {', '.join(one.over)} {one.ways}"
+        )
 
     def _requested(self, text: str) -> Layout:
         asked = requests.parse_request(text)
@@ -219,7 +221,7 @@ class Planner:
         }
         check_constraints(self.traced.name, self.constraints, layout)
 
-    def _complain_of_memory(self, best: Candidate, asked: Any) -> None:
+    def _complain_of_memory(self, best: Candidate, others: Sequence[Candidate], asked: Any) -> None:
         over = best.peak_bytes - self.limit
         kinds = ", ".join(f"{k} {bytes_text(v)}" for k, v in sorted(best.memory.items(), key=lambda x: -x[1]) if v)
         text = (
@@ -230,7 +232,8 @@ class Planner:
             "devices, or a smaller batch"
         ).replace("the plan asked for fits", "the plan asked for does not fit")
         if self.limit_given:
-            raise PlanError(text)
+            padded = self._padding(best, others)
+            raise PlanError(text + "".join(f", or {p.axis} padded from {p.size} to {p.padded}" for p in padded))
         warnings.warn(text, AutoshardWarning, stacklevel=5)
 
     def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
@@ -274,6 +277,7 @@ class Planner:
             compiler_options={target.platform: dict(target.chip.options)} if target.chip.options else {},
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
             notes=notes,
+            padding=self._padding(best, others),
             fingerprint=self.traced.fingerprint,
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
@@ -298,22 +302,29 @@ class Planner:
                 f"the function closes over {bytes_text(self.memory.constant_bytes)} of arrays, which are whole on "
                 "every device: pass them as arguments"
             )
-        undivided = self._undivided(layout)
-        why = "; ".join(self._undivided_text(*u) for u in undivided)
+        found = undivided(layout)
+        why = "; ".join(map(self._undivided_text, found))
         idle = self._is_idle(layout)
-        if idle or (undivided and self.machine.target.devices > 1 and not layout.cuts()):
+        if idle or (found and self.machine.target.devices > 1 and not layout.cuts()):
             notes.append(
                 f"nothing is {'sharded' if idle else 'computed in parts'}: every one of the "
                 f"{self.machine.target.devices} devices does all of the work "
                 f"({why or 'no logical axis of the program can be cut by this plan'})"
             )
-        for c, over, wanted in undivided:
-            size, cut = self.axes.sizes[c], layout.ways(layout.spec_of(((c,),))[0])
+        for one in found:
+            size = self.axes.sizes[one.cls]
             notes.append(
-                f"{self.axes.name(c)} ({size}) is not divisible by mesh axes {', '.join(over)} ({wanted}): it is "
-                f"cut into {cut}; {_multiple(size, wanted)} would be cut into {wanted}"
+                f"{self.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
+                f"it is cut into {one.cut}; {multiple(size, one.ways)} would be cut into {one.ways}"
             )
         return tuple(notes)
+
+    def _padding(self, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
+        """What padding axes that do not divide would win, by the plan or, if it was searched for, by another."""
+        idle = []
+        if self.searched and not any(c.layout.pins for c in others):
+            idle = idle_layouts(self.axes, self.roles, self.machine.target.devices, self.machine.sizes)
+        return what_padding_wins(self.models_of, best, others, self.limit, idle)
 
     def rebind(self, plan: Plan) -> Plan:
         """A plan that was made elsewhere, for this function."""
@@ -351,11 +362,6 @@ class Planner:
             return self.machine.target.lay(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)))
         pieces = {a: tuple(Piece(numbers[d], n, s) for d, n, s in found) for a, found in plan.placing.items()}
         return Laying(topology, pieces)
-
-
-def _multiple(size: int, n: int) -> int:
-    """The least multiple of `n` that holds `size`."""
-    return -(-size // n) * n
 
 
 def _place(lines: Sequence[str]) -> str:

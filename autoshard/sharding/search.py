@@ -108,6 +108,14 @@ def search(
     return best, sorted(priced, key=_time)
 
 
+def idle_layouts(
+    axes: LogicalAxes, roles: Roles, devices: int, mesh: Mapping[str, int] | None = None
+) -> list[tuple[str, Layout]]:
+    """The known plans that a search passes over: they leave a mesh axis without work of its own."""
+    layouts = on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)
+    return [(name, layout) for name, layout in layouts if layout.idle()]
+
+
 def _time(candidate: Candidate) -> float:
     return round(candidate.cost.step_time_us, 3)
 

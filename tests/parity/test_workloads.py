@@ -1,5 +1,6 @@
 """Each small workload, under `auto_shard` on eight devices: loss, gradients and statistics are those of one device."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -55,9 +56,10 @@ def trained(name: str, plan: str | None, sharded: bool = True) -> tuple[list[Any
     return found, losses
 
 
-def compare(name: str, plan: str | None) -> None:
+def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> None:
+    """Compares a plan's steps with those of one device; `run` is how they are made, such as without a cache."""
     expected, losses = trained(name, None, sharded=False)
-    found, others = trained(name, plan)
+    found, others = run(name, plan)
     np.testing.assert_allclose(others, losses, rtol=1e-5)
     for one, other in zip(expected, found, strict=True):
         assert_close(one, other)

@@ -18,6 +18,7 @@ from autoshard.sharding.report.summary import (
     memory_rows,
     mesh_sizes,
     mesh_text,
+    padding_texts,
     storage_roles,
     title,
     totals,
@@ -195,4 +196,5 @@ def _notes(plan: Plan) -> list[str]:
         f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: every device repeats the work"
         for name, places in plan.unknown.items()
     ]
-    return [*lines, *(f"note: {note}" for note in plan.notes)]
+    notes = [*lines, *(f"note: {note}" for note in plan.notes)]
+    return [*notes, *(f"padding: {text}" for text in padding_texts(plan))]

@@ -21,6 +21,7 @@ from autoshard.sharding.report.summary import (
     leaf_bytes,
     local_bytes,
     mesh_sizes,
+    padding_text,
     ruled_axes,
     spec_of,
 )
@@ -119,6 +120,8 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     lines.append(f"{INDENT}{names.list(leaf.axes)} -> {spec_text(leaf.spec)}")
     lines += [f"{INDENT}{axis}: {reason}" for axis in sizes for reason in _reasons(plan, leaf, axis, names)]
     lines += [INDENT + line for line in _use(plan, leaf)]
+    own = {name for dim in leaf.axes for name in dim.split("*")}
+    lines += [INDENT + padding_text(plan, p.axis) for p in plan.padding if p.axis in own]
     if leaf.role in ("parameter", "optimizer"):
         lines += [INDENT + line for line in _traffic_lines(plan, group)]
     return lines

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jax import numpy as jnp
 
 from autoshard.sharding.report.text import cut_middle
-from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text
+from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text, time_text
 from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
@@ -235,6 +235,26 @@ def _kinds(memory: Any) -> dict[str, float]:
     if "other" in kinds:  # counters and keys: a line of their own would only be noise
         kinds["data"] = kinds.get("data", 0.0) + kinds.pop("other")
     return kinds
+
+
+def padding_texts(plan: Plan) -> list[str]:
+    """What padding would win, a sentence for each axis."""
+    return [padding_text(plan, p.axis) for p in plan.padding]
+
+
+def padding_text(plan: Plan, axis: str) -> str:
+    """`vocab 50257 is not divisible by 8: padded to 50264 it would be 270 ms (-10 %) and 1.0 GiB less`."""
+    (found,) = [p for p in plan.padding if p.axis == axis]
+    names, here = AxisNames(plan), plan.estimate
+    gain = found.step_time_us / here.step_time_us - 1 if here.step_time_us else 0.0
+    memory = here.peak_memory_bytes - found.peak_memory_bytes
+    text = (
+        f"{names.short(axis)} {found.size} is not divisible by {found.ways}: padded to {found.padded} it would be "
+        f"{time_text(found.step_time_us)} ({100 * gain:+.1f} %) and {bytes_text(abs(memory))} "
+        f"{'less' if memory >= 0 else 'more'}"
+    )
+    fits = "" if plan.fits else f", which fits {bytes_text(plan.limit_bytes)}"
+    return text + fits + (f", by '{found.words}'" if found.words != plan.chosen else "")
 
 
 def exposed_us(plan: Plan) -> float:

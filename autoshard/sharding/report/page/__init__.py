@@ -17,7 +17,7 @@ from autoshard.sharding.report.page.script import DIGEST, SCRIPT
 from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
-from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, title, verdict
+from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, padding_texts, title, verdict
 from autoshard.sharding.report.units import (
     bytes_text,
     line_text,
@@ -114,7 +114,7 @@ def _notes(plan: Plan) -> str:
         "its operands are gathered, and every device repeats the work."
         for name, places in plan.unknown.items()
     ]
-    notes += map(escape, plan.notes)
+    notes += map(escape, [*plan.notes, *padding_texts(plan)])
     for platform, options in plan.compiler_options.items():
         words = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
         if words:

@@ -175,5 +175,9 @@ def _plans(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
     first = table(head, cells[:SHOWN], right, classes[:SHOWN])
     rest = cells[SHOWN:]
     more = folded(f"{len(rest)} more", table(head, rest, right, classes[SHOWN:])) if rest else ""
-    tail = f'<p class="remark">and {len(rows) - len(shown)} more, which are not listed</p>' if len(rows) > len(shown) else ""
+    tail = (
+        f'<p class="remark">and {len(rows) - len(shown)} more, which are not listed</p>'
+        if len(rows) > len(shown)
+        else ""
+    )
     return f"{first}{more}{tail}"
