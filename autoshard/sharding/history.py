@@ -31,6 +31,7 @@ class Tried:
         compute_us: microseconds of compute.
         waits_for: the kind of collective that it waits for longest, empty if for none.
         waits_us: microseconds that it waits for that kind.
+        changed: whether it is a known plan changed by words (`improve`), not one of those that were proposed.
     """
 
     words: str
@@ -39,6 +40,17 @@ class Tried:
     compute_us: float = 0.0
     waits_for: str = ""
     waits_us: float = 0.0
+    changed: bool = False
+
+
+@dataclass(eq=False)
+class Tally:
+    """What a search notes while it goes on: see `Searched`; `changed` are the candidates that `improve` had priced."""
+
+    proposed: int = 0
+    alike: int = 0
+    idle: int = 0
+    changed: list[Candidate] = field(default_factory=list)
 
 
 @shown
@@ -51,7 +63,7 @@ class Searched:
         proposed: the plans that the search began with.
         alike: those of them that lay everything out as an earlier one does.
         idle: those that leave devices without work of their own and are not enough faster for it.
-        tried: those that were priced, the fastest first.
+        tried: those that were priced, the fastest first, and the best of them changed word by word.
     """
 
     variant: Mapping[str, Any] = field(default_factory=dict)
@@ -79,25 +91,28 @@ def traffic(cost: StepCost, hides: Sequence[str]) -> list[tuple[tuple[str, str, 
     return [((kind, axes, size, line), (us, waits)) for (kind, axes, line), (size, us, waits) in ranked]
 
 
-def searched(priced: Sequence[Candidate], counts: Mapping[str, int], hides: Sequence[str]) -> Searched:
+def searched(priced: Sequence[Candidate], tally: Tally, hides: Sequence[str]) -> Searched:
     """The record of one search.
 
     Args:
         priced: the candidates, the fastest first.
-        counts: how many were `proposed`, `alike` and `idle`.
+        tally: what the search noted.
         hides: the kinds of collectives that run beside compute.
     """
-    return Searched({}, counts.get("proposed", len(priced)), counts.get("alike", 0), counts.get("idle", 0),
-                    tuple(_tried(c, hides) for c in priced))  # fmt: skip
+    changed = {id(c.layout) for c in tally.changed}
+    kept = {id(c.layout) for c in priced}  # of what was changed only the best is a candidate
+    rows = [*priced, *(c for c in tally.changed if id(c.layout) not in kept)]
+    tried = sorted((_tried(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
+    return Searched({}, tally.proposed or len(priced), tally.alike, tally.idle, tuple(tried))
 
 
-def _tried(candidate: Candidate, hides: Sequence[str]) -> Tried:
+def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> Tried:
     cost, by_kind = candidate.cost, defaultdict(float)
     for c, us in zip(cost.collectives, waits_us(cost, hides), strict=True):
         by_kind[c.kind] += us
     kind = max(sorted(by_kind), key=lambda k: by_kind[k], default="")
     return Tried(candidate.name, cost.step_time_us, candidate.peak_bytes, cost.compute_us,
-                 kind if by_kind[kind] else "", by_kind[kind])  # fmt: skip
+                 kind if by_kind[kind] else "", by_kind[kind], changed)  # fmt: skip
 
 
 def of_variants(made: Sequence[tuple[Mapping[str, Any], Plan]]) -> tuple[Searched, ...]:

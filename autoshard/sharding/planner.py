@@ -19,7 +19,7 @@ from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.fusion import fuse
-from autoshard.sharding.history import searched, traffic
+from autoshard.sharding.history import Tally, searched, traffic
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.leaves import Leaf, Padding
 from autoshard.sharding.machine import Machine, MeshLike, find_machine, placed
@@ -108,7 +108,7 @@ class Planner:
         self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
-        self.counts: dict[str, int] = {}  # of the search
+        self.tally = Tally()
 
     @property
     def refuses(self) -> bool:
@@ -164,7 +164,7 @@ class Planner:
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.held, self.fixed = held, fixed
         if layouts is None:
-            best, others = self.search(held, fixed, self.counts)
+            best, others = self.search(held, fixed, self.tally)
         else:
             layouts = self.pinned(layouts, held, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
@@ -176,12 +176,12 @@ class Planner:
         return best, others
 
     def search(
-        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], counts: dict[str, int] | None = None
+        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], tally: Tally | None = None
     ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
         pin = partial(self.pinned, held=held, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, counts)  # fmt: skip
+                      self.machine.sizes, pin, tally)  # fmt: skip
 
     def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those of the candidates in which what is fixed can hold, with it written in."""
@@ -299,7 +299,7 @@ class Planner:
             fingerprint=self.traced.fingerprint,
             chosen=best.name,
             candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
-            history=(searched(others, self.counts, hides),),
+            history=(searched(others, self.tally, hides),),
             function=self.traced.name,
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit,

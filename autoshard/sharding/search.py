@@ -18,6 +18,7 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost, best_laying
+from autoshard.sharding.history import Tally
 from autoshard.sharding.improve import improved
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
@@ -56,7 +57,7 @@ def search(
     limit: float,
     mesh: Mapping[str, int] | None = None,
     pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
-    counts: dict[str, int] | None = None,
+    tally: Tally | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """The best layout, and all that were priced, best first.
 
@@ -69,8 +70,7 @@ def search(
         limit: bytes of one device.
         mesh: mesh axis -> size if the mesh is given; it is never split further.
         pin: writes what the user fixed into the layouts, and gives back those in which it holds.
-        counts: is told how many were `proposed`, how many mean what an earlier one does, `alike`, and how many were
-            left out as `idle`.
+        tally: takes down how many were proposed and left out, and what the best were changed into.
 
     Returns:
         The candidate to use (if none fits, the one of the smallest peak) and every candidate.
@@ -85,16 +85,19 @@ def search(
             first.setdefault((layout.effect(), tuple(layout.pins.items())), (name, layout))
         layouts = list(first.values())
     priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
-    if counts is not None:
-        left = proposed - len(priced)
-        counts |= {"proposed": proposed, "alike": cutting - len(layouts), "idle": left - cutting + len(layouts)}
+    tally = tally or Tally()
+    tally.proposed, tally.alike = proposed, cutting - len(layouts)
+    tally.idle = proposed - tally.alike - len(priced)
 
     def tried(name: str, layout: Layout) -> Candidate | None:
         try:
             useful = layout.cuts() and not layout.idle() and pin([(name, layout)])
         except FixedError:  # what is fixed cannot hold there
             return None
-        return price(name, layout, cost, memory) if useful else None
+        if not useful:
+            return None
+        tally.changed.append(price(name, layout, cost, memory))
+        return tally.changed[-1]
 
     known = sorted(priced, key=lambda c: (not c.fits(limit), _time(c) if c.fits(limit) else c.peak_bytes))
     priced += improved(known, tried, limit)

@@ -45,7 +45,8 @@ def memory_section(plan: Plan) -> str:
     drawn = stack(parts, scale, label, limit or None)
     free = f"{bytes_text(limit - peak)} free" if limit and limit >= peak else ""
     over = f'<span class="bad">{bytes_text(peak - limit)} too much</span>' if limit and peak > limit else ""
-    scale_text = f'<p class="ends"><span>0</span><span>{"limit " + bytes_text(limit) if limit else ""}</span></p>'
+    end = f"limit {bytes_text(limit)}" if limit >= peak else f"{bytes_text(peak)}; red: the limit, {bytes_text(limit)}"
+    scale_text = f'<p class="ends"><span>0</span><span>{end if limit else ""}</span></p>'
     cells = [
         [key(_memory_class(kind)) + escape(kind), bytes_text(here), percent_text(here, peak),
          "-" if there is None else bytes_text(there)]

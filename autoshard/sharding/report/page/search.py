@@ -69,12 +69,14 @@ def _rows(plan: Plan, history: Sequence[Searched]) -> Iterator[Row]:
 def _story(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
     proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
     fit = sum(r.fits for r in rows)
-    words = f"{len(rows)} plans were priced"
+    changed = sum(r.tried.changed for r in rows)
+    words = f"{len(rows) - changed} plans were priced"
     words += f" over {len(history)} variants of the step" if len(history) > 1 else ""
     left = [f"{alike} that lay everything out as another does" if alike else "",
             f"{idle} that leave devices without work" if idle else ""]  # fmt: skip
     if any(left):
         words += f", of {proposed} proposed (without {' and '.join(filter(None, left))})"
+    words += f". The best were changed word by word, {changed} times" if changed else ""
     words += f"; {fit} fit {bytes_text(plan.limit_bytes)}" if plan.limit_bytes else ""
     kind = "fastest of those" if plan.limit_bytes and fit else "smallest" if plan.limit_bytes else "fastest"
     variant = f", {variant_text(plan.variant)}," if plan.variant else ""
@@ -88,6 +90,8 @@ def lost(plan: Plan, tried: Tried) -> str:
         return f"does not fit: {bytes_text(tried.peak_bytes - plan.limit_bytes)} too much"
     if abs(tried.step_time_us - here.step_time_us) <= TIE * here.step_time_us:
         return f"as fast, to {100 * TIE:g} %"
+    if tried.step_time_us < here.step_time_us and tried.changed:
+        return "faster by repeating work, or by too little for a plan that has no name"
     if tried.step_time_us < here.step_time_us:
         return "faster by the estimate, not as compiled" if plan.audits else "faster by the estimate"
     if not tried.compute_us:
@@ -171,5 +175,9 @@ def _plans(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
     first = table(head, cells[:SHOWN], right, classes[:SHOWN])
     rest = cells[SHOWN:]
     more = folded(f"{len(rest)} more", table(head, rest, right, classes[SHOWN:])) if rest else ""
-    tail = f'<p class="remark">and {len(rows) - len(shown)} slower ones</p>' if len(rows) > len(shown) else ""
+    tail = (
+        f'<p class="remark">and {len(rows) - len(shown)} more, which are not listed</p>'
+        if len(rows) > len(shown)
+        else ""
+    )
     return f"{first}{more}{tail}"
