@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all lint format bench bench-plans lock clean
+.PHONY: help setup dev train test quick test-all lint format golden bench bench-plans lock clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -50,6 +50,9 @@ lint: $(DEV_STAMP) ## ruff check, ruff format --check, pyright.
 format: $(DEV_STAMP) ## Let ruff format the code and mend what it can.
 	@$(BIN)/ruff check --fix --quiet
 	@$(BIN)/ruff format --quiet
+
+golden: $(DEV_STAMP) ## Keep the benchmark's plans as they are now: ARGS="gpt-1.3b --keep-variant" for some, or without a search of variants.
+	@$(CPU8) $(BIN)/python -m tests.golden.refresh $(ARGS)
 
 bench: $(DEV_STAMP) ## Run the benchmarks: BENCH="dispatch step_ratio" for some of them.
 	@for name in $(BENCH); do echo "== $$name"; $(CPU8) $(BIN)/python benchmarks/$$name.py || exit 1; done

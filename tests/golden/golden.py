@@ -1,0 +1,124 @@
+"""What is kept of a plan, so that a change of it is a difference that a person can read.
+
+A file for each case of the benchmark: the words, variant, mesh and axes of the plan, the sharding of every kind of
+input, what moves over which mesh axes, time and memory to three digits. Another JAX traces other equations for the
+same step, so times are those of the JAX that requirements.lock has for Python 3.11.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from autoshard import Plan, plan
+from autoshard.sharding.report.summary import by_role, mesh_sizes
+from autoshard.sharding.report.units import bytes_text, spec_text, time_text
+from autoshard.train.build import workload_step
+
+FOLDER = Path(__file__).resolve().parent / "plans"
+ROOT = FOLDER.parent.parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
+
+from expert_plans import CASES, Case  # noqa: E402
+
+__all__ = ["CASES", "Case", "best_variant", "is_locked_jax", "planned", "stored", "summary", "text", "variant_rows"]
+
+
+@cache
+def planned(name: str, remat: str, microbatches: int) -> Plan:
+    """The plan of a case's step under a variant."""
+    case = CASES[name]
+    step, state, batch = workload_step(case.variant(remat), microbatches)
+    return plan(step, state, batch, target=case.target, donate_argnums=0)
+
+
+def summary(made: Plan, variant: Sequence[Any]) -> dict[str, Any]:
+    """What is kept of a plan."""
+    found = made.estimate
+    return {
+        "target": made.target,
+        "variant": list(variant),
+        "words": made.chosen,
+        "fits": made.fits,
+        "mesh": mesh_sizes(made),
+        "laid": {a: " ".join(f"{d}:{n}/{s}" for d, n, s in where) for a, where in made.placing.items()},
+        "cuts": {axis: ", ".join(names) for axis, names in made.axis_rules.items()},
+        "storage": {role: ", ".join(axes) for role, axes in made.storage.items()},
+        "sizes": {name: size for name, size in made.axis_sizes.items() if "/" not in name},
+        "inputs": _inputs(made),
+        "traffic": _traffic(made),
+        "time": {
+            "step": time_text(found.step_time_us),
+            "compute": time_text(found.compute_us),
+            "communication": time_text(found.comm_us),
+        },
+        "memory": {"peak": bytes_text(found.peak_memory_bytes)}
+        | {kind: bytes_text(size) for kind, size in found.memory_bytes.items() if size >= 2**20},
+        "notes": [*made.notes, *(f"{p.axis} {p.size} padded to {p.padded}: {p.words}" for p in made.padding)],
+    }
+
+
+def _inputs(made: Plan) -> dict[str, list[str]]:
+    """By role the sharding of every kind of input, with an example of it and how many there are."""
+    found: dict[str, list[str]] = {}
+    for role, groups in by_role(made):
+        for group in groups:
+            leaf = group.first
+            axes = ", ".join(name.rpartition("/")[2] for name in leaf.axes)
+            row = f"{leaf.path}: [{axes}] -> {spec_text(leaf.spec)}, {leaf.dtype}, x{len(group.leaves)}"
+            found.setdefault(role, []).append(row)
+    return {role: sorted(rows) for role, rows in found.items()}
+
+
+def _traffic(made: Plan) -> dict[str, str]:
+    """Bytes that leave each device in a step, by kind and mesh axes, without what is less than a thousandth."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for kind, axes, size, _ in made.traffic:
+        found[f"{kind} over {axes}"] += size
+    least = sum(found.values()) / 1000
+    return {name: bytes_text(size) for name, size in sorted(found.items()) if size >= least}
+
+
+def variant_rows(name: str) -> dict[str, str]:
+    """What the planner makes of each variant of a case: words, time and memory."""
+    rows = {}
+    for remat, microbatches in CASES[name].variants:
+        made = planned(name, remat, microbatches)
+        words = f"{made.chosen}: {time_text(made.estimate.step_time_us)}, {bytes_text(made.estimate.peak_memory_bytes)}"
+        rows[f"{remat} {microbatches}"] = words + ("" if made.fits else ", does not fit")
+    return rows
+
+
+def best_variant(name: str) -> tuple[str, int]:
+    """The variant of the fastest plan that fits; the first of those that tie."""
+
+    def order(variant: tuple[str, int]) -> tuple[bool, float]:
+        made = planned(name, *variant)
+        return not made.fits, made.estimate.step_time_us
+
+    return min(CASES[name].variants, key=order)
+
+
+def stored(name: str) -> dict[str, Any]:
+    """The golden plan of a case."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def text(data: Mapping[str, Any]) -> str:
+    """A golden plan as its file has it."""
+    return json.dumps(data, indent=1) + "\n"
+
+
+def is_locked_jax() -> bool:
+    """Whether this is the JAX that golden plans are made with."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    (locked,) = [line for line in lines if line.startswith("jax==") and 'python_version >= "3.12"' not in line]
+    return version("jax") == locked.partition("==")[2].split()[0]

@@ -1,0 +1,43 @@
+"""Plans the benchmark's cases anew and keeps what comes of it; `git diff` shows what has changed.
+
+    python -m tests.golden.refresh [CASE ...] [--keep-variant]
+
+With `--keep-variant` only the variant that is kept is planned again, not all of them to find the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+
+from autoshard.errors import AutoshardWarning
+from tests.golden.golden import CASES, FOLDER, best_variant, planned, stored, summary, text, variant_rows
+
+
+def refresh(name: str, keep_variant: bool) -> str:
+    """Writes the golden plan of a case; what is now chosen."""
+    if keep_variant:
+        before = stored(name)
+        variant, rows = before["variant"], before["variants"]
+    else:
+        variant, rows = best_variant(name), variant_rows(name)
+    made = planned(name, *variant)
+    (FOLDER / f"{name}.json").write_text(text(summary(made, variant) | {"variants": rows}))
+    return f"{made.chosen}, {variant[0]}, {variant[1]}"
+
+
+def main() -> None:
+    """Refreshes the cases that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("--keep-variant", action="store_true", help="plan only the variant that is kept")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", AutoshardWarning)  # of variants that do not fit
+    for name in given.cases or CASES:
+        start = time.perf_counter()
+        print(f"{name}: {refresh(name, given.keep_variant)} ({time.perf_counter() - start:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Every case of the benchmark is planned as before; `make golden` keeps what is meant to change."""
+
+import difflib
+import warnings
+
+import pytest
+
+from autoshard.errors import AutoshardWarning
+from tests.golden.golden import CASES, FOLDER, best_variant, is_locked_jax, planned, stored, summary, text, variant_rows
+
+LONG = ("mixtral-8x7b", "moe-2.4b", "moe-10b", "wide-resnet-250m", "wide-resnet-1b", "vit-l16")  # over 4 s each
+
+TIMED = ("time", "variants")  # what depends on how a JAX version traces the derivative of a gelu, and nothing else does
+
+
+def check(name, now):
+    """Compares with what is kept; under a JAX that is not the locked one without times."""
+    kept, left_out = stored(name), () if is_locked_jax() else TIMED
+    before, after = ([*text({k: v for k, v in x.items() if k not in left_out}).splitlines()] for x in (kept, now))
+    changed = [line.rstrip() for line in difflib.unified_diff(before, after, f"{name}, kept", f"{name}, now", n=1)]
+    if changed:
+        pytest.fail("\n".join(["the plan has changed (`make golden` keeps it):", *changed]), pytrace=False)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CASES])
+def test_the_plan_is_as_before(name):
+    kept = stored(name)
+    check(name, summary(planned(name, *kept["variant"]), kept["variant"]) | {"variants": kept["variants"]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_variant_is_as_before(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)  # of variants that do not fit
+        variant = best_variant(name)
+        check(name, summary(planned(name, *variant), variant) | {"variants": variant_rows(name)})
+
+
+def test_every_case_is_kept_and_nothing_else():
+    assert {file.stem for file in FOLDER.glob("*")} == set(CASES)
+    assert sum(file.stat().st_size for file in FOLDER.glob("*")) < 2**20
