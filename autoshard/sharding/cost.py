@@ -79,7 +79,7 @@ class Collective:
 
 @dataclass(eq=False)
 class Waiting:
-    """Arrays that a device holds besides its own: gathered for operators, behind one and yet to be scattered, or inside.
+    """Arrays that a device holds besides its own: gathered for operators, behind one to be scattered, or inside.
 
     Attributes:
         nbytes: bytes of each of them.
