@@ -27,7 +27,7 @@ from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.tracing import trace
 from autoshard.train.build import workload_step
 
-MODEL, RUNS, TIMEOUT_S = "llama3-8b", 3, 600
+MODEL, RUNS, TIMEOUT_S = "llama3-8b", 2, 600
 SMALL, LARGE = "v5p:4x4x4", "v5p:8x8x8"
 LIMIT_BYTES = 2e9
 

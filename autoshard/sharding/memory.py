@@ -118,14 +118,15 @@ class MemoryModel:
 
     def _local(self, layout: Layout) -> np.ndarray:
         """The bytes of each value on one device."""
-        kinds = self._kinds_under(frozenset(layout.pins))
+        kinds = self.kinds(layout)
         ways = np.array([layout.ways(axes_of(home(layout, v))) for v in kinds.examples])
         local = np.zeros_like(self.whole)
         local[kinds.values] = self.whole[kinds.values] / ways[kinds.numbers]
         return local
 
-    def _kinds_under(self, pinned: frozenset[int]) -> Kinds:
-        """The kinds of the values that have a size, where these inputs are pinned."""
+    def kinds(self, layout: Layout) -> Kinds:
+        """The kinds of the values that have a size; those that a layout pins are kinds of their own."""
+        pinned = frozenset(layout.pins)
         if pinned not in self._kinds:
             self._kinds[pinned] = find_kinds(self.axes, self.roles, self.sized, pinned)
         return self._kinds[pinned]
