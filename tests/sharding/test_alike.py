@@ -52,7 +52,7 @@ def test_each_value_counts_where_it_is(words, pinned):
     local = model._local(where)
     for v in model.sized:
         ways = where.ways(a for dim in home(where, v) for a in dim)
-        size = nbytes(planner().program.avals[v]) * planner().fusion.narrow.get(v, 1.0)
+        size = nbytes(planner().program.avals[v]) * planner().cost.fusion.narrow.get(v, 1.0)
         assert local[v] == size / ways
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_priced_moves_nothing_anywhere(words):
     left = [op for number, op in enumerate(made.program.ops()) if op.rule is not None and number not in priced]
     assert len(left) > 50
     for op in left:
-        assert id(op) not in made.fusion.kernels
+        assert id(op) not in made.cost.fusion.kernels
         assert not decides(op)
         specs = [home(where, v) if v >= 0 else () for v in op.operands]
         assert made.cost._plain_moves(op, where.mesh, specs, [wanted(where, op, v) for v in op.results]) == ()
