@@ -294,8 +294,9 @@ def collective(
     ahead: bool = False,
 ) -> Collective:
     """A collective as XLA does it where its axes lie."""
-    kind, local = laying.topology.compiled(asked, laying.over(axes), local_bytes)
-    wire = sent(kind, math.prod(p.size for p in laying.over(axes))) * local
+    kind, more, devices = laying.compiled(asked, axes)
+    local = local_bytes * more
+    wire = sent(kind, devices) * local
     time = laying.time_us(kind, axes, local) * count
     return Collective(kind, axes, asked, local_bytes, wire, count, time, line, ahead)
 

@@ -20,6 +20,7 @@ def test_ratios_and_limits():
         {"scanned, lowered": lowered, "32 unrolled layers, lowered": lowered}
         | {"scanned, 64 chips": plan(3.0), "scanned, 512 chips": plan(4.5)}
         | {"32 unrolled layers, 64 chips": plan(4.5), "32 unrolled layers, 512 chips": plan(10.0)}
+        | {"32 unrolled layers, 512 chips, 1024 rows": plan(8.1)}
         | {"128 unrolled layers, 64 chips": plan(18.0, peak=2.5e9)}
     )
     found = {row.name: (row.value, row.verdict) for row in rows if row.target is not None}
@@ -30,5 +31,6 @@ def test_ratios_and_limits():
         "128 unrolled layers / 32": (4.0, "met"),
         "512 chips / 64, scanned": (1.5, "met"),
         "512 chips / 64, 32 unrolled layers": (10.0 / 4.5, "missed"),
+        "512 chips / 64, 8 times the rows": (8.1 / 4.5, "met"),
         "peak memory of the largest process": (2.5, "missed"),
     }
