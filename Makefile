@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
-BENCH ?= dispatch step_ratio state_memory planning_time propagate_time
+BENCH ?= dispatch step_ratio state_memory planning_time planning_scale propagate_time
 OLD ?= python3.11
 NEW ?= python3.12
 

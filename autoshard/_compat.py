@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen, nnx
 from flax.linen import spmd as linen_spmd
 from jax import lax
@@ -360,7 +361,7 @@ def auto_axes() -> Iterator[None]:
 
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is one of JAX's own (a typed random key)."""
-    return dtypes.issubdtype(dtype, dtypes.extended)
+    return not isinstance(dtype, np.dtype) and dtypes.issubdtype(dtype, dtypes.extended)
 
 
 def element_shape(dtype: Any) -> tuple[int, ...]:

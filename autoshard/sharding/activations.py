@@ -1,11 +1,11 @@
 """What a step makes of its batch, and of its gradients, for people to see: shapes, shardings, how much of it is held.
 
-Values that a layout tells apart by nothing (`memory`) are one row; what XLA computes inside its users is none.
+Values that a layout tells apart by nothing (`alike`) are one row; what XLA computes inside its users is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,10 @@ def activations(memory: MemoryModel, layout: Layout, names: Callable[[int], tupl
         layout: where its values lie.
         names: the logical axes of a value's dimensions.
     """
-    kinds = _kinds(memory)
+    alike = memory.kinds(layout)
+    kind_of = dict(zip(alike.values.tolist(), alike.numbers.tolist(), strict=True))
+    kinds = _kinds(memory, kind_of)
     held: dict[int, float] = dict.fromkeys(kinds, 0.0)
-    kind_of = dict(zip(memory.everything.tolist(), memory.kind.tolist(), strict=True))
     for value, size in memory.at_peak(layout):
         if kind_of[value] in held:
             held[kind_of[value]] += size
@@ -56,11 +57,10 @@ def activations(memory: MemoryModel, layout: Layout, names: Callable[[int], tupl
     return tuple(found[key] for key in ranked[:SHOWN])
 
 
-def _kinds(memory: MemoryModel) -> dict[int, _Kind]:
+def _kinds(memory: MemoryModel, kind_of: Mapping[int, int]) -> dict[int, _Kind]:
     """The kinds of values that are activations or gradients, in the order in which the program makes them."""
     program, batch, gradients = memory.axes.program, memory.roles.batch, memory.roles.gradients
     kept = set(memory.keep.tolist())
-    kind_of = dict(zip(memory.everything.tolist(), memory.kind.tolist(), strict=True))
     found: dict[int, _Kind] = {}
     for op in program.ops():
         for v in op.results:

@@ -7,6 +7,7 @@ people.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,19 +97,19 @@ def _merge_alike(found: LogicalAxes) -> LogicalAxes:
     refinement). Classes of one colour become one, unless two of them stand in one value.
     """
     colour: list[int] = list(found.sizes)
-    operators = [
+    operators = Counter(  # those of a layer are many, and most of them stand beside others with the same classes
         ((op.name, id(op.rule)), tuple(factors.items()))
         for op, factors in zip(found.program.ops(), found.of_op, strict=True) if factors
-    ]  # fmt: skip
+    )  # fmt: skip
     for _ in range(REFINEMENTS):
         seen: list[dict[int, int]] = [{} for _ in colour]
         palette: dict[Any, int] = {}
-        for key, factors in operators:
-            around = tuple(tuple(colour[c] for c in classes) for _, classes in factors)
+        for (key, factors), times in operators.items():
+            around = tuple([tuple([colour[c] for c in classes]) for _, classes in factors])
             for name, classes in factors:
                 for part, c in enumerate(classes):
                     use = palette.setdefault((key, around, name, part), len(palette))
-                    seen[c][use] = seen[c].get(use, 0) + 1
+                    seen[c][use] = seen[c].get(use, 0) + times
         shades: dict[Any, int] = {}
         colour = [
             shades.setdefault((colour[c], c in found.stacked, frozenset(seen[c].items())), len(shades))

@@ -18,28 +18,30 @@ goes to another one of the same tensor.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
-from autoshard import _compat
+import numpy as np
+
 from autoshard._shown import shown
+from autoshard.sharding.alike import Group, Kinds, Taken, find_groups, find_kinds
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.sharding.decide import decides, declared, home, regathers, strategy_at, wanted
-from autoshard.sharding.fusion import Fusion, Kernel
+from autoshard.sharding.decide import ONCE_UPDATED, decides, declared, regathers, strategy_at
+from autoshard.sharding.fusion import Fusion
 from autoshard.sharding.inside import Inside, inside
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.roles import Roles, itemsize, nbytes
+from autoshard.sharding.nameless import Nameless, Names, Values
+from autoshard.sharding.roles import Roles, nbytes
 from autoshard.sharding.strategy import Move, Strategy
 from autoshard.sharding.targets import Target
 from autoshard.sharding.topology import Laying, layings
 from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.sharding.work import products
 from autoshard.spmdrules.place import ReshardKind, Spec, sent, ways
-from autoshard.spmdrules.program import Block, Op
+from autoshard.spmdrules.program import Op
 from autoshard.spmdrules.rule import Rule
 
 HIDING = 0.9  # the part of a step's compute that can hide traffic
@@ -80,10 +82,26 @@ class Collective:
 @shown
 @dataclass(eq=False)
 class Waiting:
-    """Bytes on a device of what is gathered for operators (by identity), waits behind one, or is held inside one."""
+    """Arrays that a device holds besides its own: gathered for operators, behind one to be scattered, or inside.
+
+    Attributes:
+        nbytes: bytes of each of them.
+        first: for each of them, the first operator that has it, counted as in `Program.ops`.
+        last: for each of them, the last one.
+    """
 
     nbytes: float
-    ops: list[int]
+    first: np.ndarray
+    last: np.ndarray
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one run of an operator costs: the time of its kernel, what moves, and the bytes that it holds inside."""
+
+    time_us: float
+    moves: tuple[Move, ...]
+    held_bytes: float = 0.0
 
 
 @shown
@@ -99,23 +117,6 @@ class StepCost:
     waiting: tuple[Waiting, ...] = field(default=(), repr=False)
 
 
-@dataclass(eq=False)
-class Group:
-    """Operators with the same rule, shapes and classes: one of them stands for all."""
-
-    op: Op
-    kernel: Kernel | None
-    runs: float
-    # at each operand: what it is of and in which loop -> the operators that take it, by identity
-    takers: list[dict[tuple[int, int], list[int]]] = field(default_factory=list)
-    members: list[int] = field(default_factory=list)  # its operators, by identity
-
-    @property
-    def count(self) -> int:
-        """How many operators it stands for."""
-        return len(self.members)
-
-
 class CostModel:
     """Prices layouts of one program on one target; what two layouts share is priced once."""
 
@@ -124,77 +125,75 @@ class CostModel:
     ):
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion = fusion
-        self.groups = group(axes, roles, fusion)
-        self._memo: dict[Any, tuple[float, tuple[Move, ...], float]] = {}
+        self.groups = find_groups(axes, roles, fusion)
+        self.values = Values(axes, roles, self.groups)
+        self._updated: dict[frozenset[int], Kinds] = {}
+        self._memo: dict[Any, Price] = {}
 
     def __call__(self, layout: Layout) -> StepCost:
         """The cost of one step under `layout`."""
         compute, collectives = 0.0, []
         there: dict[Any, Waiting] = {}  # what is moved already: one gather serves all that take it
+        named, laying = Nameless(layout, self.values), self.target.lay(layout.mesh)
         for number, g in enumerate(self.groups):
-            time, moves, held = self._price(number, g, layout)
-            compute += time * g.runs
-            if held:
-                there |= {("inside", op): Waiting(held, [op]) for op in g.members}
-            for move in moves:
-                new = g.count
+            price, names = self._price(number, g, named)
+            compute += price.time_us * g.runs
+            if price.held_bytes:
+                there["inside", number] = Waiting(price.held_bytes, g.members, g.members)
+            for move in price.moves:
+                new, axes = g.count, tuple(a for name in move.axes for a in names[name])
                 if move.array >= 0:
-                    new = self._share(there, move, g.takers[move.array])
+                    new = self._share(there, move, axes, g.taken[move.array])
                 elif move.kind == "reduce-scatter":
-                    there |= {("reduced", op, move.array): Waiting(move.local_bytes, [op]) for op in g.members}
+                    there["reduced", number, move.array] = Waiting(move.local_bytes, g.members, g.members)
                 if new:
-                    collectives.append(self._collective(layout, g.op, move, g.runs * new / g.count))
+                    runs, ahead = g.runs * new / g.count, self._is_ahead(g.op, move)
+                    collectives.append(collective(laying, move.kind, axes, move.local_bytes, runs, g.line, ahead))
         collectives += self._state_moves(layout)
         return replace(summed(compute, collectives, self.target.chip.hides), waiting=tuple(there.values()))
 
-    def _share(self, there: dict[Any, Waiting], move: Move, takers: Mapping[tuple[int, int], list[int]]) -> int:
+    def _share(self, there: dict[Any, Waiting], move: Move, axes: tuple[str, ...], taken: Sequence[Taken]) -> int:
         """How many of the values that a group needs moved are not there yet; notes who takes them."""
         new, extra = 0, move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
-        for what, ops in takers.items():
-            found = there.get((move.kind, move.axes, what))
+        for some in taken:
+            found = there.get((move.kind, axes, some.number))
             if found is None:
-                there[move.kind, move.axes, what] = Waiting(extra, list(ops))
-                new += 1
+                there[move.kind, axes, some.number] = Waiting(extra, some.first, some.last)
+                new += len(some.first)
             else:
-                found.ops.extend(ops)
+                found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)
         return new
 
-    def _collective(self, layout: Layout, op: Op, move: Move, runs: float) -> Collective:
-        line, value = (
-            _compat.source_line(op.eqn),
-            (op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]),
-        )
-        ahead = value in self._state_values or value in self.roles.gradients
-        return collective(self.target.lay(layout.mesh), move.kind, move.axes, move.local_bytes, runs, line, ahead)
+    def _is_ahead(self, op: Op, move: Move) -> bool:
+        """Whether a collective moves parameters or gradients, for which nothing that is computed meanwhile waits."""
+        value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
+        return value in self._state_values or value in self.roles.gradients
 
     @cached_property
     def _state_values(self) -> set[int]:
         return {*self.axes.held, *self.axes.program.inputs}
 
-    def _price(self, number: int, g: Group, layout: Layout) -> tuple[float, tuple[Move, ...], float]:
-        """The time of one run of a group's kernel, what moves, and the bytes that it holds inside.
+    def _price(self, number: int, g: Group, named: Nameless) -> tuple[Price, Names]:
+        """What one run of a group's operator costs, and the mesh axes behind the numbers in its moves.
 
         It depends on which dimensions are cut how many ways, not on the names of mesh axes.
         """
-        op = g.op
-        specs = [home(layout, v) if v >= 0 else () for v in op.operands]
-        outs = [wanted(layout, op, v) for v in op.results]
-        memory = [home(layout, v) for v in (*g.kernel.reads, *g.kernel.writes)] if g.kernel else []
-        names, mesh, plain = _nameless([*specs, *outs, *memory], layout.mesh)
-        key = (number, plain, tuple(mesh.items()))
+        names, mesh, specs = named(self.values.of_group[number])
+        key = (number, specs, tuple(mesh.items()))
         found = self._memo.get(key)
         if found is None:
-            places, wishes = plain[: len(specs)], plain[len(specs) : len(specs) + len(outs)]
-            found = self._memo[key] = self._price_new(g, mesh, places, wishes, plain[len(specs) + len(outs) :])
-        time, moves, held = found
-        return time, tuple(replace(m, axes=tuple(a for name in m.axes for a in names[name])) for m in moves), held
+            operands = len(g.op.operands)
+            results = operands + len(g.op.results)
+            found = self._price_new(g, mesh, specs[:operands], specs[operands:results], specs[results:])
+            self._memo[key] = found
+        return found, names
 
     def _price_new(
         self, g: Group, mesh: Mapping[str, int], specs: Sequence[Spec], outs: Sequence[Spec], memory: Sequence[Spec]
-    ) -> tuple[float, tuple[Move, ...], float]:
+    ) -> Price:
         op, chip = g.op, self.target.chip
         if not decides(op):
-            return self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs), 0.0
+            return Price(self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs))
         plan = strategy_at(op, specs, outs, mesh, self.target.flops_per_byte)
         assert op.rule is not None
         if within := self._inside(op, plan, mesh):
@@ -208,7 +207,7 @@ class CostModel:
                 shards *= filled(op.rule, plan, mesh, chip.tile)
             busy = sum(flops / (chip.peak(size) * PEAK_REACHED) for size, flops in work.items())
             time = max(time, busy / shards * 1e6)
-        return time, plan.moves, within.held_bytes if within else 0.0
+        return Price(time, plan.moves, within.held_bytes if within else 0.0)
 
     def _inside(self, op: Op, plan: Strategy, mesh: Mapping[str, int]) -> Inside | None:
         """What a declared operator does on one shard; None of any other."""
@@ -269,14 +268,24 @@ class CostModel:
         return found
 
     def _state_moves(self, layout: Layout) -> list[Collective]:
-        found = []
-        for move in regathers(layout, [source for source, _ in self.state]):
+        updated = self._updated_under(frozenset(layout.pins))
+        laying, early, once = self.target.lay(layout.mesh), [], {}
+        for move in regathers(layout, updated.examples):
             local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
             line = f"parameters, {move.when}"
-            found.append(
-                collective(self.target.lay(layout.mesh), "all-gather", move.axes, local, 1.0, line, ahead=True)
-            )
-        return found
+            made = collective(laying, "all-gather", move.axes, local, 1.0, line, ahead=True)
+            if move.when == ONCE_UPDATED:
+                once[move.value] = made
+            else:
+                early.append(made)
+        of_kind = [once.get(v) for v in updated.examples]
+        return early + [made for kind in updated.numbers.tolist() if (made := of_kind[kind]) is not None]
+
+    def _updated_under(self, pinned: frozenset[int]) -> Kinds:
+        """The kinds of the inputs that come back changed, where these are pinned."""
+        if pinned not in self._updated:
+            self._updated[pinned] = find_kinds(self.axes, self.roles, [source for source, _ in self.state], pinned)
+        return self._updated[pinned]
 
 
 def collective(
@@ -289,8 +298,9 @@ def collective(
     ahead: bool = False,
 ) -> Collective:
     """A collective as XLA does it where its axes lie."""
-    kind, local = laying.topology.compiled(asked, laying.over(axes), local_bytes)
-    wire = sent(kind, math.prod(p.size for p in laying.over(axes))) * local
+    kind, more, devices = laying.compiled(asked, axes)
+    local = local_bytes * more
+    wire = sent(kind, devices) * local
     time = laying.time_us(kind, axes, local) * count
     return Collective(kind, axes, asked, local_bytes, wire, count, time, line, ahead)
 
@@ -330,43 +340,6 @@ def best_laying(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tupl
     return best
 
 
-def _nameless(
-    specs: Sequence[Spec], mesh: Mapping[str, int]
-) -> tuple[dict[str, tuple[str, ...]], dict[str, int], tuple[Spec, ...]]:
-    """Specs with mesh axes numbered in mesh order, those that always stand one behind the other as one.
-
-    Returns:
-        number -> the axes that it stands for; number -> size; the specs.
-    """
-    after: dict[str, str | None] = {}
-    before: dict[str, str | None] = {}
-    for spec in specs:
-        for dim in spec:
-            previous = None
-            for axis in dim:
-                if before.setdefault(axis, previous) != previous:
-                    before[axis] = None
-                if previous is not None and after.setdefault(previous, axis) != axis:
-                    after[previous] = None
-                previous = axis
-            if previous is not None and after.setdefault(previous, None) is not None:
-                after[previous] = None
-    head: dict[str, str] = {}
-    chains: dict[str, list[str]] = {}
-    for axis in mesh:  # an axis that follows another in every spec stands later in the mesh, too
-        if axis in before:
-            leader = before[axis]
-            joined = leader in head and after.get(leader) == axis
-            head[axis] = head[leader] if joined and leader is not None else axis
-            chains.setdefault(head[axis], []).append(axis)
-    number = {axis: str(i) for i, axis in enumerate(chains)}
-    return (
-        {number[axis]: tuple(chain) for axis, chain in chains.items()},
-        {number[axis]: math.prod(mesh[a] for a in chain) for axis, chain in chains.items()},
-        tuple(tuple(tuple(number[a] for a in dim if a in number) for dim in spec) for spec in specs),
-    )
-
-
 def filled(rule: Rule, plan: Strategy, mesh: Mapping[str, int], tile: int) -> float:
     """The part of the matrix unit's tiles that one shard of a contraction fills.
 
@@ -385,50 +358,3 @@ def filled(rule: Rule, plan: Strategy, mesh: Mapping[str, int], tile: int) -> fl
         math.prod(max((rule.factor(f).size or 1) // cut.get(f, 1), 1) for f in side) for side in sides.values()
     )
     return math.prod(n / (-(-n // tile) * tile) for n in sizes[:2])
-
-
-def group(axes: LogicalAxes, roles: Roles, fusion: Fusion) -> list[Group]:
-    """The operators of a program, those that no layout can tell apart counted together."""
-    groups: dict[Any, Group] = {}
-    held, inputs, avals = axes.held, set(axes.program.inputs), axes.program.avals
-
-    def place(v: int) -> Any:
-        """What a layout tells values apart by."""
-        return (
-            None if v < 0 else (axes.of_value[v], v in roles.gradients, axes.of_value[held[v]] if v in held else None)
-        )
-
-    for op, block in in_loops(axes.program.block):
-        if op.rule is None:
-            continue
-        kernel = fusion.kernels.get(id(op))
-        values = tuple(place(v) for v in (*op.operands, *op.results))
-        memory: Any = None
-        if kernel is not None:
-            values_there = (*kernel.reads, *kernel.writes)
-            memory = Counter((place(v), itemsize(avals[v]), v in inputs, v in fusion.near) for v in values_there)
-            memory = frozenset(memory.items())
-        key = (op.name, id(op.rule), values, memory, tuple(v in inputs for v in op.operands[:3]))
-        g = groups.setdefault(key, Group(op, kernel, 0.0, [{} for _ in op.operands]))
-        g.runs += op.trips
-        g.members.append(id(op))
-        for takers, v in zip(g.takers, op.operands, strict=True):
-            takers.setdefault((held.get(v, v), block), []).append(id(op))
-    return [g for g in groups.values() if _costs(g, axes, roles)]
-
-
-def _costs(g: Group, axes: LogicalAxes, roles: Roles) -> bool:
-    """Whether any layout has to pay for an operator: it is a kernel, decides, or passes activations on."""
-    if g.kernel is not None or decides(g.op):
-        return True
-    return any(roles.batch in dim for v in g.op.results for dim in axes.of_value[v])
-
-
-def in_loops(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:
-    """Every operator, in the order of `Program.ops`, with the number of the loop, branch or remat that it stands in."""
-    counter = count(1) if counter is None else counter
-    for op in block.ops:
-        yield op, number
-        for inner in op.blocks:
-            own = op.name.startswith("remat") or op.results != inner.outputs
-            yield from in_loops(inner, next(counter) if own else number, counter)

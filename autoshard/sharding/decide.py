@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
+from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.oracle_faults import SPOILED, Cut, known_fault
-from autoshard.sharding.roles import nbytes
+from autoshard.sharding.roles import Roles, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose
 from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.sharding.work import flops_of
@@ -23,6 +24,7 @@ from autoshard.spmdrules.rule import Dims, Rule
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # XLA does not gather what these need whole: the compiled program fails, or counts an initial value on every shard.
 UNABLE = ("fft", "reduce", "reduce_window")
+ONCE_UPDATED = "once updated"
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 
 
@@ -53,23 +55,30 @@ def home(layout: Layout, value: int) -> Spec:
     if held is not None and not layout.early(held):
         spec = layout.stored(held)
         return spec[len(spec) - len(layout.axes.of_value[value]) :]
-    if value in layout.roles.gradients and layout.storage:
-        spec = layout.gradient_spec(value)
-        if spec is not None:
-            return spec
+    if value in layout.roles.gradients:
+        return beside_state(layout, value)
     return layout.spec(value)
 
 
 def wanted(layout: Layout, op: Op, value: int) -> Spec:
     """Where the result of a deciding operator should end: a gradient as its state is stored, others as computed."""
-    batch = layout.roles.batch
-    leaves = layout.axes.of_value[value]
-    if batch is not None and layout.storage and not any(batch in dim for dim in leaves):
-        if any(v >= 0 and any(batch in dim for dim in layout.axes.of_value[v]) for v in op.operands):
-            spec = layout.gradient_spec(value)
-            if spec is not None:
-                return spec
+    if is_gradient(layout.axes, layout.roles, op, value):
+        return beside_state(layout, value)
     return layout.spec(value)
+
+
+def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
+    """Whether an operator that takes a batch gives a result without it."""
+    batch, of_value = roles.batch, axes.of_value
+    if batch is None or any(batch in dim for dim in of_value[value]):
+        return False
+    return any(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands)
+
+
+def beside_state(layout: Layout, value: int) -> Spec:
+    """The sharding of a gradient: that of the state which consumes it, if a layout stores any."""
+    spec = layout.gradient_spec(value) if layout.storage else None
+    return layout.spec(value) if spec is None else spec
 
 
 @dataclass(frozen=True)
@@ -98,9 +107,9 @@ def regathers(layout: Layout, updated: Iterable[int]) -> list[Regather]:
     """
     moves = [(v, layout.stored(v), layout.spec(v), "before a loop") for v in layout.gathered_early]
     for v in updated:
-        there = layout.gradient_spec(v)
-        if there is not None and layout.roles.inputs.get(v) == "parameter":
-            moves.append((v, there, layout.stored(v), "once updated"))
+        there = layout.gradient_spec(v) if layout.roles.inputs.get(v) == "parameter" else None
+        if there is not None:
+            moves.append((v, there, layout.stored(v), ONCE_UPDATED))
     found = []
     for v, before, after, when in moves:
         kept = set(axes_of(after))

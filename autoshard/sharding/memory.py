@@ -13,11 +13,11 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.alike import Kinds, find_kinds
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import Waiting
 from autoshard.sharding.decide import home
@@ -38,8 +38,8 @@ class MemoryModel:
         self.birth = np.full(n, -1)
         self.death = np.full(n, -1)
         self.written = np.zeros(n, bool)
-        self.points = 0
-        self.point: dict[int, int] = {}  # when an operator runs
+        self.points = -1
+        self.point = {id(op): number for number, op in enumerate(program.ops())}  # when an operator runs
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self.written[list(fusion.written)] = True
         self.carried: list[int] = []  # a loop's carry inside it, which lies where its result does
@@ -58,26 +58,17 @@ class MemoryModel:
         self.written[self.carried] = False
         keep = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
         self.keep = keep
-        kinds: dict[Any, int] = {}
-        held = axes.held
-        everything = [*program.inputs, *keep.tolist()]
-
-        def kind(v: int) -> Any:
-            """What a layout tells values apart by."""
-            becomes, permutation = roles.turned.get(v, (v, ()))
-            source = v if v in inputs else held.get(v)
-            return axes.of_value[v], source, v in roles.gradients, axes.of_value[becomes], permutation
-
-        self.kind = np.array([kinds.setdefault(kind(v), len(kinds)) for v in everything], int)
-        self.examples = {number: everything[i] for i, number in reversed(list(enumerate(self.kind.tolist())))}
-        self.everything = np.array(everything, int)
+        self.sized = [*program.inputs, *keep.tolist()]
+        self.of_role = {
+            role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
+            for role in ("parameter", "optimizer", "data", "other")
+        }
+        self._kinds: dict[frozenset[int], Kinds] = {}
 
     def _scan(self, block: Block) -> None:
         ops = list(inlined(block))
         for op in ops:
-            self.points += 1
-            start = self.points
-            self.point[id(op)] = start
+            start = self.points = self.point[id(op)]
             for inner in op.blocks:
                 for v in inner.inputs:
                     if self.birth[v] < 0:
@@ -110,15 +101,13 @@ class MemoryModel:
             waiting: what is gathered for operators, or waits behind them to be scattered.
         """
         local = self._local(layout)
-        kinds: dict[str, float] = {"parameter": 0.0, "optimizer": 0.0, "data": 0.0, "other": 0.0}
-        for v in self.axes.program.inputs:
-            kinds[self.roles.inputs[v]] += float(local[v])
+        held = {role: float(local[values].sum()) for role, values in self.of_role.items()}
         if self.constant_bytes:
-            kinds["constant"] = self.constant_bytes
-        kinds["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
+            held["constant"] = self.constant_bytes
+        held["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
             float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
         )
-        return sum(kinds.values()), kinds
+        return sum(held.values()), held
 
     def at_peak(self, layout: Layout) -> list[tuple[int, float]]:
         """The temporaries that are held at the worst moment, the largest first: (value, bytes on one device)."""
@@ -149,20 +138,28 @@ class MemoryModel:
 
     def _local(self, layout: Layout) -> np.ndarray:
         """The bytes of each value on one device."""
-        ways = np.array([
-            layout.ways(a for dim in home(layout, v) for a in dim) for _, v in sorted(self.examples.items())
-        ])  # fmt: skip
+        kinds = self.kinds(layout)
+        ways = np.array([layout.ways(axes_of(home(layout, v))) for v in kinds.examples])
         local = np.zeros_like(self.whole)
-        local[self.everything] = self.whole[self.everything] / ways[self.kind]
+        local[kinds.values] = self.whole[kinds.values] / ways[kinds.numbers]
         return local
+
+    def kinds(self, layout: Layout) -> Kinds:
+        """The kinds of the values that have a size; those that a layout pins are kinds of their own."""
+        pinned = frozenset(layout.pins)
+        if pinned not in self._kinds:
+            self._kinds[pinned] = find_kinds(self.axes, self.roles, self.sized, pinned)
+        return self._kinds[pinned]
 
     def _live(self, local: np.ndarray, waiting: Sequence[Waiting] = ()) -> np.ndarray:
         """The bytes of temporaries at each point of the program."""
-        change = np.zeros(self.points + 2)
-        np.add.at(change, self.birth[self.keep], local[self.keep])
-        np.add.at(change, self.death[self.keep] + 1, -local[self.keep])
-        live = np.cumsum(change)
+        first, last, sizes = [self.birth[self.keep]], [self.death[self.keep]], [local[self.keep]]
         for some in waiting:
-            points = [self.point[op] for op in some.ops]
-            live[min(points) : max(points) + 1] += some.nbytes
-        return live
+            if some.nbytes:
+                first.append(some.first)
+                last.append(some.last)
+                sizes.append(np.full(len(some.first), some.nbytes))
+        change = np.zeros(self.points + 2)
+        np.add.at(change, np.concatenate(first), np.concatenate(sizes))
+        np.subtract.at(change, np.concatenate(last) + 1, np.concatenate(sizes))
+        return np.cumsum(change)

@@ -22,7 +22,7 @@ from jax import numpy as jnp
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.axes import LogicalAxes
+from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.uses import CONTRACTIONS, Uses, find_uses
 from autoshard.spmdrules.program import Program
 
@@ -171,13 +171,9 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
     from the batch is that the next weight sums over them; over the batch at most a gradient sums, later.
     """
     carried: Counter[int] = Counter()
-    for op in program.ops():
-        if op.rule is None:
-            continue
-        for v in op.results:
-            if not _compat.is_extended(program.avals[v].dtype):
-                for c in {c for dim in axes.of_value[v] for c in dim}:
-                    carried[c] += int(_weight(program.avals[v]) * op.trips)
+    for leaves, size in _result_bytes(program, axes).items():
+        for c in {c for dim in leaves for c in dim}:
+            carried[c] += size
     of_state = {c for v in state for dim in axes.of_value[v] for c in dim}
     position: dict[int, tuple[int, int]] = {}
     for n, v in enumerate(program.inputs):
@@ -200,6 +196,17 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
         return dim, -summed.get(c, last), number, c
 
     return min((c for c in able if carried[c] >= 0.7 * most), key=order)
+
+
+def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
+    """The bytes that operators give in one step, by the classes of their results."""
+    found: Counter[Leaves] = Counter()
+    for op in program.ops():
+        if op.rule is not None:
+            for v in op.results:
+                if not _compat.is_extended((aval := program.avals[v]).dtype):
+                    found[axes.of_value[v]] += int(_weight(aval) * op.trips)
+    return found
 
 
 def _first_summed(program: Program, axes: LogicalAxes) -> dict[int, int]:

@@ -174,6 +174,7 @@ class Laying:
     topology: Topology
     pieces: Mapping[str, Pieces]
     _times: dict = field(default_factory=dict, compare=False, repr=False)
+    _compiled: dict = field(default_factory=dict, compare=False, repr=False)
 
     def time_us(self, kind: ReshardKind, axes: Iterable[str], local_bytes: float) -> float:
         """How long a collective over these mesh axes takes; see `Topology.time_us`."""
@@ -184,6 +185,19 @@ class Laying:
             latency = self.topology.time_us(kind, over, 0.0)
             found = self._times[kind, axes] = latency, (self.topology.time_us(kind, over, 1e9) - latency) / 1e9
         return found[0] + found[1] * local_bytes
+
+    def compiled(self, kind: ReshardKind, axes: tuple[str, ...]) -> tuple[ReshardKind, float, int]:
+        """What XLA makes of a collective over these mesh axes (`Topology.compiled`).
+
+        Returns:
+            its kind; how many times as much a device has before it; how many devices it runs over.
+        """
+        found = self._compiled.get((kind, axes))
+        if found is None:
+            over = self.over(axes)
+            made, more = self.topology.compiled(kind, over, 1.0)
+            found = self._compiled[kind, axes] = made, more, math.prod(p.size for p in over)
+        return found
 
     def over(self, axes: Iterable[str]) -> Pieces:
         """Where a group over these mesh axes lies."""

@@ -46,6 +46,7 @@ class Op:
         blocks: the nested programs.
         ties: what joins the values of loops and branches to the outer ones.
         trips: how often it runs each time the whole program runs.
+        name: the primitive's name.
     """
 
     eqn: Any
@@ -55,11 +56,10 @@ class Op:
     trips: float
     blocks: tuple[Block, ...] = ()
     ties: tuple[Tie, ...] = ()
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The primitive's name."""
-        return self.eqn.primitive.name
+    def __post_init__(self) -> None:
+        self.name = self.eqn.primitive.name
 
 
 @shown

@@ -6,7 +6,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
-from autoshard.sharding.cost import collective, in_loops
+from autoshard.sharding.alike import in_loops
+from autoshard.sharding.cost import collective
 from autoshard.sharding.decide import decides, regathers, strategy
 from autoshard.sharding.report.units import line_text
 from autoshard.spmdrules.place import sent

@@ -1,0 +1,145 @@
+"""What planning a large model costs beyond the one trace that planning and lowering share: Llama-3 8B for pods.
+
+    python benchmarks/planning_scale.py            all of it, RUNS times in turn
+    python benchmarks/planning_scale.py plan v5p:4x4x4 scan_layers=false layers=128        one measurement
+
+Each measurement is a process of its own, so that nothing is cached and the peak of memory is that of one plan. Times
+are those of the processor, all threads together, which other work on the machine changes less than those on the clock;
+planning has one thread. Of each the best run counts, and the seconds on the clock of that run stand beside it.
+512 chips do not divide the workload's batch of 128, so that its padding is priced, too; they do divide 1024 rows.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from common import Row, report
+
+from autoshard.models.workloads import workload
+from autoshard.sharding.planner import plan_traced
+from autoshard.sharding.tracing import trace
+from autoshard.train.build import workload_step
+
+MODEL, RUNS, TIMEOUT_S = "llama3-8b", 2, 600
+SMALL, LARGE = "v5p:4x4x4", "v5p:8x8x8"
+LIMIT_BYTES = 2e9
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One process: seconds of the processor by what they were spent on, those on the clock, its peak of memory."""
+
+    seconds: dict[str, float]
+    clock: dict[str, float]
+    peak_bytes: float
+    chosen: str = ""
+
+
+def main() -> None:
+    """Measures and reports; with arguments one measurement, as JSON."""
+    if sys.argv[1:]:
+        kind, target, *changes = sys.argv[1:]
+        fields = {name: json.loads(value) for name, _, value in (each.partition("=") for each in changes)}
+        print(json.dumps(vars(lowered(fields) if kind == "lower" else planned(target, fields))))
+        return
+    unrolled, deep = ("scan_layers=false",), ("scan_layers=false", "layers=128")
+    cases = {
+        "scanned, lowered": ("lower", ""),
+        "32 unrolled layers, lowered": ("lower", "", *unrolled),
+        "scanned, 64 chips": ("plan", SMALL),
+        "scanned, 512 chips": ("plan", LARGE),
+        "32 unrolled layers, 64 chips": ("plan", SMALL, *unrolled),
+        "32 unrolled layers, 512 chips": ("plan", LARGE, *unrolled),
+        "128 unrolled layers, 64 chips": ("plan", SMALL, *deep),
+        "32 unrolled layers, 512 chips, 1024 rows": ("plan", LARGE, *unrolled, "batch_size=1024"),
+    }
+    runs = [{name: in_a_process(arguments) for name, arguments in cases.items()} for _ in range(RUNS)]
+    best = {name: min((run[name] for run in runs), key=lambda m: sum(m.seconds.values())) for name in cases}
+    context = {name: vars(found) for name, found in best.items()}
+    report("planning_scale", rows_of(best), model=MODEL, runs=RUNS, batch=workload(MODEL).batch_size, measured=context)
+
+
+def rows_of(best: dict[str, Measured]) -> list[Row]:
+    """The figures and their targets."""
+    rows = []
+    for name in ("scanned", "32 unrolled layers"):
+        for what in ("trace", "lower"):
+            rows.append(_row(best[f"{name}, lowered"], f"{name}: {what}", what))
+    limits = {"scanned, 64 chips": 2.0, "32 unrolled layers, 64 chips": 10.0}
+    plans = {name: found for name, found in best.items() if "plan" in found.seconds}
+    rows += [
+        _row(found, f"{name}: planning beyond the trace", "plan", limits.get(name)) for name, found in plans.items()
+    ]
+    took = {name: found.seconds["plan"] for name, found in plans.items()}
+    small, layers = took["32 unrolled layers, 64 chips"], best["32 unrolled layers, lowered"].seconds
+    rows += [
+        Row("32 unrolled layers: planning / (trace + lower)", small / sum(layers.values()), "x", 2.0),
+        Row("128 unrolled layers / 32", took["128 unrolled layers, 64 chips"] / small, "x", 4.5),
+        Row("512 chips / 64, scanned", took["scanned, 512 chips"] / took["scanned, 64 chips"], "x", 2.0),
+        Row("512 chips / 64, 32 unrolled layers", took["32 unrolled layers, 512 chips"] / small, "x", 2.0),
+        Row("512 chips / 64, 8 times the rows", took["32 unrolled layers, 512 chips, 1024 rows"] / small, "x", 2.0),
+    ]
+    peak, name = max((found.peak_bytes, name) for name, found in plans.items())
+    return [*rows, Row("peak memory of the largest process", peak / 1e9, "GB", LIMIT_BYTES / 1e9, note=name)]
+
+
+def _row(found: Measured, name: str, what: str, limit: float | None = None) -> Row:
+    return Row(name, found.seconds[what], "s", limit, note=f"{found.clock[what]:.1f} s on the clock")
+
+
+def in_a_process(arguments: tuple[str, ...]) -> Measured:
+    """One measurement, by this file in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
+    )
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def lowered(fields: dict[str, Any]) -> Measured:
+    """Tracing and lowering the step with JAX alone."""
+    step, state, batch = workload_step(workload(MODEL).with_(**fields))
+    spent = Spent()
+    traced = spent.on("trace", lambda: jax.jit(step).trace(state, batch))
+    spent.on("lower", traced.lower)
+    return spent.measured()
+
+
+def planned(target: str, fields: dict[str, Any]) -> Measured:
+    """Planning the traced step for a machine."""
+    step, state, batch = workload_step(workload(MODEL).with_(**fields))
+    spent = Spent()
+    traced = spent.on("trace", lambda: trace(step, (state, batch), {}, (0,)))
+    made = spent.on("plan", lambda: plan_traced(traced, ((state, batch), {}), target=target))
+    return spent.measured(made.chosen)
+
+
+class Spent:
+    """Seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.clock: dict[str, float] = {}
+
+    def on(self, name: str, action: Callable[[], Any]) -> Any:
+        """The result of an action, whose time is noted."""
+        processor, clock = time.process_time(), time.perf_counter()
+        result = action()
+        self.seconds[name], self.clock[name] = time.process_time() - processor, time.perf_counter() - clock
+        return result
+
+    def measured(self, chosen: str = "") -> Measured:
+        """All of it, and the peak of memory so far."""
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return Measured(self.seconds, self.clock, kilobytes * 1024.0, chosen)
+
+
+if __name__ == "__main__":
+    main()
