@@ -84,13 +84,15 @@ def plan_train_step(config: TrainConfig):
 
 def _run_named(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
-    if given.target and not os.environ.get("JAX_PLATFORMS"):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing that is attached is needed
+    import jax
+
     import autoshard
     from autoshard.models.workloads import workload
     from autoshard.train.build import variants_of, workload_variants
     from autoshard.train.placement import parse_mesh
 
+    if given.target and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # nothing that is attached is needed
     settings = dict(map(_setting, given.set))
     named = {"context": given.context, "batch_size": given.batch_size}
     work = workload(given.model).with_(**settings, **{k: v for k, v in named.items() if v is not None})

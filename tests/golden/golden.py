@@ -8,6 +8,7 @@ same step, so times are those of the JAX that requirements.lock has for Python 3
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 from autoshard import Plan, plan
 from autoshard.sharding.report.summary import by_role, mesh_sizes
 from autoshard.sharding.report.units import bytes_text, spec_text, time_text
+from autoshard.sharding.unfit import DoesNotFitError
 from autoshard.train.build import workload_step
 
 FOLDER = Path(__file__).resolve().parent / "plans"
@@ -91,18 +93,30 @@ def variant_rows(name: str) -> dict[str, str]:
     """What the planner makes of each variant of a case: words, time and memory."""
     rows = {}
     for remat, microbatches in CASES[name].variants:
-        made = planned(name, remat, microbatches)
-        words = f"{made.chosen}: {time_text(made.estimate.step_time_us)}, {bytes_text(made.estimate.peak_memory_bytes)}"
-        rows[f"{remat} {microbatches}"] = words + ("" if made.fits else ", does not fit")
+        made = _fitting(name, remat, microbatches)
+        words = "does not fit"
+        if made is not None:
+            found = made.estimate
+            words = f"{made.chosen}: {time_text(found.step_time_us)}, {bytes_text(found.peak_memory_bytes)}"
+        rows[f"{remat} {microbatches}"] = words
     return rows
+
+
+@cache
+def _fitting(name: str, remat: str, microbatches: int) -> Plan | None:
+    """The plan of a variant, None where none fits."""
+    try:
+        return planned(name, remat, microbatches)
+    except DoesNotFitError:
+        return None
 
 
 def best_variant(name: str) -> tuple[str, int]:
     """The variant of the fastest plan that fits; the first of those that tie."""
 
-    def order(variant: tuple[str, int]) -> tuple[bool, float]:
-        made = planned(name, *variant)
-        return not made.fits, made.estimate.step_time_us
+    def order(variant: tuple[str, int]) -> float:
+        made = _fitting(name, *variant)
+        return math.inf if made is None else made.estimate.step_time_us
 
     return min(CASES[name].variants, key=order)
 
