@@ -4,7 +4,7 @@ Tokens are sorted by expert, the experts' weights are applied to groups of rows 
 to their tokens. Sorted over a whole batch, every row may go anywhere, and no plan could leave a token where it is. So
 the whole of it is one operator, of which every shard sorts the tokens that it has, for the experts and the part of
 their hidden size that it has: what it gives is its term of the sum over experts and hidden units. Values do not depend
-on the order of rows.
+on the order of rows. Like every function with a `custom_vjp` it has no forward-mode derivative.
 
 Gates multiply hidden units and not what is made of them, so that gradients need no product for what the gates meet.
 Hidden units are computed again for the gradients.
@@ -45,7 +45,8 @@ def experts(
     Returns:
         `[batch, seq, embed]`, in the type of `x`.
     """
-    own = lax.iota(chosen.dtype, up.shape[0])  # cut with the experts, it says which of them a shard has
+    chosen = chosen.astype(jnp.int32)
+    own = lax.iota(jnp.int32, up.shape[0])  # cut with the experts, it says which of them a shard has
     if gate is None:
         return gelu_experts(x, gates, chosen, own, up, down)
     return swiglu_experts(x, gates, chosen, own, gate, up, down)
@@ -63,7 +64,10 @@ def _mixed(
     activation: Callable[[Sequence[jax.Array]], jax.Array],
     x: jax.Array, gates: jax.Array, chosen: jax.Array, own: jax.Array, *weights: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """What these experts add to these tokens."""
+    """What these experts add to these tokens.
+
+    Rows of no group may hold anything behind a `ragged_dot`, and behind its derivatives: both sides of each are masked.
+    """
     *first, down = weights
     top_k, width, count = chosen.shape[2], x.shape[2], own.shape[0]
     choices = chosen.reshape(-1) - own[0]
@@ -71,12 +75,12 @@ def _mixed(
     order = jnp.argsort(choices)
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
     mine = (jnp.arange(choices.shape[0]) < jnp.sum(sizes))[:, None]
-    rows = x.reshape(-1, width)[order // top_k]
-    hidden = activation([lax.ragged_dot(rows, w, sizes) for w in first])
+    rows = jnp.where(mine, x.reshape(-1, width)[order // top_k], 0)
+    hidden = activation([jnp.where(mine, lax.ragged_dot(rows, w, sizes), 0) for w in first])
     hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
     made = jnp.where(mine, lax.ragged_dot(jnp.where(mine, hidden, 0), down, sizes), 0)
     back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
-    return jnp.sum(back.reshape(-1, top_k, width), axis=1).reshape(x.shape)
+    return jnp.sum(back.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
 
 
 def _gradients(activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -5,13 +5,14 @@ Values that a layout tells apart by nothing (`alike`) are one row; what XLA comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.cost import Waiting
 from autoshard.sharding.decide import home
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.leaves import Activation
@@ -31,19 +32,22 @@ class _Kind:
     line: str = ""
 
 
-def activations(memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]]) -> tuple[Activation, ...]:
+def activations(
+    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], waiting: Sequence[Waiting] = ()
+) -> tuple[Activation, ...]:
     """The largest activations and gradients of a step, those that are held at its worst moment first.
 
     Args:
         memory: the program's memory model.
         layout: where its values lie.
         names: the logical axes of a value's dimensions.
+        waiting: what is gathered for operators, or waits behind them to be scattered.
     """
     alike = memory.kinds(layout)
     kind_of = dict(zip(alike.values.tolist(), alike.numbers.tolist(), strict=True))
     kinds = _kinds(memory, kind_of)
     held: dict[int, float] = dict.fromkeys(kinds, 0.0)
-    for value, size in memory.at_peak(layout):
+    for value, size in memory.at_peak(layout, waiting):
         if kind_of[value] in held:
             held[kind_of[value]] += size
     found: dict[Any, Activation] = {}

@@ -7,7 +7,7 @@ says of one layer's weight it says of every layer's.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -20,6 +20,7 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import decides
 from autoshard.sharding.fusion import Fusion, Kernel
 from autoshard.sharding.roles import Roles, itemsize
+from autoshard.spmdrules.place import Spec
 from autoshard.spmdrules.program import Block, Op
 
 
@@ -114,16 +115,39 @@ class Group:
         return _compat.source_line(self.op.eqn)
 
 
-def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion) -> list[Group]:
-    """The groups of a program's operators, without those for which no layout has to pay."""
+def pinned_apart(axes: LogicalAxes, roles: Roles, pins: Mapping[int, Spec]) -> frozenset[int]:
+    """The pinned inputs that others which are like them are not pinned like: of ten equal layers one."""
+    if not pins:
+        return frozenset()
+    kinds: defaultdict[Any, set[Spec | None]] = defaultdict(set)
+    avals, like = axes.program.avals, {}
+    for v in axes.program.inputs:
+        like[v] = axes.of_value[v], avals[v].shape, avals[v].dtype, roles.inputs.get(v)
+        kinds[like[v]].add(pins.get(v))
+    return frozenset(v for v in pins if v in like and len(kinds[like[v]]) > 1)
+
+
+def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozenset[int] = frozenset()) -> list[Group]:
+    """The groups of a program's operators, without those for which no layout has to pay.
+
+    Args:
+        axes: the program's logical axes.
+        roles: their roles.
+        fusion: its kernels.
+        apart: inputs that are like no other (`pinned_apart`).
+    """
     groups: dict[Any, Group] = {}
     listed = list(in_loops(axes.program.block))
     inputs, avals, of_value, held = set(axes.program.inputs), axes.program.avals, axes.of_value, axes.held
     numbers: dict[Any, int] = {}
     told = [  # what a layout tells values apart by
-        numbers.setdefault((of_value[v], v in roles.gradients, of_value[held[v]] if v in held else None), len(numbers))
+        numbers.setdefault(
+            (of_value[v], v in roles.gradients, of_value[held[v]] if v in held else None,
+             source if (source := held.get(v, v)) in apart else None),
+            len(numbers),
+        )
         for v in range(len(avals))
-    ]
+    ]  # fmt: skip
     told.append(-1)  # of literals
     for number, (op, _) in enumerate(listed):
         if op.rule is None:

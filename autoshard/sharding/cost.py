@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from autoshard._shown import shown
-from autoshard.sharding.alike import Group, Kinds, Taken, find_groups, find_kinds
+from autoshard.sharding.alike import Group, Kinds, Taken, find_groups, find_kinds, pinned_apart
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import ONCE_UPDATED, decides, declared, regathers, strategy_at
 from autoshard.sharding.fusion import Fusion
@@ -121,17 +121,30 @@ class CostModel:
     """Prices layouts of one program on one target; what two layouts share is priced once."""
 
     def __init__(
-        self, axes: LogicalAxes, roles: Roles, target: Target, fusion: Fusion, state: Sequence[tuple[int, int]] = ()
+        self,
+        axes: LogicalAxes,
+        roles: Roles,
+        target: Target,
+        fusion: Fusion,
+        state: Sequence[tuple[int, int]] = (),
+        apart: frozenset[int] = frozenset(),
     ):
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.fusion = fusion
-        self.groups = find_groups(axes, roles, fusion)
+        self.fusion, self.apart = fusion, apart
+        self.groups = find_groups(axes, roles, fusion, apart)
         self.values = Values(axes, roles, self.groups)
         self._updated: dict[frozenset[int], Kinds] = {}
         self._memo: dict[Any, Price] = {}
+        self._others: dict[frozenset[int], CostModel] = {}
 
     def __call__(self, layout: Layout) -> StepCost:
         """The cost of one step under `layout`."""
+        apart = pinned_apart(self.axes, self.roles, layout.pins)
+        if apart != self.apart:
+            if apart not in self._others:
+                shared = self.axes, self.roles, self.target, self.fusion, self.state
+                self._others[apart] = CostModel(*shared, apart)
+            return self._others[apart](layout)
         compute, collectives = 0.0, []
         there: dict[Any, Waiting] = {}  # what is moved already: one gather serves all that take it
         named, laying = Nameless(layout, self.values), self.target.lay(layout.mesh)

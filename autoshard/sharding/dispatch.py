@@ -19,6 +19,7 @@ from autoshard.sharding.agreement import agree
 from autoshard.sharding.bound import NewSignature
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import plan_traced
+from autoshard.sharding.request import PlanRequestError
 from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
 from autoshard.sharding.unfit import complain
 from autoshard.sharding.variants import choices, fastest, fastest_of_compiled
@@ -209,7 +210,7 @@ class PureFunction:
             with warnings.catch_warnings(record=len(several) > 1) as caught:
                 try:
                     plan = plan_traced(traced, (args, kwargs), **options, verify=0 if self.variants else verify)
-                except PlanError as error:
+                except (PlanError, PlanRequestError) as error:
                     refused.append(error)
                     continue
             made.append((choice, plan))

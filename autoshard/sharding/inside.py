@@ -25,10 +25,13 @@ class Inside:
     held_bytes: float
 
 
-@functools.lru_cache(maxsize=4096)
-def inside(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> Inside:
-    """What a function does on operands of these shapes and types."""
-    program = inner_program(fn, operands)
+@functools.lru_cache(maxsize=512)
+def inside(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> Inside | None:
+    """What a function does on operands of these shapes and types; None where it does not take them."""
+    try:
+        program = inner_program(fn, operands)
+    except Exception:  # its author's code, which may raise anything of a shape: it is said where such a shard is run
+        return None
     fusion = fuse(program, fuses_operands)
     moved = sum(k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes)) for k in fusion.kernels.values())
     return Inside(moved, _held(program, fusion, program.block))
@@ -43,6 +46,10 @@ def _held(program: Program, fusion: Fusion, block: Block) -> float:
     ops, last = list(inlined(block)), {}
     for place, op in enumerate(ops):
         last |= dict.fromkeys(op.operands, place)
+    for op in reversed(ops):  # what is computed inside its users holds what it is computed from until then
+        if not op.blocks and not any(v in fusion.written for v in op.results):
+            end = max(last.get(v, -1) for v in op.results)
+            last |= {v: max(last[v], end) for v in op.operands}
     not_own = {*block.inputs, *program.outputs}
     live: set[int] = set()
     most = 0.0

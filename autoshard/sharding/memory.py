@@ -109,10 +109,10 @@ class MemoryModel:
         )
         return sum(held.values()), held
 
-    def at_peak(self, layout: Layout) -> list[tuple[int, float]]:
+    def at_peak(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> list[tuple[int, float]]:
         """The temporaries that are held at the worst moment, the largest first: (value, bytes on one device)."""
         local = self._local(layout)
-        moment = int(self._live(local).argmax())
+        moment = int(self._live(local, waiting).argmax())
         held = [v for v in self.keep.tolist() if self.birth[v] <= moment <= self.death[v]]
         return sorted(((v, float(local[v])) for v in held), key=lambda item: -item[1])
 
@@ -123,16 +123,12 @@ class MemoryModel:
             `activation`: what has the batch in it, kept for the backward pass or in use; `gradient`: what is made by
             summing over it; `temporary`: the rest: gathered or cast parameters, sums that wait to be scattered.
         """
-        local = self._local(layout)
-        live = self._live(local, waiting)
-        moment, batch = int(live.argmax()), self.roles.batch
-        found = {"activation": 0.0, "gradient": 0.0}
-        for v in self.keep.tolist():
-            if self.birth[v] <= moment <= self.death[v]:
-                if any(batch in dim for dim in self.axes.of_value[v]):
-                    found["activation"] += float(local[v])
-                elif v in self.roles.gradients:
-                    found["gradient"] += float(local[v])
+        batch, found = self.roles.batch, {"activation": 0.0, "gradient": 0.0}
+        for v, size in self.at_peak(layout, waiting):
+            if any(batch in dim for dim in self.axes.of_value[v]):
+                found["activation"] += size
+            elif v in self.roles.gradients:
+                found["gradient"] += size
         whole = self(layout, waiting)[1]["temporary"]
         return found | {"temporary": max(whole - sum(found.values()), 0.0)}
 

@@ -291,7 +291,7 @@ class Planner:
             links={d.name: (d.link, d.bandwidth) for d in best.laying.topology.dims},
             traffic=tuple(row for row, _ in moved),
             traffic_us=tuple(times for _, times in moved),
-            activations=activations(self.memory, layout, self._axis_names),
+            activations=activations(self.memory, layout, self._axis_names, best.cost.waiting),
             compiler_options={target.platform: dict(target.chip.options)} if target.chip.options else {},
             unknown={k: tuple(sorted(set(v))) for k, v in self.program.unknown.items()},
             notes=notes,

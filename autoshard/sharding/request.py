@@ -105,12 +105,15 @@ def parse_request(text: str) -> Request:
     kinds: dict[str, str] = {}
     flags: set[str] = set()
     changes: list[Change] = []
-    for word in text.replace(",", " ").split():
+    words = text.replace(",", " ").split()
+    named = "|".join([*(re.escape(word.rpartition("=")[0]) for word in words if "=" in word), r"\w+?"])
+    change_of = re.compile(rf"((?:{named})(?:_\d+)?)([+-])(.+)")
+    for word in words:
         if word in FLAGS:
             flags.add(word)
             continue
-        if "=" not in word and (change := re.fullmatch(r"(\w+)([+-])(.+)", word)):
-            changes.append(Change(change[1], change[2] == "+", change[3]))
+        if "=" not in word and (found := change_of.fullmatch(word)):
+            changes.append(Change(found[1], found[2] == "+", found[3]))
             continue
         name, equals, rest = word.rpartition("=")
         kind, _, size = rest.partition(":")
@@ -132,8 +135,8 @@ def parse_request(text: str) -> Request:
     ordered = (
         sorted(sizes, key=lambda a: KINDS.index(kinds[a])) if all(a == k for a, k in kinds.items()) else list(sizes)
     )
-    named = any(a != k for a, k in kinds.items())
-    return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), named, tuple(changes))
+    fixed = any(a != k for a, k in kinds.items())
+    return Request({a: sizes[a] for a in ordered}, kinds, frozenset(flags), fixed, tuple(changes))
 
 
 def is_request(words: str) -> bool:

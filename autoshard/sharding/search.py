@@ -10,6 +10,7 @@ to the candidate that stands first; nothing depends on names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +20,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import CostModel, StepCost, best_laying
 from autoshard.sharding.history import Tally
-from autoshard.sharding.improve import improved
+from autoshard.sharding.improve import WORTH, improved
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.pins import FixedError
@@ -100,16 +101,16 @@ def search(
         return tally.changed[-1]
 
     known = sorted(priced, key=lambda c: (not c.fits(limit), _time(c) if c.fits(limit) else c.peak_bytes))
-    priced += improved(known, tried, limit)
-    fitting = [c for c in priced if c.fits(limit)]
-    if fitting:
-        promising = sorted(fitting, key=_time)[:RELAID]
-        again = {id(c): laid_well(c, cost) for c in promising}
-        best = min(again.values(), key=_time)
-        priced = [again.get(id(c), c) for c in priced]
-    else:
-        best = laid_well(min(priced, key=lambda c: c.peak_bytes), cost)
-    return best, sorted(priced, key=_time)
+    better = improved(known, tried, limit)
+    fitting = [c for c in [*priced, *better] if c.fits(limit)]
+    if not fitting:
+        priced += better
+        return laid_well(min(priced, key=lambda c: c.peak_bytes), cost), sorted(priced, key=_time)
+    again = {id(c): laid_well(c, cost) for c in sorted(fitting, key=_time)[:RELAID]}
+    of_known = [again[id(c)] for c in known if id(c) in again]
+    most = min(map(_time, of_known)) * (1 - WORTH) if of_known else math.inf
+    found = [again[id(c)] for c in better if id(c) in again and _time(again[id(c)]) < most]
+    return min([*found, *of_known], key=_time), sorted([*found, *(again.get(id(c), c) for c in priced)], key=_time)
 
 
 def idle_layouts(

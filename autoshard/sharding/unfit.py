@@ -100,7 +100,7 @@ def _ways_out(ranked: Sequence[tuple[Mapping[str, Any], Plan]]) -> str:
     planner: Planner = ranked[0][1].bound.planner
     peak = ranked[0][1].estimate.peak_memory_bytes
     if not planner.searched:
-        return f"A limit of {bytes_text(peak)} would do, or a smaller batch{_padded(ranked[0][1])}"
+        return f"memory_limit_bytes={_rounded_up(peak)} would do, or a smaller batch{_padded(ranked[0][1])}"
     target, parts = planner.machine.target, []
     if planner.machine.sizes is None:
         parts.append(_larger(ranked, target, peak))

@@ -82,13 +82,13 @@ def _use_of_operator(
     if len(matrices) < 2 or not any(with_batch):
         return
     results = {f for dims in rule.results for dim in dims for f in dim}
-    for weight, dims in matrices:
-        for c in {c for dim in dims for f in dim for c in factors.get(f, ())}:
-            use.weights[c].add(weight)
     for f in rule.factors:
         having = [(weight, dims) for weight, dims in matrices if any(f.name in dim for dim in dims)]
         if f.kind not in ("reduce", "index") or f.name in results or len(having) < 2:
             continue
+        for weight, dims in having:
+            for c in {c for dim in dims for f in dim for c in factors.get(f, ())}:
+                use.weights[c].add(weight)
         stacked = all(len(dims) > 2 and dims[0] == (f.name,) for _, dims in having)
         for c in factors.get(f.name, ()):
             if stacked:

@@ -56,6 +56,23 @@ def test_each_value_counts_where_it_is(words, pinned):
         assert local[v] == size / ways
 
 
+def test_one_layer_that_is_pinned_is_priced_as_one():
+    """Whole on each device under `fsdp:8` it is not gathered; the same layer after it is."""
+    made = planner(layers=5)
+    some = [v for v, path in zip(made.program.inputs, made.traced.in_paths, strict=True) if path.endswith("mlp/w_up")]
+    weights = [v for v in some if made.roles.inputs[v] == "parameter"]
+
+    def sent(pinned):
+        where = made._requested("fsdp:8")
+        where.pins = dict.fromkeys(pinned, ((), ()))
+        return made.cost(where).comm_bytes
+
+    free, each = sent([]), [sent([v]) for v in weights]
+    assert len(weights) == 5 and free != each[0]
+    assert each == pytest.approx([each[0]] * 5)
+    assert sent(weights) - free == pytest.approx(5 * (each[0] - free))
+
+
 @pytest.mark.parametrize("words", WORDS)
 def test_what_is_not_priced_moves_nothing_anywhere(words):
     made, where = planner(), layout(words)

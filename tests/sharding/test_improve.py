@@ -6,7 +6,7 @@ import pytest
 
 from autoshard import Plan, plan
 from autoshard.models import workload
-from autoshard.sharding.request import PlanRequestError, parse_request
+from autoshard.sharding.request import Change, PlanRequestError, parse_request
 from autoshard.train.build import workload_step
 from tests.sharding.test_search import train_step
 
@@ -18,9 +18,9 @@ def tiny(words):
 
 
 def test_words_are_read_and_written_alike():
-    text = "dp:2 tp:4 seq tp-ffn dp+optimizer"
-    assert str(parse_request(text)) == text
-    assert str(parse_request("my-axis=fsdp:8")) == "my-axis=fsdp:8"
+    for text in ("dp:2 tp:4 seq tp-ffn dp+optimizer", "my-axis=fsdp:8", "my-axis=fsdp:8 my-axis+vocab my-axis_1-a+b"):
+        assert str(parse_request(text)) == text
+    assert parse_request("my-axis=fsdp:8 my-axis+vocab").changes == (Change("my-axis", True, "vocab"),)
 
 
 def test_a_word_less_leaves_an_axis_whole():

@@ -382,3 +382,39 @@ def test_a_declared_cotangent_is_summed_over_shards_that_share_the_operand(mesh8
 
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
     close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*args), jax.grad(loss(lambda x, s: x * s), (0, 1))(*args))
+
+
+def test_what_an_operator_refuses_of_a_shard_stops_no_plan():
+    """Its function is traced on shards to be priced: candidates that it does not take leave others to be chosen."""
+
+    @operator("b d, d k, k d -> b d; whole d; reduce k", name="of_128_rows")
+    def of_128_rows(x, up, down):
+        assert x.shape[0] % 128 == 0
+        return jnp.tanh(x @ up) @ down
+
+    def loss(weights, x):
+        return jnp.sum(of_128_rows(x, *weights))
+
+    weights = jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    made = autoshard.plan(loss, weights, jax.ShapeDtypeStruct((256, 64), "float32"), target="cpu:8")
+    assert len(made.candidates) > 1
+
+
+def test_tables_beside_an_operator_are_no_weights():
+    """Cosines and sines along a sequence: they share no dimension that is summed, and the sequence can be cut."""
+
+    @operator("b s h, s h, s h -> b s h; whole h", name="turned")
+    def turned(x, cos, sin):
+        return x * cos + jnp.roll(x, 1, -1) * sin
+
+    def step(params, x, cos, sin):
+        def loss(params):
+            return jnp.mean((jnp.tanh(turned(x @ params["up"], cos, sin)) @ params["down"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {"up": jax.ShapeDtypeStruct((32, 64), "float32"), "down": jax.ShapeDtypeStruct((64, 32), "float32")}
+    tables = [jax.ShapeDtypeStruct((16, 64), "float32")] * 2
+    x = jax.ShapeDtypeStruct((8, 16, 32), "float32")
+    made = autoshard.plan(step, params, x, *tables, target="cpu:8", plan="dp:4 cp:2", donate_argnums=0)
+    assert made.axis_rules["cp"] == ("seq",)
