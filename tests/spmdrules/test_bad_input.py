@@ -287,7 +287,7 @@ SPECS = {
     ),
     "fixed, no such path": (
         planned({"params/*": P("data")}),
-        "fixed 'params/*' matches no input; inputs are 0/b, 0/w, 1",
+        "fixed 'params/*' matches no input. There are 0/b, 0/w, 1",
     ),
     "fixed, no spec": (
         planned({"1": "data"}),
