@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -214,13 +214,10 @@ class Experts(nnx.Module):
         return (y if self.shared is None else y + self.shared(x)), routing.losses
 
     def _by_capacity(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
-        def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
-            return jnp.einsum("egci,eio->egco", rows, weights)
-
         size = _group_size(self.cfg, x.shape[0], x.shape[1])
         gates, chosen, grouped = (a.reshape(-1, size, a.shape[2]) for a in (gates, chosen, x))
         taken, weighted = dispatch_masks(self.cfg, gates.astype(x.dtype), chosen)
-        outputs = self._expert(jnp.einsum("gsec,gsd->egcd", taken, grouped), multiply)
+        outputs = self._expert(jnp.einsum("gsec,gsd->egcd", taken, grouped))
         return jnp.einsum("gsec,egcd->gsd", weighted, outputs).reshape(x.shape)
 
     def _by_sorting(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -230,8 +227,12 @@ class Experts(nnx.Module):
         assert w_up is not None and w_down is not None
         return dropless.experts(x, gates, chosen, w_up, w_down, w_gate)
 
-    def _expert(self, rows: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-        """The MLP of each expert on the rows that are its own; `multiply` knows whose they are."""
+    def _expert(self, rows: jax.Array) -> jax.Array:
+        """The MLP of each expert on its places, `[experts, groups, capacity, embed]`."""
+
+        def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.einsum("egci,eio->egco", rows, weights)
+
         hidden = multiply(rows, self.w_up[...].astype(rows.dtype))
         if self.w_gate is None:
             hidden = jax.nn.gelu(hidden)

@@ -46,12 +46,11 @@ def find_kinds(axes: LogicalAxes, roles: Roles, values: Iterable[int], apart: Co
         axes: the program's logical axes.
         roles: their roles.
         values: the values.
-        apart: inputs that a layout may tell from all others, such as those that the user pinned.
+        apart: inputs that a layout may tell from all others (`pinned_apart`).
     """
     stored: dict[int | None, Any] = {None: None}
-    avals = axes.program.avals
-    for v, role in roles.inputs.items():
-        stored[v] = axes.of_value[v], avals[v].shape, avals[v].dtype, role, v if v in apart else None
+    for v in roles.inputs:
+        stored[v] = _stored_by(axes, roles, v), v if v in apart else None
     numbers: dict[Any, int] = {}
     found: list[int] = []
     examples: list[int] = []
@@ -119,12 +118,17 @@ def pinned_apart(axes: LogicalAxes, roles: Roles, pins: Mapping[int, Spec]) -> f
     """The pinned inputs that others which are like them are not pinned like: of ten equal layers one."""
     if not pins:
         return frozenset()
-    kinds: defaultdict[Any, set[Spec | None]] = defaultdict(set)
-    avals, like = axes.program.avals, {}
-    for v in axes.program.inputs:
-        like[v] = axes.of_value[v], avals[v].shape, avals[v].dtype, roles.inputs.get(v)
-        kinds[like[v]].add(pins.get(v))
-    return frozenset(v for v in pins if v in like and len(kinds[like[v]]) > 1)
+    like = {v: _stored_by(axes, roles, v) for v in roles.inputs}
+    specs: defaultdict[Any, set[Spec | None]] = defaultdict(set)
+    for v, kind in like.items():
+        specs[kind].add(pins.get(v))
+    return frozenset(v for v in pins if len(specs[like[v]]) > 1)
+
+
+def _stored_by(axes: LogicalAxes, roles: Roles, value: int) -> Any:
+    """By what a layout decides where it stores an input that is not pinned."""
+    aval = axes.program.avals[value]
+    return axes.of_value[value], aval.shape, aval.dtype, roles.inputs[value]
 
 
 def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozenset[int] = frozenset()) -> list[Group]:

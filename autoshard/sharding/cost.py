@@ -133,7 +133,6 @@ class CostModel:
         self.fusion, self.apart = fusion, apart
         self.groups = find_groups(axes, roles, fusion, apart)
         self.values = Values(axes, roles, self.groups)
-        self._updated: dict[frozenset[int], Kinds] = {}
         self._memo: dict[Any, Price] = {}
         self._others: dict[frozenset[int], CostModel] = {}
 
@@ -280,8 +279,13 @@ class CostModel:
                     room[0] = max(room[0] // mesh[axis], 1)
         return found
 
+    @cached_property
+    def _updated(self) -> Kinds:
+        """The kinds of the inputs that come back changed."""
+        return find_kinds(self.axes, self.roles, [source for source, _ in self.state], self.apart)
+
     def _state_moves(self, layout: Layout) -> list[Collective]:
-        updated = self._updated_under(frozenset(layout.pins))
+        updated = self._updated
         laying, early, once = self.target.lay(layout.mesh), [], {}
         for move in regathers(layout, updated.examples):
             local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
@@ -293,12 +297,6 @@ class CostModel:
                 early.append(made)
         of_kind = [once.get(v) for v in updated.examples]
         return early + [made for kind in updated.numbers.tolist() if (made := of_kind[kind]) is not None]
-
-    def _updated_under(self, pinned: frozenset[int]) -> Kinds:
-        """The kinds of the inputs that come back changed, where these are pinned."""
-        if pinned not in self._updated:
-            self._updated[pinned] = find_kinds(self.axes, self.roles, [source for source, _ in self.state], pinned)
-        return self._updated[pinned]
 
 
 def collective(

@@ -28,9 +28,8 @@ class Inside:
 @functools.lru_cache(maxsize=512)
 def inside(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> Inside | None:
     """What a function does on operands of these shapes and types; None where it does not take them."""
-    try:
-        program = inner_program(fn, operands)
-    except Exception:  # its author's code, which may raise anything of a shape: it is said where such a shard is run
+    program = inner_program(fn, operands)
+    if program is None:
         return None
     fusion = fuse(program, fuses_operands)
     moved = sum(k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes)) for k in fusion.kernels.values())

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard import _compat
-from autoshard.sharding.alike import Kinds, find_kinds
+from autoshard.sharding.alike import Kinds, find_kinds, pinned_apart
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.cost import Waiting
 from autoshard.sharding.decide import home
@@ -141,11 +141,11 @@ class MemoryModel:
         return local
 
     def kinds(self, layout: Layout) -> Kinds:
-        """The kinds of the values that have a size; those that a layout pins are kinds of their own."""
-        pinned = frozenset(layout.pins)
-        if pinned not in self._kinds:
-            self._kinds[pinned] = find_kinds(self.axes, self.roles, self.sized, pinned)
-        return self._kinds[pinned]
+        """The kinds of the values that have a size."""
+        apart = pinned_apart(self.axes, self.roles, layout.pins)
+        if apart not in self._kinds:
+            self._kinds[apart] = find_kinds(self.axes, self.roles, self.sized, apart)
+        return self._kinds[apart]
 
     def _live(self, local: np.ndarray, waiting: Sequence[Waiting] = ()) -> np.ndarray:
         """The bytes of temporaries at each point of the program."""

@@ -72,12 +72,19 @@ def check_constraints(name: str, constraints: Sequence[tuple[Op, NamedSharding]]
         raise PlanError(f"auto_shard({name}): " + "; ".join(wrong))
 
 
-class FixedError(PlanError):
-    """Specs that were fixed and cannot hold, or contradict each other; `complaints` has one sentence for each."""
+class NoSuchAxisError(PlanError):
+    """A spec names a mesh axis that the mesh does not have."""
 
-    def __init__(self, name: str, complaints: Sequence[str], hint: str = ""):
+
+class FixedError(PlanError):
+    """Specs that were fixed and cannot hold, or contradict each other; `complaints` has one sentence for each.
+
+    `lacks_axis` says whether one of them is that the mesh lacks an axis.
+    """
+
+    def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
         super().__init__(f"auto_shard({name}): " + "; ".join(complaints) + hint)
-        self.name, self.complaints = name, tuple(complaints)
+        self.name, self.complaints, self.lacks_axis = name, tuple(complaints), lacks_axis
 
 
 def fixed_pins(
@@ -89,15 +96,16 @@ def fixed_pins(
         FixedError: every pattern that matches nothing, every spec that cannot hold and every two that differ.
     """
     pins: dict[int, Spec] = {}
-    wrong = _strange(fixed, word)
+    wrong, lacks_axis = _strange(fixed, word), False
     for i, what in {} if wrong else found_inputs(traced, fixed, word, wrong).items():
         value, aval = traced.program.inputs[i], traced.in_avals[i]
         try:
             pins[value] = _fixed_spec(what, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
         except PlanError as error:
             wrong.append(str(error))
+            lacks_axis |= isinstance(error, NoSuchAxisError)
     if wrong:
-        raise FixedError(traced.name, wrong)
+        raise FixedError(traced.name, wrong, lacks_axis=lacks_axis)
     return pins
 
 
@@ -118,7 +126,7 @@ def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_giv
     if kept or not failed:
         return kept
     nearest = min(failed, key=lambda error: len(error.complaints))
-    if mesh_is_given or "names mesh axis" not in str(nearest):
+    if mesh_is_given or not nearest.lacks_axis:
         raise nearest
     used = ", ".join(dict.fromkeys(a for _, layout in layouts for a in layout.mesh))
     raise FixedError(nearest.name, nearest.complaints, f". No mesh was given, and the plans tried have axes {used}")
@@ -223,7 +231,7 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise PlanError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
+        raise NoSuchAxisError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
                         + (f"did you mean {close[0]!r}? Or " if close else "")
                         + "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:

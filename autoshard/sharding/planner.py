@@ -87,8 +87,11 @@ def plan_traced(
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
     if verify and (candidate.fits(planner.limit) or not planner.refuses):
-        return planner.verified(candidate, others, verify)
-    return planner.describe(candidate, others)
+        made = planner.verified(candidate, others, verify)
+    else:
+        made = planner.describe(candidate, others)
+    planner.tally = Tally()  # a plan that is kept keeps its planner: not all that was priced with it
+    return made
 
 
 class Planner:

@@ -47,21 +47,25 @@ def products(op: Op) -> Mapping[int, float]:
 @functools.lru_cache(maxsize=256)
 def _products(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
     total: dict[int, float] = {}
-    try:
-        program = inner_program(fn, operands)
-    except Exception:  # its author's code, which may raise anything of a shape (a padded one)
-        return total
-    for op in program.ops():
+    program = inner_program(fn, operands)
+    for op in program.ops() if program is not None else ():
         if op.rule is not None:
             for size, flops in products(op).items():
                 total[size] = total.get(size, 0.0) + flops * op.trips
     return total
 
 
-def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program:
-    """What a function of arrays of these shapes and types is made of."""
+def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
+    """What a function of arrays of these shapes and types is made of; None where it does not take them.
+
+    Shapes are those of the program, of a shard or of a padded axis. That a shard is refused is said where it is run.
+    """
     with _compat.unchecked_varying():
-        return build(_compat.dce(jax.make_jaxpr(flat(fn))(*(jax.ShapeDtypeStruct(*each) for each in operands))))
+        try:
+            traced = jax.make_jaxpr(flat(fn))(*(jax.ShapeDtypeStruct(*each) for each in operands))
+        except Exception:  # the operator's author wrote it, and may refuse a shape with any error
+            return None
+    return build(_compat.dce(traced))
 
 
 def _product(op: Op) -> float:
