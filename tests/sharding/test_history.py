@@ -1,6 +1,7 @@
 """What a plan keeps of its search, of its time by kind, and of what its step makes."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import autoshard
 from autoshard.sharding.history import Searched, Tried
 from autoshard.sharding.plan import Estimate, Plan, abstract_mesh
-from autoshard.sharding.report.page.search import lost
+from autoshard.sharding.report.page.search import lost, search_section
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step
 
@@ -47,6 +48,16 @@ def test_what_the_best_were_changed_into_is_kept_too():
     assert len({t.words for t in found.tried}) == len(found.tried)  # none stands there twice
     faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
     assert all(lost(planned(), t).startswith("faster by repeating work") for t in faster)
+
+
+def test_a_page_calls_no_plan_the_fastest_beside_a_faster_one():
+    plan = planned()
+    (found,) = plan.history
+    slower = tuple(t for t in found.tried if t.step_time_us >= plan.estimate.step_time_us)
+    assert "is the fastest of those" in search_section(replace(plan, history=(replace(found, tried=slower),)))
+    quicker = replace(found.tried[0], words="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
+    told = search_section(replace(plan, history=(replace(found, tried=(quicker, *found.tried)),)))
+    assert "fastest" not in told.split("</p>")[0] and "each faster one says why it was not" in told
 
 
 def test_each_variant_has_its_search():

@@ -79,6 +79,8 @@ def _story(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
     words += f". The best were changed word by word, {changed} times" if changed else ""
     words += f"; {fit} fit {bytes_text(plan.limit_bytes)}" if plan.limit_bytes else ""
     kind = "fastest of those" if plan.limit_bytes and fit else "smallest" if plan.limit_bytes else "fastest"
+    if any(r.fits and r.tried.step_time_us < plan.estimate.step_time_us for r in rows):
+        kind = "one that was chosen: each faster one says why it was not"
     variant = f", {variant_text(plan.variant)}," if plan.variant else ""
     return escape(f"{words}. {plan.chosen or 'This plan'}{variant} is the {kind}.")
 
