@@ -70,13 +70,14 @@ def plan_train_step(config: TrainConfig):
     """The plan of the config's train step, from shapes only."""
     import autoshard
     from autoshard.train.build import fit_tokenizer, make_program_of, train_step_of
-    from autoshard.train.placement import plan_options
+    from autoshard.train.placement import plan_options, search_variants
     from autoshard.train.step import batch_shapes
 
-    config = fit_tokenizer(config)
+    config, verify = fit_tokenizer(config), getattr(config, "verify", 0)
+    if config.variants == "search":
+        return search_variants(config, verify)[1]
     program = make_program_of(config)
     shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
-    verify = getattr(config, "verify", 0)
     return autoshard.plan(
         train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
     )

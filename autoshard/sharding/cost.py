@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -135,15 +136,21 @@ class CostModel:
         self.values = Values(axes, roles, self.groups)
         self._memo: dict[Any, Price] = {}
         self._others: dict[frozenset[int], CostModel] = {}
+        self._before: CostModel | None = None  # of which this is one of other sizes
+
+    def resized(self, axes: LogicalAxes) -> CostModel:
+        """The same model of a program with the same operators, on axes of other sizes (`padding.lengthened`)."""
+        made, ops = copy(self), list(axes.program.ops())
+        made.axes, made._before = axes, self
+        made.groups = [replace(g, op=ops[g.numbers[0]]) for g in self.groups]
+        made._memo, made._others = {}, {}
+        return made
 
     def __call__(self, layout: Layout) -> StepCost:
         """The cost of one step under `layout`."""
         apart = pinned_apart(self.axes, self.roles, layout.pins)
         if apart != self.apart:
-            if apart not in self._others:
-                shared = self.axes, self.roles, self.target, self.fusion, self.state
-                self._others[apart] = CostModel(*shared, apart)
-            return self._others[apart](layout)
+            return self._telling(apart)(layout)
         compute, collectives = 0.0, []
         there: dict[Any, Waiting] = {}  # what is moved already: one gather serves all that take it
         named, laying = Nameless(layout, self.values), self.target.lay(layout.mesh)
@@ -163,6 +170,16 @@ class CostModel:
                     collectives.append(collective(laying, move.kind, axes, move.local_bytes, runs, g.line, ahead))
         collectives += self._state_moves(layout)
         return replace(summed(compute, collectives, self.target.chip.hides), waiting=tuple(there.values()))
+
+    def _telling(self, apart: frozenset[int]) -> CostModel:
+        """This model for layouts that tell these inputs from others which are like them."""
+        if apart not in self._others:
+            if self._before is not None:
+                self._others[apart] = self._before._telling(apart).resized(self.axes)
+            else:
+                shared = self.axes, self.roles, self.target, self.fusion, self.state
+                self._others[apart] = CostModel(*shared, apart)
+        return self._others[apart]
 
     def _share(self, there: dict[Any, Waiting], move: Move, axes: tuple[str, ...], taken: Sequence[Taken]) -> int:
         """How many of the values that a group needs moved are not there yet; notes who takes them."""

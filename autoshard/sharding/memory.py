@@ -13,6 +13,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -44,9 +45,8 @@ class MemoryModel:
         self.written[list(fusion.written)] = True
         self.carried: list[int] = []  # a loop's carry inside it, which lies where its result does
         self._scan(program.block)
-        self.whole = np.array([nbytes(a) for a in program.avals], float)
-        for v, part in fusion.narrow.items():
-            self.whole[v] *= part
+        self.narrow = fusion.narrow
+        self.whole = self._whole()
         inputs = set(program.inputs)
         for out in set(program.outputs) - inputs:
             self.written[out] = True
@@ -64,6 +64,20 @@ class MemoryModel:
             for role in ("parameter", "optimizer", "data", "other")
         }
         self._kinds: dict[frozenset[int], Kinds] = {}
+
+    def resized(self, axes: LogicalAxes) -> MemoryModel:
+        """The same model of a program with the same operators, on axes of other sizes (`padding.lengthened`)."""
+        made = copy(self)
+        made.axes = axes
+        made.whole = made._whole()
+        return made
+
+    def _whole(self) -> np.ndarray:
+        """The bytes of each value on one device alone."""
+        whole = np.array([nbytes(a) for a in self.axes.program.avals], float)
+        for v, part in self.narrow.items():
+            whole[v] *= part
+        return whole
 
     def _scan(self, block: Block) -> None:
         ops = list(inlined(block))

@@ -36,8 +36,6 @@ LITTLE = 1.125  # of its size: the longest to which an axis is padded for a plan
 WORTH = 0.005  # of the step's time, below which a gain is noise
 LARGE_BYTES = 2**20  # what a smaller array takes that is not stored in parts is no matter
 
-Models = Callable[[LogicalAxes], tuple[CostModel, MemoryModel]]
-
 
 @shown
 @dataclass(frozen=True)
@@ -85,7 +83,8 @@ def multiple(size: int, n: int) -> int:
 
 
 def what_padding_wins(
-    models: Models,
+    cost: CostModel,
+    memory: MemoryModel,
     chosen: Candidate,
     others: Sequence[Candidate],
     limit: float,
@@ -94,7 +93,8 @@ def what_padding_wins(
     """For each class that could be padded the best that would come of it, if that beats the plan.
 
     Args:
-        models: makes the models of cost and memory of a program.
+        cost: prices time.
+        memory: prices memory.
         chosen: the plan.
         others: the other candidates, the fastest first.
         limit: bytes of one device.
@@ -105,9 +105,10 @@ def what_padding_wins(
     rivals += [(name, layout, 0.0) for name, layout in idle if all(name != c.name for c in others)]
     found: dict[int, list[Padding]] = {}
     for (cls, size), some in _cases(chosen, rivals).items():
-        cost, memory = models(longer := lengthened(axes, cls, size))
+        longer = lengthened(axes, cls, size)
+        longer_cost, longer_memory = cost.resized(longer), memory.resized(longer)
         for words, layout, ways in some:
-            made = laid_well(price(words, _on(longer, layout), cost, memory), cost)
+            made = laid_well(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
             if _wins(made, chosen, limit):
                 step = made.cost.step_time_us
                 won = Padding(axes.name(cls), axes.sizes[cls], ways, size, words, step, made.peak_bytes)

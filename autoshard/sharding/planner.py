@@ -131,14 +131,10 @@ class Planner:
     @cached_property
     def models(self) -> tuple[CostModel, MemoryModel]:
         """What prices layouts of the program."""
-        return self.models_of(self.axes)
-
-    def models_of(self, axes: LogicalAxes) -> tuple[CostModel, MemoryModel]:
-        """What prices layouts of a program with these axes."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
-        fusion = fuse(axes.program, fuses_operands=target.platform == "tpu")
-        cost = CostModel(axes, self.roles, target, fusion, self.state)
-        return cost, MemoryModel(axes, self.roles, fusion, [(i, o) for i, o in self.state if i in donated])
+        fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
+        cost = CostModel(self.axes, self.roles, target, fusion, self.state)
+        return cost, MemoryModel(self.axes, self.roles, fusion, [(i, o) for i, o in self.state if i in donated])
 
     def complain_of_unknown(self, strict: bool) -> None:
         """Names the primitives that have no rule."""
@@ -346,7 +342,7 @@ class Planner:
         idle = []
         if self.searched and not any(c.layout.pins for c in others):
             idle = idle_layouts(self.axes, self.roles, self.machine.target.devices, self.machine.sizes)
-        return what_padding_wins(self.models_of, best, others, self.limit, idle)
+        return what_padding_wins(*self.models, best, others, self.limit, idle)
 
     def rebind(self, plan: Plan) -> Plan:
         """A plan that was made elsewhere, for this function."""

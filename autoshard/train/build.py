@@ -25,6 +25,9 @@ from autoshard.train.state import Program, TrainState, make_program
 from autoshard.train.step import TrainStep, make_train_step
 from autoshard.train.tokens import load_codec
 
+REMATS = ("none", "dots", "full")
+"""What layers keep for their backward pass, of which the best is searched."""
+
 MICROBATCHES = (1, 2, 4)
 """In how many parts a batch is processed, of which the best is searched."""
 
@@ -125,7 +128,7 @@ def variants_of(work: Workload) -> dict[str, list[Any]]:
     """
     whole = isinstance(work.config, MoEConfig | WideResNetConfig)
     parts = [n for n in MICROBATCHES if not work.batch_size % n]
-    return {"remat": ["none", "dots", "full"], "accumulation": [1] if whole else parts}
+    return {"remat": list(REMATS), "accumulation": [1] if whole else parts}
 
 
 def make_source(config: TrainConfig) -> Source:

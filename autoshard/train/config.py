@@ -17,7 +17,7 @@ from autoshard.models import GPTConfig
 from autoshard.train.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan virtual_devices log_every "
+    "preset config run_dir resume steps mesh target memory_limit_bytes plan variants virtual_devices log_every "
     "eval_every eval_batches checkpoint_every keep_checkpoints sample_tokens prompt prefetch".split()
 )
 """Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
@@ -73,6 +73,9 @@ class TrainConfig:
     """Machine to plan for, such as 'cpu:8' or 'h100:8'. Default: this one."""
     memory_limit_bytes: int | None = None
     """Memory that the plan may use on each device. Default: what the device has."""
+    variants: Literal["given", "search"] = "given"
+    """Whether --gpt.remat and --accumulation are as given, or the planner chooses them too. A run that is resumed
+    keeps what it has."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 

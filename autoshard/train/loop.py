@@ -22,7 +22,7 @@ from autoshard.train.data import Source
 from autoshard.train.evaluate import Evaluation, evaluate
 from autoshard.train.interrupt import Interrupts
 from autoshard.train.metrics import Reporter, peak_flops, read_metrics
-from autoshard.train.placement import PlacedEvalStep, PlacedStep, place_eval_step, place_step
+from autoshard.train.placement import PlacedEvalStep, PlacedStep, place_eval_step, place_step, search_variants
 from autoshard.train.plot import plot_loss
 from autoshard.train.prefetch import Prefetcher, place_batch
 from autoshard.train.sample import sample_text
@@ -60,9 +60,18 @@ class Trainer:
         """
         self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
-        self.program: Program = make_program_of(config)
         self._check_run_dir()
+        searched = None
+        if config.variants == "search" and not config.resume:
+            self.config, searched = search_variants(config)
+            if self.config.microbatch_size != config.microbatch_size:
+                self.source = make_source(self.config)
+            config = self.config
+        self.program: Program = make_program_of(config)
         self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config)
+        if searched is not None:
+            told = {name: getattr(searched, name) for name in ("variant", "variants", "history")}
+            self.placed = replace(self.placed, plan=self.placed.plan.where(**told))
         self._eval_step: PlacedEvalStep | None = None
         self.run_dir = self._claim_run_dir()
 

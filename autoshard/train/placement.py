@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import autoshard
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.sharding.machine import device_mesh, mesh_sizes
+from autoshard.sharding.plan import Plan
+from autoshard.train.build import MICROBATCHES, REMATS, make_program_of, train_step_of
 from autoshard.train.config import TrainConfig
 from autoshard.train.state import Program, TrainState, Tree
 from autoshard.train.step import EvalStep, TrainStep, batch_shapes
@@ -89,6 +92,42 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> 
         state_shardings,
     )
     return PlacedStep(step, plan, placed, batch, batch_shardings)
+
+
+def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
+    """The config with remat and microbatches of the fastest step that fits, and its plan with all that were searched.
+
+    Dropout draws its masks for each microbatch, so that with it their number stays what it is.
+
+    Raises:
+        ConfigError: The model is not the built-in one.
+        AutoshardError: No variant can be planned as the config asks.
+    """
+    if config.model != "gpt":
+        raise ConfigError(f"--variants search knows the remat of the built-in model alone, not that of {config.model}")
+    steps: dict[Any, TrainStep] = {}
+    program = make_program_of(config)
+    parts = {config.accumulation, *(n for n in MICROBATCHES if not config.batch_size % n)}
+
+    def varied(remat: str, accumulation: int) -> TrainConfig:
+        return replace(config, accumulation=accumulation, gpt=replace(config.gpt, remat=remat))
+
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
+        if (remat, accumulation) not in steps:
+            chosen = varied(remat, accumulation)
+            steps[remat, accumulation] = train_step_of(chosen, make_program_of(chosen))
+        return steps[remat, accumulation](state, batch)
+
+    plan = autoshard.plan(
+        train_step,
+        program.abstract_state(),
+        batch_shapes(config.batch_size, config.gpt.context),
+        variants={"remat": REMATS, "accumulation": [config.accumulation] if config.gpt.dropout else sorted(parts)},
+        donate_argnums=0,
+        verify=verify,
+        **plan_options(config),
+    )
+    return varied(**plan.variant), plan
 
 
 def _check_devices(config: TrainConfig) -> None:

@@ -92,9 +92,14 @@ class Loop:
     def once(self) -> float:
         """Seconds of one step, with everything that it started."""
         begin = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.batch)
+        metrics = self.metrics()
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - begin
+
+    def metrics(self) -> Any:
+        """What one step reports."""
+        self.state, metrics = self.step(self.state, self.batch)
+        return metrics
 
 
 def paired(

@@ -4,17 +4,14 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-from expert_plans import AXES, CASES, Case, Style, styles, today
+from expert_plans import CASES, Case, Style, styles, today
 from expert_step import expert_step
-from jax.sharding import Mesh, NamedSharding
+from real_steps import batch_of, by_hand, create
 from rooflines import bound, parameters, products
 
 from autoshard.models.workloads import Workload, workload
 from autoshard.train.build import workload_step
-from autoshard.train.optimizer import OptimizerConfig, make_optimizer
-from autoshard.train.state import make_program
 
 STYLES = {
     "gpt-tiny": [Style((2, 2, 1, 2), 2, sequence=True), Style((1, 1, 1, 8), sequence=True)],
@@ -27,29 +24,16 @@ STYLES = {
 TODAY = Style((1, 8, 1, 1), today=True)
 
 
-def batch_of(work: Workload) -> dict[str, np.ndarray]:
-    """A random batch."""
-    rng, found = np.random.default_rng(0), {}
-    for name, aval in work.batch().items():
-        whole = np.issubdtype(aval.dtype, np.integer)
-        values = rng.integers(0, 8, aval.shape) if whole else rng.uniform(0.5, 1.0, aval.shape)
-        found[name] = values.astype(aval.dtype)
-    return found
-
-
 def losses(work: Workload, runs: list[tuple[Style, int]]) -> tuple[float, float, list[tuple[float, float]]]:
     """Loss and norm of the gradient on one device, and under each style."""
-    program = make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
-    state, batch = program.create_state(jax.random.key(0)), batch_of(work)
-    _, metrics = jax.jit(workload_step(work)[0])(state, batch)
-    found = []
-    for style, microbatches in runs:
-        made = expert_step(work, style, microbatches)
-        mesh = Mesh(np.array(jax.devices()[:8]).reshape(style.sizes), AXES)
-        given, out = ([NamedSharding(mesh, s.spec) for s in some] for some in (made.given, made.made))
-        *_, norm, _, loss, _ = jax.jit(made.fn, in_shardings=given, out_shardings=out)(*jax.tree.leaves((state, batch)))
-        found.append((float(loss), float(norm)))
-    return float(metrics["loss"]), float(metrics["grad_norm"]), found
+    state = create(work)(jax.random.key(0))
+    _, alone = jax.jit(workload_step(work)[0])(state, batch_of(work))
+    found = [by_hand(work, style, microbatches).metrics() for style, microbatches in runs]
+    return *_shown(alone), [_shown(metrics) for metrics in found]
+
+
+def _shown(metrics: dict[str, Any]) -> tuple[float, float]:
+    return float(metrics["loss"]), float(metrics["grad_norm"])
 
 
 QUICK = ("moe-tiny",)

@@ -1,0 +1,135 @@
+"""Real steps on eight virtual CPU devices: the planner's plan beside the best plan of an expert's grid.
+
+    python benchmarks/real_steps.py [CASE ...]
+
+Each model's step is planned for the devices that are there, knowing nothing of the grid. The expert's side is every
+style of `expert_plans.styles` on eight devices, on the same step function, run for real: all for a few steps in turn,
+the fastest again for more, so that the best is known by measurement and not by a model. Then the two take turns for
+`ROUNDS` steps each, from states of their own; a pair gives one ratio. The median of the ratios should be at most 1.03.
+
+Without a limit of memory neither side recomputes nor splits the batch: both have remat `none` and one microbatch. Both
+must report the same loss on the first step, or the comparison ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import common  # the devices are set up first
+import jax
+import numpy as np
+from expert_plans import AXES, Case, Style, styles
+from expert_step import expert_step
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard import auto_shard
+from autoshard.models.workloads import Workload, workload
+from autoshard.train.build import workload_step
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.state import make_program
+from autoshard.train.timing import Loop, paired
+
+DEVICES, ROUNDS, TARGET = 8, 100, 1.03
+SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, the styles that go on, their steps
+
+_TEXT: Mapping[str, Any] = {"width": 128, "ffn": 512, "layers": 4, "context": 64, "vocab": 1024, "remat": "none"}
+_SMALL: Mapping[str, Workload] = {
+    "gpt": workload("gpt-tiny").with_(**_TEXT),
+    "llama": workload("llama-tiny").with_(**_TEXT | {"block_size": 32}),
+    "moe": workload("moe-tiny").with_(**_TEXT | {"expert_ffn": 256}),
+    "wide-resnet": workload("wide-resnet-tiny").with_(batch_size=32, channels=16, remat="none"),
+}
+
+
+def batch_of(work: Workload) -> dict[str, np.ndarray]:
+    """A random batch."""
+    rng, found = np.random.default_rng(0), {}
+    for name, aval in work.batch().items():
+        whole = np.issubdtype(aval.dtype, np.integer)
+        values = rng.integers(0, 8, aval.shape) if whole else rng.uniform(0.5, 1.0, aval.shape)
+        found[name] = values.astype(aval.dtype)
+    return found
+
+
+def planned(work: Workload) -> tuple[Loop, str]:
+    """The step under the planner's plan, and the plan's words."""
+    train_step, state, batch = workload_step(work)
+    step = auto_shard(train_step, donate_argnums=0)
+    words = step.plan(state, batch).chosen
+    (_, batch_in), _ = step.lower(state, batch).compile().input_shardings
+    return Loop(step, step.init(create(work), jax.random.key(0)), jax.device_put(batch_of(work), batch_in)), words
+
+
+def by_hand(work: Workload, style: Style, microbatches: int = 1) -> Loop:
+    """The step under an expert's style."""
+    made = expert_step(work, style, microbatches)
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(style.sizes), AXES)
+    given, out = ([NamedSharding(mesh, s.spec) for s in some] for some in (made.given, made.made))
+    count = len(made.donated)
+    run = jax.jit(made.fn, in_shardings=given, out_shardings=out, donate_argnums=made.donated)
+    train_step, *shapes = workload_step(work)
+    tree = jax.tree.structure(jax.eval_shape(train_step, *shapes)[1])
+
+    def step(state: Sequence[jax.Array], batch: Sequence[jax.Array]) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+        results = run(*state, *batch)
+        return results[:count], jax.tree.unflatten(tree, results[count:])
+
+    leaves = jax.tree.leaves(create(work)(jax.random.key(0)))
+    batch = jax.device_put(jax.tree.leaves(batch_of(work)), given[count:])
+    return Loop(step, jax.device_put(leaves, given[:count]), batch)
+
+
+def create(work: Workload) -> Callable[[jax.Array], Any]:
+    """What makes the state from a key."""
+    return make_program(work.build, make_optimizer(OptimizerConfig(), 1000)).create_state
+
+
+def fastest(loops: Mapping[str, Loop], rounds: int) -> list[str]:
+    """The names in the order of their median times, all measured in turn."""
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            times[name].append(loop.once())
+    return sorted(times, key=lambda name: float(np.median(times[name])))
+
+
+def rows_of(name: str) -> list[common.Row]:
+    """The figures of one model."""
+    work = _SMALL[name]
+    ours, words = planned(work)
+    loss, hands = float(ours.metrics()["loss"]), {}
+    for style in styles(Case(name, work, f"cpu:{DEVICES}")):
+        loop = by_hand(work, style)
+        other = float(loop.metrics()["loss"])
+        if not math.isclose(loss, other, rel_tol=1e-4):
+            raise SystemExit(f"{name}: the loss is {loss} under {words}, and {other} by hand under {style.name}")
+        hands[style.name] = loop
+        print(f"  {name}: {style.name}: {1e3 * loop.once():.0f} ms", flush=True)
+    finalists = fastest(hands, SCREEN)[:FINALISTS]
+    best = fastest({each: hands[each] for each in finalists}, FINAL)[0]
+    tried, theirs = len(hands), hands[best]
+    hands.clear()
+    gc.collect()
+    ours_s, theirs_s = paired(ours.once, theirs.once, rounds=ROUNDS)
+    note = f"{words} / {best}, of {tried}"
+    return [
+        common.measured(f"{name}: the planner's plan", 1e3 * ours_s, "ms"),
+        common.measured(f"{name}: the best by hand", 1e3 * theirs_s, "ms"),
+        common.measured(f"{name}: ratio, paired", ours_s / theirs_s, "", TARGET, note),
+    ]
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*_SMALL, []], help="models; default: all")
+    names = parser.parse_args().cases or list(_SMALL)
+    common.report("real_steps", [row for name in names for row in rows_of(name)], rounds=ROUNDS)
+
+
+if __name__ == "__main__":
+    main()
