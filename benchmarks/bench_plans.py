@@ -105,7 +105,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
             pruned += [_pruned(one, "not reached") for one in [*some, *waiting]]
             break
         rows = compile_all(store, [(one, options) for one in some])
-        failed += [one for one, row in zip(some, rows, strict=True) if row.kind == "oom"]
+        failed += [one for one, row in zip(some, rows, strict=True) if row.too_large]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
     run_options(case, store, "expert", clock)
@@ -193,7 +193,11 @@ def run_today(case: Case, store: Store) -> None:
     winner = best([row for row in store.rows if row.side == "expert"])
     if winner is None:
         return
-    style = today(case)
+    style, rows = today(case), case.work.batch_size // winner.microbatches
+    if rows % style.ways(style.batch):
+        store.notes["today"] = f"not possible: {rows} rows over {style.ways(style.batch)} devices"
+        store.save()
+        return
     made = partial(export_expert, case, style, winner.remat, winner.microbatches)
     compile_all(store, [(Planned("today", "today", "", winner.remat, winner.microbatches, made), winner.options)])
 
@@ -229,7 +233,7 @@ def compile_all(store: Store, jobs: Sequence[tuple[Planned, Mapping[str, str]]])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         rows = list(pool.map(lambda job: store.finish(*job), exported))
     for row in rows:
-        said = f"{row.seconds * 1e3:.0f} ms" if row.ok else row.kind
+        said = f"{row.seconds * 1e3:.0f} ms" if row.ok else "does not fit" if row.too_large else row.kind
         print(
             f"  {row.side}: {row.name}: {said} ({'cached' if row.cached else f'{row.compile_seconds:.0f} s'})",
             flush=True,

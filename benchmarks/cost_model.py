@@ -23,7 +23,7 @@ APART = 1.03  # plans whose times differ by less are no pair to rank
 
 def able(store: Store) -> list[Row]:
     """The rows of which the planner has said something, and the compiler too."""
-    return [row for row in store.rows if row.ok and row.predicted.get("memory_bytes")]
+    return [row for row in store.rows if row.kind == "ok" and row.predicted.get("memory_bytes")]
 
 
 def predicted(stores: Sequence[Store]) -> Table:

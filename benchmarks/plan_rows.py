@@ -79,9 +79,14 @@ class Row:
         return self.peak_bytes or self.memory_bytes
 
     @property
+    def too_large(self) -> bool:
+        """Whether a device has too little memory for it: not all compilers refuse such a program."""
+        return self.kind == "oom" or bool(self.limit_bytes and (self.peak_bytes or 0.0) > self.limit_bytes)
+
+    @property
     def ok(self) -> bool:
         """Whether it compiled, and fits."""
-        return self.kind == "ok"
+        return self.kind == "ok" and not self.too_large
 
     @property
     def name(self) -> str:

@@ -38,8 +38,9 @@ ON_ONE_JAX = {
     "test_catalogue_elementwise", "test_catalogue_indexing", "test_catalogue_layout", "test_catalogue_linalg",
     "test_catalogue_losses", "test_catalogue_moe", "test_catalogue_norms", "test_catalogue_order",
     "test_catalogue_random", "test_catalogue_reduction", "test_cli", "test_config", "test_data", "test_derive",
-    "test_digest", "test_discover", "test_docs", "test_harness", "test_loss", "test_report", "test_sample",
-    "test_writing_rules",
+    "test_damage", "test_digest", "test_discover", "test_docs", "test_golden", "test_harness", "test_history",
+    "test_improve", "test_loss", "test_padding", "test_rediscovery", "test_report", "test_routing", "test_sample",
+    "test_unfit", "test_variants", "test_vendor", "test_whatif", "test_writing_rules",
 }  # fmt: skip
 
 # No deadline: the first example of a test compiles. Derandomised: a red run is red again.

@@ -159,7 +159,7 @@ def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozense
         kernel, memory = fusion.kernels.get(id(op)), None
         if kernel is not None:
             there = (*kernel.reads, *kernel.writes)
-            memory = Counter((told[v], itemsize(avals[v]), v in inputs, v in fusion.near) for v in there)
+            memory = Counter((told[v], itemsize(avals[v]), v in inputs, fusion.near.get(v)) for v in there)
             memory = frozenset(memory.items())
         values = tuple([told[v] for v in (*op.operands, *op.results)])
         key = (op.name, id(op.rule), values, memory, tuple([v in inputs for v in op.operands[:3]]))

@@ -42,7 +42,10 @@ class LogicalAxes:
 
     @cached_property
     def held(self) -> dict[int, int]:
-        """Values that are a program input, or one loop step's slice of it, but for casts: value -> the input."""
+        """Values that are a program input, or one loop step's slice of it, but for casts: value -> the input.
+
+        What a loop stacks of such slices is the input again: a cast parameter that is kept for the backward pass.
+        """
         held: dict[int, int] = {v: v for v in self.program.inputs}
 
         def visit(block: Block) -> None:
@@ -54,9 +57,23 @@ class LogicalAxes:
                     held[op.results[0]] = held[op.operands[0]]
                 for inner in op.blocks:
                     visit(inner)
+                for tie in op.ties:
+                    whole = tie.stacked and tie.outer in op.results and self.of_value[tie.outer]
+                    if whole and whole == self.of_value[held.get(tie.inner, tie.outer)] and tie.inner in held:
+                        held[tie.outer] = held[tie.inner]
 
         visit(self.program.block)
         return {v: source for v, source in held.items() if v != source}
+
+    @cached_property
+    def beside(self) -> dict[int, frozenset[int]]:
+        """For each class the others that every value has which has it: of grouped heads, the key-value heads."""
+        found: dict[int, frozenset[int]] = {}
+        for leaves in set(self.of_value):
+            classes = frozenset(c for dim in leaves for c in dim)
+            for c in classes:
+                found[c] = found.get(c, classes) & classes
+        return {c: others - {c} for c, others in found.items()}
 
     def name(self, cls: int) -> str:
         """The class's name, or its number if it has none."""

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.sharding.cost import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machine import device_mesh, in_order
 from autoshard.sharding.targets import Target, target_for
-from autoshard.sharding.topology import Topology
+from autoshard.sharding.topology import Dim, Topology
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,18 @@ def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None
     pieces = known.lay({"all": len(devices)}).pieces["all"]
     expected = (len(devices) - 1) / known.topology.time_us("all-gather", pieces, 1e9) * 1e15
     slower = bandwidth / expected
-    dims = tuple(replace(d, bandwidth=d.bandwidth * slower, latency_us=latency_us) for d in known.topology.dims)
+    dims = tuple(_measured(d, d.bandwidth * slower, latency_us) for d in known.topology.dims)
     near = dims[-1]
-    chip = replace(chip, link_bandwidth=near.bandwidth, link_latency_us=latency_us,
+    chip = replace(chip, link_bandwidth=near.bandwidth, link_latency_us=near.latency_us,
                    network_bandwidth=chip.network_bandwidth * slower)  # fmt: skip
     return Target(known.name, chip, Topology(dims))
+
+
+def _measured(dim: Dim, bandwidth: float, latency_us: float) -> Dim:
+    """A dimension with the latency of a collective over all of it, of which as large a part is each device's."""
+    each = dim.each_us / (dim.latency_us + dim.each_us * (dim.size - 1))
+    rest = latency_us * (1 - each * (dim.size - 1))
+    return replace(dim, bandwidth=bandwidth, latency_us=rest, each_us=latency_us * each)
 
 
 def _best(run: Callable[[], Any], runs: int) -> float:

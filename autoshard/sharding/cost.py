@@ -2,6 +2,7 @@
 
     compute_us = sum over kernels (`fusion`) of max(flops / (0.95 peak tiles), bytes / (0.8 memory bandwidth)) on one
                  shard, times its trips
+                 + reduced bytes * 6 / (0.8 memory bandwidth) of gathers and scattered sums that XLA does as all-reduces
     comm_us    = sum over collectives of their time on the links that their mesh axes lie on (`topology`), times trips
     step_us    = compute_us + comm_us - min(hidden_us, HIDING * compute_us)
     hidden_us  = of comm_us, what the chip can do beside compute: gathers of parameters and reductions of gradients, of
@@ -30,6 +31,7 @@ import numpy as np
 from autoshard._shown import shown
 from autoshard.sharding.alike import Group, Kinds, Taken, find_groups, find_kinds, pinned_apart
 from autoshard.sharding.axes import LogicalAxes
+from autoshard.sharding.chips import Chip
 from autoshard.sharding.decide import ONCE_UPDATED, decides, declared, regathers, strategy_at
 from autoshard.sharding.fusion import Fusion
 from autoshard.sharding.inside import Inside, inside
@@ -49,7 +51,8 @@ HIDING = 0.9  # the part of a step's compute that can hide traffic
 MOST_LAYINGS = 64  # tried for each order of the axes
 PEAK_REACHED = 0.95  # of a chip's operations per second by large products
 BANDWIDTH_REACHED = 0.8  # of its memory's
-ON_CHIP_SHARE = 0.25  # of the memory on the chip that one value may take to stay there: several are alive at once
+INSTEAD_PASSES = 4  # over its memory by an all-reduce in place of a gather or a scattered sum, beside its traffic
+ON_CHIP_SHARE = 0.5  # of the memory on the chip that the values of a loop's body may take at once to stay there
 
 
 @shown
@@ -115,6 +118,7 @@ class StepCost:
     comm_us: float
     comm_bytes: float
     collectives: tuple[Collective, ...]
+    kernels_us: float = 0.0  # of compute_us, the program's kernels
     waiting: tuple[Waiting, ...] = field(default=(), repr=False)
 
 
@@ -169,7 +173,7 @@ class CostModel:
                     runs, ahead = g.runs * new / g.count, self._is_ahead(g.op, move)
                     collectives.append(collective(laying, move.kind, axes, move.local_bytes, runs, g.line, ahead))
         collectives += self._state_moves(layout)
-        return replace(summed(compute, collectives, self.target.chip.hides), waiting=tuple(there.values()))
+        return replace(summed(compute, collectives, self.target.chip), waiting=tuple(there.values()))
 
     def _telling(self, apart: frozenset[int]) -> CostModel:
         """This model for layouts that tell these inputs from others which are like them."""
@@ -259,7 +263,7 @@ class CostModel:
         avals, total, room = self.axes.program.avals, 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
         for v, spec in zip((*g.kernel.reads, *g.kernel.writes), memory, strict=True):
             size = nbytes(avals[v]) / ways(where.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
-            total += 0.0 if v in self.fusion.near and size <= room else size
+            total += 0.0 if size <= room * self.fusion.near.get(v, 0.0) else size
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
 
     def _plain_moves(
@@ -333,18 +337,21 @@ def collective(
     return Collective(kind, axes, asked, local_bytes, wire, count, time, line, ahead)
 
 
-def summed(compute_us: float, collectives: Sequence[Collective], hides: Sequence[str]) -> StepCost:
-    """The cost of a step from its parts; `hides` are the kinds of collectives that run beside compute."""
+def summed(kernels_us: float, collectives: Sequence[Collective], chip: Chip) -> StepCost:
+    """The cost of a step from its parts."""
     comm = sum(c.time_us for c in collectives)
-    hidden = sum(c.time_us for c in collectives if c.ahead and c.kind in hides)
-    step = compute_us + comm - min(hidden, HIDING * compute_us)
-    return StepCost(step, compute_us, comm, sum(c.wire_bytes * c.count for c in collectives), tuple(collectives))
+    hidden = sum(c.time_us for c in collectives if c.ahead and c.kind in chip.hides)
+    instead = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.asked)  # an all-reduce sends it twice
+    compute = kernels_us + INSTEAD_PASSES * instead / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+    wire = sum(c.wire_bytes * c.count for c in collectives)
+    step = compute + comm - min(hidden, HIDING * compute)
+    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us)
 
 
-def relaid(cost: StepCost, laying: Laying, hides: Sequence[str]) -> StepCost:
+def relaid(cost: StepCost, laying: Laying, chip: Chip) -> StepCost:
     """The same step with its mesh axes laid onto other devices."""
     again = [collective(laying, c.asked, c.axes, c.local_bytes, c.count, c.line, c.ahead) for c in cost.collectives]
-    return replace(summed(cost.compute_us, again, hides), waiting=cost.waiting)
+    return replace(summed(cost.kernels_us, again, chip), waiting=cost.waiting)
 
 
 def best_laying(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[Laying, StepCost]:
@@ -361,7 +368,7 @@ def best_laying(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tupl
     best: tuple[Laying, StepCost] | None = None
     for first in orders:
         for laying in islice(layings(target.topology, mesh, first), MOST_LAYINGS):
-            now = relaid(cost, laying, target.chip.hides)
+            now = relaid(cost, laying, target.chip)
             if best is None or now.step_time_us < best[1].step_time_us * (1 - 1e-9):
                 best = laying, now
     assert best is not None

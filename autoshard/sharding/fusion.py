@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from autoshard.sharding.decide import decides
 from autoshard.sharding.roles import itemsize, nbytes
@@ -38,6 +40,7 @@ _WHOLE = (
 )  # fmt: skip
 
 _BITS16 = 2  # bytes
+_SOON = 64  # operators, after which what was made is not on the chip any more
 _HEAVY = 2  # how many times a value that several take is read instead of being written
 _LIGHT = 16  # how many times larger than what it is made of a value is that XLA makes anew at each use
 
@@ -72,13 +75,14 @@ class Fusion:
         kernels: its kernels, by the identity of the operator that stands for each.
         written: values that lie in memory.
         narrow: value -> part of its bytes that is written, where it is kept in a narrower type than its own.
-        near: values that are read only where they are made, in one run of a loop's body: they can stay on the chip.
+        near: values that are read only where they are made, in one run of a loop's body, and can stay on the chip:
+            value -> its part of the bytes of all such that are alive with it when those are most.
     """
 
     kernels: dict[int, Kernel]
     written: frozenset[int]
     narrow: dict[int, float]
-    near: frozenset[int] = frozenset()
+    near: dict[int, float] = field(default_factory=dict)
 
 
 def _reads_memory(user: Op) -> bool:
@@ -94,7 +98,7 @@ def fuse(program: Program, fuses_operands: bool) -> Fusion:
         fuses_operands: whether contractions compute elementwise operands themselves (TPU).
     """
     finder = _Finder(program, fuses_operands)
-    return Fusion(finder.found, frozenset(finder.memory), finder.narrow, frozenset(finder.near))
+    return Fusion(finder.found, frozenset(finder.memory), finder.narrow, finder.near)
 
 
 class _Finder:
@@ -102,7 +106,7 @@ class _Finder:
         self.program, self.fuses_operands = program, fuses_operands
         self.found: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
-        self.near: set[int] = set()
+        self.near: dict[int, float] = {}
         self.ends: dict[int, Op] = {}  # contraction -> the operator behind it whose result it writes, by identity
         self.ended: set[int] = set()
         self.maker: dict[int, Op] = {}
@@ -137,12 +141,28 @@ class _Finder:
                 self.found[id(op)] = self.kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.ended:
                 stores += [op] if any(v in self.memory for v in op.results) else []
-            near = (set(op.results) & self.memory) - outputs  # not all of the memory for each operator
-            self.near.update(v for v in near if not any(u.blocks for u in users.get(v, ())))
+        self.stay(ops, users, outputs)
         for group in self.together(stores):
             writes = tuple(v for op in group for v in op.results)
             reads = self.sources(v for op in group for v in op.operands)
             self.found[id(group[0])] = Kernel(group[0], tuple(v for v in reads if v not in writes), writes)
+
+    def stay(self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], outputs: set[int]) -> None:
+        """Notes the values of a block that can stay on the chip, and how much of what is there is theirs."""
+        when = {id(op): number for number, op in enumerate(ops)}
+        change, lives = np.zeros(len(ops) + 1), {}
+        for op in ops:
+            for v in (set(op.results) & self.memory) - outputs:  # not all of the memory for each operator
+                taken, first = users.get(v, ()), when[id(op)]
+                last = max([first, *(when[id(u)] for u in taken)])
+                if last - first <= _SOON and not any(u.blocks for u in taken):
+                    size = nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0)
+                    lives[v] = first, last, size
+                    change[first] += size
+                    change[last + 1] -= size
+        alive = np.cumsum(change)
+        for v, (first, last, size) in lives.items():
+            self.near[v] = size / most if (most := float(alive[first : last + 1].max())) else 1.0
 
     def mark(self, op: Op, taken: Sequence[Op]) -> None:
         """Notes whether the result of an elementwise operator is written for those that take it."""

@@ -49,11 +49,17 @@ class Undivided:
 
 
 def undivided(layout: Layout) -> list[Undivided]:
-    """The classes of a layout's table that the mesh axes which list them do not divide."""
-    found = []
+    """The classes of a layout's table that the mesh axes which list them do not divide.
+
+    Not what those leave to a class which are cut before it and beside it in every value: nothing would be cut more.
+    """
+    found: list[Undivided] = []
+    cuts: dict[int, tuple[str, ...]] = {}
     for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
         over = tuple(a for a, classes in layout.table.items() if c in classes)
-        cut, ways = layout.ways(layout.spec_of(((c,),))[0]), layout.ways(over)
+        before = {a for d, axes in cuts.items() if d in layout.axes.beside.get(c, ()) for a in axes}
+        cuts[c] = tuple(layout.spec_of(((c,),))[0])
+        cut, ways = layout.ways(cuts[c]), layout.ways([a for a in over if a not in before])
         if layout.axes.sizes[c] % ways and cut < ways:
             found.append(Undivided(c, over, cut, ways))
     return found

@@ -173,7 +173,8 @@ def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
     """The layout that a request means for a program.
 
     Unless the mesh is fixed, a mesh axis is split where one of its logical axes is divisible only by a part of it (two
-    key-value heads over four devices): `tp` becomes `tp` and `tp_1`.
+    key-value heads over four devices): `tp` becomes `tp` and `tp_1`. Not where others that are cut first stand beside
+    it in every value and leave nothing of the mesh axis to it (eight key-value heads over eight devices).
     """
     mesh: dict[str, int] = {}
     owners: dict[str, str] = {}
@@ -181,7 +182,7 @@ def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
     for axis, size in asked.sizes.items():
         kind = asked.kinds[axis]
         classes = classes_for(kind, roles, asked.flags)
-        parts = [size] if asked.fixed_mesh else _parts(size, [axes.sizes[c] for c in classes])
+        parts = [size] if asked.fixed_mesh else _parts(size, _uses(axes, classes, size))
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], owners[name], table[name] = part, kind, classes
@@ -224,11 +225,19 @@ def changed(layout: Layout, change: Change) -> Layout:
     return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
 
 
-def _parts(size: int, class_sizes: Sequence[int]) -> list[int]:
-    """A mesh axis of `size` in the coarsest factors of which every class can use as many as divide it."""
+def _uses(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
+    """How many of `size` devices each class can use of what is left to it by those before it that are beside it."""
+    found: dict[int, int] = {}
+    for c in classes:
+        left = size // math.prod(found[d] for d in found if d in axes.beside.get(c, ()))
+        found[c] = math.gcd(left, axes.sizes[c])
+    return list(found.values())
+
+
+def _parts(size: int, uses: Sequence[int]) -> list[int]:
+    """A mesh axis of `size` in the coarsest factors of which every class can take as many as it uses."""
     parts = [size]
-    for n in class_sizes:
-        most = math.gcd(size, n)
+    for most in uses:
         if any(math.prod(some) == most for k in range(len(parts) + 1) for some in combinations(parts, k)):
             continue
         out: list[int] = []

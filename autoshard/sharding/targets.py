@@ -132,7 +132,7 @@ def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
 
 def _switched(chip: Chip, hosts: int, near: int) -> tuple[Dim, ...]:
     inner = Dim("gpu" if chip.platform == "cuda" else "device", near, "switch", chip.link_bandwidth,
-                chip.link_latency_us)  # fmt: skip
+                chip.link_latency_us, each_us=chip.link_latency_us / 2 if chip.platform == "cpu" else 0.0)  # fmt: skip
     outer = Dim("host", hosts, "switch", chip.network_bandwidth, chip.network_latency_us)
     return (outer, inner) if hosts > 1 else (inner,)
 
@@ -229,7 +229,7 @@ def write_target(target: Target, path: Path) -> None:
     lines = [f'platform = "{chip.platform}"', *(f"{k} = {v!r}" for k, v in figures.items() if v)]
     dims = [
         f'  {{name = "{d.name}", size = {d.size}, kind = "{d.kind}", bandwidth = {d.bandwidth:.6g}, '
-        f"latency_us = {d.latency_us:.6g}, wraps = {str(d.wraps).lower()}}},"
+        f"latency_us = {d.latency_us:.6g}, wraps = {str(d.wraps).lower()}, each_us = {d.each_us:.6g}}},"
         for d in target.topology.dims
     ]
     path.write_text("\n".join([*lines, "dims = [", *dims, "]", ""]))

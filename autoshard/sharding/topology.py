@@ -11,8 +11,8 @@ per second, microseconds.
                                  many groups share the links. Switch: the device's own bundle
     bandwidth of a group         dimensions of one torus work at the same time: their sum. Slower networks around it:
                                  one after the other, the outer one with 1/inner of the bytes (hierarchical)
-    compiled on a torus          XLA scatters a sum over at most two dimensions of which one may be a line (of more than
-                                 2), and gathers over at most two; elsewhere it reduces all of it (`compiled`)
+    compiled on a torus          XLA scatters a sum over at most two dimensions of which one may be a line, and gathers
+                                 over at most two; elsewhere it reduces all of it; a piece of 2 is none (`compiled`)
     all-to-all on a torus        half of all bytes cross the middle of the longest dimension, see `_exchange_us`
     time                         latency of every hop of the longest piece + bytes / bandwidth
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -42,6 +42,7 @@ class Dim:
         bandwidth: bytes per second of one link one way (of a device's bundle to a switch).
         latency_us: of one hop.
         wraps: whether the last is linked to the first.
+        each_us: of a switch: more of it for each device beside the first: threads of one process wait in turn.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Dim:
     bandwidth: float
     latency_us: float
     wraps: bool = False
+    each_us: float = 0.0
 
     @property
     def link(self) -> str:
@@ -110,10 +112,10 @@ class Topology:
         """The collective that XLA makes of one, and what a device has before that.
 
         On a torus a scattered sum over three dimensions, or over two lines, is an all-reduce whose result is sliced. A
-        gather over three is an all-reduce of parts among zeros.
+        gather over three is an all-reduce of parts among zeros. Two neighbours are no dimension.
         """
-        rings = [p for p in self._merged(pieces) if self.dims[p.dim].kind == "ring"]
-        lines = [p for p in rings if p.size > 2 and not self._closed(p)]
+        rings = [p for p in self._merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
+        lines = [p for p in rings if not self._closed(p)]
         if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1):
             return "all-reduce", local_bytes
         if kind == "all-gather" and len(rings) > 2:
@@ -149,7 +151,7 @@ class Topology:
     def _hop(self, piece: Piece) -> float:
         dim = self.dims[piece.dim]
         if dim.kind == "switch":
-            return dim.latency_us
+            return dim.latency_us + dim.each_us * (piece.size - 1)
         hops = piece.size // 2 if self._closed(piece) else piece.size - 1
         return dim.latency_us * hops * piece.stride
 
@@ -243,7 +245,8 @@ def layings(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -
             seen.add(key)
             yield Laying(topology, dict(key))
     if not seen:
-        flat = Dim("device", topology.devices, "switch", *_slowest(topology))
+        each_us = max(d.each_us for d in topology.dims)
+        flat = Dim("device", topology.devices, "switch", *_slowest(topology), each_us=each_us)
         pieces: dict[str, Pieces] = {}
         stride = 1
         for a in reversed(list(mesh)):
@@ -283,7 +286,7 @@ def _pieces(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator
         dim, behind = topology.dims[number], taken.get(number, 1)
         free = dim.size // behind
         shared = math.gcd(size, free)
-        key = (Dim("", dim.size, dim.kind, dim.bandwidth, dim.latency_us, dim.wraps), behind)
+        key = (replace(dim, name=""), behind)
         if shared == 1 or key in alike:
             continue
         alike.add(key)

@@ -140,7 +140,7 @@ def _under(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
         return Choice(fixed, refusal="; ".join(error.complaints))
     layout.pins = {**old.pins, **pins}
     means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
-    cost = relaid(planner.cost(layout), bound.laying, planner.machine.target.chip.hides)
+    cost = relaid(planner.cost(layout), bound.laying, planner.machine.target.chip)
     peak, _ = planner.memory(layout, cost.waiting)
     return Choice(fixed, cost.step_time_us, peak, plan.chosen, moments=moments, means=means)
 

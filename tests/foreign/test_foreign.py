@@ -19,11 +19,11 @@ PROGRAMS = {
     program.__name__.rpartition(".")[2]: program
     for program in (nnx_cnn, nnx_transformer, linen_transformer, linen_lstm, scan_recurrence, optax_mlp)
 }
-PLANS = [
-    None,
-    "dp:2 fsdp:2 tp:2",
-    *(pytest.param(words, marks=pytest.mark.slow) for words in ("dp:8", "fsdp:8", "tp:8")),
-]
+MIXED = "dp:2 fsdp:2 tp:2"
+# The planner's own plan of every program, and one of three kinds of axes; the rest are the long run's.
+ALWAYS = [("nnx_transformer", None), ("linen_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
+ONE_JAX = [("nnx_cnn", None), ("linen_lstm", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
+CASES = [(name, plan) for name in PROGRAMS for plan in (None, MIXED, "dp:8", "fsdp:8", "tp:8")]
 STEPS = 20
 
 # Adam divides a gradient by its own size: a leaf whose gradient is all noise, a key's bias, moves by full steps.
@@ -35,8 +35,12 @@ def single(name):
     return harness.run_single(PROGRAMS[name], STEPS)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
-@pytest.mark.parametrize("name", PROGRAMS)
+def case(name, plan):
+    marks = () if (name, plan) in ALWAYS else pytest.mark.whole if (name, plan) in ONE_JAX else pytest.mark.slow
+    return pytest.param(name, plan, marks=marks, id=f"{name}-{plan or 'chosen'}")
+
+
+@pytest.mark.parametrize(("name", "plan"), [case(*each) for each in CASES])
 def test_parity_with_one_device(name, plan):
     result = harness.run_sharded(PROGRAMS[name], STEPS, plan=plan)
     harness.compare(single(name), result, state=name not in ADAPTIVE)

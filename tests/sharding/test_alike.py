@@ -32,7 +32,7 @@ def layout(words: str):
 
 
 def test_more_layers_are_no_more_groups():
-    few, many = planner(layers=2), planner(layers=5)
+    few, many = planner(layers=3), planner(layers=6)
     assert len(many.program.avals) > 1.8 * len(few.program.avals)
     assert len(many.cost.groups) == len(few.cost.groups)
     assert len(many.cost.values.examples) == len(few.cost.values.examples)

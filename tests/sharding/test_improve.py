@@ -6,6 +6,7 @@ import pytest
 
 from autoshard import Plan, plan
 from autoshard.models import workload
+from autoshard.sharding import improve, search
 from autoshard.sharding.request import Change, PlanRequestError, parse_request
 from autoshard.train.build import workload_step
 from tests.sharding.test_search import train_step
@@ -60,11 +61,14 @@ def short_of_rows(words: str | None = None) -> Plan:
     return plan(step, state, batch, target="v5e:8x8", plan=words, donate_argnums=0)
 
 
-def test_it_finds_what_has_no_name_and_can_be_asked_for():
+def test_it_finds_what_has_no_name_and_can_be_asked_for(monkeypatch):
+    named = short_of_rows()
+    assert "+" not in named.chosen and "-" not in named.chosen  # what it finds saves less than it has to
+    for module in (improve, search):
+        monkeypatch.setattr(module, "WORTH", 0.05)
     made = short_of_rows()
-    known = [us for words, us, peak in made.candidates if "+" not in words and "-" not in words]
-    assert "+" in made.chosen
-    assert made.estimate.step_time_us < 0.95 * min(known)
+    assert "+" in made.chosen or "-" in made.chosen
+    assert made.estimate.step_time_us < 0.95 * named.estimate.step_time_us
     again = short_of_rows(made.chosen)
     assert again.estimate == made.estimate
     assert [leaf.spec for leaf in again.inputs] == [leaf.spec for leaf in made.inputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 
@@ -70,12 +71,20 @@ def test_the_sequence_is_cut_between_the_pairs():
 
 
 def test_zero_3_for_a_model_of_medium_size_and_a_large_batch():
-    """Every parameter in as many parts as there are devices, the batch over all of them, no weight cut for compute."""
+    """The batch over all devices, every parameter over a group of 32 or more, and no weight cut for compute.
+
+    On three rings XLA makes an all-reduce of a gather: 14 % slower, compiled, than two groups that have two each.
+    """
     found = made("llama2-7b", "v5p:4x4x4", batch_size=128, context=2048)
     assert axes(found, "1/inputs", 0) == whole(found)
     for end in ("mlp/w_up", "attention/wo", "embed", "head"):
         (leaf,) = [leaf for leaf in found.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
-        assert {a for d in range(len(leaf.shape)) for a in axes(found, end, d)} == whole(found), end
+        over = {a for d in range(len(leaf.shape)) for a in axes(found, end, d)}
+        assert math.prod(found.mesh.shape[a] for a in over) >= 32, end
+        assert {kind for kind, names, size, _ in found.traffic if size > 1e9 and over & set(names.split())} == {
+            "all-gather",
+            "reduce-scatter",
+        }
     assert not any(kind == "all-to-all" for kind, *_ in found.traffic)
 
 

@@ -69,6 +69,7 @@ def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path
     np.testing.assert_allclose(runs[1], runs[2], rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_evaluation_leaves_training_as_it_is(make_config: MakeConfig, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), steps=4)
     for name, every in (("with", 1), ("without", 0)):
@@ -113,6 +114,7 @@ def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, 
     np.testing.assert_allclose(validation(tmp_path / "parts")[-1], validation(tmp_path / "whole")[-1], rtol=1e-5)
 
 
+@pytest.mark.whole
 def test_lines_that_a_crash_left_behind_are_dropped(make_config: MakeConfig) -> None:
     config = make_config(steps=4, checkpoint_every=2)
     train(config)
@@ -157,6 +159,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.whole
 def test_a_folder_with_another_run_is_left_alone(make_config: MakeConfig) -> None:
     config = make_config(steps=3)
     train(config)
@@ -201,6 +204,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_planning(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.whole
 def test_every_plan_of_a_run_is_kept(make_config: MakeConfig) -> None:
     config = make_config(steps=3)
     train(config)
@@ -215,6 +219,7 @@ def test_every_plan_of_a_run_is_kept(make_config: MakeConfig) -> None:
     assert len(list(config.run_dir.glob("plan*"))) == 6
 
 
+@pytest.mark.whole
 def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> None:
     config = make_config(steps=3)
     train(config)
