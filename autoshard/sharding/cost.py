@@ -10,10 +10,10 @@
 
 flops are those of contractions and convolutions (`work`), at the peak of their type; tiles is the part of the matrix
 unit's tiles that a shard fills (a dimension of 64 on tiles of 128 fills half). bytes are what a kernel reads and writes
-(of a declared operator: the kernels `inside`), without what is made and read in one run of a loop's body and small
-enough to stay on the chip (`chips`). What moves is what `strategy.choose` says for operators at which the layout
-decides; between others, an axis that leaves a logical axis of an activation is an all-gather, or an all-to-all if it
-goes to another one of the same tensor.
+(of a declared operator: the kernels `inside`), without what is made and soon read in one run of a loop's body where all
+such values that are alive at once have room on the chip (`Fusion.near`). What moves is what `strategy.choose` says for
+operators at which the layout decides; between others, an axis that leaves a logical axis of an activation is an
+all-gather, or an all-to-all if it goes to another one of the same tensor.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ Elementwise kernels of one block that read something of their own shape in commo
 optimizer's update) are one. What several take is written where it is made of as much again (a residual stream). What is
 spread out from next to nothing (a mask) is made anew in every loop and kernel. A slice is read, not what it is cut
 from; what is updated in place costs the update.
+
+What is read soon after it was made, in one run of a block, may stay on the chip, if all such values that are alive with
+it have room there: which ones are is found once, and each one's part of their bytes tells it for every layout.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A file is TOML; what it leaves out is its chip's:
     dims = [                         # outermost first; the product of their sizes is the number of devices
       {name = "host", size = 2, kind = "switch", bandwidth = 50e9, latency_us = 15},
       {name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5},
-    ]
+    ]                                # also: wraps = true of a closed ring, each_us: latency of each further device
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _read_dims(dims: Any, problems: list[str]) -> list[Dim]:
         try:
             dim = Dim(**entry)
             assert dim.kind in ("ring", "switch") and type(dim.size) is int and dim.size > 0
-            assert dim.bandwidth > 0 and dim.latency_us >= 0
+            assert dim.bandwidth > 0 and dim.latency_us >= 0 and dim.each_us >= 0
             found.append(dim)
         except (TypeError, AssertionError):
             problems.append(f"dims[{number}] is {entry!r}; write name, size, kind (ring or switch), bandwidth in bytes "

@@ -32,6 +32,27 @@ def test_state_that_is_donated_is_not_held_twice():
     assert given.peak_memory_bytes == sum(given.memory_bytes.values())
 
 
+def test_copies_of_parameters_that_a_loop_keeps_are_stored_as_those_are():
+    """The cast weights of a stack stay for the backward pass in parts, and are gathered there once more."""
+
+    def step(ws, x):
+        def loss(ws):
+            def layer(x, w):
+                return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+            return jnp.sum(jax.lax.scan(layer, x, ws)[0].astype(jnp.float32))
+
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    shapes = jax.ShapeDtypeStruct((16, 1024, 1024), "float32"), jax.ShapeDtypeStruct((65_536, 1024), "bfloat16")
+    found = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
+    cast = 2.0 * 16 * 1024**2
+    planner, layout = found.bound.planner, found.bound.layout
+    assert planner.memory.kinds_at_peak(layout, planner.cost(layout).waiting)["temporary"] < cast / 2
+    gathered = sum(size for kind, _, size, _ in found.traffic if kind == "all-gather")
+    assert gathered == pytest.approx(2 * 7 / 8 * cast, rel=0.01)
+
+
 @pytest.mark.parametrize("times", [1, 4])
 def test_values_that_nobody_needs_any_more_are_gone(times):
     def fn(x, w, v):

@@ -110,6 +110,14 @@ def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
     assert sorted(odd.order) == list(range(24)) and odd.time_us("all-gather", ["b"], 100.0) > 0
 
 
+def test_threads_of_one_process_wait_for_each_other():
+    laying = find_target("cpu:8").lay({"a": 4, "b": 2})
+    near, far, both = (laying.time_us("all-reduce", axes, 0.0) for axes in (("b",), ("a",), ("a", "b")))
+    assert near < far < both < 7 * near
+    gpus = find_target("h100:1x8").lay({"a": 4, "b": 2})
+    assert gpus.time_us("all-reduce", ("b",), 0.0) == gpus.time_us("all-reduce", ("a",), 0.0)
+
+
 @pytest.mark.parametrize(
     ("target", "mesh", "axes", "scatter", "gather"),
     [
@@ -119,6 +127,7 @@ def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
         ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),
         ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
         ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("v5p:4x4x4", {"b": 2, "a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two neighbours of a plane
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
     ],
 )
