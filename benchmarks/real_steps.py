@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import common  # the devices are set up first
@@ -115,7 +117,7 @@ def rows_of(name: str) -> list[common.Row]:
     hands.clear()
     gc.collect()
     ours_s, theirs_s = paired(ours.once, theirs.once, rounds=ROUNDS)
-    note = f"{words} / {best}, of {tried}"
+    note = f"{words} / {best}, of {tried}; {datetime.now(UTC):%Y-%m-%d}"
     return [
         common.measured(f"{name}: the planner's plan", 1e3 * ours_s, "ms"),
         common.measured(f"{name}: the best by hand", 1e3 * theirs_s, "ms"),
@@ -128,7 +130,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*_SMALL, []], help="models; default: all")
     names = parser.parse_args().cases or list(_SMALL)
-    common.report("real_steps", [row for name in names for row in rows_of(name)], rounds=ROUNDS)
+    rows = [row for name in names for row in rows_of(name)]
+    common.report("real_steps", [*kept(names), *rows], rounds=ROUNDS)
+
+
+def kept(names: Sequence[str]) -> list[common.Row]:
+    """The rows of other models, from the last run of each; their notes have its date."""
+    path = common.RESULTS / "real_steps.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    fields = common.Row.__dataclass_fields__
+    return [
+        common.Row(**{name: row[name] for name in fields}) for row in rows if row["name"].partition(":")[0] not in names
+    ]
 
 
 if __name__ == "__main__":
