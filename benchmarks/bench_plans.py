@@ -14,6 +14,8 @@ quick tier compiles four cases and the first programs of their grids only, and s
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,8 @@ from autoshard import plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.aot import Job
 from autoshard.sharding.aot.program import export, export_plan
-from autoshard.train.build import workload_step
+from autoshard.sharding.variants import Attempt, rounds
+from autoshard.train.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
 QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2
@@ -108,7 +111,28 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
         failed += [one for one, row in zip(some, rows, strict=True) if row.too_large]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
+    run_in_turn(case, store, clock)
     run_options(case, store, "expert", clock)
+
+
+def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
+    """The best of the expert's with two remat policies for layers in turn, as the planner searches them."""
+    options = OPTION_SETS[case.target.partition(":")[0]][0]
+    winner = best([row for row in store.rows if row.side == "expert" and row.options == options])
+    if winner is None or "," in winner.remat:
+        return
+    style, parts = next(s for s in styles(case) if s.name == winner.style), winner.microbatches
+    lighter = REMATS[: REMATS.index(winner.remat)][-1:]
+    search = search_of({"remat": [*lighter, winner.remat], "accumulation": [parts]}, layers_of(case.work.config))
+    attempts: list[Attempt] = []
+    for choice in itertools.chain.from_iterable(rounds(search, attempts)):
+        if clock.over:
+            return
+        remat = choice["remat"]
+        made = partial(export_expert, case, style, remat, parts)
+        one = Planned("expert", style.name, style.words, remat, parts, made)
+        row = winner if remat == winner.remat else compile_all(store, [(one, options)])[0]
+        attempts.append(Attempt(choice, row.ok, row.seconds, row.held or math.inf, row.limit_bytes))
 
 
 def _holds_more(one: Planned, other: Planned) -> bool:
@@ -138,16 +162,22 @@ def run_planner(case: Case, store: Store, clock: Clock) -> None:
 def candidates(case: Case) -> tuple[list[Planned], float]:
     """The planner's candidates over all variants, best first by its own estimate, and how long it took."""
     start, found = time.perf_counter(), []
-    for remat, microbatches in case.variants:
-        try:
-            made = planned(case, remat, microbatches)
-        except AutoshardError as error:
-            print(f"{case.name}, {remat}, {microbatches}: {error}", file=sys.stderr)
+    search = search_of(variants_of(case.work), layers_of(case.work.config))
+    step, state, batch = workload_variants(case.work)
+    try:
+        variants = plan(step, state, batch, target=case.target, variants=search, donate_argnums=0).variants
+    except AutoshardError as error:
+        print(f"{case.name}: {error}", file=sys.stderr)
+        variants = ()
+    seconds = time.perf_counter() - start
+    for choice, _, _, peak in variants:
+        remat, microbatches = choice["remat"], choice["accumulation"]
+        if peak > find_target(case.target).chip.memory_bytes:
             continue
+        made = planned(case, remat, microbatches)
         fitting = [c for c in made.candidates if c[2] <= made.limit_bytes]
         found += [(c, remat, microbatches) for c in fitting[:CANDIDATES]]
     found.sort(key=lambda each: each[0][1])
-    seconds = time.perf_counter() - start
     return [_candidate(case, *each) for each in found], seconds
 
 

@@ -98,12 +98,14 @@ class Style:
         sizes: devices along `AXES`.
         zero: what is stored in parts along fsdp: moments (1), gradients too (2), parameters too (3).
         sequence: whether the residual stream's sequence is cut along tensor.
+        spread: whether what is no expert's is stored in parts along expert as well, which is a data axis to it.
         today: what most people write instead: the batch cut, each parameter cut along its largest dimension.
     """
 
     sizes: tuple[int, int, int, int]
     zero: int = 3
     sequence: bool = False
+    spread: bool = False
     today: bool = False
 
     @property
@@ -113,7 +115,8 @@ class Style:
             return "today"
         kinds = ("data", f"zero{self.zero}", "expert", "tensor")
         words = [f"{kind}:{size}" for kind, size in zip(kinds, self.sizes, strict=True) if size > 1]
-        return " ".join([*words, *(["seq"] if self.sequence else [])])
+        over = [f"zero{self.zero}+expert"] if self.spread else []
+        return " ".join([*words, *over, *(["seq"] if self.sequence else [])])
 
     @property
     def words(self) -> str:
@@ -122,6 +125,8 @@ class Style:
         kind = "fsdp" if self.zero == 3 else "zero1"
         named = {"dp": data, kind: group, "ep": expert, "tp": tensor}
         words = [f"{word}:{size}" for word, size in named.items() if size > 1]
+        if self.spread:
+            words += ["ep+optimizer", *(["ep+parameter"] if self.zero == 3 else [])]
         return " ".join([*words, *(["seq"] if self.sequence else [])])
 
     @property
@@ -155,6 +160,9 @@ def styles(case: Case) -> list[Style]:
                     image = isinstance(config, WideResNetConfig)
                     for sequence in (False, True) if tensor > 1 and not image else (False,):
                         found.append(Style(sizes, zero, sequence))
+                for zero in (2, 3) if expert > 1 else ():
+                    for sequence in (False, True) if tensor > 1 else (False,):
+                        found.append(Style((rest // group, group, expert, tensor), zero, sequence, spread=True))
     return found
 
 

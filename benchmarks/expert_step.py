@@ -63,7 +63,7 @@ class Annotator:
             elif name == "experts":
                 axes = ("expert",)
             elif name == "width" and stored:
-                axes = ("fsdp",)
+                axes = ("fsdp", "expert") if self.style.spread and "experts" not in names else ("fsdp",)
             elif name in ("batch", "tokens"):
                 axes = self.style.batch
             elif name == "groups":

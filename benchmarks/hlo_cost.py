@@ -125,7 +125,8 @@ def copied(module: Module, where: Computation, start: Instruction) -> Cost:
         result = start.shape[1] if isinstance(start.shape, tuple) and len(start.shape) > 1 else start.shape
         whole = start.leaves[0]
     if start.called:
-        plain = Instruction(start.name, result, "fusion", start.arguments, start.attributes)
+        kind = "fusion" if start.attribute("calls") else "async-start"  # a call's computation is its `to_apply`
+        plain = Instruction(start.name, result, kind, start.arguments, start.attributes)
         return cost(module, where, plain)
     size = result.bytes if isinstance(result, Array) else sum(leaf.bytes for leaf in start.leaves)
     if base == "dynamic-update-slice":

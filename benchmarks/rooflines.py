@@ -63,9 +63,10 @@ def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
     total, experts = parameters(work)
     own, dense = experts / (expert * tensor), (total - experts) / tensor
     trips = 2 * microbatches + 1 if style.zero == 3 else 2
-    wire = (group - 1) / group * (own + dense) * HALF * trips
-    for replicas, size in ((data, own / group), (data * expert, dense / group)):
-        wire += 2 * (replicas - 1) / replicas * size * HALF
+    over, replicas = (group * expert, data) if style.spread else (group, data * expert)  # of what is no expert's
+    wire = ((group - 1) / group * own + (over - 1) / over * dense) * HALF * trips
+    for copies, size in ((data, own / group), (replicas, dense / over)):
+        wire += 2 * (copies - 1) / copies * size * HALF
     decoder = _decoder(work.config)
     rows = work.batch_size / style.ways(style.batch)
     kept = 0.0
@@ -73,7 +74,10 @@ def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
         tokens = rows * _positions(work.config)
         wire += (tensor - 1) / tensor * HALF * tokens * decoder.width * 8 * decoder.layers
         kept = _kept(work, decoder, tokens / microbatches, style, remat)
-    state = (own + dense) * (WORD / (group if style.zero == 3 else 1) + MOMENTS / group)
+    state = sum(
+        size * (WORD / (parts if style.zero == 3 else 1) + MOMENTS / parts)
+        for size, parts in ((own, group), (dense, over))
+    )
     return Bound(flops, wire / links, state + kept)
 
 

@@ -53,8 +53,8 @@ def show(plan: Any, json_path: Path | None, html_path: Path | None, explain: Seq
         print(plan.to_json())
     else:
         print(plan)
-        for path in explain:
-            print("", plan.explain(path), sep="\n")
+        for text in explain:
+            print("", plan.explain(*_wish(text)), sep="\n")
         for audit in plan.audits:
             print("", audit, sep="\n")
     for path, write in ((json_path, lambda p: p.write_text(plan.to_json())), (html_path, plan.to_html)):
@@ -89,29 +89,60 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     import autoshard
     from autoshard.models.workloads import workload
-    from autoshard.train.build import variants_of, workload_variants
+    from autoshard.train.build import layers_of, search_of, variants_of, workload_variants
     from autoshard.train.placement import parse_mesh
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing that is attached is needed
     settings = dict(map(_setting, given.set))
     named = {"context": given.context, "batch_size": given.batch_size}
-    work = workload(given.model).with_(**settings, **{k: v for k, v in named.items() if v is not None})
+    remat = {"remat": given.remat} if given.remat is not None else {}
+    try:
+        work = workload(given.model).with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
+    except ValueError as error:  # a config says what is wrong with its fields
+        raise ConfigError(f"{given.model}: {error}") from error
     options = {
         "target": given.target,
         "mesh": parse_mesh(given.mesh),
         "plan": given.plan,
         "memory_limit_bytes": given.memory_limit_bytes,
+        "fixed": dict(map(_pin, given.fixed)) or None,
     }
-    chosen = {"remat": given.remat or settings.get("remat"), "accumulation": given.accumulation}
+    chosen = {
+        "remat": settings.get("remat") if given.remat is None else given.remat,
+        "accumulation": given.accumulation,
+    }
     plan = autoshard.plan(
         *workload_variants(work),
         donate_argnums=0,
-        variants=variants_of(work) | {name: [value] for name, value in chosen.items() if value is not None},
+        variants=search_of(
+            variants_of(work, numerics=given.allow_numerics)
+            | {name: [value] for name, value in chosen.items() if value is not None},
+            layers_of(work.config),
+        ),
         verify=given.verify,
         **{k: v for k, v in options.items() if v is not None},
     )
     return show(plan, given.json, given.html, given.explain)
+
+
+def _wish(text: str) -> tuple[str, Any] | tuple[str]:
+    """`0/params/w` alone, or with a sharding as in `0/params/w=-,fsdp+tp`: for each dimension mesh axes, or none."""
+    from jax.sharding import PartitionSpec
+
+    path, equals, spec = text.partition("=")
+    if not equals:
+        return (path,)
+    dims = [tuple(axis for axis in dim.strip().split("+") if axis not in ("", "-")) for dim in spec.split(",")]
+    return path, PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
+
+
+def _pin(text: str) -> tuple[str, Any]:
+    """What `--fixed` says: a path or a pattern, and its sharding."""
+    found = _wish(text)
+    if len(found) == 1:
+        raise ConfigError(f"--fixed {text!r}: write a path and its mesh axes by dimension, such as '0/params/w=-,fsdp'")
+    return found
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -141,7 +172,15 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--accumulation", type=int, help="microbatches that a batch is processed in; default: the best of 1, 2, 4"
     )
-    made.add_argument("--remat", help="what a layer keeps for its backward pass; default: the best of none, dots, full")
+    made.add_argument(
+        "--remat",
+        help="what a layer keeps for its backward pass; default: the best of none, dots, full, or two of them for "
+        "layers in turn, such as dots,full",
+    )
+    made.add_argument(
+        "--allow-numerics", action="store_true",
+        help="search microbatches where they change the numbers too: batch statistics, routers, expert capacity",
+    )  # fmt: skip
     made.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="another field of the model's config"
     )
@@ -149,7 +188,14 @@ def _parser() -> argparse.ArgumentParser:
         "--verify", type=int, nargs="?", const=1, default=0, metavar="K",
         help="compile the K best plans (1) for the target and show what the compiler made of them",
     )  # fmt: skip
-    made.add_argument("--explain", action="append", default=[], metavar="PATH", help="why a tensor is sharded so")
+    made.add_argument(
+        "--explain", action="append", default=[], metavar="PATH[=AXES]",
+        help="why a tensor is sharded so; with mesh axes for each dimension (-,fsdp+tp) what that would cost",
+    )  # fmt: skip
+    made.add_argument(
+        "--fixed", action="append", default=[], metavar="PATH=AXES",
+        help="pin tensors, by path or pattern, to mesh axes for each dimension: '*/wq=-,fsdp,tp,-'",
+    )  # fmt: skip
     made.add_argument("--json", type=Path, help="file to write the plan to, as JSON; - prints it")
     made.add_argument("--html", type=Path, help="file to write the plan to, as a page")
     return made

@@ -28,13 +28,12 @@ from jax import lax
 
 from autoshard.models.attention import Impl, attention
 from autoshard.models.loss import cross_entropy
-from autoshard.models.stack import REMAT_POLICIES, make_layers, run_layers
+from autoshard.models.stack import make_layers, remat_problems, run_layers
 
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rotary", "learned"),
     "mlp": ("swiglu", "gelu"),
-    "remat": tuple(REMAT_POLICIES),
     "attention": ("auto", "plain", "blockwise"),
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
@@ -61,7 +60,8 @@ class GPTConfig:
         tie_head: whether the head is the embedding.
         scan_layers: whether layers are stacked and scanned over.
         remat: what a layer's backward pass keeps: a name in `REMAT_POLICIES`. `none` keeps what it needs,
-            `full` the layer's input only, `dots` the results of its projections too.
+            `full` the layer's input only, `dots` the results of its projections too. Several with commas are taken in
+            turn: with `none,full` every other layer keeps what it needs.
         attention: `plain`, `blockwise` or `auto` (by sequence length).
         block_size: keys held at a time by blockwise attention.
         dropout: rate, on the embedding and on each sublayer's output.
@@ -108,6 +108,7 @@ class GPTConfig:
         problems += [f"{name} is {size}; it must be at least 1" for name, size in small.items()]
         if not small:
             problems += self._unfit_heads()
+            problems += remat_problems(self.remat, self.layers, scan=self.scan_layers)
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         if problems:

@@ -52,7 +52,7 @@ from autoshard.models.gpt import (
     residual_deviation,
 )
 from autoshard.models.loss import cross_entropy
-from autoshard.models.stack import make_layers, run_layers
+from autoshard.models.stack import make_layers, remat_problems, run_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +109,9 @@ class MoEConfig:
             problems.append(f"capacity_factor is {self.capacity_factor}; it must be above 0")
         if self.moe_every > 0 and self.gpt.layers % self.moe_every:
             problems.append(f"layers {self.gpt.layers} is not a multiple of moe_every {self.moe_every}; change one")
+        elif self.moe_every > 0:
+            groups = self.gpt.layers // self.moe_every
+            problems += remat_problems(self.gpt.remat, groups, scan=self.gpt.scan_layers)
         if problems:
             raise ValueError("MoEConfig: " + "; ".join(problems))
 

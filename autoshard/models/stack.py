@@ -25,6 +25,26 @@ REMAT_POLICIES = {
 }
 
 
+def remat_policies(remat: str) -> tuple[str, ...]:
+    """The policies that layers take in turn: `full,none` is full for the first, none for the second, and again.
+
+    >>> remat_policies("full,none")
+    ('full', 'none')
+    """
+    return tuple(part.strip() for part in remat.split(","))
+
+
+def remat_problems(remat: str, layers: int, *, scan: bool) -> list[str]:
+    """What is wrong with a `remat` for so many layers; nothing where it can be run."""
+    names = remat_policies(remat)
+    if any(name not in REMAT_POLICIES for name in names):
+        known = ", ".join(REMAT_POLICIES)
+        return [f"remat is {remat!r}; choose one of {known}, or several with commas for layers in turn"]
+    if scan and layers % len(names):
+        return [f"remat is {remat!r}; {layers} layers that are scanned over do not divide into groups of {len(names)}"]
+    return []
+
+
 def make_layers(make: Callable[[jax.Array], nnx.Module], keys: jax.Array, *, scan: bool) -> nnx.Module:
     """Layers of one shape, each from its own key.
 
@@ -50,19 +70,38 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
         layers: as `make_layers` gave them.
         carry: what the first layer takes.
         keys: a key for each layer, `[layers]`, or None.
-        remat: what a layer's backward pass keeps: a name in `REMAT_POLICIES`.
-    """
-    stacked = not isinstance(layers, nnx.List)
+        remat: what a layer's backward pass keeps: a name in `REMAT_POLICIES`, or several with commas that layers take
+            in turn. Stacked layers are then scanned over in groups of as many.
 
-    def run(graph: Any, params: Any, carry: Any, key: jax.Array | None) -> Any:
+    Raises:
+        ValueError: a `remat` that is none, or does not divide stacked layers.
+    """
+    stacked, policies = not isinstance(layers, nnx.List), remat_policies(remat)
+    count = len(policies)
+
+    def run(graph: Any, index: int | None, params: Any, carry: Any, key: jax.Array | None) -> Any:
+        # A layer of a group is taken out of it in here, so that remat keeps the group and no copies of its layers.
+        if index is not None:
+            params, key = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, index, keepdims=False), (params, key))
         return nnx.merge(graph, params)(carry, key)
 
-    if remat != "none":
-        # A scan's body is compiled alone: nothing outside it could be merged with the recomputation.
-        run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=not stacked, static_argnums=0)
-    if stacked:
-        graph, params = nnx.split(layers)
-        return lax.scan(lambda carry, layer: (run(graph, layer[0], carry, layer[1]), None), carry, (params, keys))[0]
-    for index, layer in enumerate(layers):
-        carry = run(*nnx.split(layer), carry, None if keys is None else keys[index])
-    return carry
+    # The body of a scan over single layers is compiled alone: nothing could be merged with a recomputation. Of a group
+    # the compiler would recompute all layers at once.
+    given: Any = {"prevent_cse": not stacked or count > 1, "static_argnums": (0, 1)}
+    runs = [run if name == "none" else jax.checkpoint(run, policy=REMAT_POLICIES[name], **given) for name in policies]
+    if isinstance(layers, nnx.List):
+        for n, layer in enumerate(layers):
+            graph, params = nnx.split(layer)
+            carry = runs[n % count](graph, None, params, carry, None if keys is None else keys[n])
+        return carry
+    graph, params = nnx.split(layers)
+    if count == 1:
+        return lax.scan(lambda x, each: (runs[0](graph, None, each[0], x, each[1]), None), carry, (params, keys))[0]
+
+    def body(carry: Any, group: Any) -> Any:
+        for index, each in enumerate(runs):
+            carry = each(graph, index, group[0], carry, group[1])
+        return carry, None
+
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (params, keys))
+    return lax.scan(body, carry, grouped)[0]

@@ -17,6 +17,7 @@ arXiv:1706.02677, wide blocks (arXiv:1605.07146), batch norm (arXiv:1502.03167).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from flax import nnx
 from jax import lax
 
 from autoshard.models.loss import cross_entropy
-from autoshard.models.stack import REMAT_POLICIES
+from autoshard.models.stack import REMAT_POLICIES, remat_policies, remat_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class WideResNetConfig:
         width_factor: how many times as many a block's 3x3 convolution makes.
         image_size: height and width of the images.
         classes: number of different labels.
-        remat: what a block's backward pass keeps: a name in `REMAT_POLICIES`.
+        remat: what a block's backward pass keeps: a name in `REMAT_POLICIES`, or several with commas that blocks take
+            in turn.
         momentum: how much of a running average a step keeps.
         norm_eps: added to the variance.
         dtype: what convolutions and the head are computed in; norms and the loss are float32 throughout.
@@ -66,8 +68,7 @@ class WideResNetConfig:
         problems = [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size < 1]
         if not self.stages:
             problems.append("stages is empty; give a number of blocks for each stage")
-        if self.remat not in REMAT_POLICIES:
-            problems.append(f"remat is {self.remat!r}; choose one of {', '.join(REMAT_POLICIES)}")
+        problems += remat_problems(self.remat, sum(self.stages), scan=False)
         if not 0.0 <= self.momentum < 1.0:
             problems.append(f"momentum is {self.momentum}; it must be at least 0 and below 1")
         for name in ("dtype", "param_dtype"):
@@ -198,8 +199,8 @@ class WideResNet(nnx.Module):
             raise ValueError(f"WideResNet: images must be {wanted}, not {list(images.shape)}")
         x = jax.nn.relu(self.stem_norm(self.stem(images.astype(cfg.dtype)), train))
         x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
-        for block in self.blocks:
-            x = _run_block(block, x, train, cfg.remat)
+        for block, remat in zip(self.blocks, itertools.cycle(remat_policies(cfg.remat))):
+            x = _run_block(block, x, train, remat)
         x = jnp.mean(x.astype(jnp.float32), axis=(1, 2)).astype(x.dtype)
         return jnp.einsum("bc,cn->bn", x, self.head[...].astype(x.dtype)) + self.head_bias[...].astype(x.dtype)[None]
 

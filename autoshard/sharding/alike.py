@@ -175,14 +175,14 @@ def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozense
 
 def _note_taken(groups: Sequence[Group], listed: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
     """Finds what each group takes. A value is that of one loop: what is moved for it is moved in each loop anew."""
-    held = axes.held
+    held, layers = axes.held, axes.layers
     takers: defaultdict[Any, dict[tuple[int, int], list[int]]] = defaultdict(dict)
     for n, g in enumerate(groups):
         for number in g.numbers:
             op, block = listed[number]
             for i, v in enumerate(op.operands):
                 if v >= 0:
-                    takers[held.get(v, v), block].setdefault((n, i), []).append(number)
+                    takers[held.get(v, v), layers.get(v), block].setdefault((n, i), []).append(number)
     alike: defaultdict[Any, list[dict[tuple[int, int], list[int]]]] = defaultdict(list)
     for places in takers.values():
         alike[tuple(places)].append(places)

@@ -15,6 +15,7 @@ from autoshard.sharding.machine import MeshLike
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import PlanLike, argnums
 from autoshard.sharding.tracing import OUTER_PLAN, name_of
+from autoshard.sharding.variants import Variants
 
 
 def auto_shard(
@@ -26,7 +27,7 @@ def auto_shard(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
-    variants: Mapping[str, Sequence[Any]] | None = None,
+    variants: Variants | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -85,7 +86,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
-    variants: Mapping[str, Sequence[Any]] | None = None,
+    variants: Variants | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -103,7 +104,8 @@ def plan(
         fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`; a path goes before patterns.
             Without a mesh, the plans are searched whose mesh has the axes that the specs name.
         plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
-        variants: `{static keyword: values}`: the best of them is planned.
+        variants: `{static keyword: values}`, or a function from what became of the variants so far (`Attempt`s, at
+            first none) to the keywords to try next: the best of them all is planned.
         donate_argnums: arguments whose buffers the results may take.
         static_argnums: arguments that are not arrays.
         verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest.

@@ -19,6 +19,7 @@ from autoshard.spmdrules.program import Block, Program
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
 
 REFINEMENTS = 3
+_TAKES = ("slice", "squeeze", "split", "unstack")
 
 
 @shown
@@ -44,26 +45,56 @@ class LogicalAxes:
     def held(self) -> dict[int, int]:
         """Values that are a program input, or one loop step's slice of it, but for casts: value -> the input.
 
-        What a loop stacks of such slices is the input again: a cast parameter that is kept for the backward pass.
+        What a loop stacks of such slices is the input again: a cast parameter that is kept for the backward pass. A
+        stack that is split into groups, and what is taken out of a group, is held as well: loops over groups of layers.
         """
-        held: dict[int, int] = {v: v for v in self.program.inputs}
+        return {v: source for v, (source, _) in self._held.items() if v != source}
+
+    @cached_property
+    def layers(self) -> dict[int, tuple[int, ...]]:
+        """Of what is held and taken out of a group, where it stood there: layers of one group are not one another."""
+        return {v: where for v, (_, where) in self._held.items() if where}
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        held: dict[int, tuple[int, tuple[int, ...]]] = {v: (v, ()) for v in self.program.inputs}
 
         def visit(block: Block) -> None:
             for op in block.ops:
                 for tie in op.ties:
                     if tie.stacked and tie.outer in held and tie.outer in op.operands:
                         held[tie.inner] = held[tie.outer]
-                if op.name in ("convert_element_type", "copy", "copy_p") and op.operands[0] in held:
-                    held[op.results[0]] = held[op.operands[0]]
+                source, where = held.get(op.operands[0], (-1, ())) if op.operands else (-1, ())
+                if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p"):
+                    held[op.results[0]] = source, where
+                elif source >= 0 and op.name == "reshape":
+                    leaves = self.of_value[op.results[0]]
+                    if any(leaves[:1]) and self._of_stack(op.results[0], source):  # not one more dimension of size 1
+                        held[op.results[0]] = source, where
+                elif source >= 0 and op.name in _TAKES:
+                    for number, result in enumerate(op.results):
+                        if self._of_stack(result, source):
+                            start = tuple(op.eqn.params["start_indices"]) if op.name == "slice" else (number,)
+                            held[result] = source, where if op.name == "squeeze" else (*where, *start)
                 for inner in op.blocks:
                     visit(inner)
                 for tie in op.ties:
-                    whole = tie.stacked and tie.outer in op.results and self.of_value[tie.outer]
-                    if whole and whole == self.of_value[held.get(tie.inner, tie.outer)] and tie.inner in held:
-                        held[tie.outer] = held[tie.inner]
+                    if tie.stacked and tie.outer in op.results and tie.inner in held and tie.outer not in held:
+                        source, where = held[tie.inner]
+                        if self._of_stack(tie.outer, source):
+                            held[tie.outer] = source, where
 
         visit(self.program.block)
-        return {v: source for v, source in held.items() if v != source}
+        return held
+
+    def _of_stack(self, value: int, source: int) -> bool:
+        """Whether a value is a stack of slices as an input is, with other leading dimensions: of groups, or of one."""
+        stack, own = self.of_value[source], self.of_value[value]
+        if not stack or not any(c in self.stacked for c in stack[0]):
+            return False
+        inner = len(stack) - 1
+        leading = {c for dim in own[: len(own) - inner] for c in dim}
+        return len(own) >= inner and own[len(own) - inner :] == stack[1:] and leading <= set(stack[0])
 
     @cached_property
     def beside(self) -> dict[int, frozenset[int]]:

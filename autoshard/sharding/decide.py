@@ -53,8 +53,8 @@ def home(layout: Layout, value: int) -> Spec:
         return layout.stored(value)
     held = layout.held.get(value)
     if held is not None and not layout.early(held):
-        spec = layout.stored(held)
-        return spec[len(spec) - len(layout.axes.of_value[value]) :]
+        spec, count = layout.stored(held), len(layout.axes.of_value[value])
+        return ((),) * (count - len(spec)) + spec[max(len(spec) - count, 0) :]
     if value in layout.roles.gradients:
         return beside_state(layout, value)
     return layout.spec(value)

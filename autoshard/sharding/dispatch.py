@@ -7,6 +7,7 @@ Only if it refuses (another structure, shape or setting, arrays that lie elsewhe
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.request import PlanRequestError
 from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
 from autoshard.sharding.unfit import complain
-from autoshard.sharding.variants import choices, fastest, fastest_of_compiled
+from autoshard.sharding.variants import Attempt, attempt, fastest, fastest_of_compiled, rounds
 
 
 class GraphArguments(Exception):
@@ -203,20 +204,22 @@ class PureFunction:
         written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
         verify = options.pop("verify", 0)
-        several = choices(self.variants)
-        for choice in several:
+        attempts: list[Attempt] = []
+        for choice in itertools.chain.from_iterable(rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
-            with warnings.catch_warnings(record=len(several) > 1) as caught:
+            with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     plan = plan_traced(traced, (args, kwargs), **options, verify=0 if self.variants else verify)
                 except (PlanError, PlanRequestError) as error:
                     refused.append(error)
+                    attempts.append(attempt(choice, None))
                     continue
             made.append((choice, plan))
+            attempts.append(attempt(choice, plan))
             told[id(traced)] = caught or []
         if not made:
-            raise refused[0]
+            raise refused[0] if refused else PlanError(f"auto_shard({name_of(self.fn)}): variants name nothing to try")
         if not isinstance(options["plan"], Plan) and not any(plan.fits for _, plan in made):
             complain(made)
 

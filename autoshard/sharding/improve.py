@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STARTS = 2  # of the best known plans, each on a mesh of its own
 STEP = 2e-3
 WORTH = 0.15
-LONGER = 1.05  # how much longer than those of its start the compute and the traffic of a plan may be
+LONGER = 1.05  # how much more compute and traffic (its time, its bytes) than its start a plan may have
 
 
 def improved(
@@ -48,7 +48,7 @@ def improved(
     found = []
     for start in list(first.values())[:STARTS]:
         now = start
-        most = start.cost.compute_us * LONGER, start.cost.comm_us * LONGER
+        most = [LONGER * each for each in _spent(start)]
         while (better := _best_change(now, price, limit, most, seen)) is not None:
             now = better
         found += [now] if _saves(now, known[0], limit, WORTH) else []
@@ -59,7 +59,7 @@ def _best_change(
     now: Candidate,
     price: Callable[[str, Layout], Candidate | None],
     limit: float,
-    most: tuple[float, float],
+    most: Sequence[float],
     seen: set[object],
 ) -> Candidate | None:
     """The best of all single changes; None where none saves anything. `seen` are layouts that need no second look."""
@@ -70,9 +70,14 @@ def _best_change(
         if effect not in seen:
             seen.add(effect)
             tried += [c for c in [price(f"{now.name} {change}", layout)] if c is not None]
-    tried = [c for c in tried if c.cost.compute_us <= most[0] and c.cost.comm_us <= most[1]]
+    tried = [c for c in tried if all(mine <= limit for mine, limit in zip(_spent(c), most, strict=True))]
     best = min(tried, key=lambda c: _worth(c, limit), default=now)
     return best if _saves(best, now, limit, STEP) else None
+
+
+def _spent(candidate: Candidate) -> tuple[float, float, float]:
+    """What a plan may hardly do more of than its start."""
+    return candidate.cost.compute_us, candidate.cost.comm_us, candidate.cost.comm_bytes
 
 
 def changes(layout: Layout) -> Iterator[Change]:

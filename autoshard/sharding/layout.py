@@ -209,7 +209,10 @@ class Layout:
             leaves, spec = self.axes.of_value[v], self.stored(v)
             slices = [(leaves, spec)]
             if leaves and any(c in self.axes.stacked for c in leaves[0]):
-                slices.append((leaves[1:], spec[1:]))  # one step's slice of it
+                slices.append((leaves[1:], spec[1:]))  # one step's slice of it, or one layer of a group of them
+                if len(leaves[0]) > 1:
+                    slices.append(((leaves[0][1:], *leaves[1:]), ((), *spec[1:])))
+                    slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), ((), (), *spec[1:])))
             for key, where in slices:
                 if role == "optimizer":  # the moments consume the gradient; the parameter follows
                     found[key] = where

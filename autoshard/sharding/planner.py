@@ -41,7 +41,7 @@ from autoshard.sharding.search import Candidate, idle_layouts, laid_well, price,
 from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.topology import Laying, Piece
 from autoshard.sharding.tracing import Traced
-from autoshard.sharding.variants import fastest_compiled
+from autoshard.sharding.variants import SEEN, fastest_compiled, unlike
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
 LARGE_CONSTANTS_BYTES = 2**20
@@ -256,7 +256,8 @@ class Planner:
     def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
         """Of the `count` best candidates that one which the target's compiler makes the fastest program of."""
         rest = [c for c in others if c is not best and c.fits(self.limit)]
-        return fastest_compiled([self.describe(c, others) for c in [best, *rest][:count]], self.limit)
+        ranked = unlike([(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SEEN * count]])
+        return fastest_compiled([self.describe(c, others) for *_, c in ranked[:count]], self.limit)
 
     def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
         """The candidate as a plan."""

@@ -2,15 +2,18 @@
 
 A variant is a choice of static keywords: what layers keep for their backward pass, how many microbatches a batch is
 processed in. Each is traced and planned; they are compared as candidates of one plan are, by time among what fits.
+Which are planned is told by the values of each keyword, or step by step by a function of what was found so far.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.history import of_variants
 from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.units import time_text, variant_text
@@ -18,12 +21,100 @@ from autoshard.sharding.request import is_request
 
 Made = tuple[dict[str, Any], Plan]
 
+ALIKE = 0.001
+"""Difference in time and in memory up to which two plans are taken for one program."""
 
-def choices(variants: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
-    """Every combination of the keywords' values, in the order in which they were given."""
+SEEN = 4
+"""How many times as many candidates as are compiled are looked at for those that are not alike."""
+
+
+@shown
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a variant.
+
+    Attributes:
+        keywords: the variant.
+        fits: whether its plan fits the memory; not so where it could not be planned.
+        step_time_us: estimated time of a step; infinite where it could not be planned.
+        peak_memory_bytes: estimated peak on a device; infinite where it could not be planned.
+        limit_bytes: what a device has.
+    """
+
+    keywords: Mapping[str, Any]
+    fits: bool
+    step_time_us: float
+    peak_memory_bytes: float
+    limit_bytes: float
+
+
+Next = Callable[[Sequence[Attempt]], Sequence[Mapping[str, Any]]]
+Variants = Mapping[str, Sequence[Any]] | Next
+
+
+def rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> Iterator[list[dict[str, Any]]]:
+    """The variants to plan, round by round.
+
+    Args:
+        variants: the values of each keyword, all combinations of which are one round; or a function from what became
+            of the variants so far, at first none, to those to try next. Nothing new ends it.
+        attempts: what became of them; it grows while this is iterated over.
+
+    Raises:
+        TypeError: variants are neither.
+    """
     if not variants:
-        return [{}]
-    return [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
+        yield [{}]
+        return
+    if isinstance(variants, Mapping):
+        for name, values in variants.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise TypeError(f"variants: {name!r} is {values!r:.60}; give a list of its values")
+        yield [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
+        return
+    if not callable(variants):
+        raise TypeError(f"variants are {{keyword: values}} or a function of what was tried, not {variants!r:.60}")
+    tried: list[dict[str, Any]] = []
+    while True:
+        new: list[dict[str, Any]] = []
+        for choice in _asked(variants(tuple(attempts))):
+            if not any(_same(choice, other) for other in tried):
+                tried.append(choice)
+                new.append(choice)
+        if not new:
+            return
+        yield new
+
+
+def _asked(found: Any) -> list[dict[str, Any]]:
+    """What a function of attempts returned, as keywords."""
+    each = None if isinstance(found, Mapping | str) or not isinstance(found, Iterable) else list(found)
+    if each is None or not all(isinstance(one, Mapping) for one in each):
+        raise TypeError(f"variants returned {found!r:.60}: return a list of {{keyword: value}}, empty at the end")
+    return [dict(one) for one in each]
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two variants are one; values that cannot be compared are told apart by what they are."""
+    return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (ValueError, TypeError):  # arrays: no one truth
+        return False
+
+
+def attempt(choice: Mapping[str, Any], plan: Plan | None) -> Attempt:
+    """What became of a variant: its plan, or None."""
+    choice = dict(choice)  # the function's own, to do with as it likes
+    if plan is None:
+        return Attempt(choice, False, math.inf, math.inf, math.inf)
+    found = plan.estimate
+    return Attempt(choice, plan.fits, found.step_time_us, found.peak_memory_bytes, plan.limit_bytes or math.inf)
 
 
 def fastest(made: Sequence[Made]) -> Plan:
@@ -44,16 +135,31 @@ def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Plan
         count: how many to compile.
         replan: plans the program of a plan by a candidate's words.
     """
-    pool: list[tuple[float, int, str | None]] = []
+    pool: list[tuple[float, float, int, str | None]] = []
     for n, (_, plan) in enumerate(made):
         found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and is_request(c[0])]
-        pool += [(time, n, words) for words, time, _ in found if words != plan.chosen]
-        pool.append((plan.estimate.step_time_us if plan.fits else math.inf, n, None))
+        pool += [(time, peak, n, words) for words, time, peak in found if words != plan.chosen]
+        time, peak = plan.estimate.step_time_us, plan.estimate.peak_memory_bytes
+        pool.append((time if plan.fits else math.inf, peak, n, None))
     plans = []
-    for _, n, words in sorted(pool, key=lambda each: each[0])[:count]:
+    for _, _, n, words in unlike(sorted(pool, key=lambda each: each[0])[: SEEN * count])[:count]:
         choice, plan = made[n]
         plans.append(_tabled(plan if words is None else replan(plan, words), choice, made))
     return fastest_compiled(plans, plans[0].limit_bytes)
+
+
+def unlike(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Candidates `(time, bytes, ...)` with those last that differ from an earlier one in next to nothing.
+
+    What is told apart by less than `ALIKE` in time and memory both is one program in other words: to compile both
+    says little.
+    """
+    first: list[tuple[Any, ...]] = []
+    again: list[tuple[Any, ...]] = []
+    for each in ranked:
+        near = any(all(abs(a - b) <= ALIKE * b for a, b in zip(each[:2], other[:2], strict=True)) for other in first)
+        (again if near else first).append(each)
+    return [*first, *again]
 
 
 def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:

@@ -1,9 +1,11 @@
 """How much one operator computes: floating-point operations on whole operands.
 
 A contraction multiplies every element of one operand with as many elements as the result has dimensions that this
-operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it. An
-operator that its author declared computes what the contractions inside it do; of code that says nothing (a kernel of
-its author's own), and of everything else, it is one operation for each element of the results.
+operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it. A
+contraction over a ragged dimension (the gradient of experts' weights) is a product of all rows, masked, for each group:
+XLA knows no other way. An operator that its author declared computes what the contractions inside it do; of code that
+says nothing (a kernel of its author's own), and of everything else, it is one operation for each element of the
+results.
 """
 
 from __future__ import annotations
@@ -74,7 +76,16 @@ def _product(op: Op) -> float:
     is_convolution = op.name == "conv_general_dilated"
     one, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
     free = [f for f in _factors(rule.results[0]) if f not in one and (is_convolution or f in other)]
-    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free))
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free)) * _masked(op)
+
+
+def _masked(op: Op) -> int:
+    """How many products XLA makes of one: for a ragged dimension that is contracted one for each group."""
+    dims = op.eqn.params.get("ragged_dot_dimension_numbers")
+    if dims is None:
+        return 1
+    (contracted, _), _ = dims.dot_dimension_numbers
+    return op.eqn.invars[2].aval.shape[-1] if set(dims.lhs_ragged_dimensions) <= set(contracted) else 1
 
 
 def _factors(dims: Dims) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from autoshard.models import GPT, GPTConfig
 from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
+from autoshard.sharding.variants import Attempt
 from autoshard.train.config import TrainConfig, replaced
 from autoshard.train.data import Source, TokenSource, text_source
 from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
@@ -30,6 +33,9 @@ REMATS = ("none", "dots", "full")
 
 MICROBATCHES = (1, 2, 4)
 """In how many parts a batch is processed, of which the best is searched."""
+
+MIXES = ((3, 4), (1, 2), (1, 4))
+"""How many layers of how many take a lighter policy than the others."""
 
 VOCAB_MULTIPLE = 64
 """A vocabulary that the data makes larger than the config's becomes a multiple of this, which shards well."""
@@ -120,15 +126,75 @@ def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, d
     return train_step, state, batch
 
 
-def variants_of(work: Workload) -> dict[str, list[Any]]:
+def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any]]:
     """The variants of a workload's step that compute the same numbers.
 
     Microbatches are such only where no part of the loss looks at a whole batch, as batch statistics and the losses of
-    a router do.
+    a router do; and what an expert has room for is counted by microbatch.
+
+    Args:
+        work: The workload.
+        numerics: Whether to list those as well that compute other numbers.
     """
-    whole = isinstance(work.config, MoEConfig | WideResNetConfig)
+    whole = isinstance(work.config, MoEConfig | WideResNetConfig) and not numerics
     parts = [n for n in MICROBATCHES if not work.batch_size % n]
     return {"remat": list(REMATS), "accumulation": [1] if whole else parts}
+
+
+def layers_of(config: Any) -> int:
+    """How many layers a model's `remat` is for: with experts groups of layers, of a residual network its blocks."""
+    if isinstance(config, MoEConfig):
+        return config.gpt.layers // config.moe_every
+    return sum(config.stages) if isinstance(config, WideResNetConfig) else config.layers
+
+
+def search_of(
+    variants: Mapping[str, Sequence[Any]], layers: int
+) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
+    """The variants to plan, as `autoshard.plan` takes them: all that are named, then remat by layers in turn.
+
+    Where a policy does not fit and the next stricter one does, as many layers take the first as there is room for: one,
+    two or three of four. If that many do not fit after all, fewer are tried.
+
+    Args:
+        variants: The values of `remat` and of other keywords.
+        layers: How many layers there are.
+    """
+    names = list(variants)
+
+    def following(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        if not attempts:
+            return [dict(zip(names, values, strict=True)) for values in itertools.product(*variants.values())]
+        known = {tuple(each.keywords[name] for name in names): each for each in attempts}
+        found: list[dict[str, Any]] = []
+        rest = [name for name in names if name != "remat"]
+        for values in itertools.product(*(variants[name] for name in rest)):
+            others = dict(zip(rest, values, strict=True))
+
+            def of(remat: str, others: dict[str, Any] = others) -> Attempt | None:
+                return known.get(tuple({**others, "remat": remat}[name] for name in names))
+
+            remat = _mixed(of, [r for r in REMATS if r in variants["remat"]], layers)
+            found += [{**others, "remat": remat}] if remat else []
+        return found
+
+    return following if "remat" in names else lambda attempts: [] if attempts else following(attempts)
+
+
+def _mixed(of: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
+    """The next policies in turn to try, between the last that does not fit and the first that does."""
+    for light, strict in itertools.pairwise(remats):
+        one, other = of(light), of(strict)
+        if one is None or other is None or one.fits or not other.fits or math.isinf(one.peak_memory_bytes):
+            continue
+        room = (other.limit_bytes - other.peak_memory_bytes) / (one.peak_memory_bytes - other.peak_memory_bytes)
+        for count, of_layers in MIXES:
+            mixed = ",".join([light] * count + [strict] * (of_layers - count))
+            if layers > of_layers and not layers % of_layers and count <= room * of_layers:
+                found = of(mixed)
+                if found is None or found.fits:
+                    return mixed if found is None else None
+    return None
 
 
 def make_source(config: TrainConfig) -> Source:

@@ -15,7 +15,7 @@ from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.sharding.machine import device_mesh, mesh_sizes
 from autoshard.sharding.plan import Plan
-from autoshard.train.build import MICROBATCHES, REMATS, make_program_of, train_step_of
+from autoshard.train.build import MICROBATCHES, REMATS, make_program_of, search_of, train_step_of
 from autoshard.train.config import TrainConfig
 from autoshard.train.state import Program, TrainState, Tree
 from autoshard.train.step import EvalStep, TrainStep, batch_shapes
@@ -107,7 +107,7 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         raise ConfigError(f"--variants search knows the remat of the built-in model alone, not that of {config.model}")
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)
-    parts = {config.accumulation, *(n for n in MICROBATCHES if not config.batch_size % n)}
+    parts = {config.accumulation, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
 
     def varied(remat: str, accumulation: int) -> TrainConfig:
         return replace(config, accumulation=accumulation, gpt=replace(config.gpt, remat=remat))
@@ -122,7 +122,7 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         train_step,
         program.abstract_state(),
         batch_shapes(config.batch_size, config.gpt.context),
-        variants={"remat": REMATS, "accumulation": [config.accumulation] if config.gpt.dropout else sorted(parts)},
+        variants=search_of({"remat": REMATS, "accumulation": sorted(parts)}, config.gpt.layers),
         donate_argnums=0,
         verify=verify,
         **plan_options(config),

@@ -73,6 +73,9 @@ def test_parameters_lie_as_the_style_says():
     assert [s for n, s in one.items() if n.startswith("opt_state") and n.endswith("mlp/w_up")] == [full[up]] * 2
     experts = placed(workload("moe-tiny"), Style((1, 2, 4, 1), 3))
     assert experts["params/blocks/moe/experts/w_up"] == (None, "expert", "fsdp", None)
+    spread = placed(workload("moe-tiny"), Style((1, 2, 4, 1), 3, spread=True))
+    assert spread["params/blocks/moe/experts/w_up"] == experts["params/blocks/moe/experts/w_up"]
+    assert spread["params/embed"] == (None, ("fsdp", "expert")) != experts["params/embed"]
     people = placed(work, TODAY)
     assert people[up] == (None, None, "fsdp") and people[down] == (None, "fsdp", None)
 
@@ -92,6 +95,9 @@ def test_the_grid_is_whole():
     assert wanted <= found and len(found) == len(styles(case))
     assert {s.words for s in styles(case)} >= {"dp:16", "zero1:16", "fsdp:16", "dp:4 zero1:4", "fsdp:4 tp:4 seq"}
     assert {s.sizes[2] for s in styles(CASES["moe-10b"])} == {1, 2, 4, 8, 16}
+    spread = {s.name: s.words for s in styles(CASES["moe-10b"]) if s.spread}
+    assert spread["zero3:2 expert:8 zero3+expert"] == "fsdp:2 ep:8 ep+optimizer ep+parameter"
+    assert "expert:16 zero2+expert" in spread
     assert {s.sizes[2] for s in styles(CASES["mixtral-8x7b"])} == {1}
     assert all(math.prod(s.sizes) == c.devices and not c.work.batch_size % s.ways(s.batch)
                for c in CASES.values() for s in styles(c))  # fmt: skip
@@ -113,3 +119,6 @@ def test_bounds_are_those_that_one_counts_by_hand():
     assert whole.memory - parts.memory == pytest.approx(12 * count * 7 / 8)
     assert parts.wire == pytest.approx(3 * 2 * count * 7 / 8 / (0.9 * 50e9 * 4))
     assert bound(case, Style((1, 8, 1, 1)), "full", 2).wire == pytest.approx(parts.wire * 5 / 3)
+    moe = Case("tiny", workload("moe-tiny"), "v5e:2x4")
+    apart, over = (bound(moe, Style((1, 2, 4, 1), spread=spread), "full", 1) for spread in (False, True))
+    assert apart.memory - over.memory == pytest.approx(12 * (total - experts) * (1 / 2 - 1 / 8))

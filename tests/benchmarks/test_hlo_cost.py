@@ -219,12 +219,14 @@ def test_copies_beside_the_rest(line, shapes, hbm, host):
     assert (found.hbm_bytes, found.host_bytes) == (hbm, host)
 
 
-def test_slicing_fusion_beside_the_rest():
+@pytest.mark.parametrize("call", ["fusion-start(%p, %i), kind=kLoop, calls=%f", "call-start(%p, %i), to_apply=%f"])
+def test_what_is_called_beside_the_rest(call):
+    """A slicing fusion, or a call: the compiler hands scatters to other cores."""
     inside = f"""%f (p: f32[]) -> f32[] {{
   %p = {STACK} parameter(0)
   %i = s32[] parameter(1)
   ROOT %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %i, %i)
 }}"""
-    line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) fusion-start(%p, %i), kind=kLoop, calls=%f"
+    line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) {call}"
     module = program(line, inside, given(p=STACK, i="s32[]"))
     assert copied(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4

@@ -8,7 +8,6 @@ same step, so times are those of the JAX that requirements.lock has for Python 3
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,7 @@ from typing import Any
 from autoshard import Plan, plan
 from autoshard.sharding.report.summary import by_role, mesh_sizes
 from autoshard.sharding.report.units import bytes_text, spec_text, time_text
-from autoshard.sharding.unfit import DoesNotFitError
-from autoshard.train.build import workload_step
+from autoshard.train.build import layers_of, search_of, variants_of, workload_step, workload_variants
 
 FOLDER = Path(__file__).resolve().parent / "plans"
 ROOT = FOLDER.parent.parent.parent
@@ -90,35 +88,26 @@ def _traffic(made: Plan) -> dict[str, str]:
 
 
 def variant_rows(name: str) -> dict[str, str]:
-    """What the planner makes of each variant of a case: words, time and memory."""
-    rows = {}
-    for remat, microbatches in CASES[name].variants:
-        made = _fitting(name, remat, microbatches)
-        words = "does not fit"
-        if made is not None:
-            found = made.estimate
-            words = f"{made.chosen}: {time_text(found.step_time_us)}, {bytes_text(found.peak_memory_bytes)}"
-        rows[f"{remat} {microbatches}"] = words
+    """What the planner makes of each variant of a case that it searches: words, time and memory."""
+    made, rows = searched(name), {}
+    for variant, words, time, peak in made.variants:
+        fits = f"{words}: {time_text(time)}, {bytes_text(peak)}"
+        rows[f"{variant['remat']} {variant['accumulation']}"] = fits if peak <= made.limit_bytes else "does not fit"
     return rows
 
 
 @cache
-def _fitting(name: str, remat: str, microbatches: int) -> Plan | None:
-    """The plan of a variant, None where none fits."""
-    try:
-        return planned(name, remat, microbatches)
-    except DoesNotFitError:
-        return None
+def searched(name: str) -> Plan:
+    """The plan of a case over all variants."""
+    case = CASES[name]
+    search = search_of(variants_of(case.work), layers_of(case.work.config))
+    return plan(*workload_variants(case.work), target=case.target, variants=search, donate_argnums=0)
 
 
 def best_variant(name: str) -> tuple[str, int]:
     """The variant of the fastest plan that fits; the first of those that tie."""
-
-    def order(variant: tuple[str, int]) -> float:
-        made = _fitting(name, *variant)
-        return math.inf if made is None else made.estimate.step_time_us
-
-    return min(CASES[name].variants, key=order)
+    found = searched(name).variant
+    return found["remat"], found["accumulation"]
 
 
 def stored(name: str) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def test_its_work_is_known():
     forward = operator_of(dropless.swiglu_experts, *operands())
     assert products(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
     backward = operator_of(dropless.swiglu_experts_gradients, *operands(), operands()[0])
-    assert flops_of(backward) == (2 + 6) * 2.0 * ROWS * EMBED * FFN  # hidden units again, and two for each product
+    # Hidden units again; for each product the gradient of its rows, and of its weights: all rows for each expert.
+    assert flops_of(backward) == (2 + 3 + 3 * EXPERTS) * 2.0 * ROWS * EMBED * FFN
 
 
 def test_what_it_holds_shrinks_with_its_shard():

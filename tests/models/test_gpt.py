@@ -132,7 +132,8 @@ def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_la
 
 @pytest.mark.parametrize(
     "policy, scan",
-    [(name, True) for name in REMAT_POLICIES if name != "none"] + [("full", False), ("dots", False)],
+    [(name, True) for name in REMAT_POLICIES if name != "none"]
+    + [("full", False), ("dots", False), ("none,full", True), ("full, dots", True), ("none,full", False)],
 )
 def test_remat_changes_neither_loss_nor_gradients(policy, scan):
     cfg = dataclasses.replace(TINY, dropout=0.2, scan_layers=scan)
@@ -146,8 +147,8 @@ def test_remat_changes_neither_loss_nor_gradients(policy, scan):
 
 
 def test_remat_policies_order_the_memory():
-    def temp(policy):
-        cfg = dataclasses.replace(TINY, layers=8, context=64, remat=policy)
+    def temp(policy, layers=8):
+        cfg = dataclasses.replace(TINY, layers=layers, context=64, remat=policy)
         graph, params = nnx.split(nnx.eval_shape(lambda: filled(cfg)), nnx.Param)
         inputs = jax.ShapeDtypeStruct((4, 64), jnp.int32)
         step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x)[0])
@@ -157,6 +158,10 @@ def test_remat_policies_order_the_memory():
 
     none, dots, full = temp("none"), temp("dots"), temp("full")
     assert full < dots < none
+    # Layers in turn lie between, and a loop over groups keeps no copies of parameters: what it adds is for one layer.
+    none, dots, full = temp("none", 64), temp("dots", 64), temp("full", 64)
+    assert full < temp("dots,full", 64) < dots < temp("none,full", 64) < none
+    assert abs(temp("dots,dots", 64) - dots) < 0.15 * dots
 
 
 def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
@@ -330,6 +335,8 @@ def test_initialisation_has_gpt2_deviations():
     [
         ({"norm": "batchnorm"}, "norm is 'batchnorm'; choose one of rmsnorm, layernorm"),
         ({"remat": "some"}, "remat is 'some'; choose one of none, full, dots"),
+        ({"remat": "full,some"}, "remat is 'full,some'; choose one of .*, or several with commas for layers in turn"),
+        ({"remat": "full,none,none"}, "2 layers that are scanned over do not divide into groups of 3"),
         ({"width": 18}, "width 18 is not a multiple of heads 4"),
         ({"width": 12}, "make it even, or set positions='learned'"),
         ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),

@@ -17,6 +17,7 @@ VARIANTS = {
     "accumulation": Case(accumulation=2),
     "remat-full": Case((("remat", "full"),)),
     "remat-dots": Case((("remat", "dots"),)),
+    "remat-in-turn": Case((("remat", "none,dots"), ("layers", 4))),
     "dropout": Case((("dropout", 0.1),)),
     "dropout-remat": Case((("dropout", 0.1), ("remat", "full"))),
     "blockwise": Case((("attention", "blockwise"),)),
@@ -24,7 +25,7 @@ VARIANTS = {
     "untied": Case((("tie_head", False),)),
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("unrolled", "grouped-queries", "accumulation", "dropout-remat", "gpt2")
+QUICK = ("unrolled", "grouped-queries", "accumulation", "dropout-remat", "remat-in-turn", "gpt2")
 
 
 def compare(case: Case, plan: str | None) -> None:

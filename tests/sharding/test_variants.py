@@ -1,6 +1,8 @@
 """Variants of a program: which is chosen, what is said of the others, and which of them are compiled."""
 
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,10 +11,12 @@ import pytest
 
 from autoshard import AutoshardWarning, Plan, plan
 from autoshard.commands import plan as command
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models.workloads import workload
 from autoshard.sharding import aot
-from autoshard.train.build import variants_of, workload_step, workload_variants
+from autoshard.sharding.plan import PlanError
+from autoshard.sharding.variants import unlike
+from autoshard.train.build import search_of, variants_of, workload_step, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)
 
@@ -39,6 +43,108 @@ def test_less_memory_takes_another_variant():
         warnings.simplefilter("error", AutoshardWarning)  # what does not fit is not complained of: something does
         made = tiny(memory_limit_bytes=limit)
     assert made.fits and peaks[tuple(made.variant.values())] == min(peaks.values())
+
+
+def test_a_function_says_what_is_tried_next():
+    """It is told what became of what it asked for; what was tried before is not tried again."""
+    asked: list[list[tuple[Any, bool]]] = []
+
+    def following(attempts):
+        asked.append([(each.keywords["remat"], each.step_time_us > 0 and each.fits) for each in attempts])
+        return [{"remat": "full", "accumulation": 1}, *([{"remat": "dots", "accumulation": 1}] if attempts else [])]
+
+    made = tiny(variants=following)
+    assert asked == [[], [("full", True)], [("full", True), ("dots", True)]]
+    assert [v["remat"] for v, *_ in made.variants] == ["full", "dots"] and made.variant["remat"] == "dots"
+    for wrong, said in (
+        (object(), "or a function of what was tried, not <object"),
+        (lambda attempts: {"remat": "full"}, "variants returned {'remat': 'full'}: return a list"),
+        (lambda attempts: None, "variants returned None: return a list"),
+        ({"remat": "full"}, "variants: 'remat' is 'full'; give a list of its values"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(said)):
+            tiny(variants=wrong)
+    with pytest.raises(PlanError, match="variants name nothing to try"):
+        tiny(variants=lambda attempts: [])
+
+
+def test_what_a_function_does_to_its_attempts_changes_nothing():
+    def following(attempts):
+        for each in attempts:
+            each.keywords["remat"] = "none"
+        return [{"remat": "full", "accumulation": 1}]
+
+    assert [v["remat"] for v, *_ in tiny(variants=following).variants] == ["full"]
+
+
+def test_as_many_layers_as_fit_take_the_lighter_policy():
+    """Between a policy that does not fit and one that does, layers in turn are searched, and the plan keeps to it."""
+    work = workload("gpt-350m")
+    search = search_of({"remat": ["none", "dots", "full"], "accumulation": [1]}, work.config.layers)
+
+    def found(limit: int | None = None) -> Plan:
+        return plan(*workload_variants(work), target="v5e:2x4", plan="fsdp:8", variants=search,
+                    memory_limit_bytes=limit, donate_argnums=0)  # fmt: skip
+
+    peaks = {v["remat"]: peak for v, _, _, peak in found(10**11).variants}
+    assert list(peaks) == ["none", "dots", "full"]
+    for part, wanted in ((0.2, "full"), (0.35, "dots,full,full,full"), (0.6, "dots,full")):
+        made = found(int(peaks["full"] + part * (peaks["dots"] - peaks["full"])))
+        assert made.fits and made.variant["remat"] == wanted and len(made.variants) == 3 + ("," in wanted)
+
+
+def test_layers_in_turn_move_what_layers_alike_move():
+    """A loop over groups of layers gathers and reduces as one over layers does, and holds as much."""
+    one, two = (
+        plan(*workload_step(workload("gpt-350m").with_(remat=remat)), target="v5e:2x4", plan="fsdp:8",
+             donate_argnums=0)
+        for remat in ("dots", "dots,dots")
+    )  # fmt: skip
+    assert two.estimate.comm_bytes == pytest.approx(one.estimate.comm_bytes, rel=1e-3)
+    assert two.estimate.peak_memory_bytes == pytest.approx(one.estimate.peak_memory_bytes, rel=0.03)
+    assert two.estimate.step_time_us == pytest.approx(one.estimate.step_time_us, rel=0.01)
+
+
+def of_groups(taken: Callable[[jax.Array], Any] | None) -> Callable[..., Any]:
+    """A step over eight layers: in groups of two, out of which `taken` takes the layers, or one by one."""
+
+    def loss(stacks, x):
+        def layer(x, up, down):
+            return x + jnp.tanh(x @ up) @ down
+
+        def body(x, group):
+            if taken is None:
+                return jax.checkpoint(layer)(x, *group), None
+            for n in range(2):
+                x = jax.checkpoint(lambda x, *each, n=n, of=taken: layer(x, *(of(w)[n] for w in each)))(x, *group)
+            return x, None
+
+        if taken is not None:
+            stacks = [stack.reshape(4, 2, *stack.shape[1:]) for stack in stacks]
+        return jnp.mean(jnp.square(jax.lax.scan(body, x, stacks)[0]))
+
+    def step(stacks, x):
+        value, grads = jax.value_and_grad(loss)(stacks, x)
+        return jax.tree.map(lambda p, g: p - g, stacks, grads), value
+
+    return step
+
+
+def test_layers_can_be_taken_out_of_a_group_in_several_ways():
+    """However it is written, what is moved and held is that of a loop over layers."""
+    stacks = [jax.ShapeDtypeStruct((8, 512, 2048), "float32"), jax.ShapeDtypeStruct((8, 2048, 512), "float32")]
+    x = jax.ShapeDtypeStruct((1024, 512), "float32")
+    ways = {"index": lambda a: a, "unstack": jnp.unstack, "split": lambda a: [part[0] for part in jnp.split(a, 2)]}
+    found = {name: plan(of_groups(way), stacks, x, target="v5e:2x4", plan="fsdp:8") for name, way in ways.items()}
+    alone = plan(of_groups(None), stacks, x, target="v5e:2x4", plan="fsdp:8").estimate
+    for made in found.values():
+        assert made.estimate.comm_bytes == pytest.approx(alone.comm_bytes, rel=1e-3)
+        assert made.estimate.peak_memory_bytes == pytest.approx(alone.peak_memory_bytes, rel=0.45)
+
+
+def test_what_is_compiled_differs():
+    ranked = [(1.0, 5.0, "a"), (1.0005, 5.001, "a again"), (1.0006, 9.0, "b"), (1.2, 5.0, "c")]
+    assert [name for *_, name in unlike(ranked)] == ["a", "b", "c", "a again"]
 
 
 def test_the_text_and_the_json_tell_the_variant():
@@ -80,6 +186,7 @@ def test_a_variant_can_be_called():
 def test_what_changes_numbers_is_no_variant():
     for name in ("moe-tiny", "mixtral-tiny", "wide-resnet-tiny"):
         assert variants_of(workload(name))["accumulation"] == [1]
+        assert variants_of(workload(name), numerics=True)["accumulation"] == [1, 2, 4]
     assert variants_of(workload("gpt-tiny").with_(batch_size=6))["accumulation"] == [1, 2]
 
 
@@ -88,7 +195,20 @@ def test_the_command_searches_what_is_not_given(capsys):
     assert ", of 9" in capsys.readouterr().out
     assert command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots", "--accumulation", "2"]) == 0
     assert "variant: remat=dots, accumulation=2, of 1" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="remat is 'some'"):
+    assert command.run(["moe-tiny", "--target", "cpu:8"]) == command.run(
+        ["moe-tiny", "--target", "cpu:8", "--allow-numerics"]
+    )
+    assert re.findall(", of [0-9]", capsys.readouterr().out) == [", of 3", ", of 9"]
+    wish = ["--plan", "fsdp:4 tp:2", "--explain", "0/params/blocks/attention/wq=-,-,-,fsdp+tp"]
+    assert command.run(["gpt-tiny", "--target", "cpu:8", *wish, "--fixed", "*/w_up=-,tp,fsdp"]) == 0
+    said = capsys.readouterr().out
+    assert "wq: P(None, None, None, ('fsdp', 'tp')) instead of P(" in said
+    assert re.search(r"w_up .* -> P\(None, 'tp', 'fsdp'\)|w_up .*fixed", said)
+    with pytest.raises(ConfigError, match="write a path and its mesh axes by dimension"):
+        command.run(["gpt-tiny", "--target", "cpu:8", "--fixed", "*/w_up"])
+    with pytest.raises(ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 layers .* groups of 3"):
+        command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots,full,dots"])
+    with pytest.raises(ConfigError, match="remat is 'some'"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "some"])
     with pytest.raises(AutoshardError, match="does not divide into 3"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--accumulation", "3"])
