@@ -13,7 +13,7 @@ COMMANDS = {
     "train": "train a model on text, under a plan",
     "plan": "show the plan of a train step, for this machine or another",
     "rules": "list what is known about each operator",
-    "ckpt": "list or inspect the checkpoints of a run",
+    "ckpt": "look at checkpoints, compare, copy, remove and export them",
     "generate": "sample text from a trained model",
     "bench": "time a train step under its plan against hand-written jax.jit",
 }

@@ -292,9 +292,10 @@ def main() -> None:
         clock = Clock(given.minutes / len(names) if given.quick else given.minutes / left)
         store = Store(name, case.target)
         print(f"{name} on {case.target}", flush=True)
-        run_planner(case, store, clock)
-        run_experts(case, store, clock, QUICK_PROGRAMS if given.quick else None)
-        run_today(case, store)
+        if not given.predict:
+            run_planner(case, store, clock)
+            run_experts(case, store, clock, QUICK_PROGRAMS if given.quick else None)
+            run_today(case, store)
         predict(case, store)
     show([Store(name, CASES[name].target) for name in names])
 
@@ -304,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run; default: all")
     made.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}, and only the start of their grids")
     made.add_argument("--minutes", type=float, default=30.0, help="after which nothing new is compiled")
+    made.add_argument("--predict", action="store_true", help="estimate what was compiled before anew, compile nothing")
     made.add_argument("--figures", action="store_true", help="print the figures of what was compiled before")
     return made
 

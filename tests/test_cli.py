@@ -66,7 +66,8 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["rules", "--coverage", "json:loads"], "'loads' cannot be called without arguments: TypeError"),
         (["rules", "--coverage", "time:time"], "'time' returns float; it should return (fn, args)"),
         (["rules", "--coverage", "time:time", "exp"], "--coverage goes alone"),
-        (["ckpt", "nowhere"], "'nowhere' holds no run"),
+        (["ckpt", "ls", "nowhere"], "'nowhere' holds no checkpoints: there is no such folder"),
+        (["ckpt"], "ACTION"),
         (["generate"], "run_dir"),
         (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x', it must be a whole number"),
         (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5, it must not be negative"),
@@ -174,10 +175,10 @@ def test_damage_is_told_by_name_and_code(tmp_path: Path, capsys: pytest.CaptureF
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert main(["ckpt", str(tmp_path), "--verify"]) == 1
+    assert main(["ckpt", "verify", str(tmp_path)]) == 1
     assert capsys.readouterr().out == "step 1  intact\nstep 2  damaged: w\n"
-    assert main(["ckpt", str(tmp_path), "--step", "1", "--verify"]) == 0
-    assert capsys.readouterr().out == '{\n "step": 1\n}\nstep 1  intact\n'
+    assert main(["ckpt", "verify", f"{tmp_path}@1"]) == 0
+    assert capsys.readouterr().out == "step 1  intact\n"
 
 
 def test_a_run_of_truncated_checkpoints_is_one_line(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert "on 2 cpu devices; the run continues from step 4" in resumed.stdout
 
-    listed = run("ckpt", folder, "--verify")
+    listed = run("ckpt", "verify", folder)
     assert (listed.returncode, listed.stdout) == (0, "step 4  intact\nstep 6  intact\n")
     written = run("generate", folder, "--prompt", "to ", "--tokens", "5", "--temperature", "0")
     assert written.returncode == 0 and written.stdout.startswith("to ")

@@ -4,6 +4,19 @@ if __name__ != "autoshard.ckpt":  # through the link at the root: no second copy
     raise ImportError("'ckpt' at the root is only a link: import autoshard.ckpt instead")
 
 from autoshard.ckpt.checkpointer import Checkpointer
+from autoshard.ckpt.describe import Description
 from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
+from autoshard.ckpt.keep import Every, Keep
+from autoshard.ckpt.restore import Restored
 
-__all__ = ["CheckpointError", "CheckpointWarning", "Checkpointer", "DamagedCheckpointError", "MismatchError"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "Description",
+    "Every",
+    "Keep",
+    "MismatchError",
+    "Restored",
+]

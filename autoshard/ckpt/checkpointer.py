@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
+from autoshard.ckpt.describe import Description, describe_step
 from autoshard.ckpt.directory import StepDirectory
 from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
-from autoshard.ckpt.manifest import Manifest, plain_config, written_by
+from autoshard.ckpt.keep import Keep, doomed
+from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.processes import together
-from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
+from autoshard.ckpt.restore import Restored, Wanted, damaged_leaves, read_manifest, restore_step
 from autoshard.ckpt.snapshot import take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
+from autoshard.ckpt.transfer import SHARD_BYTES, Exported, copy_step, export_step
 
 
 class Checkpointer:
@@ -31,28 +37,28 @@ class Checkpointer:
         >>> state = {"w": jnp.arange(4.0), "step": jnp.int32(7)}
         >>> with tempfile.TemporaryDirectory() as directory, Checkpointer(directory) as checkpoints:
         ...     checkpoints.save(7, state, config={"model": {"width": 4}})
-        ...     checkpoints.wait()
-        ...     int(checkpoints.restore(state)["step"])
+        ...     int(checkpoints.restore(like=state)["step"])
         7
     """
 
-    def __init__(self, directory: Any, *, keep: int | None = 3) -> None:
+    def __init__(self, directory: Any, *, keep: int | Keep | None = 3) -> None:
         """Looks at the directory, and writes nothing.
 
         Args:
             directory: a path; a new or empty directory, or one that a Checkpointer made.
-            keep: how many of the newest steps stay; None for all.
+            keep: how many of the newest steps stay, None for all; or a `Keep`, which can say more.
 
         Raises:
-            CheckpointError: the directory holds something else, or `keep` is not positive.
+            CheckpointError: the directory holds something else, or `keep` keeps nothing.
         """
-        if keep is not None and keep < 1:
+        if isinstance(keep, int) and keep < 1:
             raise CheckpointError(f"keep={keep}: at least one step must stay, or None for all.")
-        self.keep = keep
-        self.restored_step: int | None = None
+        self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
+        self.restored: Restored | None = None
         self._directory = StepDirectory(directory)
         self._writer = Writer()
         self._pending: tuple[int, Pending] | None = None
+        self._metrics: dict[int, Mapping[str, float]] = {}
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -80,7 +86,16 @@ class Checkpointer:
         self.wait()
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, *, config: Mapping[str, Any], block: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        plan: Any = None,
+        block: bool = False,
+    ) -> None:
         """Saves a state, in the background unless told otherwise.
 
         The state may be donated as soon as this returns: what is written is a copy, made on the devices (with
@@ -92,6 +107,8 @@ class Checkpointer:
             step: the number of the step, not negative and not there yet.
             state: a pytree of arrays, typed or raw RNG keys and numbers.
             config: what to keep with it, as JSON; the section `model` is what `restore` compares.
+            metrics: numbers to keep with it, by which the best steps can be kept (`Keep`).
+            plan: the plan that it is trained under: a `Plan`, or its JSON.
             block: whether to wait until it is committed.
 
         Raises:
@@ -102,16 +119,21 @@ class Checkpointer:
         if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
             raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
         step = step.__index__()
+        told = plain(config or {}, "config"), plain_metrics(metrics or {}), _plan_json(plan)
         together(lambda: self._begin(step), lambda who: CheckpointError(f"step {step} cannot be saved: {who}"))
         snapshot = take_snapshot(state, copy=not block)
         manifest = Manifest(
             step=step,
-            config=plain_config(config),
+            config=told[0],
             leaves=snapshot.specs,
             digests=snapshot.digests,
-            written_by=written_by(jax.device_count(), jax.process_count()),
+            written_by=written_by(jax.device_count(), jax.process_count(), snapshot.meshes),
+            metrics=told[1],
+            plan=told[2],
+            layouts=snapshot.layouts,
         )
         self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, manifest))
+        self._metrics[step] = manifest.metrics
         if block:
             self.wait()
 
@@ -125,7 +147,7 @@ class Checkpointer:
             )
 
     def wait(self) -> None:
-        """Waits until what was saved is committed, and removes the steps beyond `keep`.
+        """Waits until what was saved is committed, and removes the steps that do not stay (`keep`).
 
         Raises:
             CheckpointError: it could not be written; steps committed before are untouched.
@@ -142,7 +164,77 @@ class Checkpointer:
                 f"Committed steps are untouched: {self.steps() or 'none'}."
             ) from error
         if jax.process_index() == 0:
-            self._directory.prune(self.keep)
+            self.prune(self.keep)
+
+    def prune(self, keep: Keep) -> list[int]:
+        """Removes the steps that do not stay, and returns them.
+
+        Raises:
+            CheckpointError: the directory is being written by another run, or cannot be written.
+        """
+        self._directory.claim()
+        gone = self.would_prune(keep)
+        for step in gone:
+            try:
+                self._directory.remove(step)
+            except OSError as error:
+                raise CheckpointError(f"step {step} cannot be removed from {self.directory}: {error}") from error
+        return gone
+
+    def would_prune(self, keep: Keep) -> list[int]:
+        """The steps that `prune` would remove."""
+        return doomed(keep, self.steps(), self._metrics_of)
+
+    def copy(self, step: int | None, directory: Any) -> None:
+        """Copies a step as it is to another directory, the newest by default, and compares the copy with its digests.
+
+        Raises:
+            CheckpointError: there is no such step, the other directory has it already, is not ours, is being written
+                by another run, or cannot be written.
+            DamagedCheckpointError: the step is damaged; nothing of it is in the other directory.
+        """
+        target = StepDirectory(directory)
+        try:
+            copy_step(self._directory, self._existing(step), target)
+        finally:
+            target.release()
+
+    def export(
+        self,
+        step: int | None,
+        folder: Any,
+        *,
+        use_ema: bool = False,
+        dtype: str | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> Exported:
+        """Writes the model of a step, the newest by default, as safetensors files with a `config.json`.
+
+        Of a train state the parts `params`, `frozen` and `variables` are the model's; of another state all is. One
+        tensor is in memory at a time.
+
+        Args:
+            step: which.
+            folder: a new one, on this machine.
+            use_ema: take the parameters' moving average.
+            dtype: of floating-point tensors; as they are saved by default.
+            shard_bytes: of tensors in a file at most; where there are more, several files and an index are written.
+
+        Raises:
+            CheckpointError: there is no such step, the folder holds something, or there is no moving average.
+            DamagedCheckpointError: a tensor is not the one that was saved; nothing is left of what was written.
+        """
+        step = self._existing(step)
+        path = self._directory.step_path(step)
+        return export_step(path, step, Path(folder), use_ema=use_ema, dtype=dtype, shard_bytes=shard_bytes)
+
+    def _metrics_of(self, step: int) -> Mapping[str, float]:
+        if step not in self._metrics:
+            try:
+                self._metrics[step] = read_manifest(self._directory.step_path(step), step).metrics
+            except CheckpointError:  # a step that cannot be read is not among the best
+                self._metrics[step] = {}
+        return self._metrics[step]
 
     def close(self) -> None:
         """Waits for the background and lets another process write here."""
@@ -169,49 +261,72 @@ class Checkpointer:
         step = self._existing(step)
         return damaged_leaves(self._directory.step_path(step), step)
 
+    def describe(self, step: int | None = None) -> Description:
+        """What a step is, the newest by default: leaves, sizes, meshes, metrics, plan, versions; prints as a page.
+
+        Raises:
+            CheckpointError: there is no such step, or it is damaged.
+        """
+        step = self._existing(step)
+        return describe_step(self._directory.step_path(step), step)
+
     def restore(
         self,
-        template: Any,
-        *,
         step: int | None = None,
+        like: Any = None,
+        *,
+        shardings: Any = None,
         config: Mapping[str, Any] | None = None,
-        fallback: bool = False,
+        allow_cast: bool = False,
+        partial: bool = False,
+        rename: Mapping[str, str] | None = None,
+        fallback: bool | None = None,
     ) -> Any:
-        """Reads a state back, straight onto the template's shardings, whatever mesh it was saved from.
+        """Reads a state back, straight onto the wanted shardings, whatever mesh it was saved from.
 
         Args:
-            template: a pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings (without one: on the
-                first device). Structure, shapes and dtypes must be the saved ones. NumPy arrays and numbers
-                come back as such.
             step: which, the newest by default.
+            like: a pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings (without one: on the first
+                device). Structure, shapes and dtypes must be the saved ones. NumPy arrays and numbers come
+                back as such. None: all that was saved, as nested dicts.
+            shardings: where the leaves go instead: one sharding for all, or a tree of them that is `like`'s
+                or a prefix of it.
             config: compared with the saved one; if it has a section `model`, that section alone is.
+            allow_cast: cast leaves that were saved in another dtype, integers to integers and floats to
+                floats; a value that does not fit is an error.
+            partial: leaves of `like` that were not saved keep their values, and saved ones that `like` lacks
+                are left out.
+            rename: `/`-joined paths, or the first levels of paths, that `like` calls otherwise: saved ->
+                wanted.
             fallback: take the newest earlier step that is intact where the wanted one is damaged, with a
-                warning.
+                warning. By default where no step is named.
 
         Returns:
-            The state; `restored_step` says which step it is.
+            The state; `restored` says which step it is and how it went.
 
         Raises:
             MismatchError: it is a checkpoint of another model; every difference is listed.
             DamagedCheckpointError: its values are not the ones that were saved; names the newest step that is
                 intact.
-            CheckpointError: there is no such step, or the template cannot be placed.
+            CheckpointError: there is no such step, or the state cannot be placed.
         """
         self.wait()
+        fallback = step is None if fallback is None else fallback
         step = self._existing(step)
+        wanted = Wanted(like, shardings, config, allow_cast, partial, rename or {})
         try:
-            state = restore_step(self._directory.step_path(step), step, template, config)
+            state, self.restored = restore_step(self._directory.step_path(step), step, wanted)
         except DamagedCheckpointError as error:
-            found = self._intact_before(step, template, config)
-            if found is None:
+            earlier = self._intact_before(step, wanted)
+            if earlier is None:
                 raise _advised(error, "No earlier step is intact.") from error
-            earlier, state = found
+            state, told = earlier
             if not fallback:
-                del state, found
-                raise _advised(error, f"Step {earlier} is intact: restore that, or pass fallback=True.") from error
-            warnings.warn(f"{error}\nStep {earlier} is restored instead.", CheckpointWarning, stacklevel=2)
-            step = earlier
-        self.restored_step = step
+                del state, earlier
+                raise _advised(error, f"Step {told.step} is intact: restore that, or pass fallback=True.") from error
+            passed = [one for one in self.steps() if told.step < one <= step]
+            self.restored = replace(told, damaged=tuple(passed))
+            warnings.warn(f"{error}\nStep {told.step} is restored instead.", CheckpointWarning, stacklevel=2)
         return state
 
     def _existing(self, step: int | None) -> int:
@@ -222,13 +337,29 @@ class Checkpointer:
             raise CheckpointError(f"there is no step {step} in {self._directory.path}: it has {_few(steps)}.")
         return steps[-1] if step is None else step
 
-    def _intact_before(self, step: int, template: Any, config: Mapping[str, Any] | None) -> tuple[int, Any] | None:
+    def _intact_before(self, step: int, wanted: Wanted) -> tuple[Any, Restored] | None:
         for earlier in reversed([one for one in self.steps() if one < step]):
             try:
-                return earlier, restore_step(self._directory.step_path(earlier), earlier, template, config)
+                return restore_step(self._directory.step_path(earlier), earlier, wanted)
             except (DamagedCheckpointError, MismatchError):
                 continue
         return None
+
+
+def _plan_json(plan: Any) -> Any:
+    """A plan as JSON has it.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if hasattr(plan, "to_json"):
+        plan = plan.to_json()
+    if isinstance(plan, str):
+        try:
+            plan = json.loads(plan)
+        except ValueError as error:
+            raise CheckpointError(f"the plan is no JSON ({error}): give a Plan, or what its to_json wrote.") from error
+    return plain(plan, "plan")
 
 
 def _advised(error: DamagedCheckpointError, advice: str) -> DamagedCheckpointError:

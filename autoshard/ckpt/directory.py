@@ -3,6 +3,7 @@
 DIR/autoshard.json        says that the directory is ours, and its format
 DIR/step_00000100/        one committed step, as Orbax writes it
 DIR/step_...-tmp...       a save that never finished; removed by the next run that writes here
+DIR/copy.step_...         a copy that never finished; removed as well
 DIR/removed.step_...      a step on its way out, renamed first so that half a step never looks like a whole
 one
 """
@@ -21,7 +22,7 @@ from autoshard.ckpt.errors import CheckpointError
 _MARKER = "autoshard.json"
 _FORMAT = {"format": "autoshard checkpoints", "version": 1}
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*|removed\.step_\d{8,}")
+_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*|(removed|copy)\.step_\d{8,}")
 
 
 class StepDirectory:
@@ -111,12 +112,19 @@ class StepDirectory:
             os.close(self._lock)
         self._lock = None
 
-    def prune(self, keep: int | None) -> None:
-        """Removes all but the newest `keep` steps; none where it is None."""
-        for step in self.steps()[:-keep] if keep else []:
-            doomed = self.path / f"removed.step_{step:08d}"
-            self.step_path(step).rename(doomed)
-            doomed.rmtree(missing_ok=True)
+    def draft_path(self, step: int) -> epath.Path:
+        """Where a copy of a step is made before it gets its name."""
+        return self.path / f"copy.step_{step:08d}"
+
+    def commit(self, draft: epath.Path, step: int) -> None:
+        """Gives a whole draft its name."""
+        draft.rename(self.step_path(step))
+
+    def remove(self, step: int) -> None:
+        """Removes a step; renamed first, so that half of it never looks like a whole one."""
+        doomed = self.path / f"removed.step_{step:08d}"
+        self.step_path(step).rename(doomed)
+        doomed.rmtree(missing_ok=True)
 
 
 def _lock(marker: epath.Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,28 @@ class LeafSpec:
     def stored(self) -> bool:
         """Whether it has elements: Orbax cannot write arrays that have none, and there is nothing to lose."""
         return 0 not in self.shape
+
+    @property
+    def name(self) -> str:
+        """Its path as people write it: `params/w`."""
+        return "/".join(self.key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements; of typed RNG keys, those of their bits."""
+        struct = self.struct()
+        if is_typed_key(struct):
+            struct = _key_bits(struct)
+        bits = _bits(struct.dtype)
+        return -(-math.prod(struct.shape) * bits // 8)
+
+    def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        dtype: Any = self.dtype
+        if self.key_impl is not None:
+            impl = self.key_impl
+            dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -91,34 +114,72 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
 
 
 def target_struct(leaf: Any, spec: LeafSpec) -> Any:
-    """What to read for a template's leaf: a shape, dtype and sharding, or `np.ndarray` on the host."""
+    """What to read for a template's leaf: the saved shape and dtype with a sharding, or `np.ndarray` on the host."""
     if not hasattr(leaf, "sharding"):
         return np.ndarray
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if is_typed_key(leaf):
-        bits = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        bits = _key_bits(leaf)
         # The bits' own dimensions come last and stay whole, so the keys' spec fits as it is.
         return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(spec.shape, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
 
 
 def rebuilt(leaf: Any, spec: LeafSpec, array: Any) -> Any:
-    """A leaf of the template's kind from the array that was read, None for one without elements."""
+    """A leaf of the template's kind from the array that was read, None for one without elements.
+
+    Raises:
+        CheckpointError: a cast to the template's dtype would lose more than precision.
+    """
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return type(leaf)(array.item())
     if array is None:
         return _empty(leaf, spec)
     if is_typed_key(leaf):
         return jax.random.wrap_key_data(array, impl=spec.key_impl)
+    if array.dtype != leaf.dtype:
+        array = _cast(array, leaf.dtype, spec)
     return array[()] if isinstance(leaf, np.generic) else array
+
+
+def castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
+    """Whether values of one dtype can stand for those of the other: integers for integers, floats for floats."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    if "key<" in saved.dtype + wanted.dtype:
+        return False
+    one, other = np.dtype(saved.dtype), np.dtype(wanted.dtype)
+    return any(jnp.issubdtype(one, kind) and jnp.issubdtype(other, kind) for kind in kinds)
+
+
+def _cast(array: Any, dtype: Any, spec: LeafSpec) -> Any:
+    """An array in another dtype: rounded, never wrapped around, never made infinite."""
+    made = array.astype(dtype)
+    whole = jnp.issubdtype(array.dtype, jnp.integer)
+    same = made.astype(array.dtype) == array if whole else jnp.isfinite(made) | ~jnp.isfinite(array)
+    if not bool(same.all()):
+        raise CheckpointError(f"{spec.name}: {spec} has values that {np.dtype(dtype).name} cannot hold")
+    return made
+
+
+def _key_bits(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the bits of typed RNG keys."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+
+def _bits(dtype: Any) -> int:
+    if dtype == np.bool_:
+        return 8
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 8 * np.dtype(dtype).itemsize
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
 
 
 def _empty(leaf: Any, spec: LeafSpec) -> Any:
     """An array without elements, of the template's kind."""
     if is_typed_key(leaf):
-        bits = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        bits = _key_bits(leaf)
         return jax.random.wrap_key_data(jnp.zeros(bits.shape, bits.dtype), impl=spec.key_impl)
-    array = np.zeros(spec.shape, spec.dtype)
+    array = np.zeros(spec.shape, leaf.dtype)
     return jax.device_put(array, leaf.sharding) if hasattr(leaf, "sharding") else array
 
 
@@ -153,18 +214,38 @@ def _escaped(part: str) -> str:
     return quote(part, safe="").replace(".", "%2E") or "%"
 
 
-def differences(saved: Mapping[Key, LeafSpec], wanted: Mapping[Key, LeafSpec]) -> list[str]:
-    """Every leaf that is not the same in both, a line each with both values."""
-    lines = []
-    for key in [*wanted, *(key for key in saved if key not in wanted)]:
-        have, want = saved.get(key), wanted.get(key)
-        if have is None:
-            lines.append(f"{'/'.join(key)}: not in the checkpoint, wanted {want}")
-        elif want is None:
-            lines.append(f"{'/'.join(key)}: saved {have}, not in the wanted state")
-        elif (have.shape, have.dtype) != (want.shape, want.dtype):
-            lines.append(f"{'/'.join(key)}: saved {have}, wanted {want}")
-    return lines
+def as_tree(specs: Sequence[LeafSpec]) -> Any:
+    """Saved leaves as a tree of their own: nested dicts by path, which is what is left of any structure."""
+    root: dict[str, Any] = {}
+    for spec in specs:
+        if not spec.key:
+            return spec.struct()
+        place = root
+        for level in spec.key[:-1]:
+            place = place.setdefault(level, {})
+        place[spec.key[-1]] = spec.struct()
+    return root
+
+
+def with_shardings(template: Any, shardings: Any) -> Any:
+    """A template on other shardings: one for all leaves, or a tree of them that is the template's or a prefix of it.
+
+    Numbers and NumPy arrays stay as they are, and so does what has None for a sharding.
+
+    Raises:
+        CheckpointError: the trees do not fit.
+    """
+    try:
+        spread = jax.tree.broadcast(shardings, template, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        raise CheckpointError(f"shardings do not fit the state's structure: {error}") from error
+
+    def place(leaf: Any, sharding: Any) -> Any:
+        if sharding is None or not (hasattr(leaf, "sharding") or isinstance(leaf, jax.ShapeDtypeStruct)):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, template, spread, is_leaf=lambda node: node is None)
 
 
 def unfit(template: Mapping[Key, Any]) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +16,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 
-FORMAT = 1
+FORMAT = 2  # 1 had nothing of metrics, plan, meshes and time
 _PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -28,7 +30,10 @@ class Manifest:
         config: the caller's configuration, as JSON gives it back.
         leaves: every leaf of the state.
         digests: for each stored leaf the group and the column its digest is in.
-        written_by: versions, devices and processes, for people.
+        written_by: versions, devices, processes, time and meshes, for people.
+        metrics: numbers that were saved with it.
+        plan: the plan that it was trained under, as JSON; None where none was given.
+        layouts: for each leaf on a mesh its `PartitionSpec`, for people.
     """
 
     step: int
@@ -36,6 +41,14 @@ class Manifest:
     leaves: tuple[LeafSpec, ...]
     digests: dict[Key, tuple[str, int]]
     written_by: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    plan: Any = None
+    layouts: dict[Key, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves; typed RNG keys by their bits."""
+        return sum(spec.nbytes for spec in self.leaves)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that carries its own checksum."""
@@ -51,9 +64,12 @@ class Manifest:
                     "key_impl": spec.key_impl,
                 }
                 | ({"digest": list(self.digests[spec.key])} if spec.key in self.digests else {})
+                | ({"layout": self.layouts[spec.key]} if spec.key in self.layouts else {})
                 for spec in self.leaves
             ],
             "written_by": self.written_by,
+            "metrics": {name: _written(value) for name, value in self.metrics.items()},
+            "plan": self.plan,
         }
         return {"autoshard": body, "sha256": _checksum(body)}
 
@@ -79,25 +95,49 @@ class Manifest:
             for leaf in body["leaves"]
         )
         digests = {tuple(leaf["key"]): tuple(leaf["digest"]) for leaf in body["leaves"] if "digest" in leaf}
-        return cls(body["step"], body["config"], specs, digests, body["written_by"])
+        layouts = {tuple(leaf["key"]): leaf["layout"] for leaf in body["leaves"] if "layout" in leaf}
+        metrics = {name: float(value) for name, value in body.get("metrics", {}).items()}
+        return cls(body["step"], body["config"], specs, digests, body["written_by"], metrics, body.get("plan"), layouts)
+
+
+def _written(value: float) -> float | str:
+    """A number as JSON has it: what is not finite is a text there."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _checksum(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as JSON gives it back.
+def plain(value: Any, what: str) -> Any:
+    """A configuration, or something else that is kept beside the leaves, as JSON gives it back.
 
     Raises:
         CheckpointError: it holds something that JSON cannot.
     """
     try:
-        return json.loads(json.dumps(dict(config)))
+        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the config cannot be written as JSON ({error}): use numbers, texts, lists and dicts of them."
+            f"the {what} cannot be written as JSON ({error}): use numbers, texts, lists and dicts of them."
         ) from error
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        CheckpointError: one of them is none.
+    """
+    found, wrong = {}, []
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError):
+            wrong.append(f"{name}={value!r}")
+    if wrong:
+        raise CheckpointError(f"metrics are numbers: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not.")
+    return found
 
 
 def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -106,10 +146,10 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     Raises:
         MismatchError: naming every key that differs, with both values.
     """
-    wanted = plain_config(wanted)
+    wanted = plain(wanted, "config")
     if "model" in wanted:
         saved, wanted = {"model": saved.get("model", {})}, {"model": wanted["model"]}
-    have, want = _flat(saved), _flat(wanted)
+    have, want = flat(saved), flat(wanted)
     lines = [
         f"{key}: saved {_shown(have, key)}, wanted {_shown(want, key)}"
         for key in sorted(have.keys() | want.keys())
@@ -123,13 +163,14 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         )
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value}
     return {
         path: leaf
         for key, inner in value.items()
-        for path, leaf in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+        for path, leaf in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
     }
 
 
@@ -137,12 +178,18 @@ def _shown(flat: Mapping[str, Any], key: str) -> str:
     return repr(flat[key]) if key in flat else "nothing"
 
 
-def written_by(devices: int, processes: int) -> dict[str, Any]:
-    """Who writes: versions, devices, processes."""
+def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Who writes: versions, devices, processes, and the meshes that the leaves lie on; and when, in UTC."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"versions": versions, "devices": devices, "processes": processes}
+    return {
+        "versions": versions,
+        "devices": devices,
+        "processes": processes,
+        "meshes": [dict(mesh) for mesh in meshes],
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
@@ -28,12 +29,16 @@ class Snapshot:
         digest_rows: per group of leaves that share a mesh, uint32 [devices, leaves + 1]; see
             `digest.digests`.
         digests: for each array its group and column in `digest_rows`.
+        layouts: for each leaf on a mesh its `PartitionSpec`, as text.
+        meshes: the sizes of the axes of those meshes.
     """
 
     specs: tuple[LeafSpec, ...]
     arrays: dict[Key, Any]
     digest_rows: dict[str, Any]
     digests: dict[Key, tuple[str, int]]
+    layouts: dict[Key, str] = field(default_factory=dict)
+    meshes: tuple[dict[str, int], ...] = ()
 
 
 def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
@@ -67,7 +72,10 @@ def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
             rows[group] = host_rows(leaves)
         arrays |= zip(keys, leaves, strict=True)
         places |= {key: (group, column) for column, key in enumerate(keys)}
-    return Snapshot(specs, arrays, rows, places)
+    on_mesh = {key: leaf.sharding for key, leaf in named if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    layouts = {key: str(tuple(sharding.spec)) for key, sharding in on_mesh.items()}
+    meshes = {tuple(sharding.mesh.shape.items()): None for sharding in on_mesh.values()}
+    return Snapshot(specs, arrays, rows, places, layouts, tuple(map(dict, meshes)))
 
 
 def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:

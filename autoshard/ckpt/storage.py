@@ -60,16 +60,34 @@ def read_digest_rows(path: Any, manifest: Manifest) -> dict[str, np.ndarray]:
     return _load(path, {_DIGESTS: groups})[_DIGESTS] if groups else {}
 
 
-def read_arrays(path: Any, wanted: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Arrays of a step: all that it has, as `ShapeDtypeStruct`s with shardings or as `np.ndarray`."""
+def read_arrays(path: Any, wanted: Mapping[Key, Any], *, partial: bool = False) -> dict[Key, Any]:
+    """Arrays of a step, all that it has or with `partial` some, as `ShapeDtypeStruct`s or as `np.ndarray`."""
     if not wanted:
         return {}
-    return unnest(_load(path, {_STATE: nest(wanted)})[_STATE], list(wanted))
+    return unnest(_load(path, {_STATE: nest(wanted)}, partial=partial)[_STATE], list(wanted))
 
 
 def read_one(path: Any, key: Key) -> np.ndarray:
     """One leaf alone, into host memory."""
     return unnest(_load(path, {_STATE: nest({key: np.ndarray})}, partial=True)[_STATE], [key])[key]
+
+
+def file_bytes(path: Any) -> int:
+    """Bytes of all files of a step."""
+    count = 0
+    for entry in path.iterdir():
+        count += file_bytes(entry) if entry.is_dir() else entry.stat().length
+    return count
+
+
+def copy_tree(source: Any, target: Any) -> None:
+    """A folder with all that is in it."""
+    target.mkdir(parents=True, exist_ok=True)
+    for entry in source.iterdir():
+        if entry.is_dir():
+            copy_tree(entry, target / entry.name)
+        else:
+            entry.copy(target / entry.name)
 
 
 def explained(error: BaseException, path: Any) -> tuple[str | None, str]:

@@ -2,36 +2,283 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from autoshard.commands.arguments import parser
+from autoshard._shown import shown
+from autoshard.commands.arguments import Parser, parser
+from autoshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autoshard.ckpt import Checkpointer, Description
+
+PLACE = "folder of a run or of checkpoints; of one step with its number behind an @, as runs/mine@200"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """List or inspect; see `autoshard ckpt --help`."""
+    """Look at checkpoints, move and convert them; see `autoshard ckpt --help`."""
     options = parser(
         "ckpt",
-        "List the checkpoints of a run, show the config that one was saved with, or check its content.",
-        "autoshard ckpt runs/mine --step 200 --verify",
+        "Look at checkpoints, compare, copy, remove and export them.",
+        "autoshard ckpt ls runs/mine",
     )
-    options.add_argument("run_dir", type=Path, help="folder of the run")
-    options.add_argument("--step", type=int, help="show the config of this checkpoint")
-    options.add_argument("--verify", action="store_true", help="read every array and compare it with its digest")
+    actions = options.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    for action in ACTIONS.values():
+        made = actions.add_parser(
+            action.name,
+            help=action.summary,
+            description=f"{action.summary[0].upper()}{action.summary[1:]}.",
+            epilog=f"example: autoshard ckpt {action.name} {action.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        action.arguments(made)
     given = options.parse_args(arguments)
-    from autoshard.train.restore import open_checkpoints
+    return ACTIONS[given.action].run(given)
 
-    with contextlib.closing(open_checkpoints(given.run_dir)) as checkpoints:
-        steps = checkpoints.steps() if given.step is None else [given.step]
-        if given.step is not None:
-            print(json.dumps(checkpoints.config(given.step), indent=1))
-        damaged = 0
-        for step in steps:
-            leaves = checkpoints.verify(step) if given.verify else []
-            damaged += bool(leaves)
-            state = f"  damaged: {', '.join(leaves)}" if leaves else "  intact" if given.verify else ""
-            if given.step is None or given.verify:
-                print(f"step {step}{state}")
+
+@shown
+@dataclass(frozen=True)
+class Action:
+    """One of the things that the command does."""
+
+    name: str
+    summary: str
+    example: str
+    arguments: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+@shown
+@dataclass(frozen=True)
+class Place:
+    """Checkpoints, and the step that was named."""
+
+    checkpoints: Checkpointer
+    step: int | None
+
+    @property
+    def chosen(self) -> int:
+        """The step that was named, the newest by default."""
+        return self.checkpoints.steps()[-1] if self.step is None else self.step
+
+
+def find(text: str) -> Place:
+    """The checkpoints at a place.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    from autoshard.ckpt import Checkpointer
+    from autoshard.train.rundir import CHECKPOINTS
+
+    name, mark, number = text.rpartition("@")
+    step = int(number) if mark and number.isdigit() and not Path(text).exists() else None
+    folder = text if step is None else name
+    inside = Path(folder) / CHECKPOINTS
+    where = str(inside) if "://" not in folder and inside.is_dir() else folder
+    if "://" not in where and not Path(where).exists():
+        raise ConfigError(f"{folder!r} holds no checkpoints: there is no such folder")
+    checkpoints = Checkpointer(where, keep=None)
+    if not checkpoints.steps():
+        raise ConfigError(f"{folder!r} holds no checkpoint")
+    return Place(checkpoints, step)
+
+
+def _place(options: Parser) -> None:
+    options.add_argument("place", metavar="DIR[@STEP]", help=PLACE)
+
+
+def _json(options: Parser) -> None:
+    options.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _ls_arguments(options: Parser) -> None:
+    _place(options)
+    _json(options)
+
+
+def _ls(given: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from autoshard.ckpt import CheckpointError
+    from autoshard.sharding.report.units import bytes_text
+
+    place = find(given.place)
+    found: dict[int, Description | CheckpointError] = {}
+    for step in place.checkpoints.steps() if place.step is None else [place.step]:
+        try:
+            found[step] = place.checkpoints.describe(step)
+        except CheckpointError as error:
+            if step not in place.checkpoints.steps():
+                raise
+            found[step] = error
+    damaged = sum(isinstance(one, CheckpointError) for one in found.values())
+    if given.json:
+        told = [{"step": s, "damaged": str(d)} if isinstance(d, CheckpointError) else _row(d) for s, d in found.items()]
+        print(json.dumps(told, indent=1))
+        return 1 if damaged else 0
+    table = Table(box=None, pad_edge=False)
+    for column in ("step", "written", "leaves", "state", "files", "mesh", "metrics"):
+        table.add_column(column, justify="right" if column in ("step", "leaves", "state", "files") else "left")
+    for step, one in found.items():
+        if isinstance(one, CheckpointError):
+            table.add_row(str(step), "damaged", "", "", "", "", "")
+            continue
+        row = _row(one)
+        mesh = ", ".join(" ".join(f"{axis}:{size}" for axis, size in each.items()) for each in one.meshes) or "-"
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items()) or "-"
+        sizes = bytes_text(one.nbytes), bytes_text(one.file_bytes)
+        table.add_row(str(step), row["time"], str(row["leaves"]), *sizes, mesh, metrics)
+    Console(width=160, soft_wrap=True).print(table)
+    for error in found.values():
+        if isinstance(error, CheckpointError):
+            print(error)
     return 1 if damaged else 0
+
+
+def _row(one: Description) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "time": one.written_by.get("time", "-"),
+        "leaves": len(one.leaves),
+        "nbytes": one.nbytes,
+        "file_bytes": one.file_bytes,
+        "meshes": [dict(mesh) for mesh in one.meshes],
+        "metrics": dict(one.metrics),
+    }
+
+
+def _describe_arguments(options: Parser) -> None:
+    _place(options)
+    _json(options)
+
+
+def _describe(given: argparse.Namespace) -> int:
+    place = find(given.place)
+    found = place.checkpoints.describe(place.step)
+    print(json.dumps(found.to_json(), indent=1) if given.json else found)
+    return 0
+
+
+def _verify_arguments(options: Parser) -> None:
+    _place(options)
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from autoshard.ckpt import CheckpointError
+
+    place = find(given.place)
+    damaged = 0
+    for step in place.checkpoints.steps() if place.step is None else [place.step]:
+        try:
+            leaves = place.checkpoints.verify(step)
+        except CheckpointError as error:
+            if step not in place.checkpoints.steps():
+                raise
+            damaged += 1
+            print(error)
+            continue
+        damaged += bool(leaves)
+        print(f"step {step}  " + (f"damaged: {', '.join(leaves)}" if leaves else "intact"))
+    return 1 if damaged else 0
+
+
+def _diff_arguments(options: Parser) -> None:
+    options.add_argument("one", metavar="A[@STEP]", help=PLACE)
+    options.add_argument("other", metavar="B[@STEP]", help="the same")
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from autoshard.ckpt.compare import compare
+
+    one, other = (find(text) for text in (given.one, given.other))
+    found = compare(one.checkpoints.describe(one.step), other.checkpoints.describe(other.step))
+    print(found)
+    return 0 if found.equal else 1
+
+
+def _prune_arguments(options: Parser) -> None:
+    options.add_argument("place", metavar="DIR", help="folder of a run or of checkpoints")
+    options.add_argument("--last", type=int, required=True, help="newest steps to keep")
+    options.add_argument("--best", type=int, default=0, help="best steps to keep by --metric")
+    options.add_argument("--metric", default="", help="a number that was saved with the steps, such as val_loss")
+    options.add_argument("--mode", choices=["min", "max"], default="min", help="whether small or large is good")
+    options.add_argument("--every", type=int, default=0, help="keep steps that this divides")
+    options.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _prune(given: argparse.Namespace) -> int:
+    from autoshard.ckpt import Keep
+
+    place = find(given.place)
+    if place.step is not None:
+        raise ConfigError(f"{given.place!r} names a step: name the folder, and what is to stay")
+    keep = Keep(given.last, best=given.best, metric=given.metric, mode=given.mode, every=given.every)
+    with place.checkpoints as checkpoints:
+        gone = checkpoints.would_prune(keep) if given.dry_run else checkpoints.prune(keep)
+        left = [step for step in checkpoints.steps() if step not in gone]
+    verb = "would be removed" if given.dry_run else "removed"
+    print(f"{verb}: {_steps(gone)}; {'would stay' if given.dry_run else 'left'}: {_steps(left)}")
+    return 0
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _copy_arguments(options: Parser) -> None:
+    _place(options)
+    options.add_argument("target", metavar="TO", help="folder of checkpoints, new or not")
+    options.add_argument("--all", action="store_true", help="every step, not only the newest")
+
+
+def _copy(given: argparse.Namespace) -> int:
+    place = find(given.place)
+    if given.all and place.step is not None:
+        raise ConfigError(f"{given.place!r} names a step, and --all asks for every one: leave out one of them")
+    steps = place.checkpoints.steps() if given.all else [place.chosen]
+    for step in steps:
+        place.checkpoints.copy(step, given.target)
+        print(f"step {step} is in {given.target}, and is what it was")
+    return 0
+
+
+def _export_arguments(options: Parser) -> None:
+    _place(options)
+    options.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    options.add_argument("--use-ema", action="store_true", help="the parameters' moving average")
+    options.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating-point tensors")
+    options.add_argument("--shard-bytes", type=int, default=5_000_000_000, help="of a file at most (default: 5e9)")
+
+
+def _export(given: argparse.Namespace) -> int:
+    from autoshard.sharding.report.units import bytes_text
+
+    place = find(given.place)
+    if given.shard_bytes < 1:
+        raise ConfigError(f"--shard-bytes is {given.shard_bytes}, it must be at least 1")
+    found = place.checkpoints.export(
+        place.step, given.out, use_ema=given.use_ema, dtype=given.dtype, shard_bytes=given.shard_bytes
+    )
+    print(f"{found.tensors} tensors, {bytes_text(found.nbytes)}, in {found.folder}: {', '.join(found.files)}")
+    return 0
+
+
+ACTIONS: Mapping[str, Action] = {
+    action.name: action
+    for action in (
+        Action("ls", "list steps with sizes, meshes and metrics", "runs/mine", _ls_arguments, _ls),
+        Action("describe", "say what a step holds", "runs/mine@200", _describe_arguments, _describe),
+        Action("verify", "read every array and compare it with its digest", "runs/mine", _verify_arguments, _verify),
+        Action("diff", "compare two steps, without reading arrays", "runs/a@200 runs/b", _diff_arguments, _diff),
+        Action("export", "write a model as safetensors", "runs/mine out/mine --use-ema", _export_arguments, _export),
+        Action("prune", "remove steps", "runs/mine --last 2 --every 1000", _prune_arguments, _prune),
+        Action("copy", "copy a step, and compare the copy with its digests", "runs/mine kept", _copy_arguments, _copy),
+    )
+}

@@ -23,6 +23,7 @@ from autoshard.models.workloads import Workload
 from autoshard.sharding.variants import Attempt
 from autoshard.train.config import TrainConfig, replaced
 from autoshard.train.data import Source, TokenSource, text_source
+from autoshard.train.ema import EmaConfig
 from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
 from autoshard.train.state import Program, TrainState, make_program
 from autoshard.train.step import TrainStep, make_train_step
@@ -83,7 +84,8 @@ def make_program_of(config: TrainConfig) -> Program:
         ConfigError: An unknown factory, a glob that matches nothing, or a warm-up longer than the run.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
-    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema_decay=config.ema_decay)
+    ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
+    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema=ema)
 
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:

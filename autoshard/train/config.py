@@ -18,7 +18,8 @@ from autoshard.train.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan variants virtual_devices log_every "
-    "eval_every eval_batches checkpoint_every keep_checkpoints sample_tokens prompt prefetch".split()
+    "eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens "
+    "prompt prefetch use_ema".split()
 )
 """Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
 
@@ -59,7 +60,14 @@ class TrainConfig:
     freeze: tuple[str, ...] = ()
     """Globs over /-joined parameter paths, such as 'embed' 'blocks/*': these parameters are not trained."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the parameters, which is then what is evaluated; 0 for none."""
+    """Decay of a moving average of the parameters; 0 for none."""
+    ema_every: int = 1
+    """Steps between updates of the moving average."""
+    ema_spike: float = 2.0
+    """The moving average leaves out a step whose loss is more than so many times its recent mean; 0 for none such.
+    One whose loss is not finite is always left out."""
+    use_ema: bool = True
+    """Evaluate and sample the moving average, where there is one."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
     """The built-in model. gpt.context is the length of sequences for any model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -87,8 +95,14 @@ class TrainConfig:
     """Held-out batches of the evaluations before the last one; 0 for all. The last one always takes all."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
+    checkpoint_minutes: float = 0.0
+    """Minutes after which a checkpoint is written, whatever the step; 0 for no such rule."""
     keep_checkpoints: int = 3
-    """Checkpoints kept; 0 for all."""
+    """Newest checkpoints kept; 0 for all."""
+    keep_best: int = 0
+    """Checkpoints kept beside them: those of the smallest held-out loss, of steps that were evaluated."""
+    keep_every: int = 0
+    """Checkpoints kept for ever: of steps that this divides; 0 for none."""
     sample_tokens: int = 200
     """Tokens of text sampled at the end; 0 for none."""
     prompt: str = "\n"
@@ -98,7 +112,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be used, all at once."""
-        positive = ("batch_size", "accumulation", "log_every", "prefetch")
+        positive = ("batch_size", "accumulation", "log_every", "prefetch", "ema_every")
         problems = [
             f"{name} is {getattr(self, name)}, it must be at least 1" for name in positive if getattr(self, name) < 1
         ]
@@ -110,6 +124,10 @@ class TrainConfig:
             "checkpoint_every",
             "sample_tokens",
             "keep_checkpoints",
+            "keep_best",
+            "keep_every",
+            "checkpoint_minutes",
+            "ema_spike",
         )
         problems += [
             f"{name} is {getattr(self, name)}, it must not be negative" for name in counts if getattr(self, name) < 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer
+from autoshard.ckpt import Checkpointer, Every, Keep, Restored
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
 from autoshard.train import distributed, rundir
@@ -77,20 +77,20 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the last step, or until a signal asks to stop."""
-        checkpoints = Checkpointer(self.run_dir / rundir.CHECKPOINTS, keep=self.config.keep_checkpoints or None)
+        checkpoints = Checkpointer(self.run_dir / rundir.CHECKPOINTS, keep=keep_of(self.config))
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             state = self._first_state(checkpoints)
             start = int(state.step)
             reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
             stack.callback(reporter.close)
-            self._introduce(reporter, start)
+            self._introduce(reporter, start, checkpoints.restored)
             interrupts = stack.enter_context(Interrupts())
             step, state = self._steps(state, start, checkpoints, reporter, interrupts)
             evaluation = None
             if interrupts.received is None:
                 evaluation = self._evaluate(state, step, reporter, batches=0)
             if checkpoints.latest() != step:
-                checkpoints.save(step, state, config=checkpoint_config(self.config), block=True)
+                self._save(checkpoints, step, state, evaluation, block=True)
             reporter.close()
             self._conclude(state, step, reporter, interrupts.received)
         return Result(self.run_dir, step, evaluation, interrupts.received)
@@ -125,15 +125,17 @@ class Trainer:
 
     def _first_state(self, checkpoints: Checkpointer) -> TrainState:
         if self.config.resume and checkpoints.latest() is not None:
-            return checkpoints.restore(self.placed.state_shapes, config=checkpoint_config(self.config))
+            return checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
         return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
 
-    def _introduce(self, reporter: Reporter, start: int) -> None:
+    def _introduce(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
         reporter.say(str(self.placed.plan))
         parameters = sum(
             leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
         )
         origin = f"continues from step {start}" if self.config.resume else "starts"
+        if restored is not None:
+            reporter.say(f"restored {restored}")
         reporter.say(
             f"{parameters:,} parameters on {jax.device_count()} {jax.devices()[0].platform} devices; "
             f"the run {origin} in {self.run_dir}"
@@ -160,6 +162,12 @@ class Trainer:
         interrupts: Interrupts,
     ) -> tuple[int, TrainState]:
         config, done, last_loss = self.config, start, None
+        every = Every(
+            config.checkpoint_every,
+            config.checkpoint_minutes,
+            agreed=lambda due: bool(distributed.agree(due)),
+            asked_every=config.log_every if jax.process_count() > 1 else 1,
+        )
         clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
         reporter.start()
         with self._batches(start) as batches:
@@ -171,15 +179,34 @@ class Trainer:
                 reporter.advance(done)
                 if done % config.log_every == 0 or done in (start + 1, config.steps):
                     self._log(done, metrics, clock, reporter)
-                if config.checkpoint_every and done % config.checkpoint_every == 0 and done < config.steps:
-                    with clock.paused():
-                        checkpoints.save(done, state, config=checkpoint_config(config))
+                evaluation = None
                 if config.eval_every and done % config.eval_every == 0 and done < config.steps:
                     with clock.paused():
-                        self._evaluate(state, done, reporter, config.eval_batches)
+                        evaluation = self._evaluate(state, done, reporter, config.eval_batches)
+                if done < config.steps and every.due(done):
+                    with clock.paused():
+                        self._save(checkpoints, done, state, evaluation)
+                    every.saved()
                 if self._should_stop(done, interrupts):
                     break
         return done, state
+
+    def _save(
+        self,
+        checkpoints: Checkpointer,
+        step: int,
+        state: TrainState,
+        evaluation: Evaluation | None,
+        block: bool = False,
+    ) -> None:
+        checkpoints.save(
+            step,
+            state,
+            config=checkpoint_config(self.config),
+            metrics=evaluation.metrics() if evaluation is not None else {},
+            plan=self.placed.plan,
+            block=block,
+        )
 
     def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
         # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.
@@ -200,7 +227,7 @@ class Trainer:
         reporter.record(step, values | clock.rates(step, self.config.steps))
 
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
-        parts = (eval_params(state), state.frozen, state.variables)
+        parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
             self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
         found = evaluate(self._eval_step, parts, self.source, batches=batches, prefetch=self.config.prefetch)
@@ -215,6 +242,7 @@ class Trainer:
                 load_codec(self.config.tokenizer),
                 self.config.prompt,
                 self.config.sample_tokens,
+                use_ema=self.config.use_ema,
             )
             reporter.say(f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one.")
             if text is not None and distributed.is_main():
@@ -237,6 +265,11 @@ class Trainer:
         if peak is None or self.config.model != "gpt":
             return None
         return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * jax.device_count())
+
+
+def keep_of(config: TrainConfig) -> Keep:
+    """Which checkpoints of a run stay."""
+    return Keep(config.keep_checkpoints or None, best=config.keep_best, metric="val_loss", every=config.keep_every)
 
 
 def train(config: TrainConfig) -> Result:

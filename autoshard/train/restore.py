@@ -55,5 +55,5 @@ def load_trained(run_dir: Path, step: int | None = None) -> Trained:
     config = from_dict(rundir.read_config(run_dir), str(run_dir))
     program = make_program_of(config)
     with contextlib.closing(open_checkpoints(run_dir)) as checkpoints:
-        state = checkpoints.restore(program.abstract_state(), step=step, config=checkpoint_config(config))
+        state = checkpoints.restore(step, program.abstract_state(), config=checkpoint_config(config))
     return Trained(config, program, state, int(state.step))

@@ -23,6 +23,7 @@ def sample_text(
     seed: int = 0,
     temperature: float = 0.8,
     top_k: int | None = None,
+    use_ema: bool = True,
 ) -> str | None:
     """Continue a prompt; None for a model that is not the built-in one.
 
@@ -35,11 +36,12 @@ def sample_text(
         seed: Decides the choices.
         temperature: What logits are divided by; 0 takes the likeliest token.
         top_k: Choose among so many likeliest tokens; all where None.
+        use_ema: Take the moving average of the parameters, where there is one.
 
     Raises:
         ConfigError: An empty prompt, or more likeliest tokens than the vocabulary has.
     """
-    model = program.model(eval_params(state), state.frozen, state.variables, None)
+    model = program.model(eval_params(state, use_ema), state.frozen, state.variables, None)
     if not isinstance(model, GPT):
         return None
     start = codec.encode(prompt).astype(np.int32)

@@ -19,6 +19,7 @@ from flax import nnx
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.train.ema import NO_AVERAGE, EmaConfig, start
 from autoshard.train.optimizer import matches, path_name
 
 Tree = Any
@@ -36,7 +37,7 @@ class TrainState:
         frozen: Parameters that never change.
         variables: The model's other variables, such as batch statistics.
         opt_state: The optimizer's state.
-        ema: Exponential moving average of `params`; None where there is none.
+        ema: Moving average of `params` (`train.ema.Average`); None where there is none.
         key: Data of the run's random key, uint32 `[2]`.
     """
 
@@ -60,7 +61,7 @@ class Program:
         graph: The model's static part.
         streams: Shapes of the model's random streams, which each step fills anew.
         freeze: Globs over parameter paths that are frozen.
-        ema_decay: Decay of the parameters' moving average; 0 for none.
+        ema: How the parameters are averaged.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -68,7 +69,7 @@ class Program:
     graph: Any
     streams: Tree
     freeze: tuple[str, ...] = ()
-    ema_decay: float = 0.0
+    ema: EmaConfig = NO_AVERAGE
 
     def create_state(self, key: jax.Array) -> TrainState:
         """A fresh state from a random key; pure, so that it can be made sharded."""
@@ -81,8 +82,7 @@ class Program:
             frozen=frozen,
             variables=variables,
             opt_state=self.optimizer.init(params),
-            # Copies: two leaves that share a buffer could not both be donated.
-            ema=jax.tree.map(jnp.copy, params) if self.ema_decay else None,
+            ema=start(params) if self.ema.decay else None,
             key=jax.random.key_data(run_key),
         )
 
@@ -124,7 +124,7 @@ def make_program(
     optimizer: optax.GradientTransformation,
     *,
     freeze: tuple[str, ...] = (),
-    ema_decay: float = 0.0,
+    ema: EmaConfig = NO_AVERAGE,
 ) -> Program:
     """Split a model into a program, without making its arrays.
 
@@ -132,7 +132,7 @@ def make_program(
         build: Makes the model from random streams.
         optimizer: Updates its parameters.
         freeze: Globs over `/`-joined parameter paths; those parameters never change.
-        ema_decay: Decay of the parameters' moving average; 0 for none.
+        ema: How the parameters are averaged; by default they are not.
 
     Raises:
         ConfigError: A glob matches no parameter, or all parameters are frozen.
@@ -140,7 +140,7 @@ def make_program(
     model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     _check_freeze(model, freeze)
     graph, _, _, streams, _ = _split(model, freeze)
-    return Program(build, optimizer, graph, streams, freeze, ema_decay)
+    return Program(build, optimizer, graph, streams, freeze, ema)
 
 
 def _split(model: nnx.Module, freeze: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:

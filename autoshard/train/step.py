@@ -15,6 +15,7 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import cross_entropy
+from autoshard.train.ema import averaged, updated
 from autoshard.train.state import Program, TrainState, Tree, as_key
 
 Batch = Mapping[str, jax.Array]
@@ -98,9 +99,13 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
         gradients = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
         updates, opt_state = program.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        mean_loss, norm = loss * scale, optax.tree.norm(gradients)
+        ema = state.ema
+        if ema is not None:
+            ema = updated(ema, params, mean_loss, jnp.isfinite(norm), state.step + 1, program.ema)
         metrics = {
-            "loss": loss * scale,
-            "grad_norm": optax.tree.norm(gradients),
+            "loss": mean_loss,
+            "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "weight": weight,
         }
@@ -110,7 +115,7 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
             params=params,
             variables=variables,
             opt_state=opt_state,
-            ema=_moving_average(state.ema, params, program.ema_decay),
+            ema=ema,
         ), metrics
 
     return train_step
@@ -125,9 +130,9 @@ def make_eval_step(program: Program) -> EvalStep:
     return eval_step
 
 
-def eval_params(state: TrainState) -> Tree:
-    """What is evaluated: the moving average where there is one."""
-    return state.params if state.ema is None else state.ema
+def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
+    """What is evaluated: the moving average where there is one and it is wanted."""
+    return averaged(state.ema, state.params) if use_ema and state.ema is not None else state.params
 
 
 def _microbatches(leaf: jax.Array, count: int) -> jax.Array:
@@ -138,9 +143,3 @@ def _microbatches(leaf: jax.Array, count: int) -> jax.Array:
     if leaf.shape[0] % count:
         raise ConfigError(f"a batch of {leaf.shape[0]} does not divide into {count} microbatches (accumulation)")
     return jnp.swapaxes(leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:]), 0, 1)
-
-
-def _moving_average(ema: Tree, params: Tree, decay: float) -> Tree:
-    if ema is None:
-        return None
-    return jax.tree.map(lambda mean, leaf: mean * decay + leaf * (1.0 - decay), ema, params)

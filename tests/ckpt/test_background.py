@@ -46,7 +46,7 @@ def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, held_writer
         jax.block_until_ready(state)
         assert checkpoints.steps() == []
         held_writer.set()
-        restored = checkpoints.restore(template)
+        restored = checkpoints.restore(like=template)
     for name, want in state_at(0).items():
         np.testing.assert_array_equal(restored[name], want)
 
@@ -58,7 +58,7 @@ def test_host_arrays_may_be_overwritten_at_once(tmp_path: Path, held_writer: thr
         for leaf in state.values():
             leaf[:] = -1
         held_writer.set()
-        restored = checkpoints.restore(state)
+        restored = checkpoints.restore(like=state)
     np.testing.assert_array_equal(restored["w3"], state_at(0)["w3"])
 
 
@@ -71,7 +71,7 @@ def test_saves_overtaking_each_other(tmp_path: Path, mesh8: Mesh) -> None:
             checkpoints.save(step, state, config={})
             state = advance(state)
         for step in range(6):
-            np.testing.assert_array_equal(checkpoints.restore(state, step=step)["w2"], state_at(step)["w2"])
+            np.testing.assert_array_equal(checkpoints.restore(step, state)["w2"], state_at(step)["w2"])
 
 
 def test_blocking_means_committed(tmp_path: Path) -> None:

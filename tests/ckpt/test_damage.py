@@ -72,7 +72,7 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
         bit = rng.randrange(8 * file.stat().st_size)
         flip(file, bit)
         try:
-            restored = checkpoints.restore(states[3], step=3)
+            restored = checkpoints.restore(3, states[3])
         except DamagedCheckpointError as error:
             found += 1
             assert error.step == 3 and error.leaves, f"seed {SEED} trial {trial}: {error}"
@@ -81,7 +81,7 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
             assert_same(restored, states[3])
         flip(file, bit)
     assert found >= 0.95 * FLIPS
-    assert_same(checkpoints.restore(states[3]), states[3])
+    assert_same(checkpoints.restore(3, states[3]), states[3])
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
@@ -99,7 +99,7 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
         else:
             file.write_bytes(whole[: len(whole) // 2] if damage == "truncate" else b"")
         try:
-            assert_same(checkpoints.restore(states[3], step=3), states[3])
+            assert_same(checkpoints.restore(3, states[3]), states[3])
             outcomes[str(file.relative_to(step))] = "unread"
         except DamagedCheckpointError as error:
             assert "step 3" in str(error)
@@ -114,7 +114,7 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
     )
     assert all(what == "found" for file, what in outcomes.items() if file.startswith(roots)), outcomes
     assert "found" in [what for file, what in outcomes.items() if file.startswith("state/ocdbt.process_0/d/")]
-    assert_same(checkpoints.restore(states[3], step=3), states[3])
+    assert_same(checkpoints.restore(3, states[3]), states[3])
 
 
 def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
     file = max(payload_files(tmp_path / "step_00000003"), key=lambda file: file.stat().st_size)
     flip(file, 8 * (file.stat().st_size // 2))
     with pytest.raises(DamagedCheckpointError) as caught:
-        checkpoints.restore(states[3])
+        checkpoints.restore(3, states[3])
     assert len(caught.value.leaves) == 1 and caught.value.leaves[0] in str(caught.value)
     assert checkpoints.verify(3) == list(caught.value.leaves)
     assert checkpoints.verify(2) == []
@@ -136,8 +136,8 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
     checkpoints, states = run
     read = storage.read_arrays
 
-    def wrong(path: Any, wanted: Any) -> dict[Any, Any]:
-        arrays = read(path, wanted)
+    def wrong(path: Any, wanted: Any, *, partial: bool) -> dict[Any, Any]:
+        arrays = read(path, wanted, partial=partial)
         arrays[("params", "w1")] = arrays[("params", "w1")].at[3, 5].mul(1 + 2**-23)
         return arrays
 
@@ -145,7 +145,7 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
     with pytest.raises(
         DamagedCheckpointError, match="other values than were saved in 1 leaves:\n  params/w1\nNo earlier"
     ):
-        checkpoints.restore(states[3])
+        checkpoints.restore(3, states[3])
 
 
 def test_falling_back_to_the_newest_intact_step(run: Any, tmp_path: Path, assert_same: Any) -> None:
@@ -154,21 +154,21 @@ def test_falling_back_to_the_newest_intact_step(run: Any, tmp_path: Path, assert
         file = max(payload_files(tmp_path / f"step_0000000{step}"), key=lambda file: file.stat().st_size)
         flip(file, 8 * (file.stat().st_size // 2))
     with pytest.warns(CheckpointWarning, match="(?s)step 3 in .* is damaged.*Step 1 is restored instead"):
-        restored = checkpoints.restore(states[3], fallback=True)
+        restored = checkpoints.restore(like=states[3])
     assert_same(restored, states[1])
-    assert checkpoints.restored_step == 1
+    assert checkpoints.restored.step == 1 and checkpoints.restored.damaged == (2, 3)
     with pytest.raises(DamagedCheckpointError, match="Step 1 is intact"):
-        checkpoints.restore(states[3])
+        checkpoints.restore(3, states[3])
     shutil.rmtree(tmp_path / "step_00000001")
     with pytest.raises(DamagedCheckpointError, match="No earlier step is intact"):
-        checkpoints.restore(states[3], fallback=True)
+        checkpoints.restore(3, states[3])
 
 
 def test_a_renamed_step(run: Any, tmp_path: Path) -> None:
     checkpoints, states = run
     (tmp_path / "step_00000003").rename(tmp_path / "step_00000004")
     with pytest.raises(DamagedCheckpointError, match="manifest is the one of step 3"):
-        checkpoints.restore(states[3])
+        checkpoints.restore(4, states[3])
 
 
 def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
@@ -190,23 +190,23 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
         )
     )
     with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest is not as it was written"):
-        checkpoints.restore(states[3])
-    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=2)}))
-    with pytest.raises(CheckpointError, match="has format 2, .* reads up to 1: upgrade") as caught:
-        checkpoints.restore(states[3])
+        checkpoints.restore(3, states[3])
+    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=3)}))
+    with pytest.raises(CheckpointError, match="has format 3, .* reads up to 2: upgrade") as caught:
+        checkpoints.restore(3, states[3])
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 def test_files_that_may_not_be_read_are_not_called_damaged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from autoshard.ckpt import storage
 
-    def forbidden(*_: Any) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     checkpoints, states = run
     monkeypatch.setattr(storage, "read_arrays", forbidden)
     with pytest.raises(CheckpointError, match="cannot be read: .*Permission denied") as caught:
-        checkpoints.restore(states[3], fallback=True)
+        checkpoints.restore(3, states[3])
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
@@ -248,7 +248,7 @@ def test_sigkill_at_any_moment(tmp_path: Path, root: Path) -> None:
             last = checkpoints.latest()
             assert last is not None and last >= told, f"step {told} was committed, the newest is {last}"
             for step in checkpoints.steps():
-                restored = checkpoints.restore(template, step=step)
+                restored = checkpoints.restore(step, template)
                 assert all(np.all(np.asarray(leaf) == step) for leaf in restored.values())
             checkpoints.save(last + 1, restored, config={}, block=True)
             names = {path.name for path in directory.iterdir()}

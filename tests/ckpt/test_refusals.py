@@ -36,7 +36,7 @@ def test_every_difference_of_structure_shape_and_dtype_in_one_error(saved: Path)
         "rng": jax.random.key(0, impl="rbg"),
     }
     with Checkpointer(saved) as checkpoints, pytest.raises(MismatchError) as caught:
-        checkpoints.restore(template)
+        checkpoints.restore(like=template)
     text = str(caught.value)
     assert "is a checkpoint of another model: 5 of 5 leaves differ" in text and str(saved) in text
     for line in (
@@ -51,14 +51,14 @@ def test_every_difference_of_structure_shape_and_dtype_in_one_error(saved: Path)
 
 def test_a_typed_key_is_not_its_bits(saved: Path) -> None:
     with Checkpointer(saved) as checkpoints, pytest.raises(MismatchError, match=r"rng: saved key<fry>\[\]"):
-        checkpoints.restore(STATE | {"rng": jax.random.PRNGKey(0)})
+        checkpoints.restore(like=STATE | {"rng": jax.random.PRNGKey(0)})
 
 
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {f"w{i:02}": jnp.ones(2) for i in range(25)}, config={})
         with pytest.raises(MismatchError, match="25 of 25 leaves differ") as caught:
-            checkpoints.restore({f"w{i:02}": jnp.ones(3) for i in range(25)})
+            checkpoints.restore(like={f"w{i:02}": jnp.ones(3) for i in range(25)})
     assert str(caught.value).count("saved float32[2]") == 10 and "and 15 more" in str(caught.value)
 
 
@@ -66,21 +66,21 @@ def test_a_config_of_another_model(saved: Path) -> None:
     with Checkpointer(saved) as checkpoints:
         other = {"model": {"width": 16, "head": {"tied": True}, "bias": False}, "train": {"steps": 5}}
         with pytest.raises(MismatchError) as caught:
-            checkpoints.restore(STATE, config=other)
+            checkpoints.restore(like=STATE, config=other)
         text = str(caught.value)
         assert "model.width: saved 8, wanted 16" in text and "differs in 3 keys" in text
         assert "model.layers: saved 2, wanted nothing" in text and "model.bias: saved nothing, wanted False" in text
         assert "tied" not in text
         # Only the model's section counts where there is one; without one, everything.
-        checkpoints.restore(STATE, config=CONFIG | {"train": {"steps": 99}})
+        checkpoints.restore(like=STATE, config=CONFIG | {"train": {"steps": 99}})
         with pytest.raises(MismatchError, match=r"train\.steps: saved 5, wanted 6"):
-            checkpoints.restore(STATE, config={"train": {"steps": 6}})
+            checkpoints.restore(like=STATE, config={"train": {"steps": 6}})
 
 
 def test_tuples_in_a_config_are_the_lists_they_become(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, STATE, config={"model": {"shape": (1, 2)}})
-        checkpoints.restore(STATE, config={"model": {"shape": (1, 2)}})
+        checkpoints.restore(like=STATE, config={"model": {"shape": (1, 2)}})
 
 
 def test_a_step_that_exists_is_never_overwritten(saved: Path, files_of: Callable[[Path], Any]) -> None:
@@ -95,11 +95,11 @@ def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPa
         Checkpointer(saved) as checkpoints,
         pytest.raises(CheckpointError, match="no step 7 in .*: it has 1"),
     ):
-        checkpoints.restore(STATE, step=7)
+        checkpoints.restore(7, STATE)
     nowhere = tmp_path_factory.mktemp("empty") / "new"
     with Checkpointer(nowhere) as checkpoints:
         assert checkpoints.steps() == [] and checkpoints.latest() is None
-        for call in (checkpoints.config, checkpoints.verify, lambda: checkpoints.restore(STATE)):
+        for call in (checkpoints.config, checkpoints.verify, lambda: checkpoints.restore(like=STATE)):
             with pytest.raises(CheckpointError, match="no checkpoint in"):
                 call()
     assert not nowhere.exists()
@@ -200,7 +200,7 @@ def test_a_sharding_that_does_not_divide(tmp_path: Path, mesh_of: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"a": jnp.ones(6), "b": jnp.ones(6)}, config={})
         with pytest.raises(CheckpointError, match="cannot be placed") as caught:
-            checkpoints.restore(template)
+            checkpoints.restore(like=template)
     assert "a: shape (6,)" in str(caught.value) and "b: shape (6,)" in str(caught.value)
 
 
@@ -210,8 +210,8 @@ def test_no_value_is_cut_silently(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"count": np.int64(2**40)}, config={})
         with pytest.raises(CheckpointError, match="needs jax_enable_x64"):
-            checkpoints.restore({"count": wide})
-        assert checkpoints.restore({"count": 0}) == {"count": 2**40}
+            checkpoints.restore(like={"count": wide})
+        assert checkpoints.restore(like={"count": 0}) == {"count": 2**40}
 
 
 def test_the_bare_name_is_no_second_package(root: Path, run_python: Callable[..., Any]) -> None:

@@ -29,8 +29,8 @@ def test_every_kind_of_leaf(
         assert checkpoints.steps() == [3] and checkpoints.latest() == 3
         assert checkpoints.config() == checkpoints.config(3) == config
         assert checkpoints.verify() == []
-        restored = checkpoints.restore(abstract(state), config=config)
-        assert checkpoints.restored_step == 3
+        restored = checkpoints.restore(like=abstract(state), config=config)
+        assert checkpoints.restored is not None and checkpoints.restored.step == 3
     assert_same(restored, state)
     for have, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         if isinstance(want, jax.Array):
@@ -47,7 +47,7 @@ def test_onto_another_mesh(
     template = abstract(make_state(mesh_of(data=shape[0], model=shape[1])))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, config={})
-        restored = checkpoints.restore(template)
+        restored = checkpoints.restore(like=template)
     assert_same(restored, state)
     assert restored["params"]["w"].sharding == template["params"]["w"].sharding
     assert len(restored["params"]["w"].sharding.device_set) == shape[0] * shape[1]
@@ -61,7 +61,7 @@ def test_without_shardings_onto_one_device(tmp_path: Path, mesh8: Mesh, make_sta
     )
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, config={})
-        restored = checkpoints.restore(template)
+        restored = checkpoints.restore(like=template)
     assert_same(restored, state)
     assert restored["params"]["w"].sharding == SingleDeviceSharding(jax.local_devices()[0])
 
@@ -83,7 +83,7 @@ def test_dataclasses_nnx_and_optax(tmp_path: Path, assert_same: Any) -> None:
     plain = TrainState.create(apply_fn=abs, params={"w": jnp.ones((4, 4))}, tx=optax.adam(1e-3))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, (state, plain), config={})
-        assert_same(checkpoints.restore((state, plain)), (state, plain))
+        assert_same(checkpoints.restore(like=(state, plain)), (state, plain))
 
 
 def test_explicit_axes(tmp_path: Path, assert_same: Any) -> None:
@@ -91,7 +91,7 @@ def test_explicit_axes(tmp_path: Path, assert_same: Any) -> None:
     state = {"w": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, PartitionSpec("x")))}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, config={})
-        restored = checkpoints.restore(state)
+        restored = checkpoints.restore(like=state)
     assert_same(restored, state)
     assert restored["w"].sharding == state["w"].sharding
 
@@ -99,7 +99,7 @@ def test_explicit_axes(tmp_path: Path, assert_same: Any) -> None:
 def test_a_single_array_is_a_state_too(tmp_path: Path, assert_same: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, jnp.arange(5), config={})
-        assert_same(checkpoints.restore(jnp.zeros(5, jnp.int32)), jnp.arange(5))
+        assert_same(checkpoints.restore(like=jnp.zeros(5, jnp.int32)), jnp.arange(5))
 
 
 def test_the_newest_steps_stay(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_newest_steps_stay(tmp_path: Path) -> None:
             checkpoints.save(step, state(step), config={"step": step})
         checkpoints.wait()
         assert checkpoints.steps() == [20, 100]
-        assert checkpoints.restore(state(0), step=20)["w"][0] == 20
+        assert checkpoints.restore(like=state(0), step=20)["w"][0] == 20
         assert checkpoints.config(20) == {"step": 20}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "autoshard.json", "step_00000020", "step_00000100"
@@ -154,7 +154,7 @@ state = make(jax.random.key(0))
 with Checkpointer({path!r}) as checkpoints:
     if not checkpoints.steps():
         checkpoints.save(0, state, config=dict(model=1))
-    restored = checkpoints.restore(state, step=0, config=dict(model=1))
+    restored = checkpoints.restore(0, state, config=dict(model=1))
 assert restored["w"].sharding == state["w"].sharding
 print(np.asarray(restored["w"]).tobytes().hex(), jax.random.key_data(restored["key"]).tolist())
 """

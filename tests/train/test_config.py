@@ -125,5 +125,6 @@ def test_what_is_trained_may_not_change_when_a_run_is_resumed() -> None:
     assert identity(longer) == identity(config)
     other = merge(config, {"seed": 1, "gpt": {"layers": 3}}, "here")
     assert differences(identity(config), identity(other)) == ["gpt.layers: 4, now 3", "seed: 0, now 1"]
-    trained = {"model", "data", "tokenizer", "batch_size", "accumulation", "seed", "freeze", "ema_decay", "gpt"}
-    assert identity(config).keys() == trained | {"optimizer"}
+    trained = {"model", "data", "tokenizer", "batch_size", "accumulation", "seed", "freeze", "gpt"}
+    averaged = {"ema_decay", "ema_every", "ema_spike"}
+    assert identity(config).keys() == trained | averaged | {"optimizer"}

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
+from autoshard.train.ema import EmaConfig, updated
 from autoshard.train.sample import sample_text
 from autoshard.train.state import make_program
 from autoshard.train.tokens import ByteCodec
@@ -17,12 +19,14 @@ SHAPE = GPTConfig(vocab=256, layers=1, heads=2, width=8, context=8, tie_head=Fal
 
 
 def test_the_moving_average_writes() -> None:
-    program = make_program(lambda rngs: GPT(SHAPE, rngs=rngs), optax.sgd(1.0), ema_decay=0.5)
+    program = make_program(lambda rngs: GPT(SHAPE, rngs=rngs), optax.sgd(1.0), ema=EmaConfig(0.5))
     one, other = (jax.jit(program.create_state)(jax.random.key(seed)) for seed in (0, 1))
-    states = one, other, replace(one, ema=other.params)
+    means = updated(one.ema, other.params, jnp.float32(1), jnp.array(True), jnp.int32(1), program.ema)
+    states = one, other, replace(one, ema=means)
     first, second, mixed = (sample_text(program, s, ByteCodec(), "the ", 6, temperature=0.0) for s in states)
     assert first is not None and first.startswith("the ")
     assert mixed == second != first
+    assert sample_text(program, states[2], ByteCodec(), "the ", 6, temperature=0.0, use_ema=False) == first
     with pytest.raises(ConfigError, match="the prompt is empty"):
         sample_text(program, one, ByteCodec(), "", 6)
     with pytest.raises(ConfigError, match="top-k is 257, the model's vocabulary has 256 tokens"):

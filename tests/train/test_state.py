@@ -11,6 +11,7 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
+from autoshard.train.ema import EmaConfig, averaged
 from autoshard.train.optimizer import path_name
 from autoshard.train.state import Program, TrainState, fill_streams, make_program
 from autoshard.train.step import batch_shapes, make_train_step
@@ -21,7 +22,7 @@ ADAMW: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weigh
 
 def gpt(freeze: tuple[str, ...] = (), ema_decay: float = 0.0, **shape: Any) -> Program:
     config = GPTConfig(**{**SHAPE, **shape})
-    return make_program(lambda rngs: GPT(config, rngs=rngs), ADAMW, freeze=freeze, ema_decay=ema_decay)
+    return make_program(lambda rngs: GPT(config, rngs=rngs), ADAMW, freeze=freeze, ema=EmaConfig(ema_decay))
 
 
 def tokens(step: int = 0) -> dict[str, jax.Array]:
@@ -98,9 +99,8 @@ def test_a_glob_that_matches_nothing_is_refused() -> None:
 def test_the_moving_average_is_one() -> None:
     first, last, _ = run(gpt(ema_decay=0.75), steps=1)
     jax.tree.map(
-        lambda ema, a, b: np.testing.assert_allclose(ema, 0.75 * a + 0.25 * b, rtol=1e-5, atol=1e-7),
-        last.ema,
-        first.params,
+        lambda mean, p: np.testing.assert_allclose(mean, p, rtol=1e-5, atol=1e-7),
+        averaged(last.ema, first.params),
         last.params,
     )
 

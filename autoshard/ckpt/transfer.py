@@ -1,0 +1,185 @@
+"""A step to another directory, and a model out of a step, for programs that know nothing of Orbax."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard._shown import shown
+from autoshard.ckpt import digest, storage
+from autoshard.ckpt.directory import StepDirectory
+from autoshard.ckpt.errors import CheckpointError
+from autoshard.ckpt.leaves import Key, LeafSpec
+from autoshard.ckpt.restore import damaged, damaged_leaves, expected_digests, read_manifest, reading
+from autoshard.ckpt.safetensors import Tensor, write
+
+PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that are the model's
+AVERAGE = ("ema", "mean"), ("ema", "weight")
+SHARD_BYTES = 5_000_000_000  # of a file of tensors, as HF's own
+
+
+@shown
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        files: their names.
+        tensors: how many.
+        nbytes: bytes of the tensors.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+
+
+def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
+    """Copies a step as it is, and compares the copy with its digests before it gets its name.
+
+    Raises:
+        CheckpointError: the target has that step, is not ours, is being written, or cannot be written.
+        DamagedCheckpointError: the step is damaged; the target is as it was.
+    """
+    read_manifest(source.step_path(step), step)
+    target.claim()
+    if target.step_path(step).exists():
+        raise CheckpointError(f"{target.path} has step {step} already, and a committed step is never overwritten.")
+    draft = target.draft_path(step)
+    try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(draft.rmtree, missing_ok=True)
+            storage.copy_tree(source.step_path(step), draft)
+            wrong = damaged_leaves(draft, step)
+            if wrong:
+                raise damaged(source.step_path(step), step, "its copy has other values", [(name,) for name in wrong])
+            target.commit(draft, step)
+            failed.pop_all()
+    except OSError as error:
+        raise CheckpointError(f"step {step} cannot be copied to {target.path}: {error}") from error
+
+
+def export_step(
+    path: Any,
+    step: int,
+    folder: Path,
+    *,
+    use_ema: bool = False,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Writes a model's tensors as safetensors files, and what it is as `config.json`.
+
+    One tensor is in memory at a time, and is compared with its digest. Tensors are called by their paths, `.`-joined,
+    without the part of the train state that they are of.
+
+    Args:
+        path: of the step.
+        step: its number.
+        folder: a new one.
+        use_ema: take the parameters' moving average, divided by its weight.
+        dtype: of floating-point tensors; as they are saved by default.
+        shard_bytes: of a file at most.
+
+    Raises:
+        CheckpointError: the folder holds something, there is no moving average, or it cannot be written.
+        DamagedCheckpointError: a tensor is not the one that was saved; nothing is left of what was written.
+    """
+    manifest = read_manifest(path, step)
+    digests = expected_digests(path, step, manifest)
+    specs = {spec.key: spec for spec in manifest.leaves}
+    sources = model_leaves(specs, use_ema, f"step {step} in {path.parent}")
+
+    def read(spec: LeafSpec) -> np.ndarray:
+        if not spec.stored:
+            return np.zeros(spec.shape, spec.dtype)
+        with reading(path, step):
+            values = storage.read_one(path, spec.key)
+        if digest.host_digest(values) != digests[spec.key]:
+            raise damaged(path, step, "other values than were saved", [spec.key])
+        return values
+
+    weight = float(read(specs[AVERAGE[1]])) if use_ema else 1.0
+
+    def tensor(key: Key, spec: LeafSpec) -> Tensor:
+        is_mean = spec.key[: len(AVERAGE[0])] == AVERAGE[0]
+        kind = _kind(specs["params", *key] if is_mean else spec, dtype)
+
+        def values() -> np.ndarray:
+            found = read(spec)
+            return (found / np.float32(weight) if is_mean else found).astype(kind, copy=False)
+
+        return Tensor(".".join(key), spec.shape, kind, values)
+
+    tensors = [tensor(key, spec) for key, spec in sources.items()]
+    with _new_folder(folder) as draft:
+        files = write(draft, tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "step": str(step)})
+        described = _config(manifest.config, tensors)
+        for name, content in described.items():
+            (draft / name).write_text(json.dumps(content, indent=1) + "\n")
+    names = (*(file.name for file in files), *described)
+    return Exported(folder, names, len(tensors), sum(one.nbytes for one in tensors))
+
+
+def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> dict[Key, LeafSpec]:
+    """Which saved leaves are the model's, by their paths in it: of a train state, or else all that there are.
+
+    Raises:
+        CheckpointError: there is no moving average.
+    """
+    if not any(key[:1] == ("params",) for key in specs):
+        found = {key: spec for key, spec in specs.items() if spec.key_impl is None}
+    else:
+        found = {key[1:]: spec for key, spec in specs.items() if key[0] in PARAMETERS and len(key) > 1}
+    if use_ema:
+        mean, weight = AVERAGE
+        means = {key[len(mean) :]: spec for key, spec in specs.items() if key[: len(mean)] == mean}
+        if not means or weight not in specs:
+            raise CheckpointError(f"{where} has no moving average of the parameters: leave out --use-ema.")
+        found |= means
+    return found
+
+
+def _kind(spec: LeafSpec, dtype: str | None) -> str:
+    """The dtype of an exported tensor."""
+    floating = "float" in spec.dtype
+    return dtype if dtype is not None and floating else spec.dtype
+
+
+def _config(config: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+    """The JSON files beside the tensors."""
+    model = config.get("model", {})
+    model = dict(model) if isinstance(model, Mapping) else {"name": model}
+    name = model.pop("name", None)
+    kinds = [one.dtype for one in tensors if "float" in one.dtype]
+    head = {"architectures": [name]} if name else {}
+    kept = {"dtype": max(set(kinds), key=kinds.count)} if kinds else {}
+    return {"config.json": head | kept | model}
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that gets its name only when all is in it."""
+    draft = folder.with_name(f".{folder.name}.partial")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is there already: name a new folder.")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            yield draft
+            draft.replace(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error

@@ -1,0 +1,92 @@
+"""Which steps stay, and when one is due."""
+
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.ckpt import Checkpointer, CheckpointError, Every, Keep
+
+
+@given(
+    st.dictionaries(st.integers(0, 60), st.one_of(st.none(), st.floats(allow_nan=True)), min_size=1),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.integers(0, 20),
+    st.sampled_from(["min", "max"]),
+)
+def test_what_stays(values: dict[int, float | None], last: int, best: int, every: int, mode: str) -> None:
+    keep = Keep(last, best=best, metric="loss", mode=mode, every=every)  # type: ignore[arg-type]
+    steps = {step: {} if value is None else {"loss": value} for step, value in values.items()}
+    kept = keep.of(steps)
+    assert max(steps) in kept and kept <= set(steps)
+    assert set(sorted(steps)[-last:]) <= kept
+    assert {step for step in steps if every and step % every == 0} <= kept
+    finite = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+    others = kept - set(sorted(steps)[-last:]) - {step for step in steps if every and step % every == 0}
+    assert len(others) <= best and others <= set(finite)
+    dropped = set(finite) - kept
+    good = sorted(finite.values(), reverse=mode == "max")[:best]
+    assert sum(finite[step] in good for step in kept if step in finite) >= min(best, len(finite))
+    assert not [s for s in dropped if good and (finite[s] < good[-1] if mode == "min" else finite[s] > good[-1])]
+
+
+def test_the_best_of_a_run_stay(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: math.nan, 4: 2.0, 5: 2.5, 6: None}
+    with Checkpointer(tmp_path, keep=Keep(1, best=2, metric="loss")) as checkpoints:
+        for step, loss in losses.items():
+            metrics = {} if loss is None else {"loss": loss}
+            checkpoints.save(step, {"w": jnp.ones(2)}, metrics=metrics)
+        assert checkpoints.latest() == 6
+        assert checkpoints.steps() == [2, 4, 6]
+    # Another process knows the metrics from the files.
+    with Checkpointer(tmp_path, keep=Keep(1, best=1, metric="loss")) as checkpoints:
+        checkpoints.save(7, {"w": jnp.ones(2)}, metrics={"loss": 9.0}, block=True)
+        assert checkpoints.steps() == [2, 7]
+        assert checkpoints.describe(2).metrics == {"loss": 1.0}
+
+
+def test_a_metric_that_is_not_finite_comes_back(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(
+            0, {"w": jnp.ones(2)}, metrics={"a": math.nan, "b": -math.inf, "c": jnp.float32(2)}, block=True
+        )
+        found = checkpoints.describe().metrics
+        assert math.isnan(found["a"]) and found["b"] == -math.inf and found["c"] == 2.0
+        with pytest.raises(CheckpointError, match="metrics are numbers: d='good' is not"):
+            checkpoints.save(1, {"w": jnp.ones(2)}, metrics={"d": "good"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(last=0), "last=0: at least one step must stay, or None"),
+        (dict(best=2), "best=2 needs the name of a metric"),
+        (dict(every=-1, best=-2), "best=-2 is negative; every=-1 is negative"),
+        (dict(mode="least"), "mode='least' is neither 'min' nor 'max'"),
+    ],
+)
+def test_settings_that_keep_nothing(settings: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Keep(**settings)
+
+
+def test_when_a_save_is_due() -> None:
+    seconds = [0.0]
+    every = Every(steps=10, minutes=2.0, now=lambda: seconds[0])
+    assert [step for step in range(1, 31) if every.due(step)] == [10, 20, 30]
+    seconds[0] = 119.0
+    assert not every.due(31)
+    seconds[0] = 120.0
+    assert every.due(32)
+    every.saved()
+    assert not every.due(33)
+    asked: list[bool] = []
+    shared = Every(
+        minutes=1.0, now=lambda: seconds[0], agreed=lambda due: bool(asked.append(due)) or True, asked_every=5
+    )
+    assert [step for step in range(1, 11) if shared.due(step)] == [5, 10] and asked == [False, False]
+    assert not Every().due(1)

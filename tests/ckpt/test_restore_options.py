@@ -1,0 +1,135 @@
+"""What of a checkpoint that is not quite what is wanted will do, and only when that is said."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
+
+P = PartitionSpec
+W = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, mesh8: Mesh) -> Checkpointer:
+    state = {
+        "params": {"encoder": {"w": W, "b": np.ones(8, np.float32)}, "head": {"w": -W}},
+        "count": np.array([1, 300], np.int32),
+        "key": jax.random.key(3, impl="rbg"),
+        "empty": np.zeros((0, 2), np.float32),
+    }
+    placed = jax.device_put(state["params"], NamedSharding(mesh8, P("data")))
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(5, state | {"params": placed}, block=True)
+    checkpoints.close()
+    return checkpoints
+
+
+def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def test_without_a_template_all_comes_back_by_path(saved: Checkpointer) -> None:
+    state = saved.restore()
+    assert set(state) == {"count", "empty", "key", "params"}
+    np.testing.assert_array_equal(state["params"]["encoder"]["w"], W)
+    assert state["empty"].shape == (0, 2)
+    assert jax.random.key_impl(state["key"]) == "rbg"
+    np.testing.assert_array_equal(jax.random.key_data(state["key"]), jax.random.key_data(jax.random.key(3, impl="rbg")))
+    assert saved.restored is not None and saved.restored.step == 5
+    assert str(saved.restored).startswith("step 5: ") and " read in " in str(saved.restored)
+
+
+def test_a_state_that_is_one_array_comes_back_without_a_template(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, jnp.arange(3))
+        np.testing.assert_array_equal(checkpoints.restore(), [0, 1, 2])
+
+
+def test_shardings_say_where_leaves_go(saved: Checkpointer, mesh8: Mesh) -> None:
+    whole, rows = NamedSharding(mesh8, P()), NamedSharding(mesh8, P("model"))
+    state = saved.restore(shardings=whole)
+    assert state["params"]["head"]["w"].sharding == whole == state["count"].sharding == state["key"].sharding
+    state = saved.restore(shardings={"params": rows, "count": None, "key": whole, "empty": whole})
+    assert state["params"]["encoder"]["b"].sharding == rows == state["params"]["head"]["w"].sharding
+    assert isinstance(state["count"].sharding, SingleDeviceSharding)
+    with pytest.raises(CheckpointError, match="shardings do not fit the state's structure"):
+        saved.restore(shardings={"parameters": rows})
+
+
+def test_part_of_a_state(saved: Checkpointer) -> None:
+    new = jnp.full(4, 7.0)
+    like = {"params": {"encoder": {"w": shape(8, 8)}, "adapter": new}}
+    with pytest.raises(MismatchError, match="adapter: not in the checkpoint(?s:.*)count: saved int32"):
+        saved.restore(like=like)
+    state = saved.restore(like=like, partial=True)
+    np.testing.assert_array_equal(state["params"]["encoder"]["w"], W)
+    assert state["params"]["adapter"] is new
+    told = saved.restored
+    assert told is not None and told.kept == ("params/adapter",)
+    assert told.unread == ("count", "empty", "key", "params/encoder/b", "params/head/w")
+    assert "saved, not read: 5 leaves" in str(told)
+    with pytest.raises(MismatchError, match="params/adapter: not in the checkpoint, and the template has no value"):
+        saved.restore(like={"params": {"adapter": shape(4)}}, partial=True)
+    with pytest.raises(MismatchError, match=r"encoder/w: saved float32\[8, 8\], wanted float32\[8, 4\]"):
+        saved.restore(like={"params": {"encoder": {"w": shape(8, 4)}}}, partial=True)
+
+
+def test_casts_are_asked_for(saved: Checkpointer) -> None:
+    like = {"params": {"encoder": {"w": shape(8, 8, dtype=jnp.bfloat16)}}, "count": shape(2, dtype=jnp.int16)}
+    with pytest.raises(MismatchError, match=r"saved float32\[8, 8\], wanted bfloat16.*(?s:.*)allow_cast=True casts 2"):
+        saved.restore(like=like, partial=True)
+    state = saved.restore(like=like, partial=True, allow_cast=True)
+    assert state["params"]["encoder"]["w"].dtype == jnp.bfloat16 and state["count"].dtype == jnp.int16
+    np.testing.assert_array_equal(state["params"]["encoder"]["w"], W.astype(jnp.bfloat16))
+    assert saved.restored is not None
+    assert saved.restored.cast == ("count: int32 -> int16", "params/encoder/w: float32 -> bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"count": shape(2, dtype=jnp.int8)}, r"count: int32\[2\] has values that int8 cannot hold"),
+        ({"count": shape(2, dtype=jnp.float32)}, r"count: saved int32\[2\], wanted float32\[2\]"),
+        ({"key": jax.random.key(0)}, r"key: saved key<rbg>\[\], wanted key<fry>\[\]"),
+    ],
+)
+def test_casts_that_would_change_values_are_refused(saved: Checkpointer, like: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        saved.restore(like=like, partial=True, allow_cast=True)
+
+
+def test_a_cast_never_makes_a_value_infinite(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"w": jnp.array([1e30, jnp.inf])})
+        with pytest.raises(CheckpointError, match="values that float16 cannot hold"):
+            checkpoints.restore(like={"w": shape(2, dtype=jnp.float16)}, allow_cast=True)
+        assert np.isinf(checkpoints.restore(like={"w": shape(2, dtype=jnp.bfloat16)}, allow_cast=True)["w"][1])
+
+
+def test_renamed_leaves(saved: Checkpointer) -> None:
+    like = {"params": {"backbone": {"w": shape(8, 8), "bias": shape(8)}, "out": shape(8, 8)}}
+    rename = {
+        "params/encoder": "params/backbone",
+        "params/encoder/b": "params/backbone/bias",
+        "params/head/w": "params/out",
+    }
+    state = saved.restore(like=like, partial=True, rename=rename)
+    np.testing.assert_array_equal(state["params"]["backbone"]["w"], W)
+    np.testing.assert_array_equal(state["params"]["backbone"]["bias"], np.ones(8))
+    np.testing.assert_array_equal(state["params"]["out"], -W)
+
+
+def test_renamings_that_do_not_fit(saved: Checkpointer) -> None:
+    like = {"params": {"encoder": {"w": shape(8, 8)}}}
+    with pytest.raises(MismatchError, match="'params/enc': no saved leaf is called that"):
+        saved.restore(like=like, partial=True, rename={"params/enc": "params/encoder"})
+    with pytest.raises(MismatchError, match="params/head/w and params/encoder/w both become params/encoder/w"):
+        saved.restore(like=like, partial=True, rename={"params/head": "params/encoder"})
+    with pytest.raises(MismatchError, match=r"saved float32\[8, 8\] as params/head/w, wanted float32\[8\]"):
+        saved.restore(like={"v": shape(8)}, partial=True, rename={"params/head/w": "v"})
