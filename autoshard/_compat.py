@@ -236,9 +236,19 @@ def under_trace() -> bool:
     return not core.trace_state_clean()
 
 
-def tell_processes(key: str, text: str) -> None:
-    """Makes a text known to all processes of a `jax.distributed` run."""
-    _coordination().key_value_set(key, text)
+def tell_processes(key: str, text: str, *, again: bool = False) -> None:
+    """Makes a text known to all processes of a `jax.distributed` run; with `again` in place of an earlier one."""
+    _coordination().key_value_set(key, text, allow_overwrite=again)
+
+
+def forget_told(key: str) -> None:
+    """Removes a text that was made known, if it was."""
+    _coordination().key_value_delete(key)
+
+
+def told_below(prefix: str) -> dict[str, str]:
+    """The texts that were made known below a prefix, by what follows it."""
+    return {key[len(prefix) :]: text for key, text in _coordination().key_value_dir_get(prefix)}
 
 
 def hear_process(key: str, timeout_s: float) -> str | None:

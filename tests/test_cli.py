@@ -190,33 +190,30 @@ def test_a_run_of_truncated_checkpoints_is_one_line(tmp_path: Path) -> None:
         if file.is_file() and file.stat().st_size > 200:
             os.truncate(file, 100)
     # In a process of its own: what libraries log goes to its standard error.
-    found = run("generate", str(tmp_path))
+    found = run("ckpt", "describe", str(tmp_path))
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1, found.stderr
-    assert "step 2 in" in found.stderr and "is damaged" in found.stderr and "No earlier step is intact" in found.stderr
+    assert "step 2 in" in found.stderr and "is damaged" in found.stderr
 
 
 def test_every_option_of_generate_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    trained = SimpleNamespace(program="program", state="state", config=SimpleNamespace(tokenizer=None, model="gpt"))
     heard: dict[str, Any] = {}
 
-    def load(run_dir: Path, step: int | None = None) -> Any:
-        heard.update(run_dir=run_dir, step=step)
-        return trained
+    def write(prompt: str, tokens: int, **options: Any) -> tuple[str, str]:
+        heard.update(prompt=prompt, tokens=tokens, **options)
+        return "once upon", "the plan"
 
-    def write(program: Any, state: Any, codec: Any, prompt: str, tokens: int, **options: Any) -> str:
-        heard.update(program=program, state=state, prompt=prompt, tokens=tokens, **options)
-        return "once upon"
+    def open_writer(folder: Path, step: int | None, *, use_ema: bool | None) -> Any:
+        heard.update(folder=folder, step=step, use_ema=use_ema)
+        return SimpleNamespace(write=write)
 
-    monkeypatch.setattr("autoshard.train.restore.load_trained", load)
-    monkeypatch.setattr("autoshard.train.sample.sample_text", write)
-    options = "--prompt once --tokens 3 --temperature 0.5 --top-k 4 --seed 5 --step 6".split()
-    assert main(["generate", str(tmp_path), *options]) == 0 and capsys.readouterr().out == "once upon\n"
+    monkeypatch.setattr("autoshard.train.inference.open_writer", open_writer)
+    options = "--prompt once --tokens 3 --temperature 0.5 --top-k 4 --seed 5 --step 6 --no-use-ema --show-plan".split()
+    assert main(["generate", str(tmp_path), *options]) == 0 and capsys.readouterr().out == "the plan\nonce upon\n"
     assert heard == dict(
-        run_dir=tmp_path, step=6, program="program", state="state", prompt="once", tokens=3, temperature=0.5, top_k=4,
-        seed=5,
-    )  # fmt: skip
+        folder=tmp_path, step=6, prompt="once", tokens=3, temperature=0.5, top_k=4, seed=5, use_ema=False
+    )
 
 
 def test_a_run_from_the_command_line(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from autoshard.ckpt.processes import together
 from autoshard.ckpt.restore import Restored, Wanted, damaged_leaves, read_manifest, restore_step
 from autoshard.ckpt.snapshot import take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
-from autoshard.ckpt.transfer import SHARD_BYTES, Exported, copy_step, export_step
+from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
 
 
 class Checkpointer:
@@ -120,7 +120,11 @@ class Checkpointer:
             raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
         step = step.__index__()
         told = plain(config or {}, "config"), plain_metrics(metrics or {}), _plan_json(plan)
-        together(lambda: self._begin(step), lambda who: CheckpointError(f"step {step} cannot be saved: {who}"))
+        together(
+            f"save step {step}",
+            lambda: self._begin(step),
+            lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
+        )
         snapshot = take_snapshot(state, copy=not block)
         manifest = Manifest(
             step=step,
@@ -224,9 +228,13 @@ class Checkpointer:
             CheckpointError: there is no such step, the folder holds something, or there is no moving average.
             DamagedCheckpointError: a tensor is not the one that was saved; nothing is left of what was written.
         """
+        model = self.model(step, use_ema=use_ema, dtype=dtype)
+        return write_model(model, Path(folder), shard_bytes=shard_bytes)
+
+    def model(self, step: int | None = None, *, use_ema: bool = False, dtype: str | None = None) -> Model:
+        """The model of a step, as tensors that are read one at a time; see `export`."""
         step = self._existing(step)
-        path = self._directory.step_path(step)
-        return export_step(path, step, Path(folder), use_ema=use_ema, dtype=dtype, shard_bytes=shard_bytes)
+        return model_of(self._directory.step_path(step), step, use_ema=use_ema, dtype=dtype)
 
     def _metrics_of(self, step: int) -> Mapping[str, float]:
         if step not in self._metrics:

@@ -24,6 +24,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard.sharding.replicas import replicated_axes, sharded_axes
+
 _STEP = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 
@@ -123,16 +125,12 @@ def digests(leaves: Sequence[jax.Array]) -> jax.Array:
     return _whole_program()(tuple(leaves))
 
 
-def _named_axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
 @functools.lru_cache(maxsize=64)
 def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
     """The jitted digests of leaves that lie on `mesh` by `specs`."""
 
     def part(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        axes = [_named_axes(entry) for entry in spec] + [()] * (shard.ndim - len(spec))
+        axes = [*sharded_axes(spec)] + [()] * (shard.ndim - len(spec))
         counts = [math.prod(mesh.shape[name] for name in names) for names in axes]
         shape = [size * count for size, count in zip(shard.shape, counts, strict=True)]
         offsets = [
@@ -140,7 +138,7 @@ def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
             for names, size in zip(axes, shard.shape, strict=True)
         ]
         # One replica counts: the others hold the same elements.
-        idle = tuple(name for name in mesh.axis_names if name not in {n for names in axes for n in names})
+        idle = replicated_axes(mesh.axis_names, spec)
         counted = lax.axis_index(idle) == 0 if idle else True
         return jnp.where(counted, shard_digest(shard, shape, offsets), np.uint32(0))
 

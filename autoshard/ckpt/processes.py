@@ -6,19 +6,23 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import jax
-import numpy as np
 
+from autoshard._processes import exchange, named
 from autoshard.ckpt.errors import CheckpointError
 
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T], otherwise: Callable[[str], CheckpointError]) -> T:
+def together(what: str, action: Callable[[], T], otherwise: Callable[[str], CheckpointError]) -> T:
     """Runs `action` in every process; where it fails in one, it fails in all and none waits.
 
     Args:
+        what: what is done, with its step; names it where another process does not come.
         action: what to do; only its `CheckpointError`s are shared.
         otherwise: the error for a process that had none of its own, from a text naming those that had.
+
+    Raises:
+        MissingProcessError: another process has not come in time.
     """
     if jax.process_count() == 1:
         return action()
@@ -27,18 +31,9 @@ def together(action: Callable[[], T], otherwise: Callable[[str], CheckpointError
         result = action()
     except CheckpointError as caught:
         error = caught
-    failed = np.flatnonzero(gathered(np.array([error is not None])))
+    failed = [p for p, said in enumerate(exchange(what, "failed" if error is not None else "done")) if said == "failed"]
     if error is not None:
         raise error
-    if failed.size:
-        raise otherwise(f"process {', '.join(map(str, failed))} failed: see its message")
+    if failed:
+        raise otherwise(f"{named(failed)} failed: see its message")
     return cast(T, result)  # no error here: the action returned it
-
-
-def gathered(value: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, [processes, ...]."""
-    if jax.process_count() == 1:
-        return value[None]
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(value)).reshape(-1, *value.shape)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard._processes import gathered
 from autoshard._shown import shown
 from autoshard.ckpt import digest, storage
 from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, MismatchError, listing
@@ -27,7 +28,7 @@ from autoshard.ckpt.leaves import (
     with_shardings,
 )
 from autoshard.ckpt.manifest import Manifest, check_config
-from autoshard.ckpt.processes import gathered, together
+from autoshard.ckpt.processes import together
 from autoshard.ckpt.snapshot import grouped, host_rows
 from autoshard.sharding.report.units import bytes_text
 
@@ -125,7 +126,7 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
             found = storage.read_arrays(path, {origin[key]: target for key, target in targets.items()}, partial=some)
             return saved, {key: found[origin[key]] for key in targets}
 
-    saved, arrays = together(read, lambda who: damaged(path, step, who))
+    saved, arrays = together(f"restore step {step}", read, lambda who: damaged(path, step, who))
     jax.block_until_ready(list(arrays.values()))
     read_at = time.perf_counter()
     wrong = [key for key, array in arrays.items() if not _as_wanted(array, targets[key], specs[key])]
@@ -328,7 +329,7 @@ def _digests(arrays: Mapping[Key, Any]) -> dict[Key, int]:
         rows = np.concatenate([np.asarray(shard.data) for shard in digest.digests(leaves).addressable_shards])
         parts = rows.sum(axis=0, dtype=np.uint32)
         if not leaves[0].is_fully_addressable:  # else each process has it whole, and would count it once more
-            parts = gathered(parts).sum(axis=0, dtype=np.uint32)
+            parts = gathered("compare digests", parts).sum(axis=0, dtype=np.uint32)
         found |= zip(keys, parts[:-1].tolist(), strict=True)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,36 +68,42 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
         raise CheckpointError(f"step {step} cannot be copied to {target.path}: {error}") from error
 
 
-def export_step(
-    path: Any,
-    step: int,
-    folder: Path,
-    *,
-    use_ema: bool = False,
-    dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> Exported:
-    """Writes a model's tensors as safetensors files, and what it is as `config.json`.
+@shown
+@dataclass(frozen=True)
+class Model:
+    """A model as tensors that can be read one at a time.
 
-    One tensor is in memory at a time, and is compared with its digest. Tensors are called by their paths, `.`-joined,
-    without the part of the train state that they are of.
+    Attributes:
+        tensors: in the order in which they are best read.
+        files: what is written beside them: name -> JSON.
+        where: it is from.
+    """
+
+    tensors: tuple[Tensor, ...]
+    files: Mapping[str, Any]
+    where: str
+
+
+def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None = None) -> Model:
+    """The model of a step. Each tensor is compared with its digest when it is read.
+
+    Tensors are called by their paths, `.`-joined, without the part of the train state that they are of.
 
     Args:
         path: of the step.
         step: its number.
-        folder: a new one.
         use_ema: take the parameters' moving average, divided by its weight.
         dtype: of floating-point tensors; as they are saved by default.
-        shard_bytes: of a file at most.
 
     Raises:
-        CheckpointError: the folder holds something, there is no moving average, or it cannot be written.
-        DamagedCheckpointError: a tensor is not the one that was saved; nothing is left of what was written.
+        CheckpointError: there is no moving average.
+        DamagedCheckpointError: the step is not as it was written.
     """
     manifest = read_manifest(path, step)
     digests = expected_digests(path, step, manifest)
     specs = {spec.key: spec for spec in manifest.leaves}
-    sources = model_leaves(specs, use_ema, f"step {step} in {path.parent}")
+    where = f"step {step} in {path.parent}"
+    sources = model_leaves(specs, use_ema, where)
 
     def read(spec: LeafSpec) -> np.ndarray:
         if not spec.stored:
@@ -109,6 +115,8 @@ def export_step(
         return values
 
     weight = float(read(specs[AVERAGE[1]])) if use_ema else 1.0
+    if not weight > 0:
+        raise CheckpointError(f"{where} has no moving average of the parameters yet: leave out --use-ema.")
 
     def tensor(key: Key, spec: LeafSpec) -> Tensor:
         is_mean = spec.key[: len(AVERAGE[0])] == AVERAGE[0]
@@ -120,14 +128,27 @@ def export_step(
 
         return Tensor(".".join(key), spec.shape, kind, values)
 
-    tensors = [tensor(key, spec) for key, spec in sources.items()]
+    tensors = tuple(tensor(key, spec) for key, spec in sources.items())
+    return Model(tensors, _config(manifest.config, tensors), where)
+
+
+def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
+    """Writes a model's tensors as safetensors files, one in memory at a time, and what it is as `config.json`.
+
+    Args:
+        model: what.
+        folder: a new one.
+        shard_bytes: of a file at most.
+
+    Raises:
+        CheckpointError: the folder holds something, or cannot be written; nothing is left of what was written.
+    """
     with _new_folder(folder) as draft:
-        files = write(draft, tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "step": str(step)})
-        described = _config(manifest.config, tensors)
-        for name, content in described.items():
+        files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "from": model.where})
+        for name, content in model.files.items():
             (draft / name).write_text(json.dumps(content, indent=1) + "\n")
-    names = (*(file.name for file in files), *described)
-    return Exported(folder, names, len(tensors), sum(one.nbytes for one in tensors))
+    names = (*(file.name for file in files), *model.files)
+    return Exported(folder, names, len(model.tensors), sum(one.nbytes for one in model.tensors))
 
 
 def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> dict[Key, LeafSpec]:
@@ -155,7 +176,7 @@ def _kind(spec: LeafSpec, dtype: str | None) -> str:
     return dtype if dtype is not None and floating else spec.dtype
 
 
-def _config(config: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+def _config(config: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
     """The JSON files beside the tensors."""
     model = config.get("model", {})
     model = dict(model) if isinstance(model, Mapping) else {"name": model}

@@ -270,6 +270,33 @@ def _export(given: argparse.Namespace) -> int:
     return 0
 
 
+def _merge_arguments(options: Parser) -> None:
+    options.add_argument("base", metavar="BASE", help=f"{PLACE}; or a folder with model.safetensors")
+    options.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder of a LoRA adapter that PEFT wrote")
+    options.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    options.add_argument("--shard-bytes", type=int, default=5_000_000_000, help="of a file at most (default: 5e9)")
+
+
+def _merge(given: argparse.Namespace) -> int:
+    from autoshard.ckpt.lora import merged, read_adapter, read_model
+    from autoshard.ckpt.transfer import write_model
+    from autoshard.sharding.report.units import bytes_text
+
+    if given.shard_bytes < 1:
+        raise ConfigError(f"--shard-bytes is {given.shard_bytes}, it must be at least 1")
+    adapter = read_adapter(given.adapter)
+    folder = Path(given.base)
+    if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        base = read_model(folder)
+    else:
+        place = find(given.base)
+        base = place.checkpoints.model(place.step)
+    found = write_model(merged(base, adapter), given.out, shard_bytes=given.shard_bytes)
+    changed = len(adapter.pairs) + len(adapter.saved)
+    print(f"{changed} of {found.tensors} tensors changed; {bytes_text(found.nbytes)} in {found.folder}")
+    return 0
+
+
 ACTIONS: Mapping[str, Action] = {
     action.name: action
     for action in (
@@ -278,6 +305,7 @@ ACTIONS: Mapping[str, Action] = {
         Action("verify", "read every array and compare it with its digest", "runs/mine", _verify_arguments, _verify),
         Action("diff", "compare two steps, without reading arrays", "runs/a@200 runs/b", _diff_arguments, _diff),
         Action("export", "write a model as safetensors", "runs/mine out/mine --use-ema", _export_arguments, _export),
+        Action("merge", "fold a LoRA adapter into a model", "runs/mine adapter out/mine", _merge_arguments, _merge),
         Action("prune", "remove steps", "runs/mine --last 2 --every 1000", _prune_arguments, _prune),
         Action("copy", "copy a step, and compare the copy with its digests", "runs/mine kept", _copy_arguments, _copy),
     )

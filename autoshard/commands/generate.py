@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,45 +15,43 @@ def run(arguments: Sequence[str]) -> int:
     """Sample; see `autoshard generate --help`."""
     options = parser(
         "generate",
-        "Sample text from the newest checkpoint of a run.",
+        "Sample text from the newest checkpoint of a run, on the devices that are here. The folder of its checkpoints "
+        "alone will do: inference.json in it says what the model is.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
-    options.add_argument("run_dir", type=Path, help="folder of the run")
+    options.add_argument("run_dir", type=Path, help="folder of the run, or of its checkpoints")
     options.add_argument("--prompt", default="\n", help="text to continue")
     options.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default: 200)")
-    options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    options.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's, 0.8)")
     options.add_argument("--top-k", type=int, help="choose among so many likeliest tokens")
     options.add_argument("--seed", type=int, default=0, help="decides the choices (default: 0)")
     options.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
+    options.add_argument(
+        "--use-ema",
+        action=argparse.BooleanOptionalAction,
+        help="take the moving average of the parameters (default: where the run evaluated it)",
+    )
+    options.add_argument("--show-plan", action="store_true", help="print the plan, too")
     given = options.parse_args(arguments)
     _check(given.tokens, given.temperature, given.top_k)
-    from autoshard.train.restore import load_trained
-    from autoshard.train.sample import sample_text
-    from autoshard.train.tokens import load_codec
+    from autoshard.train.inference import open_writer
 
-    trained = load_trained(given.run_dir, given.step)
-    text = sample_text(
-        trained.program,
-        trained.state,
-        load_codec(trained.config.tokenizer),
-        given.prompt,
-        given.tokens,
-        seed=given.seed,
-        temperature=given.temperature,
-        top_k=given.top_k,
+    writer = open_writer(given.run_dir, given.step, use_ema=given.use_ema)
+    text, plan = writer.write(
+        given.prompt, given.tokens, seed=given.seed, temperature=given.temperature, top_k=given.top_k
     )
-    if text is None:
-        raise ConfigError(f"--model {trained.config.model} of that run is not the built-in model: it cannot be sampled")
+    if given.show_plan:
+        print(plan)
     print(text)
     return 0
 
 
-def _check(tokens: int, temperature: float, top_k: int | None) -> None:
+def _check(tokens: int, temperature: float | None, top_k: int | None) -> None:
     """Refuse numbers that cannot be used, all at once, before anything is read."""
     problems = []
     if tokens < 0:
         problems.append(f"--tokens is {tokens}, it must not be negative")
-    if not 0 <= temperature < math.inf:
+    if temperature is not None and not 0 <= temperature < math.inf:
         problems.append(f"--temperature is {temperature}, it must be at least 0 and finite")
     if top_k is not None and top_k < 1:
         problems.append(f"--top-k is {top_k}, it must be at least 1: leave it out to choose among all tokens")

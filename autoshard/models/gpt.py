@@ -28,7 +28,7 @@ from jax import lax
 
 from autoshard.models.attention import Impl, attention
 from autoshard.models.loss import cross_entropy
-from autoshard.models.stack import make_layers, remat_problems, run_layers
+from autoshard.models.stack import extend_layers, make_layers, remat_problems, run_layers
 
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
@@ -145,6 +145,23 @@ class GPTConfig:
         return 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // (3 * 32)) * 32
 
 
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of positions that were seen, so that they need not be computed again.
+
+    Attributes:
+        kept: keys and values, each `[layers, batch, length, kv_heads, head_dim]`.
+        length: how many positions were seen, int32 `[]`.
+    """
+
+    kept: KeysValues
+    length: jax.Array
+
+
 def param(key: jax.Array, cfg: GPTConfig, shape: tuple[int, ...], std: float) -> nnx.Param:
     """A parameter drawn from a normal distribution."""
     return nnx.Param(std * jax.random.normal(key, shape, jnp.dtype(cfg.param_dtype)))
@@ -179,11 +196,14 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
-def _rotate(x: jax.Array, base: float) -> jax.Array:
-    """Turn the pairs `(x[i], x[i + head_dim / 2])` of `[batch, seq, heads, head_dim]` by their position."""
+def _rotate(x: jax.Array, base: float, start: jax.Array | None = None) -> jax.Array:
+    """Turn pairs `(x[i], x[i + head_dim / 2])` of `[batch, seq, heads, head_dim]` by their position from `start`."""
     seq, half = x.shape[1], x.shape[3] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (jnp.arange(seq, dtype=jnp.float32)[:, None] * frequency[None, :])[None, :, None, :]
+    position = jnp.arange(seq, dtype=jnp.float32)
+    if start is not None:
+        position = position + start.astype(jnp.float32)
+    angle = (position[:, None] * frequency[None, :])[None, :, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -226,13 +246,32 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Mix `[batch, seq, width]` over its sequence."""
         cfg = self.cfg
+        q, k, v = self._project(x)
+        y = attention(q, k, v, causal=self.causal, impl=cfg.attention, block_size=cfg.block_size)
+        return project("bshd,hde->bse", y, self.wo, self.bo)
+
+    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Mix `[batch, seq, width]`, positions from `start` on, over these and the earlier ones, causally.
+
+        Returns:
+            What `__call__` gives for these positions of the whole sequence, and keys and values with theirs.
+        """
+        cfg = self.cfg
+        q, k, v = self._project(x, start)
+        keys, values = (lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(kept, (k, v), strict=True))
+        shape = (1, 1, x.shape[1], keys.shape[1])
+        seen = lax.broadcasted_iota(jnp.int32, shape, 3) <= lax.broadcasted_iota(jnp.int32, shape, 2) + start
+        y = attention(q, keys, values, causal=False, mask=seen, impl=cfg.attention, block_size=cfg.block_size)
+        return project("bshd,hde->bse", y, self.wo, self.bo), (keys, values)
+
+    def _project(self, x: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        cfg = self.cfg
         q = project("bse,ehd->bshd", x, self.wq, self.bq)
         k = project("bse,ehd->bshd", x, self.wk, self.bk)
         v = project("bse,ehd->bshd", x, self.wv, self.bv)
         if cfg.positions == "rotary":
-            q, k = _rotate(q, cfg.rotary_base), _rotate(k, cfg.rotary_base)
-        y = attention(q, k, v, causal=self.causal, impl=cfg.attention, block_size=cfg.block_size)
-        return project("bshd,hde->bse", y, self.wo, self.bo)
+            q, k = _rotate(q, cfg.rotary_base, start), _rotate(k, cfg.rotary_base, start)
+        return q, k, v
 
 
 class MLP(nnx.Module):
@@ -281,6 +320,12 @@ class Block(nnx.Module):
         x = x + dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
         return x + dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
 
+    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Map positions from `start` on, with keys and values of the earlier ones; nothing is dropped."""
+        y, kept = self.attention.extend(self.attention_norm(x), kept, start)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), kept
+
 
 class GPT(nnx.Module):
     """The model: `[batch, seq]` tokens to `[batch, seq, vocab]` logits.
@@ -326,13 +371,46 @@ class GPT(nnx.Module):
         x = self.norm(run_layers(self.blocks, x, keys, remat=self.cfg.remat))
         return predict(x, self.embed, self.head)
 
+    def cache(self, batch: int, length: int | None = None) -> KVCache:
+        """Room for the keys and values of so many positions, `cfg.context` by default, of which none is seen yet."""
+        cfg = self.cfg
+        shape = (cfg.layers, batch, cfg.context if length is None else length, cfg.key_heads, cfg.head_dim)
+        empty = jnp.zeros(shape, cfg.dtype)
+        return KVCache((empty, empty), jnp.zeros((), jnp.int32))
 
-def embed_tokens(cfg: GPTConfig, embed: nnx.Param, position: nnx.Param | None, tokens: jax.Array) -> jax.Array:
-    """Rows of `embed [vocab, width]`, and of `position [context, width]` where there is one: `[batch, seq, width]`."""
+    def extend(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Logits of the tokens that follow those which the cache has seen, without running these again.
+
+        Args:
+            tokens: integers `[batch, seq]`; with those that were seen at most as many as the cache has room for.
+            cache: from `cache`, or from the last call.
+
+        Returns:
+            Logits `[batch, seq, vocab]` as the whole sequence gives them, and the cache that has seen these, too.
+        """
+        start = cache.length
+        x = embed_tokens(self.cfg, self.embed, self.position, tokens, start)
+        x, kept = extend_layers(self.blocks, x, cache.kept, lambda layer, x, own: layer.extend(x, own, start))
+        logits = predict(self.norm(x), self.embed, self.head)
+        return logits, KVCache(kept, start + jnp.int32(tokens.shape[1]))
+
+
+def embed_tokens(
+    cfg: GPTConfig, embed: nnx.Param, position: nnx.Param | None, tokens: jax.Array, start: jax.Array | None = None
+) -> jax.Array:
+    """Rows of `embed [vocab, width]`, and of `position [context, width]` where there is one: `[batch, seq, width]`.
+
+    Positions are counted from `start`, 0 by default.
+    """
     _check_tokens(cfg, tokens)
     # `fill` and no wrapping: an id outside the vocabulary is NaN rather than some other token's row.
     x = embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
-    return x if position is None else x + align(position[...][: tokens.shape[1]].astype(cfg.dtype), 3)
+    if position is None:
+        return x
+    rows = position[...]
+    seq = tokens.shape[1]
+    rows = rows[:seq] if start is None else lax.dynamic_slice_in_dim(rows, start, seq)
+    return x + align(rows.astype(cfg.dtype), 3)
 
 
 def predict(x: jax.Array, embed: nnx.Param, head: nnx.Param | None) -> jax.Array:

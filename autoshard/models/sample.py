@@ -1,4 +1,9 @@
-"""Sampling from a language model, by running it over its last `context` tokens for each new one."""
+"""Sampling from a language model.
+
+Keys and values of what was read and written are kept, so that a new token costs one position. A text longer than the
+context has no such thing: its window moves, and with it all positions, so that the last `context` tokens are run again
+for each new one.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> jax.Array:
-    """Continue a prompt by `n` sampled tokens.
-
-    The last `context` tokens are run through the whole model for each new one: for samples, not for serving.
+    """Continue a prompt by `n` sampled tokens; of a text longer than the context, the last `context` count.
 
     Args:
         model: the model.
@@ -55,32 +58,24 @@ def generate(
         raise ValueError("generate: " + "; ".join(problems))
     graph, params = nnx.split(model)
     greedy = temperature == 0.0
-    divisor = 1.0 if greedy else temperature
+    divisor = jnp.float32(1.0 if greedy else temperature)
     return _generate(graph, params, prompt, key, divisor, n=n, top_k=top_k, greedy=greedy)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("n", "top_k", "greedy"))
-def _generate(
-    graph: Any,
-    params: Any,
-    prompt: jax.Array,
-    key: jax.Array,
-    temperature: float | jax.Array,
-    *,
-    n: int,
-    top_k: int | None,
-    greedy: bool,
+def _generate(graph: Any, params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array, **how: Any) -> Any:
+    return written(nnx.merge(graph, params), prompt, key, temperature, **how)
+
+
+def written(
+    model: GPT, prompt: jax.Array, key: jax.Array, temperature: jax.Array, *, n: int, top_k: int | None, greedy: bool
 ) -> jax.Array:
-    model = nnx.merge(graph, params)
+    """`generate`, to be traced: prompt and continuation `[batch, length + n]`."""
     batch, length = prompt.shape
-    window = min(model.cfg.context, length + n)
     tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)
 
-    def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
-        # What lies after `index` in the window is zeros, and causality keeps it from being seen.
-        start = jnp.maximum(index - window, 0)
-        logits = model(lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
-        logits = lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False)
+    def put(tokens: jax.Array, logits: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choose by `logits [batch, vocab]` what stands at `index`."""
         logits = logits.astype(jnp.float32)
         if top_k is not None:
             logits = jnp.where(logits < lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
@@ -88,6 +83,32 @@ def _generate(
             choice = jnp.argmax(logits, axis=-1)
         else:
             choice = jax.random.categorical(jax.random.fold_in(key, index), logits / temperature)
-        return lax.dynamic_update_slice_in_dim(tokens, choice.astype(tokens.dtype)[:, None], index, axis=1)
+        choice = choice.astype(tokens.dtype)[:, None]
+        return lax.dynamic_update_slice_in_dim(tokens, choice, index, axis=1), choice
+
+    if n == 0:
+        return prompt
+    if length + n > model.cfg.context:
+        return _windowed(model, tokens, length, n, put)
+    logits, cache = model.extend(prompt, model.cache(batch, length + n))
+
+    def step(index: jax.Array, carry: Any) -> Any:
+        tokens, logits, cache = carry
+        tokens, choice = put(tokens, logits, index)
+        logits, cache = model.extend(choice, cache)
+        return tokens, logits[:, 0], cache
+
+    tokens, logits, _ = lax.fori_loop(length, length + n - 1, step, (tokens, logits[:, -1], cache))
+    return put(tokens, logits, jnp.int32(length + n - 1))[0]
+
+
+def _windowed(model: GPT, tokens: jax.Array, length: int, n: int, put: Any) -> jax.Array:
+    window = min(model.cfg.context, length + n)
+
+    def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
+        # What lies after `index` in the window is zeros, and causality keeps it from being seen.
+        start = jnp.maximum(index - window, 0)
+        logits = model(lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
+        return put(tokens, lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False), index)[0]
 
     return lax.fori_loop(length, length + n, step, tokens)

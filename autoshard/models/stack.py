@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -105,3 +106,27 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
 
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (params, keys))
     return lax.scan(body, carry, grouped)[0]
+
+
+def extend_layers(
+    layers: nnx.Module, carry: Any, kept: Any, step: Callable[[Any, Any, Any], tuple[Any, Any]]
+) -> tuple[Any, Any]:
+    """All layers in turn, each with its own part of what is kept of earlier positions.
+
+    Args:
+        layers: as `make_layers` gave them.
+        carry: what the first layer takes.
+        kept: arrays with a leading `layers` dimension.
+        step: `(layer, carry, kept) -> (carry, kept)`.
+
+    Returns:
+        The last layer's carry, and what all keep now.
+    """
+    if isinstance(layers, nnx.List):
+        parts = []
+        for n, layer in enumerate(layers):
+            carry, part = step(layer, carry, jax.tree.map(lambda leaf, n=n: leaf[n], kept))
+            parts.append(part)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    graph, params = nnx.split(layers)
+    return lax.scan(lambda carry, each: step(nnx.merge(graph, each[0]), carry, each[1]), carry, (params, kept))

@@ -13,6 +13,7 @@ import json
 import jax
 
 from autoshard import _compat
+from autoshard._processes import named
 from autoshard.sharding.plan import Plan, PlanError
 
 TIMEOUT_S = 600.0
@@ -59,13 +60,8 @@ def _verdict(key: str, timeout_s: float) -> str:
         plans.setdefault(str(text), []).append(process)
     if len(plans) == 1:
         return _SAME
-    listed = "; ".join(f"{text} in {_several(processes)}" for text, processes in plans.items())
+    listed = "; ".join(f"{text} in {named(processes)}" for text, processes in plans.items())
     return (
         f"the processes made different plans: {listed}. Each must run the same code on the same versions, with the "
         "same shapes and options; Plan.to_json() of each says what differs"
     )
-
-
-def _several(processes: list[int]) -> str:
-    shown = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")
-    return f"process {shown}" if len(processes) == 1 else f"processes {shown}"

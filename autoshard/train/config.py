@@ -19,7 +19,7 @@ from autoshard.train.optimizer import OptimizerConfig
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan variants virtual_devices log_every "
     "eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens "
-    "prompt prefetch use_ema".split()
+    "prompt prefetch use_ema deadline_seconds".split()
 )
 """Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
 
@@ -109,6 +109,9 @@ class TrainConfig:
     """Text that the sample continues."""
     prefetch: int = 2
     """Batches put on the devices ahead of their use."""
+    deadline_seconds: float = 900.0
+    """Of several processes: time that a step may take, its compilation too, before the run takes another process for
+    lost, says which, and exits with code 75, by which launchers know to start it again."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be used, all at once."""
@@ -134,6 +137,8 @@ class TrainConfig:
         ]
         if self.accumulation >= 1 and self.batch_size % self.accumulation:
             problems.append(f"batch_size {self.batch_size} does not divide into accumulation {self.accumulation}")
+        if not self.deadline_seconds > 0:
+            problems.append(f"deadline_seconds is {self.deadline_seconds}, it must be positive")
         if not 0 <= self.ema_decay < 1:
             problems.append(f"ema_decay is {self.ema_decay}, it must be at least 0 and below 1")
         if self.virtual_devices is not None and self.virtual_devices < 1:

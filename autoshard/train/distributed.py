@@ -7,12 +7,13 @@ import re
 import sys
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from autoshard._processes import DEADLINE_S, exchange
 from autoshard.errors import ConfigError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# JAX ends processes itself where one is silent for so long; ours end them first, and say which one it was.
+_HEARTBEAT_S = int(2 * DEADLINE_S)
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -50,12 +51,12 @@ def initialize() -> None:
         if not (processes.isdigit() and process.isdigit()):
             raise ConfigError(f"JAX_NUM_PROCESSES={processes} and JAX_PROCESS_ID={process} must be numbers")
         _use_cpu_collectives()
-        jax.distributed.initialize(address, int(processes), int(process))
+        jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=_HEARTBEAT_S)
         if int(process):
             _silence()
     elif _in_cluster():
         _use_cpu_collectives()
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_S)
         if not is_main():
             _silence()
 
@@ -67,22 +68,17 @@ def is_main() -> bool:
 
 def agree(value: int) -> int:
     """The main process's value, in every process."""
-    if jax.process_count() == 1:
-        return value
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    return int(exchange("agree on a value", str(value))[0])
 
 
 def barrier(name: str) -> None:
     """Wait until every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    exchange(name, "")
 
 
-def any_process(flag: bool) -> bool:
-    """Whether the flag is set in some process; every process must ask at the same step."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+def strongest(what: str, value: int) -> int:
+    """The largest value of all processes; every process must ask at the same step."""
+    return max(map(int, exchange(what, str(value))))
 
 
 def _silence() -> None:

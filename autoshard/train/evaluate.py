@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -42,6 +43,7 @@ def evaluate(
     *,
     batches: int = 0,
     prefetch: int = 2,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Measure the loss over held-out batches; sums are added up in double precision on the host.
 
@@ -51,6 +53,7 @@ def evaluate(
         source: Where batches come from.
         batches: How many to take; 0 for all.
         prefetch: Batches made ahead.
+        after_batch: Called when one was evaluated.
     """
 
     def make(index: int) -> dict[str, jax.Array]:
@@ -62,6 +65,7 @@ def evaluate(
         for batch in ready:
             more_loss, more_weight = jax.device_get(placed.step(*state_parts, batch))
             loss, weight = loss + float(more_loss), weight + float(more_weight)
+            after_batch()
     mean = loss / max(weight, 1.0)
     per_token = source.bytes_per_token
     return Evaluation(mean, int(weight), mean / math.log(2) / per_token if per_token else None)

@@ -16,6 +16,12 @@ class Interrupts:
         self.received: str | None = None
         self._previous: dict[int, Any] = {}
 
+    @property
+    def number(self) -> int:
+        """Of the signal that this process received; 0 where there was none."""
+        known = signal.Signals.__members__
+        return int(known[self.received]) if self.received is not None and self.received in known else 0
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt

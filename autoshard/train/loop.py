@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +13,18 @@ from pathlib import Path
 import jax
 
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer, Every, Keep, Restored
+from autoshard.ckpt import Checkpointer, CheckpointError, Every, Keep, Restored
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
+from autoshard.sharding.plan import Plan, PlanError
+from autoshard.sharding.targets import target_for
 from autoshard.train import distributed, rundir
 from autoshard.train.build import fit_vocab, make_program_of, make_source, train_step_of
 from autoshard.train.clock import Clock
 from autoshard.train.config import TrainConfig, checkpoint_config, differences, from_dict, identity, to_dict
 from autoshard.train.data import Source
 from autoshard.train.evaluate import Evaluation, evaluate
+from autoshard.train.inference import write_inference
 from autoshard.train.interrupt import Interrupts
 from autoshard.train.metrics import Reporter, peak_flops, read_metrics
 from autoshard.train.placement import PlacedEvalStep, PlacedStep, place_eval_step, place_step, search_variants
@@ -29,6 +34,7 @@ from autoshard.train.sample import sample_text
 from autoshard.train.state import Program, TrainState
 from autoshard.train.step import eval_params, make_eval_step
 from autoshard.train.tokens import load_codec
+from autoshard.train.watchdog import Watchdog
 
 
 @shown
@@ -68,11 +74,13 @@ class Trainer:
                 self.source = make_source(self.config)
             config = self.config
         self.program: Program = make_program_of(config)
-        self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config)
+        kept = saved_plan(config)
+        self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config, kept)
         if searched is not None:
             told = {name: getattr(searched, name) for name in ("variant", "variants", "history")}
             self.placed = replace(self.placed, plan=self.placed.plan.where(**told))
         self._eval_step: PlacedEvalStep | None = None
+        self._watchdog = Watchdog(config.deadline_seconds)
         self.run_dir = self._claim_run_dir()
 
     def run(self) -> Result:
@@ -85,12 +93,14 @@ class Trainer:
             stack.callback(reporter.close)
             self._introduce(reporter, start, checkpoints.restored)
             interrupts = stack.enter_context(Interrupts())
+            self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
             step, state = self._steps(state, start, checkpoints, reporter, interrupts)
             evaluation = None
             if interrupts.received is None:
                 evaluation = self._evaluate(state, step, reporter, batches=0)
-            if checkpoints.latest() != step:
-                self._save(checkpoints, step, state, evaluation, block=True)
+            with self._watchdog.paused():
+                if checkpoints.latest() != step:
+                    self._save(checkpoints, step, state, evaluation, block=True)
             reporter.close()
             self._conclude(state, step, reporter, interrupts.received)
         return Result(self.run_dir, step, evaluation, interrupts.received)
@@ -175,6 +185,7 @@ class Trainer:
                 state, metrics = self.placed.step(state, batch)
                 # One step is in flight while the next is dispatched, and no more: a signal is heard at once.
                 jax.block_until_ready(last_loss)
+                self._watchdog.beat(done)
                 done, last_loss = step + 1, metrics["loss"]
                 reporter.advance(done)
                 if done % config.log_every == 0 or done in (start + 1, config.steps):
@@ -184,7 +195,7 @@ class Trainer:
                     with clock.paused():
                         evaluation = self._evaluate(state, done, reporter, config.eval_batches)
                 if done < config.steps and every.due(done):
-                    with clock.paused():
+                    with clock.paused(), self._watchdog.paused():
                         self._save(checkpoints, done, state, evaluation)
                     every.saved()
                 if self._should_stop(done, interrupts):
@@ -207,15 +218,18 @@ class Trainer:
             plan=self.placed.plan,
             block=block,
         )
+        if distributed.is_main():
+            write_inference(self.run_dir / rundir.CHECKPOINTS, self.config)
 
     def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
         # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.
         if jax.process_count() > 1 and done % self.config.log_every:
             return False
-        if not distributed.any_process(interrupts.received is not None):
-            return False
-        interrupts.received = interrupts.received or "a signal in another process"
-        return True
+        mine = interrupts.number
+        number = distributed.strongest(f"step {done}: whether to stop", mine)
+        if number and not mine:
+            interrupts.received = f"{signal.Signals(number).name} in another process"
+        return number > 0
 
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
@@ -230,7 +244,14 @@ class Trainer:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
             self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
-        found = evaluate(self._eval_step, parts, self.source, batches=batches, prefetch=self.config.prefetch)
+        found = evaluate(
+            self._eval_step,
+            parts,
+            self.source,
+            batches=batches,
+            prefetch=self.config.prefetch,
+            after_batch=self._watchdog.beat,
+        )
         reporter.record(step, found.metrics())
         return found
 
@@ -265,6 +286,26 @@ class Trainer:
         if peak is None or self.config.model != "gpt":
             return None
         return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * jax.device_count())
+
+
+def saved_plan(config: TrainConfig) -> Plan | None:
+    """The plan of the newest readable checkpoint of a run that goes on where it was: on such a machine, asked the same.
+
+    A run that is resumed with another mesh, target, limit or plan is planned for anew.
+    """
+    asked = (config.plan, config.mesh, config.target, config.memory_limit_bytes)
+    if not config.resume or config.run_dir is None or any(one is not None for one in asked):
+        return None
+    checkpoints = Checkpointer(config.run_dir / rundir.CHECKPOINTS, keep=None)
+    for step in reversed(checkpoints.steps()):
+        try:
+            kept = checkpoints.describe(step).plan
+            plan = None if kept is None else Plan.from_json(json.dumps(kept))
+        except (CheckpointError, PlanError):  # damaged, or of another version
+            continue
+        here = target_for(jax.devices(), jax.device_count()).name
+        return plan if plan is not None and plan.target == here and plan.mesh.size == jax.device_count() else None
+    return None
 
 
 def keep_of(config: TrainConfig) -> Keep:

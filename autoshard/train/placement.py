@@ -79,19 +79,20 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
     return axes
 
 
-def place_step(train_step: TrainStep, program: Program, config: TrainConfig) -> PlacedStep:
-    """Plan the train step and say where everything goes; makes no array."""
+def place_step(train_step: TrainStep, program: Program, config: TrainConfig, plan: Plan | None = None) -> PlacedStep:
+    """Plan the train step, or take a plan that was made for it, and say where everything goes; makes no array."""
     _check_devices(config)
-    step = autoshard.auto_shard(train_step, donate_argnums=0, **plan_options(config))
+    options: dict[str, Any] = plan_options(config) | ({"plan": plan} if plan is not None else {})
+    step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
     shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
-    plan = step.plan(shapes, batch)
-    state_shardings, batch_shardings = shardings(plan)
+    made = step.plan(shapes, batch)
+    state_shardings, batch_shardings = shardings(made)
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         state_shardings,
     )
-    return PlacedStep(step, plan, placed, batch, batch_shardings)
+    return PlacedStep(step, made, placed, batch, batch_shardings)
 
 
 def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:

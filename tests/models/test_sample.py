@@ -32,6 +32,42 @@ def test_greedy_is_the_argmax_of_the_last_window_step_by_step(positions):
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("shape", [dict(), dict(positions="learned"), dict(kv_heads=1), dict(attention="blockwise")])
+def test_what_a_cache_keeps_is_what_the_whole_sequence_gives(shape, scan_layers):
+    """Any way to cut a sequence gives the logits of the whole of it."""
+    model = make(**dict(layers=3, context=12, block_size=4, scan_layers=scan_layers) | shape)
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 16)
+    whole = model(tokens)
+    extend = nnx.jit(lambda model, tokens, cache: model.extend(tokens, cache))
+    for cuts in ([12], [5, 12], [1, 2, 3, 9, 12]):
+        cache, begin, parts = model.cache(2), 0, []
+        for end in cuts:
+            logits, cache = extend(model, tokens[:, begin:end], cache)
+            parts.append(logits)
+            begin = end
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-4, atol=1e-5)
+        assert int(cache.length) == 12
+
+
+def test_within_the_context_each_token_costs_one_position():
+    """The text is the same as by running everything again, which `_windowed` does; nothing but one position is run."""
+    model, prompt = make(context=24, layers=2), jnp.array([[1, 2, 3], [4, 5, 6]])
+    cached = generate(model, prompt, 20, key=jax.random.key(0), temperature=0.0)
+    expected = prompt
+    for _ in range(20):
+        choice = jnp.argmax(model(expected)[:, -1], -1)[:, None]
+        expected = jnp.concatenate([expected, choice], axis=1)
+    np.testing.assert_array_equal(cached, expected)
+    flops = []
+    for n in (2, 20):
+        run = jax.jit(lambda tokens, n=n: generate(model, tokens, n, key=jax.random.key(0), temperature=0.0))
+        analysis = run.lower(prompt).compile().cost_analysis()
+        assert analysis is not None
+        flops.append(analysis["flops"])
+    assert flops[1] < 3 * flops[0]  # a loop's body is counted once: its size does not grow with the text
+
+
 def test_top_1_is_greedy_and_sampling_depends_on_the_key():
     model, prompt = make(), jnp.zeros((4, 1), jnp.int32)
     greedy = generate(model, prompt, 8, key=jax.random.key(0), temperature=0.0)

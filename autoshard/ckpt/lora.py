@@ -1,0 +1,225 @@
+r"""LoRA adapters, as PEFT writes them, folded into a base.
+
+Of a module with weight W, the adapter has :math:`A \in R^{r \times in}` and :math:`B \in R^{out \times r}`, and
+
+.. math:: W' = W + s B A,\quad s = \alpha / r,\ \text{or}\ \alpha / \sqrt r\ \text{where it is rank-stabilised,}
+
+with W stored `[out, in]`, or `[in, out]` (fan-in first), as Flax has it. An embedding's pair makes :math:`s (B A)^T`.
+
+Sources: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; PEFT's checkpoint format,
+https://huggingface.co/docs/peft/developer_guides/checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from autoshard._shown import shown
+from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
+from autoshard.ckpt.safetensors import DTYPES, INDEX, Tensor
+from autoshard.ckpt.transfer import Model
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
+_UNKNOWN = ("use_dora", "bias", "layer_replication", "megatron_config")  # what else would change values
+
+
+@shown
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter: for each module its pair of matrices, and how they are scaled.
+
+    Attributes:
+        where: its folder.
+        pairs: module -> (A `[rank, in]`, B `[out, rank]`, whether it is an embedding's).
+        saved: module -> a weight that takes the base's place.
+        rank: of a module that `rank_pattern` does not name.
+        alpha: of a module that `alpha_pattern` does not name.
+        rslora: whether alpha is divided by the square root of the rank.
+        fan_in_first: whether the base's weights are `[in, out]`.
+        rank_pattern: module or its ending -> rank.
+        alpha_pattern: module or its ending -> alpha.
+    """
+
+    where: str
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray, bool]]
+    saved: Mapping[str, np.ndarray]
+    rank: int
+    alpha: float
+    rslora: bool
+    fan_in_first: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def scale(self, module: str) -> float:
+        """What a module's product is multiplied with."""
+        rank, alpha = _named(self.rank_pattern, module, self.rank), _named(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def unfit(self, module: str, shape: tuple[int, ...]) -> str | None:
+        """Why a module's pair is not one for a weight of this shape; None where it is."""
+        a, b, embedding = self.pairs[module]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            return f"A is {list(a.shape)} and B {list(b.shape)}, which do not multiply"
+        first = embedding or self.fan_in_first
+        rows, columns = (a.shape[1], b.shape[0]) if first else (b.shape[0], a.shape[1])
+        # Flax may have the heads of a projection as dimensions of their own.
+        leading = [math.prod(shape[:n]) for n in range(1, len(shape))]
+        if rows in leading and math.prod(shape) == rows * columns:
+            return None
+        return f"the base has {list(shape)}, the adapter {[rows, columns]}, fan-{'in' if first else 'out'} first"
+
+    def change(self, module: str, shape: tuple[int, ...]) -> np.ndarray:
+        """What is added to a module's weight, float32 in the weight's shape, which fits."""
+        a, b, embedding = self.pairs[module]
+        product = self.scale(module) * (b.astype(np.float32) @ a.astype(np.float32))
+        return (product.T if embedding or self.fan_in_first else product).reshape(shape)
+
+
+def _named(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    for name, value in pattern.items():
+        if module == name or module.endswith(f".{name}") or re.fullmatch(rf"(.*\.)?({name})", module):
+            return value
+    return default
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """An adapter that PEFT wrote.
+
+    Raises:
+        CheckpointError: it is none, it is damaged, or it changes the base in a way that is not known here.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        with safe_open(folder / WEIGHTS, framework="np") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is no LoRA adapter: it has no {Path(error.filename or '').name}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter in {folder} cannot be read: {error}") from error
+    kind = config.get("peft_type", "LORA")
+    unknown = [f"{name}={config[name]!r}" for name in _UNKNOWN if config.get(name) not in (None, False, "none", {})]
+    if kind != "LORA" or unknown:
+        what = f"peft_type={kind!r}" if kind != "LORA" else ", ".join(unknown)
+        raise CheckpointError(f"the adapter in {folder} has {what}: only plain and rank-stabilised LoRA can be merged")
+    halves: dict[str, dict[str, tuple[np.ndarray, bool]]] = {}
+    saved = {}
+    for name, values in tensors.items():
+        found = _PAIR.fullmatch(name.removeprefix(_PREFIX))
+        if found is None:
+            saved[name.removeprefix(_PREFIX).replace(".modules_to_save", "")] = values
+        else:
+            halves.setdefault(found["module"], {})[found["side"]] = (values, bool(found["embedding"]))
+    single = [module for module, sides in halves.items() if len(sides) < 2]
+    if single or not (halves or saved):
+        told = f"one matrix of two:\n{listing(single)}" if single else "no matrices"
+        raise CheckpointError(f"the adapter in {folder} has {told}")
+    pairs = {module: (sides["A"][0], sides["B"][0], sides["A"][1]) for module, sides in halves.items()}
+    try:
+        return Adapter(
+            where=str(folder),
+            pairs=pairs,
+            saved=saved,
+            rank=int(config["r"]),
+            alpha=float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora")),
+            fan_in_first=bool(config.get("fan_in_fan_out")),
+            rank_pattern=dict(config.get("rank_pattern") or {}),
+            alpha_pattern=dict(config.get("alpha_pattern") or {}),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} is not as PEFT writes it: {error!r}") from error
+
+
+def read_model(folder: Path) -> Model:
+    """A model in safetensors files, one or several with an index; other JSON files beside it come with it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        if (folder / INDEX).exists():
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            wrong = [name for name in names if Path(name).name != name]
+            if wrong:
+                raise CheckpointError(f"{folder / INDEX} names files that are not beside it:\n{listing(wrong)}")
+        else:
+            names = ["model.safetensors"]
+        tensors = [one for name in names for one in _tensors(folder / name)]
+        files = {
+            file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != INDEX
+        }
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} holds no model: it has no {Path(error.filename or '').name}") from error
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"the model in {folder} cannot be read: {error}") from error
+    return Model(tuple(tensors), files, str(folder))
+
+
+def _tensors(path: Path) -> list[Tensor]:
+    kinds = {code: dtype for dtype, code in DTYPES.items()}
+    found = []
+    with safe_open(path, framework="np") as file:
+        for name in file.offset_keys():
+            part = file.get_slice(name)
+            found.append(Tensor(name, tuple(part.get_shape()), kinds[part.get_dtype()], _reader(path, name)))
+    return found
+
+
+def _reader(path: Path, name: str) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        with safe_open(path, framework="np") as file:
+            return file.get_tensor(name)
+
+    return read
+
+
+def merged(base: Model, adapter: Adapter) -> Model:
+    """A base with an adapter folded in: sums in float32, in the base's dtypes.
+
+    Raises:
+        MismatchError: the adapter is for another base; every module that does not fit is listed.
+    """
+    by_name = {one.name: one for one in base.tensors}
+    made = dict(by_name)
+    wrong = []
+    for module in adapter.pairs:
+        name = next((name for name in (f"{module}.weight", module) if name in by_name), None)
+        if name is None:
+            wrong.append(f"{module}: the base has no such weight")
+            continue
+        unfit = adapter.unfit(module, by_name[name].shape)
+        if unfit is not None:
+            wrong.append(f"{module}: {unfit}")
+            continue
+        made[name] = replace(by_name[name], read=_added(by_name[name], adapter, module))
+    for name, values in adapter.saved.items():
+        if name not in by_name or by_name[name].shape != values.shape:
+            have = list(by_name[name].shape) if name in by_name else "nothing of that name"
+            wrong.append(f"{name}: the base has {have}, the adapter {list(values.shape)}")
+            continue
+        made[name] = replace(by_name[name], read=_instead(by_name[name], values))
+    if wrong:
+        raise MismatchError(
+            f"the adapter in {adapter.where} is for another base than {base.where}: {len(wrong)} of "
+            f"{len(adapter.pairs) + len(adapter.saved)} modules do not fit:\n{listing(wrong)}"
+        )
+    return replace(base, tensors=tuple(made.values()), where=f"{base.where} and {adapter.where}")
+
+
+def _added(tensor: Tensor, adapter: Adapter, module: str) -> Callable[[], np.ndarray]:
+    return lambda: (tensor.read().astype(np.float32) + adapter.change(module, tensor.shape)).astype(tensor.dtype)
+
+
+def _instead(tensor: Tensor, values: np.ndarray) -> Callable[[], np.ndarray]:
+    return lambda: values.astype(tensor.dtype)

@@ -1,0 +1,296 @@
+"""What another program needs to rebuild a model from a folder of checkpoints, and to write text with it.
+
+DIR/inference.json     the model's class and architecture, dtype, longest sequence, how text is sampled, the tokenizer
+DIR/tokenizer.json     a copy of the tokenizer's file, where tokens are not bytes
+
+Nothing else of a run is read: no training config, no script. Nothing is imported that the file names: only models of
+`MODELS` are rebuilt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import autoshard
+from autoshard._shown import shown
+from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError, Description
+from autoshard.errors import ConfigError
+from autoshard.models import GPT, GPTConfig
+from autoshard.models.sample import written
+from autoshard.sharding.machine import device_mesh, mesh_sizes
+from autoshard.train.config import TrainConfig
+from autoshard.train.tokens import Codec, load_codec
+
+FILE, TOKENIZER = "inference.json", "tokenizer.json"
+FORMAT = 1
+MODELS: Mapping[str, tuple[type[nnx.Module], type[Any]]] = {"gpt": (GPT, GPTConfig)}
+
+
+@shown
+@dataclass(frozen=True)
+class Inference:
+    """What `inference.json` says.
+
+    Attributes:
+        model: a name in `MODELS`, or what the trainer was given: `package.module:factory`.
+        config: its architecture.
+        dtype: what it computes in.
+        max_length: its longest sequence.
+        generation: `temperature`, `top_k`, and `use_ema`: whether the moving average of the parameters writes.
+        tokenizer: `{"kind": "bytes"}`, or `{"kind": "file", "file": ..., "sha256": ...}`.
+        format: of the file.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    dtype: str
+    max_length: int
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] = field(default_factory=lambda: {"kind": "bytes"})
+    format: int = FORMAT
+
+
+def inference_of(config: TrainConfig) -> Inference:
+    """What a run's model needs to be rebuilt."""
+    tokenizer: dict[str, Any] = {"kind": "bytes"}
+    if config.tokenizer is not None:
+        digest = hashlib.sha256(config.tokenizer.read_bytes()).hexdigest()
+        tokenizer = {"kind": "file", "file": TOKENIZER, "sha256": digest}
+    return Inference(
+        model=config.model,
+        config=asdict(config.gpt),
+        dtype=config.gpt.dtype,
+        max_length=config.gpt.context,
+        generation={"temperature": 0.8, "top_k": None, "use_ema": bool(config.ema_decay) and config.use_ema},
+        tokenizer=tokenizer,
+    )
+
+
+def write_inference(folder: Path, config: TrainConfig) -> None:
+    """Puts `inference.json`, and the tokenizer, beside a run's checkpoints; a file that is the same stays.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    try:
+        if config.tokenizer is not None:
+            _put(folder / TOKENIZER, config.tokenizer.read_bytes())
+        _put(folder / FILE, (json.dumps(asdict(inference_of(config)), indent=1) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} cannot be written: {error}") from error
+
+
+def _put(file: Path, content: bytes) -> None:
+    if file.exists() and file.read_bytes() == content:
+        return
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.replace(file)
+
+
+def read_inference(folder: Path) -> Inference:
+    """What a folder of checkpoints says of its model.
+
+    Raises:
+        ConfigError: It says nothing, or what it says is damaged or of a newer version.
+    """
+    file = folder / FILE
+    try:
+        data = json.loads(file.read_text())
+        if data["format"] > FORMAT:
+            raise ConfigError(f"{file} has format {data['format']}, this version reads up to {FORMAT}: upgrade")
+        told = Inference(**{one.name: data[one.name] for one in fields(Inference)})
+        if not all(isinstance(part, dict) for part in (told.config, told.generation, told.tokenizer)):
+            raise ValueError("config, generation and tokenizer are tables")
+        return told
+    except FileNotFoundError as error:
+        raise ConfigError(f"{str(folder)!r} has no {FILE}: it holds no model that text can be written with") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not as it was written: {type(error).__name__}: {error}") from error
+
+
+@shown
+@dataclass(frozen=True)
+class Writer:
+    """A model that writes text, planned for the devices that are there.
+
+    Attributes:
+        model: its static part.
+        inference: what was said of it.
+        codec: between text and tokens.
+        checkpoints: where its parameters are.
+        step: which of them; None for the newest that is intact.
+        use_ema: whether the moving average of the parameters writes.
+    """
+
+    model: Any
+    inference: Inference
+    codec: Codec
+    checkpoints: Checkpointer
+    step: int | None
+    use_ema: bool
+
+    def write(
+        self, prompt: str, tokens: int, *, seed: int = 0, temperature: float | None = None, top_k: int | None = None
+    ) -> tuple[str, Any]:
+        """Continue a prompt; and the plan that it was done under.
+
+        Args:
+            prompt: text to continue.
+            tokens: how many tokens to add.
+            seed: decides the choices.
+            temperature: what logits are divided by; 0 takes the likeliest token; as the file says by default.
+            top_k: choose among so many likeliest tokens; as the file says by default.
+
+        Raises:
+            ConfigError: an empty prompt, or more likeliest tokens than the vocabulary has.
+        """
+        temperature = self.inference.generation["temperature"] if temperature is None else temperature
+        top_k = self.inference.generation["top_k"] if top_k is None else top_k
+        start = self.codec.encode(prompt).astype(np.int32)
+        if not len(start):
+            raise ConfigError("the prompt is empty: give at least one character")
+        vocab = self.inference.config["vocab"]
+        if top_k is not None and top_k > vocab:
+            raise ConfigError(f"top-k is {top_k}, the model's vocabulary has {vocab} tokens: take at most as many")
+        graph, abstract = nnx.split(self.model)
+
+        def continued(params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
+            model: Any = nnx.merge(graph, params)
+            return written(model, prompt, key, temperature, n=tokens, top_k=top_k, greedy=temperature_is_zero)
+
+        temperature_is_zero = temperature == 0.0
+        params = nnx.to_pure_dict(abstract)
+        rest = (
+            jnp.asarray(start[None]),
+            jax.random.key(seed),
+            jnp.float32(1.0 if temperature_is_zero else temperature),
+        )
+        step = autoshard.auto_shard(continued)
+        plan = step.plan(params, *rest)
+        mesh = device_mesh(mesh_sizes(plan.mesh), None, plan.device_order)
+        specs = plan.in_specs[0]
+        placed = jax.tree.map(lambda leaf, spec: _struct(leaf, NamedSharding(mesh, spec)), params, specs)
+        found = np.asarray(jax.device_get(step(self._parameters(placed), *rest)))[0]
+        return self.codec.decode(found), plan
+
+    def _parameters(self, like: Any) -> Any:
+        """The parameters, straight onto their shardings."""
+        steps = [self.step] if self.step is not None else sorted(self.checkpoints.steps(), reverse=True)
+        read = averaged_parameters if self.use_ema else parameters
+        for step in steps[:-1]:
+            try:
+                return read(self.checkpoints, step, like)
+            except DamagedCheckpointError as error:
+                warnings.warn(f"{error}\nAn earlier step is taken instead.", CheckpointWarning, stacklevel=2)
+        return read(self.checkpoints, steps[-1], like)
+
+
+def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
+    """A step's parameters, on the shardings of `like`, whatever part of the train state they are in.
+
+    Raises:
+        CheckpointError: They are not those of the model, or are damaged.
+    """
+    told = checkpoints.describe(step)
+    rename = {part: "params" for part in ("frozen", "variables") if _has(told, part)}
+    return checkpoints.restore(step, {"params": like}, partial=True, rename=rename)["params"]
+
+
+def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
+    """The moving average of a step's parameters, in the dtypes and on the shardings of `like`.
+
+    Raises:
+        ConfigError: The step has none.
+    """
+    told = checkpoints.describe(step)
+    if not _has(told, "ema/mean"):
+        raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average: leave out --use-ema")
+    rename = {"ema/mean": "params", "ema/weight": "weight", "params": "unread"}
+    rename |= {part: "params" for part in ("frozen", "variables") if _has(told, part)}
+    names = {leaf.name.removeprefix("ema/mean/") for leaf in told.leaves if leaf.name.startswith("ema/mean/")}
+
+    def mean_like(path: Any, leaf: Any) -> Any:
+        averages = jax.tree_util.keystr(path, simple=True, separator="/") in names
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if averages else leaf.dtype, sharding=leaf.sharding)
+
+    wanted = {"params": jax.tree_util.tree_map_with_path(mean_like, like), "weight": jnp.float32(0)}
+    state = checkpoints.restore(step, wanted, partial=True, rename=rename)
+    weight = state["weight"]
+    if not float(weight) > 0:
+        raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average yet: leave out --use-ema")
+
+    def corrected(path: Any, mean: Any, leaf: Any) -> Any:
+        averages = jax.tree_util.keystr(path, simple=True, separator="/") in names
+        return (mean / float(weight)).astype(leaf.dtype) if averages else mean
+
+    return jax.tree_util.tree_map_with_path(corrected, state["params"], like)
+
+
+def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None = None) -> Writer:
+    """The model of a folder of checkpoints.
+
+    Args:
+        folder: of checkpoints, or of a run that has them.
+        step: which, the newest that is intact by default.
+        use_ema: whether the moving average of the parameters writes; as the file says by default.
+
+    Raises:
+        AutoshardError: There is no model, it is of no kind that can write, or there is no such step.
+    """
+    from autoshard.train.rundir import CHECKPOINTS
+
+    inside = folder / CHECKPOINTS
+    folder = inside if inside.is_dir() else folder
+    if not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} holds no checkpoints: there is no such folder")
+    told = read_inference(folder)
+    if told.model not in MODELS:
+        raise ConfigError(
+            f"the model in {str(folder)!r} is {told.model!r}, which is not the built-in one: it cannot be sampled"
+        )
+    kind, config_kind = MODELS[told.model]
+    try:
+        config = config_kind(**told.config)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / FILE}: the architecture does not fit this version: {error}") from error
+    checkpoints = Checkpointer(folder, keep=None)
+    if not checkpoints.steps():
+        raise ConfigError(f"{str(folder)!r} holds no checkpoint yet")
+    if step is not None:
+        checkpoints.describe(step)
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))  # pyright: ignore[reportCallIssue]
+    use_ema = bool(told.generation.get("use_ema")) if use_ema is None else use_ema
+    return Writer(model, told, _codec(folder, told), checkpoints, step, use_ema)
+
+
+def _codec(folder: Path, told: Inference) -> Codec:
+    if told.tokenizer["kind"] == "bytes":
+        return load_codec(None)
+    file = folder / TOKENIZER  # not what the file names
+    codec = load_codec(file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != told.tokenizer["sha256"]:
+        raise ConfigError(f"{file} is not the tokenizer that the model was trained with: its SHA-256 is {digest}")
+    return codec
+
+
+def _has(told: Description, part: str) -> bool:
+    return any(leaf.name.startswith(f"{part}/") for leaf in told.leaves)
+
+
+def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

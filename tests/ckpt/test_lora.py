@@ -1,0 +1,168 @@
+"""LoRA adapters as PEFT writes them: base plus adapter computes what the merged model does."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
+from autoshard.ckpt.lora import merged, read_adapter, read_model
+from autoshard.ckpt.transfer import write_model
+from autoshard.cli import main
+
+RNG = np.random.default_rng(0)
+IN, OUT, RANK, VOCAB = 24, 16, 4, 30
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape, scale=0.3).astype(np.float32)
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, np.ndarray], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {f"base_model.model.{name}": values for name, values in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 10, "use_rslora": False, "fan_in_fan_out": False}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def write_base(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    folder.mkdir()
+    save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"architectures": ["gpt"]}))
+    return folder
+
+
+def merge(base: Path, adapter: Path, out: Path) -> dict[str, np.ndarray]:
+    write_model(merged(read_model(base), read_adapter(adapter)), out)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("fan_in_first", [False, True])
+def test_a_merged_layer_computes_what_base_plus_adapter_does(tmp_path: Path, rslora: bool, fan_in_first: bool) -> None:
+    w, a, b, x = normal(OUT, IN), normal(RANK, IN), normal(OUT, RANK), normal(7, IN)
+    other = normal(3)
+    base = write_base(tmp_path / "base", {"layers.0.up.weight": w.T if fan_in_first else w, "norm.weight": other})
+    adapter = write_adapter(
+        tmp_path / "adapter",
+        {"layers.0.up.lora_A.weight": a, "layers.0.up.lora_B.weight": b},
+        use_rslora=rslora, fan_in_fan_out=fan_in_first,
+    )  # fmt: skip
+    scale = 10 / np.sqrt(RANK) if rslora else 10 / RANK
+    want = x @ w.T + scale * (x @ a.T) @ b.T
+    found = merge(base, adapter, tmp_path / "out")
+    weight = found["layers.0.up.weight"]
+    np.testing.assert_allclose(x @ (weight if fan_in_first else weight.T), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found["norm.weight"], other)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"architectures": ["gpt"]}
+
+
+def test_embeddings_saved_modules_and_patterns(tmp_path: Path) -> None:
+    table, w, head = normal(VOCAB, OUT), normal(OUT, IN), normal(VOCAB, OUT)
+    base = write_base(
+        tmp_path / "base", {"embed.weight": table, "a.up.weight": w, "b.up.weight": w, "head.weight": head}
+    )
+    pairs = {name: (normal(2, IN), normal(OUT, 2)) for name in "ab"}
+    tensors = {"embed.lora_embedding_A": normal(RANK, VOCAB), "embed.lora_embedding_B": normal(OUT, RANK)}
+    for name, (a, b) in pairs.items():
+        tensors |= {f"{name}.up.lora_A.weight": a, f"{name}.up.lora_B.weight": b}
+    new_head = normal(VOCAB, OUT)
+    adapter = write_adapter(
+        tmp_path / "adapter",
+        tensors | {"head.modules_to_save.weight": new_head},
+        rank_pattern={"up": 2}, alpha_pattern={"b.up": 3},
+    )  # fmt: skip
+    found = merge(base, adapter, tmp_path / "out")
+    rows = np.array([3, 0, 29])
+    a, b = tensors["embed.lora_embedding_A"], tensors["embed.lora_embedding_B"]
+    np.testing.assert_allclose(found["embed.weight"][rows], table[rows] + 10 / RANK * (a.T[rows] @ b.T), atol=1e-5)
+    for name, alpha in (("a", 10), ("b", 3)):
+        np.testing.assert_allclose(
+            found[f"{name}.up.weight"], w + alpha / 2 * pairs[name][1] @ pairs[name][0], atol=1e-5
+        )
+    np.testing.assert_array_equal(found["head.weight"], new_head)
+
+
+def test_a_checkpoint_is_a_base_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Flax has fan-in first, heads as dimensions of their own, and names without `.weight`."""
+    wq, up = normal(OUT, 4, 6), normal(OUT, IN).astype(ml_dtypes.bfloat16)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, {"params": {"attention": {"wq": jnp.asarray(wq)}, "up": jnp.asarray(up)}}, block=True)
+    a, b = normal(RANK, OUT), normal(24, RANK)
+    tensors = {
+        f"{module}.lora_{side}.weight": m for module in ("attention.wq", "up") for side, m in (("A", a), ("B", b))
+    }
+    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    assert main(["ckpt", "merge", str(tmp_path / "run"), str(adapter), str(tmp_path / "out")]) == 0
+    assert "2 of 2 tensors changed" in capsys.readouterr().out
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    change = (10 / RANK * b @ a).T
+    np.testing.assert_allclose(found["attention.wq"], wq + change.reshape(OUT, 4, 6), atol=1e-5)
+    assert found["up"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found["up"], (up.astype(np.float32) + change).astype(ml_dtypes.bfloat16))
+
+
+def test_an_adapter_for_another_base(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", {"up.weight": normal(OUT, IN), "down.weight": normal(IN, OUT)})
+    pair = {"up.lora_A.weight": normal(RANK, OUT), "up.lora_B.weight": normal(IN, RANK)}
+    pair |= {"gate.lora_A.weight": normal(RANK, IN), "gate.lora_B.weight": normal(OUT, RANK)}
+    adapter = write_adapter(tmp_path / "adapter", pair)
+    with pytest.raises(MismatchError, match="is for another base than") as caught:
+        merge(base, adapter, tmp_path / "out")
+    assert "2 of 2 modules do not fit" in str(caught.value)
+    assert "gate: the base has no such weight" in str(caught.value)
+    assert "up: the base has [16, 24], the adapter [24, 16], fan-out first" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(use_dora=True), "has use_dora=True: only plain and rank-stabilised LoRA"),
+        (dict(peft_type="IA3"), "has peft_type='IA3'"),
+        (dict(bias="all"), "has bias='all'"),
+        (dict(r=None), "is not as PEFT writes it"),
+    ],
+)
+def test_adapters_that_are_not_known(tmp_path: Path, config: dict, message: str) -> None:
+    pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(write_adapter(tmp_path / "adapter", pair, **config))
+
+
+def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_config\.json"):
+        read_adapter(tmp_path)
+    folder = write_adapter(tmp_path / "adapter", {"up.lora_A.weight": normal(RANK, IN)})
+    with pytest.raises(CheckpointError, match="one matrix of two:\n  up"):
+        read_adapter(folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_adapter(folder)
+    with pytest.raises(CheckpointError, match="holds no model"):
+        read_model(tmp_path)
+    base = write_base(tmp_path / "base", {"w": normal(2)})
+    index = {"weight_map": {"w": "../adapter/adapter_model.safetensors"}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="names files that are not beside it"):
+        read_model(base)
+
+
+def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = write_base(tmp_path / "base", {f"w{i}.weight": normal(OUT, IN) for i in range(6)})
+    pairs = {
+        f"w{i}.lora_{s}.weight": m for i in range(6) for s, m in (("A", normal(RANK, IN)), ("B", normal(OUT, RANK)))
+    }
+    adapter = write_adapter(tmp_path / "adapter", pairs)
+    model = merged(read_model(base), read_adapter(adapter))
+    assert sum(np.asarray(one.read()).nbytes for one in model.tensors) == 6 * OUT * IN * 4
+    assert all(one.read() is not one.read() for one in model.tensors)  # nothing is kept
