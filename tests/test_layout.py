@@ -13,7 +13,9 @@ LINKS = ("spmdrules", "sharding", "models", "ckpt")
 
 # A part may import from parts of a lower rank, and from its own. `autoshard` is the package's front page: it
 # gathers the public names of the two parts below it.
-RANKS = dict(spmdrules=1, sharding=2, autoshard=3, models=4, ckpt=4, train=5, commands=6, cli=7, __main__=8)
+RANKS = dict(
+    _processes=1, spmdrules=1, sharding=2, autoshard=3, models=4, ckpt=4, train=5, commands=6, cli=7, __main__=8
+)
 PRIVATE = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib", "flax._src", "orbax.checkpoint._src")
 # What stands outside _compat.py all the same: the one public home of the type that rules are registered for.
 # What JAX documents for those who write a primitive of their own.

@@ -7,7 +7,7 @@ from autoshard.ckpt.checkpointer import Checkpointer
 from autoshard.ckpt.describe import Description
 from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
 from autoshard.ckpt.keep import Every, Keep
-from autoshard.ckpt.restore import Restored
+from autoshard.ckpt.wanted import Restored
 
 __all__ = [
     "CheckpointError",

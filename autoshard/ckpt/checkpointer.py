@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +15,15 @@ import jax
 from autoshard.ckpt.describe import Description, describe_step
 from autoshard.ckpt.directory import StepDirectory
 from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
+from autoshard.ckpt.experts import dims_by, dims_of
 from autoshard.ckpt.keep import Keep, doomed
 from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.processes import together
-from autoshard.ckpt.restore import Restored, Wanted, damaged_leaves, read_manifest, restore_step
+from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
 from autoshard.ckpt.snapshot import take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
 from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
+from autoshard.ckpt.wanted import Restored, Wanted
 
 
 class Checkpointer:
@@ -94,6 +96,7 @@ class Checkpointer:
         config: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         plan: Any = None,
+        expert_dims: Mapping[str, int] | None = None,
         block: bool = False,
     ) -> None:
         """Saves a state, in the background unless told otherwise.
@@ -109,6 +112,7 @@ class Checkpointer:
             config: what to keep with it, as JSON; the section `model` is what `restore` compares.
             metrics: numbers to keep with it, by which the best steps can be kept (`Keep`).
             plan: the plan that it is trained under: a `Plan`, or its JSON.
+            expert_dims: patterns of paths (`*/experts/w_*`) -> dimension of experts, where no plan says it.
             block: whether to wait until it is committed.
 
         Raises:
@@ -135,6 +139,8 @@ class Checkpointer:
             metrics=told[1],
             plan=told[2],
             layouts=snapshot.layouts,
+            expert_dims=dims_of(told[2], snapshot.specs)
+            | (dims_by(expert_dims, snapshot.specs) if expert_dims else {}),
         )
         self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, manifest))
         self._metrics[step] = manifest.metrics
@@ -288,6 +294,9 @@ class Checkpointer:
         allow_cast: bool = False,
         partial: bool = False,
         rename: Mapping[str, str] | None = None,
+        experts: Sequence[int] | None = None,
+        upcycle: Mapping[str, int] | None = None,
+        expert_dims: Mapping[str, int] | None = None,
         fallback: bool | None = None,
     ) -> Any:
         """Reads a state back, straight onto the wanted shardings, whatever mesh it was saved from.
@@ -305,7 +314,12 @@ class Checkpointer:
             partial: leaves of `like` that were not saved keep their values, and saved ones that `like` lacks
                 are left out.
             rename: `/`-joined paths, or the first levels of paths, that `like` calls otherwise: saved ->
-                wanted.
+                wanted. With `*/` before both, levels in the middle of paths: `*/mlp` -> `*/experts`.
+            experts: only these experts, by their numbers, in this order; one that is named several times is
+                copied. Optimizer state, average and router follow. None: all.
+            upcycle: patterns of paths in `like` (`*/experts/w_*`) -> dimension of experts: a saved leaf
+                without that dimension is copied for each expert.
+            expert_dims: patterns of saved paths -> dimension of experts, where the checkpoint does not say it.
             fallback: take the newest earlier step that is intact where the wanted one is damaged, with a
                 warning. By default where no step is named.
 
@@ -321,7 +335,17 @@ class Checkpointer:
         self.wait()
         fallback = step is None if fallback is None else fallback
         step = self._existing(step)
-        wanted = Wanted(like, shardings, config, allow_cast, partial, rename or {})
+        wanted = Wanted(
+            template=like,
+            shardings=shardings,
+            config=config,
+            allow_cast=allow_cast,
+            partial=partial,
+            rename=rename or {},
+            experts=experts,
+            upcycle=upcycle or {},
+            expert_dims=expert_dims or {},
+        )
         try:
             state, self.restored = restore_step(self._directory.step_path(step), step, wanted)
         except DamagedCheckpointError as error:

@@ -28,6 +28,7 @@ class Leaf:
         nbytes: bytes of its elements.
         layout: the `PartitionSpec` that it was saved from, None off meshes.
         digest: of its values, the same on any mesh; None without elements.
+        expert_dim: its dimension of experts, where it is known to have one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Leaf:
     nbytes: int
     layout: str | None
     digest: int | None
+    expert_dim: int | None = None
 
 
 @shown
@@ -88,6 +90,9 @@ class Description:
             lines.append(f"  metrics   {', '.join(f'{name} {value:.6g}' for name, value in self.metrics.items())}")
         if self.plan is not None:
             lines.append("  plan      kept with it")
+        counts = sorted({leaf.shape[leaf.expert_dim] for leaf in self.leaves if leaf.expert_dim is not None})
+        if counts:
+            lines.append(f"  experts   {' or '.join(map(str, counts))} experts, by number in the leaves that have them")
         largest = sorted(self.leaves, key=lambda leaf: -leaf.nbytes)[:LARGEST]
         for leaf in largest:
             shape = ", ".join(map(str, leaf.shape))
@@ -114,7 +119,15 @@ def described(path: Any, manifest: Manifest, digests: Mapping[Key, int]) -> Desc
         step=manifest.step,
         path=str(path),
         leaves=tuple(
-            Leaf(spec.name, spec.shape, spec.dtype, spec.nbytes, manifest.layouts.get(spec.key), digests.get(spec.key))
+            Leaf(
+                name=spec.name,
+                shape=spec.shape,
+                dtype=spec.dtype,
+                nbytes=spec.nbytes,
+                layout=manifest.layouts.get(spec.key),
+                digest=digests.get(spec.key),
+                expert_dim=manifest.expert_dims.get(spec.key),
+            )
             for spec in manifest.leaves
         ),
         nbytes=manifest.nbytes,

@@ -34,6 +34,7 @@ class Manifest:
         metrics: numbers that were saved with it.
         plan: the plan that it was trained under, as JSON; None where none was given.
         layouts: for each leaf on a mesh its `PartitionSpec`, for people.
+        expert_dims: the dimension of experts of each leaf that is known to have one.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     plan: Any = None
     layouts: dict[Key, str] = field(default_factory=dict)
+    expert_dims: dict[Key, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +67,7 @@ class Manifest:
                 }
                 | ({"digest": list(self.digests[spec.key])} if spec.key in self.digests else {})
                 | ({"layout": self.layouts[spec.key]} if spec.key in self.layouts else {})
+                | ({"experts": self.expert_dims[spec.key]} if spec.key in self.expert_dims else {})
                 for spec in self.leaves
             ],
             "written_by": self.written_by,
@@ -97,7 +100,18 @@ class Manifest:
         digests = {tuple(leaf["key"]): tuple(leaf["digest"]) for leaf in body["leaves"] if "digest" in leaf}
         layouts = {tuple(leaf["key"]): leaf["layout"] for leaf in body["leaves"] if "layout" in leaf}
         metrics = {name: float(value) for name, value in body.get("metrics", {}).items()}
-        return cls(body["step"], body["config"], specs, digests, body["written_by"], metrics, body.get("plan"), layouts)
+        experts = {tuple(leaf["key"]): leaf["experts"] for leaf in body["leaves"] if "experts" in leaf}
+        return cls(
+            step=body["step"],
+            config=body["config"],
+            leaves=specs,
+            digests=digests,
+            written_by=body["written_by"],
+            metrics=metrics,
+            plan=body.get("plan"),
+            layouts=layouts,
+            expert_dims=experts,
+        )
 
 
 def _written(value: float) -> float | str:

@@ -4,94 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from autoshard._processes import gathered
-from autoshard._shown import shown
 from autoshard.ckpt import digest, storage
-from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, MismatchError, listing
-from autoshard.ckpt.leaves import (
-    Key,
-    LeafSpec,
-    as_tree,
-    castable,
-    leaf_spec,
-    named_leaves,
-    rebuilt,
-    target_struct,
-    unfit,
-    with_shardings,
-)
+from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, listing
+from autoshard.ckpt.experts import changes, dims_by
+from autoshard.ckpt.leaves import Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct, with_shardings
 from autoshard.ckpt.manifest import Manifest, check_config
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.snapshot import grouped, host_rows
-from autoshard.sharding.report.units import bytes_text
-
-
-@shown
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be read, and what of a checkpoint that is not quite that will do.
-
-    Attributes:
-        template: the state as it is wanted; None for all that was saved, by paths.
-        shardings: on which it is wanted, where the template's own will not do.
-        config: compared with the saved one.
-        allow_cast: whether leaves of another dtype are cast, integers to integers and floats to floats.
-        partial: whether leaves that were not saved stay as the template has them, and saved ones that the
-            template lacks are left out.
-        rename: paths, or the first levels of paths, that the template calls otherwise: saved -> wanted.
-    """
-
-    template: Any = None
-    shardings: Any = None
-    config: Mapping[str, Any] | None = None
-    allow_cast: bool = False
-    partial: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
-
-
-@shown
-@dataclass(frozen=True)
-class Restored:
-    """How a restore went.
-
-    Attributes:
-        step: the one that was restored.
-        damaged: newer steps that were damaged, and passed over.
-        nbytes: bytes of the leaves that were read.
-        seconds: of reading them and comparing their digests.
-        digest_seconds: of these for the digests.
-        kept: leaves of the template that were not saved.
-        unread: saved leaves that the template lacks.
-        cast: leaves that were cast, as `path: saved dtype -> dtype`.
-    """
-
-    step: int
-    nbytes: int
-    seconds: float
-    digest_seconds: float
-    damaged: tuple[int, ...] = ()
-    kept: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    cast: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [
-            f"step {self.step}: {bytes_text(self.nbytes)} read in {self.seconds:.2f} s, "
-            f"of which {self.digest_seconds:.2f} s for digests"
-        ]
-        if self.damaged:
-            lines.append(f"damaged, and passed over: steps {', '.join(map(str, self.damaged))}")
-        for told, names in (("not saved", self.kept), ("saved, not read", self.unread), ("cast", self.cast)):
-            if names:
-                lines.append(f"{told}: {len(names)} leaves\n{listing(names)}")
-        return "\n".join(lines)
+from autoshard.ckpt.wanted import Match, Restored, Wanted, casts, check_leaves, renamed
 
 
 def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
@@ -104,84 +31,79 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
     """
     begun = time.perf_counter()
     manifest = read_manifest(path, step)
-    where = f"step {step} in {path.parent}"
+    match = _matched(manifest, wanted, f"step {step} in {path.parent}")
+    targets = {key: target_struct(match.read_like(key), spec) for key, spec in match.saved.items() if spec.stored}
+    saved, arrays = together(
+        f"restore step {step}",
+        lambda: _read(path, step, manifest, match, targets),
+        lambda who: damaged(path, step, who),
+    )
+    jax.block_until_ready(list(arrays.values()))
+    read_at = time.perf_counter()
+    wrong = [key for key, array in arrays.items() if not _as_wanted(array, targets[key], match.saved[key])]
+    expected = _expected(path, step, manifest, saved)
+    wrong = wrong or _differing({key: expected[match.saved[key].key] for key in arrays}, arrays)
+    if wrong:
+        raise damaged(path, step, "other values than were saved", [match.saved[key].key for key in wrong])
+    digest_seconds = time.perf_counter() - read_at
+    for key, change in match.changes.items():
+        if key in arrays:
+            arrays[key] = change.applied(arrays[key], match.leaves[key])
+    state = [
+        rebuilt(leaf, match.specs[key], arrays.get(key)) if key in match.specs else leaf
+        for key, leaf in match.leaves.items()
+    ]
+    told = Restored(
+        step,
+        nbytes=sum(spec.nbytes for spec in match.saved.values()),
+        seconds=time.perf_counter() - begun,
+        digest_seconds=digest_seconds,
+        kept=tuple("/".join(key) for key in match.leaves if key not in match.specs),
+        unread=tuple(spec.name for spec in match.unread),
+        cast=casts(match.specs, match.leaves),
+    )
+    return jax.tree.unflatten(match.structure, state), told
+
+
+def _matched(manifest: Manifest, wanted: Wanted, where: str) -> Match:
+    """Which saved leaf is for which wanted one, and what has to be done with it.
+
+    Raises:
+        MismatchError: it is another model's.
+        CheckpointError: it cannot be placed as is wanted.
+    """
     if wanted.config is not None:
         check_config(manifest.config, wanted.config, where)
-    template = as_tree(manifest.leaves) if wanted.template is None else wanted.template
+    dims = manifest.expert_dims | (dims_by(wanted.expert_dims, manifest.leaves) if wanted.expert_dims else {})
+    by_key = {spec.key: spec for spec in manifest.leaves}
+    template = wanted.template
+    if template is None:
+        own = changes(by_key, dims, {}, wanted.experts, {}, where)
+        template = as_tree([own[key].of(spec) if key in own else spec for key, spec in by_key.items()])
     if wanted.shardings is not None:
         template = with_shardings(template, wanted.shardings)
     leaves = dict(named_leaves(template))
-    saved_specs = {spec.key: spec for spec in manifest.leaves}
-    origin = _renamed(saved_specs, leaves, wanted.rename, where)
-    specs = {key: saved_specs[origin[key]] for key in leaves if key in origin}
-    unread = sorted(saved_specs.keys() - {origin[key] for key in specs})
-    _check_leaves(specs, leaves, [saved_specs[key] for key in unread], wanted, where)
-    targets = {key: target_struct(leaves[key], spec) for key, spec in specs.items() if spec.stored}
+    origin = renamed(by_key, leaves, wanted.rename, where)
+    saved = {key: by_key[origin[key]] for key in leaves if key in origin}
+    own_dims = {key: dims[spec.key] for key, spec in saved.items() if spec.key in dims}
+    made = changes(saved, own_dims, leaves, wanted.experts, wanted.upcycle, where)
+    taken = {spec.key for spec in saved.values()}
+    unread = tuple(spec for spec in manifest.leaves if spec.key not in taken)
+    specs = {key: made[key].of(spec) if key in made else spec for key, spec in saved.items()}
+    check_leaves(specs, leaves, unread, wanted, where)
+    return Match(leaves, saved, specs, made, unread, jax.tree.structure(template))
+
+
+def _read(
+    path: Any, step: int, manifest: Manifest, match: Match, targets: Mapping[Key, Any]
+) -> tuple[dict[str, np.ndarray], dict[Key, Any]]:
+    """The digests that were saved, and the arrays by their wanted paths; of several for one saved leaf, each."""
+    with reading(path, step):
+        saved = storage.read_digest_rows(path, manifest)
     some = len(targets) < sum(spec.stored for spec in manifest.leaves)
-
-    def read() -> tuple[dict[str, np.ndarray], dict[Key, Any]]:
-        with reading(path, step):
-            saved = storage.read_digest_rows(path, manifest)
-        with reading(path, step, lambda: _damaged_here(path, step, manifest, saved)):
-            found = storage.read_arrays(path, {origin[key]: target for key, target in targets.items()}, partial=some)
-            return saved, {key: found[origin[key]] for key in targets}
-
-    saved, arrays = together(f"restore step {step}", read, lambda who: damaged(path, step, who))
-    jax.block_until_ready(list(arrays.values()))
-    read_at = time.perf_counter()
-    wrong = [key for key, array in arrays.items() if not _as_wanted(array, targets[key], specs[key])]
-    expected = _expected(path, step, manifest, saved)
-    wrong = wrong or _differing({key: expected[origin[key]] for key in arrays}, arrays)
-    if wrong:
-        raise damaged(path, step, "other values than were saved", [origin[key] for key in wrong])
-    digest_seconds = time.perf_counter() - read_at
-    cast = tuple(f"{specs[key].name}: {specs[key].dtype} -> {leaves[key].dtype}" for key in _cast(specs, leaves))
-    state = [rebuilt(leaf, specs[key], arrays.get(key)) if key in specs else leaf for key, leaf in leaves.items()]
-    told = Restored(
-        step,
-        nbytes=sum(spec.nbytes for spec in specs.values()),
-        seconds=time.perf_counter() - begun,
-        digest_seconds=digest_seconds,
-        kept=tuple("/".join(key) for key in leaves if key not in specs),
-        unread=tuple("/".join(key) for key in unread),
-        cast=cast,
-    )
-    return jax.tree.unflatten(jax.tree.structure(template), state), told
-
-
-def _cast(specs: Mapping[Key, LeafSpec], leaves: Mapping[Key, Any]) -> list[Key]:
-    """The leaves that are wanted in another dtype."""
-    return [key for key, spec in specs.items() if leaf_spec(key, leaves[key]).dtype != spec.dtype]
-
-
-def _renamed(
-    saved: Mapping[Key, LeafSpec], leaves: Mapping[Key, Any], rename: Mapping[str, str], where: str
-) -> dict[Key, Key]:
-    """For each wanted path that was saved, the saved one.
-
-    Raises:
-        MismatchError: a name matches no saved leaf, or two saved leaves get one path.
-    """
-    by_name = {"/".join(key): key for key in leaves}
-    found: dict[Key, Key] = {}
-    used, wrong = set(), []
-    for key, spec in saved.items():
-        name = spec.name
-        for old in sorted(rename, key=len, reverse=True):  # the longest that fits says it
-            if name == old or name.startswith(f"{old}/"):
-                used.add(old)
-                name = rename[old] + name[len(old) :]
-                break
-        wanted = by_name.get(name)
-        if wanted is None:
-            continue
-        if wanted in found:
-            wrong.append(f"{spec.name} and {'/'.join(found[wanted])} both become {name}")
-        found[wanted] = key
-    wrong += [f"{old!r}: no saved leaf is called that or lies below it" for old in rename if old not in used]
-    if wrong:
-        raise MismatchError(f"{where}: rename does not fit:\n{listing(wrong)}")
-    return found
+    with reading(path, step, lambda: _damaged_here(path, step, manifest, saved)):
+        found = storage.read_arrays(path, {match.saved[key].key: one for key, one in targets.items()}, partial=some)
+        return saved, {key: found[match.saved[key].key] for key in targets}
 
 
 def read_manifest(path: Any, step: int) -> Manifest:
@@ -266,41 +188,6 @@ def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]
         if not intact:
             wrong.append(spec.key)
     return wrong
-
-
-def _check_leaves(
-    specs: Mapping[Key, LeafSpec], leaves: Mapping[Key, Any], unread: Sequence[LeafSpec], wanted: Wanted, where: str
-) -> None:
-    asked = {key: leaf_spec(key, leaf) for key, leaf in leaves.items()}
-    lines, casts = [], 0
-    for key, want in asked.items():
-        have = specs.get(key)
-        if have is None:
-            if not wanted.partial:
-                lines.append(f"{want.name}: not in the checkpoint, wanted {want}")
-            elif isinstance(leaves[key], jax.ShapeDtypeStruct):
-                lines.append(f"{want.name}: not in the checkpoint, and the template has no value to keep")
-        elif have.shape != want.shape or have.dtype != want.dtype:
-            fits = have.shape == want.shape and castable(have, want)
-            casts += fits
-            if not (fits and wanted.allow_cast):
-                lines.append(f"{want.name}: saved {have}{_as(have, want)}, wanted {want}")
-    if not wanted.partial:
-        lines += [f"{spec.name}: saved {spec}, not in the wanted state" for spec in unread]
-    if lines:
-        hint = f" allow_cast=True casts {casts} of them." if casts and not wanted.allow_cast else ""
-        raise MismatchError(
-            f"{where} is a checkpoint of another model: {len(lines)} of {len(asked) + len(unread)} leaves differ:\n"
-            f"{listing(lines)}\nUse the model that it was saved with, or another directory.{hint}"
-        )
-    lines = unfit({key: leaves[key] for key in specs})
-    if lines:
-        raise CheckpointError(f"the state cannot be placed as its template says:\n{listing(lines)}")
-
-
-def _as(have: LeafSpec, want: LeafSpec) -> str:
-    """Under which name it was saved, where that is another."""
-    return f" as {have.name}" if have.key != want.key else ""
 
 
 def _as_wanted(array: Any, target: Any, spec: LeafSpec) -> bool:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -290,6 +291,10 @@ class Group(nnx.Module):
             x = block(x, own)
         x, more = self.moe(x, keys[-1])
         return x, RouterLosses(losses.balance + more.balance, losses.z + more.z)
+
+
+EXPERT_DIMS: Mapping[str, int] = MappingProxyType({"*/experts/router": -1, "*/experts/w_*": -3})
+"""The dimension of experts of the parameters of a `MoE`, stacked or not, and of what is kept for each of them."""
 
 
 class MoE(nnx.Module):

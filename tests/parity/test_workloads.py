@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -41,10 +42,14 @@ def batches(name: str) -> list[dict[str, np.ndarray]]:
 
 
 @cache
-def trained(name: str, plan: str | None, sharded: bool = True) -> tuple[list[Any], list[float]]:
-    """Per step the state of the optimizer, which here is the gradient, and the statistics; and the losses."""
+def trained(name: str, plan: str | None, sharded: bool = True, starved: bool = False) -> tuple[list[Any], list[float]]:
+    """Per step the state of the optimizer, which here is the gradient, and the statistics; and the losses.
+
+    With `starved` half of the experts get no token.
+    """
     optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-0.1))
-    program = make_program(lambda rngs: filled_as(workload(name).build), optimizer)
+    build = without_tokens if starved else filled_as
+    program = make_program(lambda rngs: build(workload(name).build), optimizer)
     step: Any = make_train_step(program, optax.constant_schedule(0.1))
     step = auto_shard(step, plan=plan) if sharded else jax.jit(step)
     state = program.create_state(jax.random.key(0))
@@ -54,6 +59,19 @@ def trained(name: str, plan: str | None, sharded: bool = True) -> tuple[list[Any
         found.append(jax.device_get({"gradients": state.opt_state[0].trace, "statistics": state.variables}))
         losses.append(float(metrics["loss"]))
     return found, losses
+
+
+def without_tokens(build: Callable[..., Any]) -> Any:
+    """A MoE of which the first half of the experts are chosen alone.
+
+    Their router's columns come in pairs of opposites, so that half of those logits are above 0, where all others are.
+    """
+    model = filled_as(build)
+    router = model.blocks.moe.experts.router
+    columns = router[...]
+    pairs = columns.shape[-1] // 4
+    router[...] = jnp.concatenate([columns[..., :pairs], -columns[..., :pairs], 0 * columns[..., 2 * pairs :]], axis=-1)
+    return model
 
 
 def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> None:
@@ -86,3 +104,17 @@ def test_it_trains_as_on_one_device(name, plan):
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_every_plan(name, plan):
     compare(name, plan)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("plan", ["ep:8", "dp:2 ep:4", "dp:4 ep:2", "dp:8", "fsdp:2 ep:4", "ep:2 tp:4"])
+def test_experts_that_get_no_token(plan):
+    """Over every split of the devices between batch and experts."""
+    expected, losses = trained("mixtral-tiny", None, sharded=False, starved=True)
+    gradient = expected[0]["gradients"]["blocks"]["moe"]["experts"]["w_down"]
+    per_expert = np.abs(gradient).sum(axis=(0, 2, 3))
+    assert np.all(per_expert[:4] > 0) and np.all(per_expert[4:] == 0)
+    found, others = trained("mixtral-tiny", plan, starved=True)
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+    for one, other in zip(expected, found, strict=True):
+        assert_close(one, other)

@@ -1,0 +1,168 @@
+"""Experts by their numbers, whatever mesh they were saved from: some of them, more of them, dense layers as experts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import autoshard
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
+from autoshard.models import workload
+from autoshard.models.moe import EXPERT_DIMS
+from autoshard.train.build import workload_step
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.placement import shardings
+from autoshard.train.state import make_program
+
+TINY = workload("mixtral-tiny")
+EXPERTS = TINY.config.experts
+
+
+def is_expert(name: str) -> bool:
+    return "/experts/" in name
+
+
+@pytest.fixture(scope="module")
+def state() -> Any:
+    """A train state of a MoE, of which no two leaves and no two experts are the same."""
+    made = make_program(TINY.build, make_optimizer(OptimizerConfig(), 1000)).create_state(jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def other(leaf: jax.Array) -> jax.Array:
+        return (
+            jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        )
+
+    return jax.tree.map(other, made)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Any]:
+    return {words: autoshard.plan(*workload_step(TINY), plan=words) for words in ("dp:2 ep:4", "fsdp:4 ep:2")}
+
+
+@pytest.fixture
+def saved(tmp_path: Path, state: Any, plans: dict[str, Any]) -> Checkpointer:
+    placed = jax.device_put(state, shardings(plans["dp:2 ep:4"])[0])
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, placed, plan=plans["dp:2 ep:4"], expert_dims=EXPERT_DIMS, block=True)
+    return checkpoints
+
+
+def with_names(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def dims(saved: Checkpointer) -> dict[str, int]:
+    return {leaf.name: leaf.expert_dim for leaf in saved.describe().leaves if leaf.expert_dim is not None}
+
+
+def test_a_plan_says_where_the_weights_of_experts_are(plans: dict[str, Any], state: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, plan=plans["dp:2 ep:4"], block=True)
+        assert dims(checkpoints) == {name: 1 for name in with_names(state) if "/experts/w_" in name}
+
+
+def test_a_model_says_where_its_experts_are(saved: Checkpointer, state: Any) -> None:
+    """Of weights, of their moments, and of the router's columns; of nothing else."""
+    found = dims(saved)
+    names = with_names(state)
+    expected = {name for name in names if is_expert(name)}
+    assert set(found) == expected and len(expected) >= 3 * 4
+    assert all(names[name].shape[dim] == EXPERTS for name, dim in found.items())
+    assert f"{EXPERTS} experts" in str(saved.describe())
+
+
+@pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
+def test_some_experts_onto_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
+    found = dims(saved)
+    whole = with_names(state)
+    mesh = jax.tree.leaves(shardings(plans["fsdp:4 ep:2"])[0])[0].mesh
+
+    def wanted(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dim = found.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        shape = list(leaf.shape)
+        if dim is not None:
+            shape[dim] = len(numbers)
+        spec: list[Any] = [None] * len(shape)
+        if dim is not None and len(numbers) % 2 == 0:
+            spec[dim] = "ep"
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    like = jax.tree_util.tree_map_with_path(wanted, state)
+    restored = saved.restore(like=like, experts=numbers)
+    jax.tree.map(lambda leaf, want: leaf.sharding == want.sharding or pytest.fail(str(leaf)), restored, like)
+    for name, leaf in with_names(restored).items():
+        want = np.asarray(whole[name])
+        want = np.take(want, numbers, axis=found[name]) if name in found else want
+        np.testing.assert_array_equal(leaf, want, err_msg=name)
+    by_path = with_names(saved.restore(experts=numbers))
+    for name, dim in found.items():
+        np.testing.assert_array_equal(by_path[name], np.take(np.asarray(whole[name]), numbers, axis=dim))
+
+
+def test_all_experts_onto_another_degree(saved: Checkpointer, state: Any, plans: Any) -> None:
+    where = shardings(plans["fsdp:4 ep:2"])[0]
+    restored = saved.restore(like=state, shardings=where)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(where)
+
+
+def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
+        saved.restore(experts=[0, EXPERTS, -1])
+    with pytest.raises(CheckpointError, match="name some by their numbers"):
+        saved.restore(experts=[])
+    with pytest.raises(MismatchError, match="differ"):
+        saved.restore(like=saved.restore(), experts=[0, 1])
+    with Checkpointer(tmp_path / "dense") as dense:
+        dense.save(0, {"w": jnp.ones((4, 2))}, block=True)
+        with pytest.raises(CheckpointError, match="does not say which dimension of its leaves is that of experts"):
+            dense.restore(experts=[0])
+        np.testing.assert_array_equal(dense.restore(experts=[0, 2], expert_dims={"w": 0})["w"], np.ones((2, 2)))
+        with pytest.raises(CheckpointError, match="'v' matches no leaf"):
+            dense.restore(experts=[0], expert_dims={"v": 0})
+        with pytest.raises(CheckpointError, match=r"w: float32\[4, 2\] has no dimension 2"):
+            dense.save(1, {"w": jnp.ones((4, 2))}, expert_dims={"*": 2})
+
+
+def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
+    """Every expert is the dense layer, its moments too: the model computes what the dense one did."""
+    cfg = dataclasses.replace(TINY.config, gpt=dataclasses.replace(TINY.config.gpt, dtype="float32"))
+    dense_cfg = dataclasses.replace(cfg.gpt, ffn=cfg.expert_ffn or cfg.gpt.hidden)
+    dense_work = dataclasses.replace(workload("llama-tiny"), config=dense_cfg)
+    moe_work = dataclasses.replace(TINY, config=cfg)
+    optimizer = make_optimizer(OptimizerConfig(), 1000)
+    dense, moe = (make_program(work.build, optimizer) for work in (dense_work, moe_work))
+    first = dense.create_state(jax.random.key(1))
+    first = dataclasses.replace(first, opt_state=jax.tree.map(lambda leaf: leaf + 1, first.opt_state))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, first)
+        like = moe.create_state(jax.random.key(2))
+        wide = {name: leaf.ndim - 3 for name, leaf in with_names(like).items() if "/experts/w_" in name}
+        restored = checkpoints.restore(
+            like=like,
+            partial=True,
+            rename={"*/blocks/mlp": "*/blocks/moe/experts", "*/blocks": "*/blocks/moe"},
+            upcycle=wide,
+        )
+        assert checkpoints.restored is not None
+        kept = checkpoints.restored.kept
+    assert all("router" in name for name in kept) and len(kept) == 3
+    tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
+    logits = [
+        program.model(state.params, state.frozen, state.variables, None)(tokens)
+        for program, state in ((dense, first), (moe, restored))
+    ]
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    for name, leaf in with_names(restored.opt_state).items():
+        if "/experts/w_" in name:
+            assert leaf.ndim == 4 and np.ptp(np.asarray(leaf), axis=1).max() == 0, name
