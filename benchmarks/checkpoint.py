@@ -1,6 +1,6 @@
 """What a save costs: how long the training loop is held up, how long it takes, memory and bytes, beside Orbax's own.
 
-    python benchmarks/checkpoint.py [--mib 400]
+    python benchmarks/checkpoint.py [--mib 400] [--many 10000]
 
 The state is float32 matrices, sharded over eight virtual devices, and moments of them. In one process, in turn:
 
@@ -153,10 +153,10 @@ def restored(folder: Path, state: Any) -> float:
         return common.timed(lambda: jax.block_until_ready(checkpoints.restore(like=state)))[0]
 
 
-def many_leaves(mib: int) -> list[common.Row]:
-    """The same bytes in 100 leaves and in 10,000."""
+def many_leaves(mib: int, count: int) -> list[common.Row]:
+    """The same bytes in 100 leaves and in many."""
     found: dict[int, list[float]] = {}
-    for leaves in (100, 10_000):
+    for leaves in (100, count):
         state = make_state(mib, leaves)
         with tempfile.TemporaryDirectory() as root:
             save_ours(Path(root) / "first", state)
@@ -164,10 +164,12 @@ def many_leaves(mib: int) -> list[common.Row]:
             found[leaves] = [total, restored(Path(root) / "ours", state)]
         del state
         gc.collect()
-    few, many = found[100], found[10_000]
+    few, many = found[100], found[count]
     return [
-        common.Row("10,000 leaves / 100: save", many[0] / few[0], "x", 2.0, note=f"{many[0]:.2f} s, {few[0]:.2f} s"),
-        common.Row("10,000 leaves / 100: restore", many[1] / few[1], "x", 2.0, note=f"{many[1]:.2f} s, {few[1]:.2f} s"),
+        common.Row(f"{count} leaves / 100: save", many[0] / few[0], "x", 2.0, note=f"{many[0]:.2f} s, {few[0]:.2f} s"),
+        common.Row(
+            f"{count} leaves / 100: restore", many[1] / few[1], "x", 2.0, note=f"{many[1]:.2f} s, {few[1]:.2f} s"
+        ),
     ]
 
 
@@ -246,13 +248,14 @@ def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=400, help="of the state")
+    parser.add_argument("--many", type=int, default=1000, help="leaves of a state of 64 MiB, beside 100")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.memory:
         print(json.dumps(memory(given.memory, given.mib, given.folder)))
         return
-    rows = [*times(given.mib), *slowdown(given.mib), *memories(given.mib), *many_leaves(64)]
+    rows = [*times(given.mib), *slowdown(given.mib), *memories(given.mib), *many_leaves(64, given.many)]
     common.report("checkpoint", rows, mib=given.mib, rounds=ROUNDS)
 
 

@@ -26,23 +26,34 @@ class Snapshot:
     Attributes:
         specs: every leaf.
         arrays: the leaves that have elements, RNG keys as their bits.
-        digest_rows: per group of leaves that share a mesh, uint32 [devices, leaves + 1]; see
-            `digest.digests`.
-        digests: for each array its group and column in `digest_rows`.
+        groups: names of groups of leaves that share a mesh, and the leaves of each.
         layouts: for each leaf on a mesh its `PartitionSpec`, as text.
         meshes: the sizes of the axes of those meshes.
     """
 
     specs: tuple[LeafSpec, ...]
     arrays: dict[Key, Any]
-    digest_rows: dict[str, Any]
-    digests: dict[Key, tuple[str, int]]
+    groups: dict[str, list[Key]]
     layouts: dict[Key, str] = field(default_factory=dict)
     meshes: tuple[dict[str, int], ...] = ()
 
+    @property
+    def digests(self) -> dict[Key, tuple[str, int]]:
+        """For each array its group and its column in `digest_rows`."""
+        return {key: (group, column) for group, keys in self.groups.items() for column, key in enumerate(keys)}
+
+    def digest_rows(self) -> dict[str, Any]:
+        """Per group uint32 [devices, leaves + 1], computed where the leaves are; see `digest.digests`."""
+        return {
+            group: host_rows([self.arrays[key] for key in keys])
+            if group == HOST
+            else digest.digests([self.arrays[key] for key in keys])
+            for group, keys in self.groups.items()
+        }
+
 
 def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
-    """Describes and digests a state; with `copy` copies it first, so that it may be donated at once.
+    """Describes a state; with `copy` copies it, so that it may be donated at once.
 
     The copy is dispatched before this returns, and the runtime keeps a buffer alive for the programs that
     were given it before its donation. Nothing here waits for the devices.
@@ -59,23 +70,18 @@ def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
             "Save the state that the last step returned."
         )
     stored = {spec.key: _plain(leaf) for spec, (_, leaf) in zip(specs, named, strict=True) if spec.stored}
-    arrays, rows, places = {}, {}, {}
+    arrays, groups = {}, {}
     for number, keys in enumerate(grouped(stored)):
         leaves = [stored[key] for key in keys]
-        if isinstance(leaves[0], jax.Array):
-            group = str(number)
-            leaves = list(_copies(leaves)) if copy else leaves
-            rows[group] = digest.digests(leaves)
-        else:
-            group = HOST
-            leaves = [np.array(leaf) for leaf in leaves] if copy else leaves
-            rows[group] = host_rows(leaves)
+        on_devices = isinstance(leaves[0], jax.Array)
+        if copy:
+            leaves = list(_copies(leaves)) if on_devices else [np.array(leaf) for leaf in leaves]
+        groups[str(number) if on_devices else HOST] = keys
         arrays |= zip(keys, leaves, strict=True)
-        places |= {key: (group, column) for column, key in enumerate(keys)}
     on_mesh = {key: leaf.sharding for key, leaf in named if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     layouts = {key: str(tuple(sharding.spec)) for key, sharding in on_mesh.items()}
     meshes = {tuple(sharding.mesh.shape.items()): None for sharding in on_mesh.values()}
-    return Snapshot(specs, arrays, rows, places, layouts, tuple(map(dict, meshes)))
+    return Snapshot(specs, arrays, groups, layouts, tuple(map(dict, meshes)))
 
 
 def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:

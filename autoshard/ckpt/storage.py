@@ -37,15 +37,33 @@ class Writer:
 
     def write(self, path: Any, snapshot: Snapshot, manifest: Manifest) -> Pending:
         """Starts to write a step; it appears under its name only when it is whole."""
-        # Orbax refuses an empty tree, which a state of empty arrays would be.
-        contents = {_DIGESTS: dict(snapshot.digest_rows) or {"none": np.zeros((1, 1), np.uint32)}}
-        if snapshot.arrays:
-            contents[_STATE] = nest(snapshot.arrays)
         metadata = manifest.to_json()
         if jax.process_count() == 1:
-            return self._thread.submit(ocp.save_checkpointables, path, contents, custom_metadata=metadata)
+            return self._thread.submit(_write, path, snapshot, metadata)
         # Orbax starts a save with collectives, which must not meet the train step's from another thread.
-        return ocp.save_checkpointables_async(path, contents, custom_metadata=metadata)
+        with _saving():
+            return ocp.save_checkpointables_async(path, _contents(snapshot), custom_metadata=metadata)
+
+
+def _write(path: Any, snapshot: Snapshot, metadata: Any) -> None:
+    with _saving():
+        ocp.save_checkpointables(path, _contents(snapshot), custom_metadata=metadata)
+
+
+def _contents(snapshot: Snapshot) -> dict[str, Any]:
+    # Orbax refuses an empty tree, which a state of empty arrays would be.
+    contents: dict[str, Any] = {_DIGESTS: snapshot.digest_rows() or {"none": np.zeros((1, 1), np.uint32)}}
+    if snapshot.arrays:
+        contents[_STATE] = nest(snapshot.arrays)
+    return contents
+
+
+def _saving() -> ocp.Context:
+    """How arrays are written: each replica its share, and as they are: values of training hardly compress."""
+    context = ocp.Context()
+    context.array_options.saving.use_compression = False
+    context.array_options.saving.use_replica_parallel = True
+    return context
 
 
 def read_manifest(path: Any) -> Manifest:
