@@ -79,7 +79,8 @@ class Description:
     def __str__(self) -> str:
         by = self.written_by
         where = ", ".join(" ".join(f"{name}:{size}" for name, size in mesh.items()) for mesh in self.meshes)
-        machines = f"{by.get('devices', '?')} devices, {by.get('processes', '?')} processes"
+        processes = by.get("processes", "?")
+        machines = f"{by.get('devices', '?')} devices, {processes} {'process' if processes == 1 else 'processes'}"
         lines = [
             f"step {self.step} in {self.path}",
             f"  state     {len(self.leaves)} leaves, {bytes_text(self.nbytes)}; {bytes_text(self.file_bytes)} in files",
@@ -96,7 +97,7 @@ class Description:
         largest = sorted(self.leaves, key=lambda leaf: -leaf.nbytes)[:LARGEST]
         for leaf in largest:
             shape = ", ".join(map(str, leaf.shape))
-            placed = f" on {leaf.layout}" if leaf.layout else ""
+            placed = f" on {leaf.layout}" if leaf.layout not in (None, "()") else ""
             lines.append(f"    {leaf.name}: {leaf.dtype}[{shape}], {bytes_text(leaf.nbytes)}{placed}")
         if len(self.leaves) > len(largest):
             lines.append(f"    and {len(self.leaves) - len(largest)} smaller ones")

@@ -107,7 +107,13 @@ def test_every_plan(name, plan):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("plan", ["ep:8", "dp:2 ep:4", "dp:4 ep:2", "dp:8", "fsdp:2 ep:4", "ep:2 tp:4"])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp:2 ep:4"]
+    + [
+        pytest.param(plan, marks=pytest.mark.slow) for plan in ("ep:8", "dp:4 ep:2", "dp:8", "fsdp:2 ep:4", "ep:2 tp:4")
+    ],
+)
 def test_experts_that_get_no_token(plan):
     """Over every split of the devices between batch and experts."""
     expected, losses = trained("mixtral-tiny", None, sharded=False, starved=True)

@@ -28,7 +28,8 @@ def moved(config: TrainConfig, tmp_path: Path) -> Path:
     return Path(shutil.move(config.run_dir / "checkpoints", tmp_path / "moved"))
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.whole
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_writes_what_the_run_writes(make_config: MakeConfig, tmp_path: Path, scan_layers: bool) -> None:
     shape = dict(layers=2, width=32, heads=4, kv_heads=2, context=64, scan_layers=scan_layers)
     config = make_config(
@@ -76,6 +77,8 @@ def test_its_tokenizer_comes_with_it(make_config: MakeConfig, tmp_path: Path) ->
         open_writer(folder)
 
 
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops futures
 def test_a_damaged_step_is_passed_over(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=4, checkpoint_every=2)
     train(config)
@@ -121,6 +124,7 @@ def test_folders_that_no_text_can_be_written_from(make_config: MakeConfig, tmp_p
         read_inference(folder)
 
 
+@pytest.mark.whole
 def test_a_run_that_goes_on_where_it_was_keeps_its_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=3, plan="dp:2 fsdp:2 tp:2")
     train(config)
@@ -128,6 +132,4 @@ def test_a_run_that_goes_on_where_it_was_keeps_its_plan(make_config: MakeConfig,
     assert dict(Trainer(again).placed.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
     elsewhere = Trainer(replace(again, mesh="data=4"))
     assert dict(elsewhere.placed.plan.mesh.shape) == {"data": 4}
-    other = Trainer(replace(again, plan="fsdp:8"))
-    assert dict(other.placed.plan.mesh.shape) == {"fsdp": 8}
     assert train(again).step == 4
