@@ -32,6 +32,7 @@ from autoshard.models import GPT, GPTConfig
 from autoshard.models.sample import written
 from autoshard.sharding.machine import device_mesh, mesh_sizes
 from autoshard.train.config import TrainConfig
+from autoshard.train.rundir import CHECKPOINTS
 from autoshard.train.tokens import Codec, load_codec
 
 FILE, TOKENIZER = "inference.json", "tokenizer.json"
@@ -167,17 +168,17 @@ class Writer:
         if top_k is not None and top_k > vocab:
             raise ConfigError(f"top-k is {top_k}, the model's vocabulary has {vocab} tokens: take at most as many")
         graph, abstract = nnx.split(self.model)
+        greedy = temperature == 0.0
 
         def continued(params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
             model: Any = nnx.merge(graph, params)
-            return written(model, prompt, key, temperature, n=tokens, top_k=top_k, greedy=temperature_is_zero)
+            return written(model, prompt, key, temperature, n=tokens, top_k=top_k, greedy=greedy)
 
-        temperature_is_zero = temperature == 0.0
         params = nnx.to_pure_dict(abstract)
         rest = (
             jnp.asarray(start[None]),
             jax.random.key(seed),
-            jnp.float32(1.0 if temperature_is_zero else temperature),
+            jnp.float32(1.0 if greedy else temperature),
         )
         step = autoshard.auto_shard(continued)
         plan = step.plan(params, *rest)
@@ -251,8 +252,6 @@ def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None =
     Raises:
         AutoshardError: There is no model, it is of no kind that can write, or there is no such step.
     """
-    from autoshard.train.rundir import CHECKPOINTS
-
     inside = folder / CHECKPOINTS
     folder = inside if inside.is_dir() else folder
     if not folder.is_dir():
