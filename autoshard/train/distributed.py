@@ -68,7 +68,7 @@ def is_main() -> bool:
 
 def agree(value: int) -> int:
     """The main process's value, in every process."""
-    return int(exchange("agree on a value", str(value))[0])
+    return int(exchange("agree on a value", str(int(value)))[0])
 
 
 def barrier(name: str) -> None:

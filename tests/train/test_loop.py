@@ -99,6 +99,14 @@ def test_what_is_written_and_how_often(make_config: MakeConfig, monkeypatch: pyt
     assert lines[-2]["mfu"] == pytest.approx(lines[-2]["tokens_per_second"] * share)
 
 
+def test_a_checkpoint_is_due_after_some_time(make_config: MakeConfig) -> None:
+    config = make_config(steps=3, checkpoint_minutes=1e-9, keep_checkpoints=0)
+    train(config)
+    assert config.run_dir is not None
+    steps = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000001", "step_00000002", "step_00000003"]
+
+
 @pytest.mark.parametrize("mesh", ["data=4", "data=1"])
 def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, mesh: str) -> None:
     shape = dict(gpt=dict(dropout=0.1), ema_decay=0.5, steps=16, checkpoint_every=6)
