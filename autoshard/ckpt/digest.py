@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard.ckpt.leaves import bits_of
 from autoshard.sharding.replicas import replicated_axes, sharded_axes
 
 _STEP = 0x9E3779B1
@@ -38,13 +39,6 @@ def _mix(word: Any, position: Any) -> Any:
     return word ^ (word >> np.uint32(16))
 
 
-def _bits(dtype: Any) -> int:
-    """Bits of a real number type."""
-    if dtype == np.bool_:
-        return 8
-    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
-
-
 def _words(array: jax.Array) -> list[jax.Array]:
     """The bits of each element as uint32 words, low word first."""
     dtype = array.dtype
@@ -52,7 +46,7 @@ def _words(array: jax.Array) -> list[jax.Array]:
         return [*_words(array.real), *_words(array.imag)]
     if dtype == np.bool_:
         return [array.astype(jnp.uint32)]
-    bits = _bits(dtype)
+    bits = bits_of(dtype)
     if bits < 8:  # packed types: any injective widening will do
         wide = jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
         return _words(array.astype(wide if jnp.issubdtype(dtype, jnp.integer) else jnp.float32))
@@ -89,7 +83,7 @@ def shard_digest(shard: jax.Array, shape: Sequence[int], offsets: Sequence[Any])
 def host_digest(array: np.ndarray) -> int:
     """The same digest of a NumPy array, by NumPy."""
     array = np.asarray(array)
-    if array.dtype != np.bool_ and not np.issubdtype(array.dtype, np.complexfloating) and _bits(array.dtype) < 8:
+    if array.dtype != np.bool_ and not np.issubdtype(array.dtype, np.complexfloating) and bits_of(array.dtype) < 8:
         integer = jnp.issubdtype(array.dtype, jnp.integer)
         signed = jnp.issubdtype(array.dtype, jnp.signedinteger)
         array = array.astype((np.int8 if signed else np.uint8) if integer else np.float32)

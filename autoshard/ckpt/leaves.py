@@ -53,7 +53,7 @@ class LeafSpec:
         struct = self.struct()
         if is_typed_key(struct):
             struct = _key_bits(struct)
-        bits = _bits(struct.dtype)
+        bits = bits_of(struct.dtype)
         return -(-math.prod(struct.shape) * bits // 8)
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -166,7 +166,8 @@ def _key_bits(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
-def _bits(dtype: Any) -> int:
+def bits_of(dtype: Any) -> int:
+    """Bits of one element of a number type."""
     if dtype == np.bool_:
         return 8
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -241,7 +242,7 @@ def with_shardings(template: Any, shardings: Any) -> Any:
         raise CheckpointError(f"shardings do not fit the state's structure: {error}") from error
 
     def place(leaf: Any, sharding: Any) -> Any:
-        if sharding is None or not (hasattr(leaf, "sharding") or isinstance(leaf, jax.ShapeDtypeStruct)):
+        if sharding is None or not hasattr(leaf, "sharding"):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

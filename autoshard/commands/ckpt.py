@@ -74,16 +74,12 @@ def find(text: str) -> Place:
         ConfigError: There are none.
     """
     from autoshard.ckpt import Checkpointer
-    from autoshard.train.rundir import CHECKPOINTS
+    from autoshard.train.rundir import checkpoints_in
 
     name, mark, number = text.rpartition("@")
     step = int(number) if mark and number.isdigit() and not Path(text).exists() else None
     folder = text if step is None else name
-    inside = Path(folder) / CHECKPOINTS
-    where = str(inside) if "://" not in folder and inside.is_dir() else folder
-    if "://" not in where and not Path(where).exists():
-        raise ConfigError(f"{folder!r} holds no checkpoints: there is no such folder")
-    checkpoints = Checkpointer(where, keep=None)
+    checkpoints = Checkpointer(folder if "://" in folder else checkpoints_in(Path(folder)), keep=None)
     if not checkpoints.steps():
         raise ConfigError(f"{folder!r} holds no checkpoint")
     return Place(checkpoints, step)

@@ -22,17 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 import autoshard
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError, Description
+from autoshard.ckpt.leaves import with_shardings
+from autoshard.ckpt.transfer import PARAMETERS
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
 from autoshard.models.sample import written
-from autoshard.sharding.machine import device_mesh, mesh_sizes
 from autoshard.train.config import TrainConfig
-from autoshard.train.rundir import CHECKPOINTS
+from autoshard.train.placement import shardings
+from autoshard.train.rundir import checkpoints_in
 from autoshard.train.tokens import Codec, load_codec
 
 FILE, TOKENIZER = "inference.json", "tokenizer.json"
@@ -182,9 +183,7 @@ class Writer:
         )
         step = autoshard.auto_shard(continued)
         plan = step.plan(params, *rest)
-        mesh = device_mesh(mesh_sizes(plan.mesh), None, plan.device_order)
-        specs = plan.in_specs[0]
-        placed = jax.tree.map(lambda leaf, spec: _struct(leaf, NamedSharding(mesh, spec)), params, specs)
+        placed = with_shardings(params, shardings(plan)[0])
         found = np.asarray(jax.device_get(step(self._parameters(placed), *rest)))[0]
         return self.codec.decode(found), plan
 
@@ -207,8 +206,7 @@ def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
         CheckpointError: They are not those of the model, or are damaged.
     """
     told = checkpoints.describe(step)
-    rename = {part: "params" for part in ("frozen", "variables") if _has(told, part)}
-    return checkpoints.restore(step, {"params": like}, partial=True, rename=rename)["params"]
+    return checkpoints.restore(step, {"params": like}, partial=True, rename=_others(told))["params"]
 
 
 def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
@@ -221,7 +219,7 @@ def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
     if not _has(told, "ema/mean"):
         raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average: leave out --use-ema")
     rename = {"ema/mean": "params", "ema/weight": "weight", "params": "unread"}
-    rename |= {part: "params" for part in ("frozen", "variables") if _has(told, part)}
+    rename |= _others(told)
     names = {leaf.name.removeprefix("ema/mean/") for leaf in told.leaves if leaf.name.startswith("ema/mean/")}
 
     def mean_like(path: Any, leaf: Any) -> Any:
@@ -252,10 +250,7 @@ def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None =
     Raises:
         AutoshardError: There is no model, it is of no kind that can write, or there is no such step.
     """
-    inside = folder / CHECKPOINTS
-    folder = inside if inside.is_dir() else folder
-    if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} holds no checkpoints: there is no such folder")
+    folder = checkpoints_in(folder)
     told = read_inference(folder)
     if told.model not in MODELS:
         raise ConfigError(
@@ -287,9 +282,10 @@ def _codec(folder: Path, told: Inference) -> Codec:
     return codec
 
 
+def _others(told: Description) -> dict[str, str]:
+    """Renamings of the parts of a train state that are the model's beside its trained parameters."""
+    return {part: "params" for part in PARAMETERS if part != "params" and _has(told, part)}
+
+
 def _has(told: Description, part: str) -> bool:
     return any(leaf.name.startswith(f"{part}/") for leaf in told.leaves)
-
-
-def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -42,6 +42,18 @@ def newest(preset: str) -> Path:
     return found[-1].parent
 
 
+def checkpoints_in(folder: Path) -> Path:
+    """The folder of checkpoints: a run's, or the given one.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    inside = folder / CHECKPOINTS
+    if not folder.exists():
+        raise ConfigError(f"{str(folder)!r} holds no checkpoints: there is no such folder")
+    return inside if inside.is_dir() else folder
+
+
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The settings of a run, as they were written.
 
