@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import pytest
@@ -32,6 +33,13 @@ def test_what_stays(values: dict[int, float | None], last: int, best: int, every
     good = sorted(finite.values(), reverse=mode == "max")[:best]
     assert sum(finite[step] in good for step in kept if step in finite) >= min(best, len(finite))
     assert not [s for s in dropped if good and (finite[s] < good[-1] if mode == "min" else finite[s] > good[-1])]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("min", {4, 5, 9}), ("max", {2, 3, 9})])
+def test_which_are_the_best(mode: Literal["min", "max"], kept: set[int]) -> None:
+    """Of equal ones the newer."""
+    values = {1: 7.0, 2: 7.0, 3: 8.0, 4: 1.0, 5: 2.0, 6: 3.0, 9: 4.0}
+    assert Keep(1, best=2, metric="score", mode=mode).of({step: {"score": v} for step, v in values.items()}) == kept
 
 
 def test_the_best_of_a_run_stay(tmp_path: Path) -> None:
