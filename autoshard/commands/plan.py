@@ -121,6 +121,7 @@ def _run_named(arguments: Sequence[str]) -> int:
             layers_of(work.config),
         ),
         verify=given.verify,
+        measure=given.measure,
         **{k: v for k, v in options.items() if v is not None},
     )
     return show(plan, given.json, given.html, given.explain)
@@ -187,6 +188,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--verify", type=int, nargs="?", const=1, default=0, metavar="K",
         help="compile the K best plans (1) for the target and show what the compiler made of them",
+    )  # fmt: skip
+    made.add_argument(
+        "--measure", type=int, default=0, metavar="K",
+        help="run the K best plans for some steps on the attached devices and take the fastest",
     )  # fmt: skip
     made.add_argument(
         "--explain", action="append", default=[], metavar="PATH[=AXES]",

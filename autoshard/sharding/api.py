@@ -32,6 +32,7 @@ def auto_shard(
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
     verify: int = 0,
+    measure: int = 0,
     strict: bool = False,
 ) -> Any:
     """Makes a function or a Flax module class run sharded over a mesh, by a plan that nobody has to write.
@@ -49,6 +50,7 @@ def auto_shard(
         example: arguments (or their shapes) to plan from before the first call; of an nnx class, the arguments of a
             call, which `.sharded` then need not be given.
         verify: see `autoshard.plan`.
+        measure: see `autoshard.plan`.
         strict: an operator without a rule is an error.
 
     Returns:
@@ -63,7 +65,7 @@ def auto_shard(
         >>> float(loss(jnp.ones((16, 8)), jnp.ones((32, 16)))) > 0
         True
     """
-    options = _checked(verify, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
+    options = _checked(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
                        plan=plan, strict=strict)  # fmt: skip
     if obj is None:
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
@@ -90,6 +92,7 @@ def plan(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
+    measure: int = 0,
     strict: bool = False,
     **kwargs: Any,
 ) -> Plan:
@@ -109,6 +112,8 @@ def plan(
         donate_argnums: arguments whose buffers the results may take.
         static_argnums: arguments that are not arrays.
         verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest.
+        measure: how many of the best plans to run for some steps on the attached devices, to keep the fastest. Values
+            are made up; each plan has the devices' memory for itself. Which wins may differ from run to run.
         strict: a primitive without a rule is an error instead of a warning.
         **kwargs: arguments by keyword.
 
@@ -125,7 +130,7 @@ def plan(
         >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
         8
     """
-    options = _checked(verify, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
+    options = _checked(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
                        plan=plan, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)
 
@@ -298,14 +303,17 @@ def _numbers(given: int | Sequence[int], count: int, most: int | None, what: str
     return [n % count if n < 0 else n for n in numbers]
 
 
-def _checked(verify: int, **options: Any) -> dict[str, Any]:
+def _checked(verify: int, measure: int, **options: Any) -> dict[str, Any]:
     """The options of a plan, after a look at their types.
 
     Raises:
         PlanError: naming the one that cannot be used.
     """
-    if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
-        raise PlanError(f"verify is {verify!r:.60}; give the number of plans to compile for the target, 0 for none")
+    for name, count, what in (("verify", verify, "compile for the target"), ("measure", measure, "run")):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise PlanError(f"{name} is {count!r:.60}; give the number of plans to {what}, 0 for none")
+    if verify and measure:
+        raise PlanError("verify and measure both choose among the best plans: give one of them")
     made, limit = options["plan"], options["memory_limit_bytes"]
     if made is not None and not isinstance(made, (str, Mapping, Plan)):
         raise PlanError(
@@ -320,4 +328,4 @@ def _checked(verify: int, **options: Any) -> dict[str, Any]:
         raise PlanError(
             f"memory_limit_bytes is {limit!r:.60}; give a positive number of bytes on each device, such as 4 * 2**30"
         )
-    return options | ({"verify": verify} if verify else {})
+    return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}

@@ -23,7 +23,7 @@ from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.request import PlanRequestError
 from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
 from autoshard.sharding.unfit import complain
-from autoshard.sharding.variants import Attempt, attempt, fastest, fastest_of_compiled, rounds
+from autoshard.sharding.variants import Attempt, attempt, contest, fastest, fastest_of_all, rounds
 
 
 class GraphArguments(Exception):
@@ -203,14 +203,14 @@ class PureFunction:
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
-        verify = options.pop("verify", 0)
+        asked = contest(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
-                    plan = plan_traced(traced, (args, kwargs), **options, verify=0 if self.variants else verify)
+                    plan = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else asked)
                 except (PlanError, PlanRequestError) as error:
                     refused.append(error)
                     attempts.append(attempt(choice, None))
@@ -226,7 +226,7 @@ class PureFunction:
         def replan(plan: Plan, words: str) -> Plan:
             return plan_traced(plan.bound.traced, (args, kwargs), **{**options, "plan": words})
 
-        chosen = fastest_of_compiled(made, verify, replan) if verify and self.variants else fastest(made)
+        chosen = fastest_of_all(made, asked, replan) if asked and self.variants else fastest(made)
         for warning in told[id(chosen.bound.traced)]:  # those of the other variants are nobody's concern
             warnings.warn(warning.message, warning.category, stacklevel=2)
         return Entry(chosen)

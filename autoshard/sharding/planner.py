@@ -41,7 +41,7 @@ from autoshard.sharding.search import Candidate, idle_layouts, laid_well, price,
 from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.topology import Laying, Piece
 from autoshard.sharding.tracing import Traced
-from autoshard.sharding.variants import SEEN, fastest_compiled, unlike
+from autoshard.sharding.variants import SEEN, Contest, unlike
 from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
 
 LARGE_CONSTANTS_BYTES = 2**20
@@ -66,7 +66,7 @@ def plan_traced(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
-    verify: int = 0,
+    asked: Contest | None = None,
     strict: bool = False,
 ) -> Plan:
     """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are.
@@ -86,8 +86,8 @@ def plan_traced(
     if isinstance(plan, Plan):
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
-    if verify and (candidate.fits(planner.limit) or not planner.refuses):
-        made = planner.verified(candidate, others, verify)
+    if asked and (candidate.fits(planner.limit) or not planner.refuses):
+        made = planner.best_of(candidate, others, asked)
     else:
         made = planner.describe(candidate, others)
     planner.tally = Tally()  # a plan that is kept keeps its planner: not all that was priced with it
@@ -253,11 +253,11 @@ class Planner:
         }
         check_constraints(self.traced.name, self.constraints, layout)
 
-    def verified(self, best: Candidate, others: Sequence[Candidate], count: int) -> Plan:
-        """Of the `count` best candidates that one which the target's compiler makes the fastest program of."""
+    def best_of(self, best: Candidate, others: Sequence[Candidate], asked: Contest) -> Plan:
+        """Of the best candidates the one that wins a contest."""
         rest = [c for c in others if c is not best and c.fits(self.limit)]
-        ranked = unlike([(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SEEN * count]])
-        return fastest_compiled([self.describe(c, others) for *_, c in ranked[:count]], self.limit)
+        ranked = unlike([(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SEEN * asked.count]])
+        return asked.judge([self.describe(c, others) for *_, c in ranked[: asked.count]], self.limit)
 
     def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
         """The candidate as a plan."""

@@ -25,7 +25,7 @@ ALIKE = 0.001
 """Difference in time and in memory up to which two plans are taken for one program."""
 
 SEEN = 4
-"""How many times as many candidates as are compiled are looked at for those that are not alike."""
+"""How many times as many candidates as are compiled or run are looked at for those that are not alike."""
 
 
 @shown
@@ -127,12 +127,34 @@ def fastest(made: Sequence[Made]) -> Plan:
     return _tabled(plan, choice, made)
 
 
-def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Plan, str], Plan]) -> Plan:
-    """Of the `count` best candidates of all variants that one of which the compiler makes the fastest program.
+@dataclass(frozen=True)
+class Contest:
+    """How the best candidates are told apart.
+
+    Attributes:
+        count: how many of them.
+        judge: the best of their plans, the best by the estimate first, given what a device's memory holds.
+    """
+
+    count: int
+    judge: Callable[[Sequence[Plan], float], Plan]
+
+
+def contest(verify: int, measure: int) -> Contest | None:
+    """What `verify=` and `measure=` ask for, None for nothing."""
+    from autoshard.sharding.measure import fastest_measured
+
+    if measure:
+        return Contest(measure, fastest_measured)
+    return Contest(verify, fastest_compiled) if verify else None
+
+
+def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan, str], Plan]) -> Plan:
+    """Of the best candidates of all variants the one that wins a contest.
 
     Args:
         made: the variants, each with its plan.
-        count: how many to compile.
+        asked: the contest.
         replan: plans the program of a plan by a candidate's words.
     """
     pool: list[tuple[float, float, int, str | None]] = []
@@ -142,10 +164,10 @@ def fastest_of_compiled(made: Sequence[Made], count: int, replan: Callable[[Plan
         time, peak = plan.estimate.step_time_us, plan.estimate.peak_memory_bytes
         pool.append((time if plan.fits else math.inf, peak, n, None))
     plans = []
-    for _, _, n, words in unlike(sorted(pool, key=lambda each: each[0])[: SEEN * count])[:count]:
+    for _, _, n, words in unlike(sorted(pool, key=lambda each: each[0])[: SEEN * asked.count])[: asked.count]:
         choice, plan = made[n]
         plans.append(_tabled(plan if words is None else replan(plan, words), choice, made))
-    return fastest_compiled(plans, plans[0].limit_bytes)
+    return asked.judge(plans, plans[0].limit_bytes)
 
 
 def unlike(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -193,5 +215,7 @@ def _name(plan: Plan) -> str:
 
 
 def _tabled(plan: Plan, choice: Mapping[str, Any], made: Sequence[Made]) -> Plan:
+    if len(made) == 1 and not choice:  # no variants: one that was made elsewhere may have a table of its own
+        return plan
     rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in made if each]
     return plan.where(variant=dict(choice), variants=tuple(rows), history=of_variants(made))

@@ -17,7 +17,7 @@ from autoshard.models import GPTConfig
 from autoshard.train.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan variants virtual_devices log_every "
+    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants virtual_devices log_every "
     "eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens "
     "prompt prefetch use_ema deadline_seconds".split()
 )
@@ -81,6 +81,8 @@ class TrainConfig:
     """Machine to plan for, such as 'cpu:8' or 'h100:8'. Default: this one."""
     memory_limit_bytes: int | None = None
     """Memory that the plan may use on each device. Default: what the device has."""
+    measure: int = 0
+    """Plans to run for some steps before the first, to take the fastest; 0 takes the best by the estimate."""
     variants: Literal["given", "search"] = "given"
     """Whether --gpt.remat and --accumulation are as given, or the planner chooses them too. A run that is resumed
     keeps what it has."""
@@ -129,6 +131,7 @@ class TrainConfig:
             "keep_checkpoints",
             "keep_best",
             "keep_every",
+            "measure",
             "checkpoint_minutes",
             "ema_spike",
         )

@@ -74,11 +74,8 @@ class Trainer:
                 self.source = make_source(self.config)
             config = self.config
         self.program: Program = make_program_of(config)
-        kept = saved_plan(config)
+        kept = saved_plan(config) or searched
         self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config, kept)
-        if searched is not None:
-            told = {name: getattr(searched, name) for name in ("variant", "variants", "history")}
-            self.placed = replace(self.placed, plan=self.placed.plan.where(**told))
         self._eval_step: PlacedEvalStep | None = None
         self._watchdog = Watchdog(config.deadline_seconds)
         self.run_dir = self._claim_run_dir()

@@ -58,6 +58,7 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "target": config.target,
         "memory_limit_bytes": config.memory_limit_bytes,
         "plan": config.plan,
+        "measure": config.measure or None,
     }
     return {name: value for name, value in options.items() if value is not None}
 
@@ -82,7 +83,7 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
 def place_step(train_step: TrainStep, program: Program, config: TrainConfig, plan: Plan | None = None) -> PlacedStep:
     """Plan the train step, or take a plan that was made for it, and say where everything goes; makes no array."""
     _check_devices(config)
-    options: dict[str, Any] = plan_options(config) | ({"plan": plan} if plan is not None else {})
+    options: dict[str, Any] = plan_options(config) | ({"plan": plan, "measure": 0} if plan is not None else {})
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
     shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
     made = step.plan(shapes, batch)

@@ -32,7 +32,7 @@ def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     alone = make_config(run_dir=tmp_path / "alone", **shape)
     train(alone)
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps(to_dict(make_config(run_dir=tmp_path / "together", **shape))))
+    settings.write_text(json.dumps(to_dict(make_config(run_dir=tmp_path / "together", plan=None, measure=3, **shape))))
     code = (
         "import json, sys; from autoshard.train.config import from_dict; from autoshard.train.loop import train\n"
         f"train(from_dict(json.load(open({str(settings)!r})), 'settings'))"
@@ -53,6 +53,8 @@ def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "finished at step 6/6" in outputs[0][0] and "Sample:" in outputs[0][0]
     assert outputs[1][0] == ""
+    notes = json.loads((tmp_path / "together" / "plan.json").read_text())["notes"]
+    assert "the fastest of 3 run on cpu:" in notes[-1]
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "together"))
     assert [line["step"] for line in one] == [line["step"] for line in two]
     for name in ("loss", "val_loss", "grad_norm"):

@@ -50,7 +50,7 @@ def test_a_run_is_that_of_what_was_chosen(make_config: MakeConfig, tmp_path: Pat
     train(make_config(run_dir=tmp_path / "alone", mesh="data=1", **SHAPE | {"variants": "given"}))
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "alone"), rtol=1e-5)
     again = Trainer(replace(chosen, resume=True, steps=4, memory_limit_bytes=None))
-    assert again.config.gpt.remat == chosen.gpt.remat and not again.placed.plan.variants
+    assert again.config.gpt.remat == chosen.gpt.remat and again.placed.plan.variant == trainer.placed.plan.variant
 
 
 def test_dropout_keeps_its_microbatches(make_config: MakeConfig) -> None:

@@ -1,0 +1,195 @@
+"""Of several plans the fastest by running them: a few steps each on the attached devices.
+
+A model of cost ranks plans that differ by some percent no better than it knows the machine; where the machine is
+there, it can be asked. The values are made up: state and batch of the plan's shapes, born where the plan has them, for
+one plan at a time, so that there is room for whatever fits by itself. Plans take turns, so that what else the machine
+does meets all of them; what falls behind by more than `BEHIND` runs no further turn. Where the plan spans processes,
+all of them run the same plans, and a plan is as slow as on the slowest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard import _compat
+from autoshard._processes import gathered
+from autoshard.sharding.plan import Plan, PlanError
+from autoshard.sharding.report.units import time_text, variant_text
+
+TURNS = 3
+"""How many times each plan is run."""
+
+STEPS, TURN_S = 10, 0.5
+"""Steps of a turn at most, and seconds after which it has no further one; two are always timed."""
+
+BEHIND = 1.4
+"""How many times as slow as the fastest a plan may be to be run again."""
+
+SHOWN = 5
+"""How many plans the note names."""
+
+
+@dataclass
+class _Run:
+    """A plan that was compiled for the devices, and the seconds of its steps."""
+
+    plan: Plan
+    compiled: Any = None
+    devices: Any = None  # the mesh
+    failed: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds)) if self.seconds and not self.failed else math.inf
+
+
+def check_attached(plan: Plan) -> None:
+    """Refuses to run a plan for a machine that is not there.
+
+    Raises:
+        PlanError: it has other or more devices than are attached.
+    """
+    devices, wanted = jax.devices(), plan.bound.planner.machine.target.platform
+    there = "cuda" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
+    if plan.mesh.size > len(devices) or wanted != there:
+        raise PlanError(
+            f"measure runs plans on the attached devices ({len(devices)} of {there}), this plan is for {plan.target}: "
+            "verify=k compiles the best k for it instead"
+        )
+
+
+def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
+    """The plan whose steps take the least time on the attached devices; the first if none runs.
+
+    Args:
+        plans: plans with their functions, the best first.
+        limit: bytes of one device; what does not fit by the estimate was left out before.
+    """
+    del limit
+    check_attached(plans[0])
+    runs = [_Run(plan) for plan in plans]
+    for run in runs:
+        _attempt(run, functools.partial(_compile, run))
+    for _ in range(TURNS):
+        best = min(run.median for run in runs)
+        for run in runs:
+            if not run.failed and (not run.seconds or run.median <= BEHIND * best):
+                _attempt(run, functools.partial(_turn, run))
+    ran = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
+    failed = "".join(f"; {_name(run.plan)} does not run: {run.failed}" for run in runs if run.failed)
+    if not ran:
+        return plans[0].where(notes=(*plans[0].notes, f"none of {len(plans)} runs here{failed}"))
+    times = ", ".join(f"{_name(run.plan)} {time_text(1e6 * run.median)}" for run in ran[:SHOWN])
+    note = f"the fastest of {len(ran)} run on {plans[0].target}: {times}{', ...' if len(ran) > SHOWN else ''}{failed}"
+    return ran[0].plan.where(notes=(*ran[0].plan.notes, note))
+
+
+def _attempt(run: _Run, action: Callable[[], Sequence[float]]) -> None:
+    """Takes seconds from an action, or what went wrong: memory at run time, a program that the compiler refuses."""
+    found: Sequence[float] = ()
+    try:
+        found = action()
+    except jax.errors.JaxRuntimeError as error:
+        run.failed = " ".join(str(error).split())[:160] or type(error).__name__
+    if _spans_processes(run.devices):
+        # One number each: the processes' clocks stop at different steps.
+        mine = np.array([bool(run.failed), float(np.median(found)) if len(found) else 0.0])
+        told = gathered(f"measure '{run.plan.chosen}'", mine)
+        run.failed = run.failed or ("it failed in another process" if told[:, 0].any() else "")
+        found = [float(told[:, 1].max())] if len(found) else []
+    run.seconds += found
+
+
+def _spans_processes(mesh: Any) -> bool:
+    return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+
+
+def _compile(run: _Run) -> Sequence[float]:
+    bound = run.plan.bound
+    run.devices = bound.mesh_over(run.plan, None)
+    traced = bound.traced
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
+    jitted = bound.jit(run.plan, run.devices)
+    run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()
+    return ()
+
+
+def _turn(run: _Run) -> Sequence[float]:
+    """Seconds of some steps, from values that are made for it and given up after it."""
+    traced = run.plan.bound.traced
+    shardings, _ = run.plan.shardings(run.devices)
+    makers = [_maker(aval.shape, aval.dtype, s) for aval, s in zip(traced.in_avals, shardings, strict=True)]
+    back = dict(traced.state)
+    leaves = [make() for make in makers]
+    seconds: list[float] = []
+    begun = time.perf_counter()
+    count = 0
+    while len(seconds) < 2 or _goes_on(run, len(seconds), begun):
+        args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+        jax.block_until_ready(leaves)
+        start = time.perf_counter()
+        results = run.compiled(*args, kwargs) if kwargs else run.compiled(*args)
+        jax.block_until_ready(results)
+        if count:  # the first finds its memory
+            seconds.append(time.perf_counter() - start)
+        count += 1
+        made = jax.tree.leaves(results)
+        # What came back goes on; what was donated and did not is made again.
+        leaves = [
+            made[back[i]] if i in back else makers[i]() if i in traced.donated else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        del results, made, args, kwargs
+    return seconds
+
+
+def _goes_on(run: _Run, timed: int, begun: float) -> bool:
+    """Whether a turn has a further step; where processes step together, the clock of one cannot say so."""
+    return timed < STEPS and not _spans_processes(run.devices) and time.perf_counter() - begun < TURN_S
+
+
+@functools.lru_cache(maxsize=1024)
+def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
+    """Makes an array where it lies: floats up to 0.05, integers up to 7, all true, or random keys."""
+
+    def make() -> jax.Array:
+        if _compat.is_extended(dtype):
+            impls: list[Any] = []
+
+            def bits_of(keys: jax.Array) -> jax.Array:
+                impls.append(jax.random.key_impl(keys))
+                return jax.random.key_data(keys)
+
+            bits = jax.eval_shape(bits_of, jax.ShapeDtypeStruct(shape, dtype))
+            return jax.random.wrap_key_data(_numbers(bits.shape, bits.dtype), impl=impls[0])
+        return _numbers(shape, dtype)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if dtype == jnp.bool_:
+        return jnp.ones(shape, dtype)
+    place = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        place = place * np.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    mixed = place * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return (mixed >> 29).astype(dtype)
+    return ((mixed >> 8).astype(jnp.float32) * (0.05 / 2**24)).astype(dtype)
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen

@@ -1,0 +1,127 @@
+"""Plans that are run before one is taken: who runs, who wins, what is said, and what cannot be run."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import Plan, auto_shard, plan
+from autoshard.models.workloads import workload
+from autoshard.sharding import measure
+from autoshard.sharding.plan import PlanError
+from autoshard.train.build import variants_of, workload_step, workload_variants
+
+TINY = workload("gpt-tiny").with_(batch_size=16)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a step by the plan's words, instead of the clock's; steps are run all the same."""
+    seconds: dict[str, float] = {}
+    turn = measure._turn
+
+    def told(run: Any) -> list[float]:
+        turn(run)
+        return [seconds.get(run.plan.chosen, 1.0)]
+
+    monkeypatch.setattr(measure, "_turn", told)
+    return seconds
+
+
+def planned(**options: Any) -> Plan:
+    return plan(*workload_step(TINY), donate_argnums=0, **options)
+
+
+def test_the_fastest_that_ran_is_taken(slow):
+    best = planned()
+    words = [name for name, *_ in sorted(best.candidates, key=lambda c: c[1])]
+    slow[words[2]] = 0.5
+    made = planned(measure=4)
+    assert made.chosen == words[2] and made.inputs == planned(plan=words[2]).inputs
+    said = made.notes[-1]
+    assert said.startswith(f"the fastest of 4 run on cpu:8: {words[2]} 500 ms") and f"{best.chosen} 1.00 s" in said
+
+
+def test_it_runs_as_any_plan_does():
+    """With the real clock: whichever wins, the values are those of one device, and the state is the caller's own."""
+
+    def step(state, batch):
+        def loss(w):
+            return jnp.mean(jnp.square(jnp.tanh(batch["x"] @ w["a"]) @ w["b"]))
+
+        value, grads = jax.value_and_grad(loss)(state["w"])
+        key, other = jax.random.split(state["key"])
+        w = jax.tree.map(lambda p, g: p - g + 0 * jax.random.normal(other, ()), state["w"], grads)
+        return {"w": w, "key": key, "count": state["count"] + batch["valid"].sum()}, value
+
+    def state():
+        a, b = jax.random.split(jax.random.key(1))
+        w = {"a": jax.random.normal(a, (32, 64)), "b": jax.random.normal(b, (64, 32))}
+        return {"w": w, "key": jax.random.key(7), "count": jnp.int32(0)}
+
+    batch = {"x": jax.random.normal(jax.random.key(2), (64, 32)), "valid": jnp.ones((64,), bool)}
+    wanted, loss = jax.jit(step)(state(), batch)
+    run = auto_shard(step, donate_argnums=0, measure=3)
+    found, value = run(state(), batch)
+    assert "run on cpu:8" in run.plan(state(), batch).notes[-1]
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(found["w"]), jax.tree.leaves(wanted["w"]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert int(found["count"]) == int(wanted["count"])
+    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(wanted["key"]))
+
+
+def test_over_all_variants(slow):
+    made = plan(*workload_variants(TINY), variants=variants_of(TINY), donate_argnums=0, measure=3)
+    assert re.search(r"the fastest of 3 run on cpu:8: .*\(remat=\w+, accumulation=\d\) 1.00 s", made.notes[-1])
+    assert len(made.variants) == 9
+
+
+def test_what_does_not_run_is_told_and_not_taken(slow, monkeypatch):
+    words = [name for name, *_ in sorted(planned().candidates, key=lambda c: c[1])]
+    turn = measure._turn
+
+    def full(run: Any) -> Any:
+        if run.plan.chosen in refused:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+        return turn(run)
+
+    monkeypatch.setattr(measure, "_turn", full)
+    refused = {words[0]}
+    made = planned(measure=2)
+    assert made.chosen == words[1]
+    assert made.notes[-1].endswith(f"; {words[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
+                                   "allocate 9 bytes")  # fmt: skip
+    refused = set(words)
+    made = planned(measure=2)
+    assert made.chosen == words[0] and made.notes[-1].startswith("none of 2 runs here; ")
+
+
+def test_what_falls_behind_is_run_once(slow, monkeypatch):
+    words = [name for name, *_ in sorted(planned().candidates, key=lambda c: c[1])]
+    slow[words[0]], ran = 2.0, []
+    turn = measure._turn
+    monkeypatch.setattr(measure, "_turn", lambda run: ran.append(run.plan.chosen) or turn(run))
+    assert planned(measure=2).chosen == words[1]
+    assert ran == [*words[:2], words[1], words[1]]
+
+
+def test_machines_that_are_not_there_are_refused():
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+
+    def product(a, b):
+        return a @ b
+
+    absent: list[tuple[dict[str, Any], str]] = [({"target": "v5e:2x4"}, "v5e:2x4"), ({"mesh": {"a": 16}}, "cpu:16")]
+    for options, has in absent:
+        with pytest.raises(PlanError, match=f"attached devices \\(8 of cpu\\), this plan is for {has}: verify=k"):
+            plan(product, x, x, measure=2, **options)
+    assert "run on cpu:8" in plan(product, x, x, measure=2, target="cpu:8").notes[-1]
+    for wrong in (-1, True, "all"):
+        with pytest.raises(PlanError, match="measure is .*; give the number of plans to run"):
+            plan(product, x, x, measure=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PlanError, match="verify and measure both choose"):
+        plan(product, x, x, measure=1, verify=1)
