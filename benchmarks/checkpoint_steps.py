@@ -1,0 +1,87 @@
+"""What checkpoints take of the training of a model of 100 million parameters.
+
+    python benchmarks/checkpoint_steps.py [--rounds 5]
+
+A GPT with AdamW on eight virtual devices, sharded as the planner has it, trained by steps on random tokens. In turn:
+
+    plain      a step
+    saved      a step with `save` before it; `returned` is when `save` did, and the copy on the devices, which was
+               dispatched then, delays the step as well
+    beside     steps while a save is being written; digests are computed then, too
+
+On virtual devices the copy, the digests, the writing and the steps share two cores, which on a pod they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import common  # the devices are set up first
+import jax
+import numpy as np
+from real_steps import batch_of, create
+
+from autoshard import auto_shard
+from autoshard.ckpt import Checkpointer
+from autoshard.models.workloads import workload
+from autoshard.train.build import workload_step
+
+MODEL = workload("gpt-125m").with_(vocab=16384, context=128, batch_size=8)
+PLAN = "fsdp:8"
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    train_step, state, batch = workload_step(MODEL)
+    step = auto_shard(train_step, donate_argnums=0, plan=PLAN)
+    step.plan(state, batch)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+    state = step.init(create(MODEL), jax.random.key(0))
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    tokens = batch_of(MODEL)
+
+    def timed_step(checkpoints: Checkpointer | None = None) -> tuple[float, float]:
+        """Seconds of a step, and until `save` returned before it."""
+        nonlocal state
+        begun = time.perf_counter()
+        if checkpoints is not None:
+            checkpoints.save(0, state)
+        held = time.perf_counter() - begun
+        state, metrics = step(state, tokens)
+        jax.block_until_ready((state, metrics))
+        return time.perf_counter() - begun, held
+
+    found: dict[str, list[float]] = {name: [] for name in ("plain", "saved", "returned", "beside")}
+    for number in range(rounds + 1):
+        with tempfile.TemporaryDirectory() as root, Checkpointer(Path(root)) as checkpoints:
+            plain = timed_step()[0]
+            saved, held = timed_step(checkpoints)
+            beside = []
+            while not checkpoints.steps():
+                beside.append(timed_step()[0])
+            if number:  # the first compiles
+                for name, value in (("plain", plain), ("saved", saved), ("returned", held)):
+                    found[name].append(value)
+                found["beside"] += beside[:-1]  # the last one is beside the end of the writing
+    values = {name: np.array(each) for name, each in found.items()}
+    rows = [common.measured(name, 1e3 * each, "ms") for name, each in values.items() if len(each)]
+    plain = float(np.median(values["plain"]))
+    rows += [
+        common.measured("`save` returned after, of a step", values["returned"] / plain, "x", 0.03),
+        common.measured("a step with its save / a step", values["saved"] / plain, "x"),
+    ]
+    if len(values["beside"]):
+        rows.append(common.measured("steps during the writing / others", values["beside"] / plain, "x"))
+    context = {"parameters": parameters, "state_bytes": nbytes, "tokens": MODEL.batch_size * MODEL.config.context}
+    common.report("checkpoint_steps", rows, rounds=rounds, plan=PLAN, **context)
+
+
+if __name__ == "__main__":
+    main()
