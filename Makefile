@@ -40,6 +40,7 @@ quick: $(DEV_STAMP) ## The tests of the package without lint, long ones and comp
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile and not browser" --ignore tests/benchmarks $(ARGS)
 
 test-all: lint ## Lint, types, and every test, slow ones included.
+	@$(PIP) --no-build-isolation -e '.[gcs]' gcp-storage-emulator
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff check, ruff format --check, pyright.
