@@ -46,17 +46,12 @@ def make_state(mib: int, leaves: int) -> dict[str, Any]:
     """A state of so many MiB in equal leaves, sharded by rows, of values that do not compress."""
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rows = max(8, mib * MIB // 4 // leaves // 256 // 8 * 8)
-    shardings = {f"w{i:05d}": NamedSharding(mesh, PartitionSpec("x")) for i in range(leaves)}
-
-    @jax.jit
-    def make(key: jax.Array) -> dict[str, jax.Array]:
-        keys = jax.random.split(key, leaves)
-        return {
-            name: jax.lax.with_sharding_constraint(jax.random.normal(keys[i], (rows, 256)), sharding)
-            for i, (name, sharding) in enumerate(shardings.items())
-        }
-
-    return jax.block_until_ready(make(jax.random.key(0)))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    rng = np.random.default_rng(0)
+    # Put and not made in a program: compiling one that returns thousands of leaves takes minutes.
+    return jax.block_until_ready(
+        {f"w{i:05d}": jax.device_put(rng.random((rows, 256), np.float32), sharding) for i in range(leaves)}
+    )
 
 
 def nbytes(state: Any) -> int:

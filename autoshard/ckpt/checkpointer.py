@@ -139,6 +139,7 @@ class Checkpointer:
             metrics=told[1],
             plan=told[2],
             layouts=snapshot.layouts,
+            places=snapshot.places,
             expert_dims=dims_of(told[2], snapshot.specs)
             | (dims_by(expert_dims, snapshot.specs) if expert_dims else {}),
         )

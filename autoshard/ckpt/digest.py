@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from autoshard.sharding.replicas import replicated_axes, sharded_axes
 
 _STEP = 0x9E3779B1
 _MASK = 0xFFFFFFFF
+_BATCH = 64  # leaves of one program: compiling takes some milliseconds for each
 
 
 def _mix(word: Any, position: Any) -> Any:
@@ -104,54 +105,105 @@ def digest_group(sharding: Any) -> Hashable:
     return sharding.mesh if isinstance(sharding, NamedSharding) else sharding
 
 
-def digests(leaves: Sequence[jax.Array]) -> jax.Array:
+def digests(leaves: Sequence[jax.Array], packs: Sequence[jax.Array] = ()) -> jax.Array:
     """Parts of the digests of leaves of one group, one row a device.
 
     Args:
         leaves: n arrays whose `digest_group` is the same. They are only read.
+        packs: arrays [m, *shape] of the same group, of m leaves each, whose first dimension is not sharded.
 
     Returns:
-        uint32 [devices, n + 1], a row on each device of the mesh; `total` adds them up.
+        uint32 [devices, n + all m + 1], a row on each device of the mesh; `total` adds them up.
     """
-    if isinstance(leaves[0].sharding, NamedSharding):
-        specs = tuple(cast(NamedSharding, leaf.sharding).spec for leaf in leaves)  # one group is on one kind
-        return _mesh_program(leaves[0].sharding.mesh, specs)(tuple(leaves))
-    return _whole_program()(tuple(leaves))
+    sharding = (*leaves, *packs)[0].sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    parts: list[jax.Array] = []
+    order: list[int] = []
+    for numbers in batches([(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], _BATCH):
+        batch = tuple(leaves[number] for number in numbers)
+        parts.append(_parts_program(mesh, tuple(map(_spec, batch)))(batch))
+        order += numbers
+    for pack in packs:
+        parts.append(_pack_program(mesh, _spec(pack))(pack))
+        order += range(len(order), len(order) + pack.shape[0])
+    return _seal_program(mesh, tuple(np.argsort(order).tolist()))(tuple(parts))
 
 
-@functools.lru_cache(maxsize=64)
-def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    """The jitted digests of leaves that lie on `mesh` by `specs`."""
+def batches(kinds: Sequence[Hashable], size: int) -> list[list[int]]:
+    """Positions in lists of at most `size`, those of one kind together: programs over many lists are few then.
 
-    def part(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        axes = [*sharded_axes(spec)] + [()] * (shard.ndim - len(spec))
-        counts = [math.prod(mesh.shape[name] for name in names) for names in axes]
-        shape = [size * count for size, count in zip(shard.shape, counts, strict=True)]
-        offsets = [
-            lax.axis_index(names).astype(jnp.uint32) * np.uint32(size & _MASK) if names else np.uint32(0)
-            for names, size in zip(axes, shard.shape, strict=True)
-        ]
-        # One replica counts: the others hold the same elements.
-        idle = replicated_axes(mesh.axis_names, spec)
-        counted = lax.axis_index(idle) == 0 if idle else True
-        return jnp.where(counted, shard_digest(shard, shape, offsets), np.uint32(0))
+    >>> batches(["a", "b", "a", "a", "b", "c"], 2)
+    [[0, 2], [1, 4], [3, 5]]
+    """
+    by_kind: dict[Hashable, list[int]] = {}
+    for position, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(position)
+    whole, rest = [], []
+    for positions in by_kind.values():
+        full = len(positions) // size * size
+        whole += [positions[at : at + size] for at in range(0, full, size)]
+        rest += positions[full:]
+    return whole + [rest[at : at + size] for at in range(0, len(rest), size)]
 
-    def rows(leaves: tuple[jax.Array, ...]) -> jax.Array:
-        return _sealed(jnp.stack([part(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]))[None]
 
+def _spec(array: jax.Array) -> PartitionSpec:
+    return array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
+
+
+def _part(mesh: Mesh | None, spec: PartitionSpec, shard: jax.Array) -> jax.Array:
+    """What a device adds to the digest of an array that lies on `mesh` by `spec`, from its shard."""
+    if mesh is None:
+        return shard_digest(shard, shard.shape, (0,) * shard.ndim)
+    axes = [*sharded_axes(spec)] + [()] * (shard.ndim - len(spec))
+    counts = [math.prod(mesh.shape[name] for name in names) for names in axes]
+    shape = [size * count for size, count in zip(shard.shape, counts, strict=True)]
+    offsets = [
+        lax.axis_index(names).astype(jnp.uint32) * np.uint32(size & _MASK) if names else np.uint32(0)
+        for names, size in zip(axes, shard.shape, strict=True)
+    ]
+    # One replica counts: the others hold the same elements.
+    idle = replicated_axes(mesh.axis_names, spec)
+    counted = lax.axis_index(idle) == 0 if idle else True
+    return jnp.where(counted, shard_digest(shard, shape, offsets), np.uint32(0))
+
+
+def _on_shards(mesh: Mesh | None, rows: Callable[..., jax.Array], specs: Any) -> Any:
+    """A jitted function from shards to a row [1, n] on each device."""
+    if mesh is None:
+        return jax.jit(rows)
     out = PartitionSpec(tuple(mesh.axis_names))
     return jax.jit(jax.shard_map(rows, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False))
 
 
-@functools.cache
-def _whole_program() -> Any:
-    """The jitted digests of leaves that lie on one device (or by a sharding with no mesh)."""
+@functools.lru_cache(maxsize=256)
+def _parts_program(mesh: Mesh | None, specs: tuple[PartitionSpec, ...]) -> Any:
+    """The jitted parts of the digests of leaves that lie on `mesh` by `specs`, or on one device."""
 
-    def row(leaves: tuple[jax.Array, ...]) -> jax.Array:
-        parts = [shard_digest(leaf, leaf.shape, (0,) * leaf.ndim) for leaf in leaves]
-        return _sealed(jnp.stack(parts))[None]
+    def rows(leaves: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.stack([_part(mesh, spec, leaf) for leaf, spec in zip(leaves, specs, strict=True)])[None]
 
-    return jax.jit(row)
+    return _on_shards(mesh, rows, specs)
+
+
+@functools.lru_cache(maxsize=256)
+def _pack_program(mesh: Mesh | None, spec: PartitionSpec) -> Any:
+    """The same of a pack's leaves."""
+
+    def rows(pack: jax.Array) -> jax.Array:
+        return jax.vmap(functools.partial(_part, mesh, PartitionSpec(*spec[1:])))(pack)[None]
+
+    return _on_shards(mesh, rows, spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _seal_program(mesh: Mesh | None, order: tuple[int, ...]) -> Any:
+    """All parts in one row, in the order in which the leaves are, and its seal."""
+
+    def rows(parts: tuple[jax.Array, ...]) -> jax.Array:
+        row = jnp.concatenate([part[0] for part in parts])
+        return _sealed(row if order == (*range(len(order)),) else row[np.array(order)])[None]
+
+    return _on_shards(mesh, rows, PartitionSpec(tuple(mesh.axis_names)) if mesh is not None else None)
 
 
 def total(rows: np.ndarray) -> np.ndarray | None:

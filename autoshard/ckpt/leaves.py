@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError
 
 Key = tuple[str, ...]
+PACKS = "%packs"  # the level of packs in a step: no escaped name has a '%' before anything but two digits
 
 
 @shown
@@ -50,9 +52,7 @@ class LeafSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements; of typed RNG keys, those of their bits."""
-        struct = self.struct()
-        if is_typed_key(struct):
-            struct = _key_bits(struct)
+        struct = self.bits()
         bits = bits_of(struct.dtype)
         return -(-math.prod(struct.shape) * bits // 8)
 
@@ -63,6 +63,11 @@ class LeafSpec:
             impl = self.key_impl
             dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
+
+    def bits(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of what is written: of typed RNG keys, those of their bits."""
+        struct = self.struct()
+        return _key_bits(struct) if is_typed_key(struct) else struct
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -90,7 +95,19 @@ def named_leaves(tree: Any) -> list[tuple[Key, Any]]:
 
 def is_typed_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed RNG keys, or describes one."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, dtypes.prng_key)
+    return hasattr(leaf, "dtype") and _is_key_type(leaf.dtype)
+
+
+# Looked up for each of thousands of leaves, of a few dtypes.
+@functools.cache
+def _is_key_type(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, dtypes.prng_key)
+
+
+@functools.cache
+def _name_if_storable(dtype: Any) -> str | None:
+    dtype = np.dtype(dtype)
+    return None if dtype.hasobject or dtype.kind in "SUMm" else dtype.name
 
 
 def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
@@ -105,12 +122,13 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
     if isinstance(leaf, (bool, int, float, complex)):
         leaf = np.asarray(leaf)
     dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).hasobject or np.dtype(dtype).kind in "SUMm":
+    name = None if dtype is None or not hasattr(leaf, "shape") else _name_if_storable(dtype)
+    if name is None:
         raise CheckpointError(
             f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}: only arrays, RNG keys and "
             "numbers can be saved. Keep anything else outside the state, in the config, or as a static field."
         )
-    return LeafSpec(key, tuple(leaf.shape), np.dtype(dtype).name)
+    return LeafSpec(key, tuple(leaf.shape), name)
 
 
 def target_struct(leaf: Any, spec: LeafSpec) -> Any:
@@ -166,6 +184,7 @@ def _key_bits(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
+@functools.cache
 def bits_of(dtype: Any) -> int:
     """Bits of one element of a number type."""
     if dtype == np.bool_:
@@ -212,6 +231,8 @@ def unnest(tree: Mapping[str, Any], keys: Sequence[Key]) -> dict[Key, Any]:
 
 
 def _escaped(part: str) -> str:
+    if part == PACKS:
+        return part
     return quote(part, safe="").replace(".", "%2E") or "%"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -15,8 +16,9 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
+from autoshard.ckpt.packs import Place
 
-FORMAT = 2  # 1 had nothing of metrics, plan, meshes and time
+FORMAT = 3  # 1 had nothing of metrics, plan, meshes and time; 2 no packs
 _PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -35,6 +37,7 @@ class Manifest:
         plan: the plan that it was trained under, as JSON; None where none was given.
         layouts: for each leaf on a mesh its `PartitionSpec`, for people.
         expert_dims: the dimension of experts of each leaf that is known to have one.
+        places: for each leaf in a pack the pack's name, and which of its leaves it is.
     """
 
     step: int
@@ -46,11 +49,22 @@ class Manifest:
     plan: Any = None
     layouts: dict[Key, str] = field(default_factory=dict)
     expert_dims: dict[Key, int] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves; typed RNG keys by their bits."""
         return sum(spec.nbytes for spec in self.leaves)
+
+    @functools.cached_property
+    def packs(self) -> dict[str, dict[int, LeafSpec]]:
+        """For each pack its leaves, by which of it they are."""
+        found: dict[str, dict[int, LeafSpec]] = {}
+        for spec in self.leaves:
+            if spec.key in self.places:
+                name, index = self.places[spec.key]
+                found.setdefault(name, {})[index] = spec
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that carries its own checksum."""
@@ -68,6 +82,7 @@ class Manifest:
                 | ({"digest": list(self.digests[spec.key])} if spec.key in self.digests else {})
                 | ({"layout": self.layouts[spec.key]} if spec.key in self.layouts else {})
                 | ({"experts": self.expert_dims[spec.key]} if spec.key in self.expert_dims else {})
+                | ({"pack": list(self.places[spec.key])} if spec.key in self.places else {})
                 for spec in self.leaves
             ],
             "written_by": self.written_by,
@@ -101,6 +116,7 @@ class Manifest:
         layouts = {tuple(leaf["key"]): leaf["layout"] for leaf in body["leaves"] if "layout" in leaf}
         metrics = {name: float(value) for name, value in body.get("metrics", {}).items()}
         experts = {tuple(leaf["key"]): leaf["experts"] for leaf in body["leaves"] if "experts" in leaf}
+        places = {tuple(leaf["key"]): tuple(leaf["pack"]) for leaf in body["leaves"] if "pack" in leaf}
         return cls(
             step=body["step"],
             config=body["config"],
@@ -111,6 +127,7 @@ class Manifest:
             plan=body.get("plan"),
             layouts=layouts,
             expert_dims=experts,
+            places=places,
         )
 
 

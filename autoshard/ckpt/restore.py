@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +16,9 @@ from autoshard._processes import gathered
 from autoshard.ckpt import digest, storage
 from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, listing
 from autoshard.ckpt.experts import changes, dims_by
-from autoshard.ckpt.leaves import Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct, with_shardings
+from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct, with_shardings
 from autoshard.ckpt.manifest import Manifest, check_config
+from autoshard.ckpt.packs import pack_target, taken
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.snapshot import grouped, host_rows
 from autoshard.ckpt.wanted import Match, Restored, Wanted, casts, check_leaves, renamed
@@ -33,19 +36,28 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
     manifest = read_manifest(path, step)
     match = _matched(manifest, wanted, f"step {step} in {path.parent}")
     targets = {key: target_struct(match.read_like(key), spec) for key, spec in match.saved.items() if spec.stored}
-    saved, arrays = together(
+    packs = _wanted_packs(manifest, match, targets)
+    packed = {key for pack in packs.values() for key in pack.leaves.values()}
+    single = {key: target for key, target in targets.items() if key not in packed}
+    saved, arrays, stacks = together(
         f"restore step {step}",
-        lambda: _read(path, step, manifest, match, targets),
+        lambda: _read(path, step, manifest, match, single, packs),
         lambda who: damaged(path, step, who),
     )
-    jax.block_until_ready(list(arrays.values()))
+    jax.block_until_ready([*arrays.values(), *stacks.values()])
     read_at = time.perf_counter()
     wrong = [key for key, array in arrays.items() if not _as_wanted(array, targets[key], match.saved[key])]
+    wrong += [key for name, pack in packs.items() if not pack.fits(stacks[name]) for key in pack.leaves.values()]
     expected = _expected(path, step, manifest, saved)
-    wrong = wrong or _differing({key: expected[match.saved[key].key] for key in arrays}, arrays)
+    if not wrong:
+        found = _digests(arrays) | _pack_digests(packs, stacks)
+        wrong = [key for key, value in found.items() if value != expected[match.saved[key].key]]
     if wrong:
         raise damaged(path, step, "other values than were saved", [match.saved[key].key for key in wrong])
     digest_seconds = time.perf_counter() - read_at
+    for name, pack in packs.items():
+        leaves = taken(stacks.pop(name), {index: targets[key] for index, key in pack.leaves.items()})
+        arrays |= {pack.leaves[index]: leaf for index, leaf in leaves.items()}
     for key, change in match.changes.items():
         if key in arrays:
             arrays[key] = change.applied(arrays[key], match.leaves[key])
@@ -94,16 +106,55 @@ def _matched(manifest: Manifest, wanted: Wanted, where: str) -> Match:
     return Match(leaves, saved, specs, made, unread, jax.tree.structure(template))
 
 
+@dataclass(frozen=True)
+class _Pack:
+    """What is wanted of a pack: its leaves' wanted paths, by which of it they are, and as what the whole is read."""
+
+    leaves: dict[int, Key]
+    target: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def fits(self, pack: Any) -> bool:
+        return pack.shape == self.shape and pack.dtype == self.dtype
+
+
+def _wanted_packs(manifest: Manifest, match: Match, targets: Mapping[Key, Any]) -> dict[str, _Pack]:
+    """The packs that something is wanted of."""
+    wanted: dict[str, dict[int, Key]] = {}
+    for key in targets:
+        if match.saved[key].key in manifest.places:
+            name, index = manifest.places[match.saved[key].key]
+            wanted.setdefault(name, {})[index] = key
+    packs = {}
+    for name, leaves in wanted.items():
+        members = manifest.packs[name]
+        bits = next(iter(members.values())).bits()
+        target = pack_target(len(members), [targets[key] for key in leaves.values()])
+        packs[name] = _Pack(leaves, target, (len(members), *bits.shape), bits.dtype)
+    return packs
+
+
 def _read(
-    path: Any, step: int, manifest: Manifest, match: Match, targets: Mapping[Key, Any]
-) -> tuple[dict[str, np.ndarray], dict[Key, Any]]:
-    """The digests that were saved, and the arrays by their wanted paths; of several for one saved leaf, each."""
+    path: Any,
+    step: int,
+    manifest: Manifest,
+    match: Match,
+    targets: Mapping[Key, Any],
+    packs: Mapping[str, _Pack],
+) -> tuple[dict[str, np.ndarray], dict[Key, Any], dict[str, Any]]:
+    """The digests that were saved, the arrays by their wanted paths, and the packs."""
     with reading(path, step):
         saved = storage.read_digest_rows(path, manifest)
-    some = len(targets) < sum(spec.stored for spec in manifest.leaves)
+    some = len(targets) + len(packs) < sum(spec.stored for spec in manifest.leaves) - len(manifest.places) + len(
+        manifest.packs
+    )
+    asked = {match.saved[key].key: one for key, one in targets.items()}
+    asked |= {(PACKS, name): pack.target for name, pack in packs.items()}
     with reading(path, step, lambda: _damaged_here(path, step, manifest, saved)):
-        found = storage.read_arrays(path, {match.saved[key].key: one for key, one in targets.items()}, partial=some)
-        return saved, {key: found[match.saved[key].key] for key in targets}
+        found = storage.read_arrays(path, asked, partial=some)
+        arrays = {key: found[match.saved[key].key] for key in targets}
+        return saved, arrays, {name: found[PACKS, name] for name in packs}
 
 
 def read_manifest(path: Any, step: int) -> Manifest:
@@ -178,16 +229,17 @@ def _damaged_here(path: Any, step: int, manifest: Manifest, saved: Mapping[str, 
 
 def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]) -> list[Key]:
     """The leaves that cannot be read alone, or are not what their digest says."""
-    wrong = []
-    for spec in manifest.leaves:
+    leaves = storage.Leaves(path, manifest)
+    wrong: set[Key] = set()
+    for spec in leaves.in_order(manifest.leaves):
         try:
             with reading(path, step):
-                intact = not spec.stored or digest.host_digest(storage.read_one(path, spec.key)) == expected[spec.key]
+                intact = not spec.stored or digest.host_digest(leaves.read(spec.key)) == expected[spec.key]
         except CheckpointError:
             intact = False
         if not intact:
-            wrong.append(spec.key)
-    return wrong
+            wrong.add(spec.key)
+    return [spec.key for spec in manifest.leaves if spec.key in wrong]
 
 
 def _as_wanted(array: Any, target: Any, spec: LeafSpec) -> bool:
@@ -210,16 +262,32 @@ def _digests(arrays: Mapping[Key, Any]) -> dict[Key, int]:
     found: dict[Key, int] = {}
     for keys in grouped(dict(arrays)):
         leaves = [arrays[key] for key in keys]
-        if not isinstance(leaves[0], jax.Array):
-            found |= zip(keys, host_rows(leaves)[0, :-1].tolist(), strict=True)
-            continue
-        rows = np.concatenate([np.asarray(shard.data) for shard in digest.digests(leaves).addressable_shards])
-        parts = rows.sum(axis=0, dtype=np.uint32)
-        if not leaves[0].is_fully_addressable:  # else each process has it whole, and would count it once more
-            parts = gathered("compare digests", parts).sum(axis=0, dtype=np.uint32)
+        parts = _summed(digest.digests(leaves)) if isinstance(leaves[0], jax.Array) else host_rows(leaves)[0]
         found |= zip(keys, parts[:-1].tolist(), strict=True)
     return found
 
 
-def _differing(expected: Mapping[Key, int], arrays: Mapping[Key, Any]) -> list[Key]:
-    return [key for key, value in _digests(arrays).items() if value != expected[key]]
+def _pack_digests(packs: Mapping[str, _Pack], stacks: Mapping[str, Any]) -> dict[Key, int]:
+    """The digests of the wanted leaves of packs."""
+    found: dict[Key, int] = {}
+    for names in grouped({(name,): stack for name, stack in stacks.items()}):
+        group = {name: stacks[name] for (name,) in names}
+        if isinstance(next(iter(group.values())), jax.Array):
+            parts = iter(_summed(digest.digests([], list(group.values()))).tolist())
+            rows = {name: list(itertools.islice(parts, stack.shape[0])) for name, stack in group.items()}
+            found |= {key: rows[name][index] for name in group for index, key in packs[name].leaves.items()}
+        else:
+            found |= {
+                key: digest.host_digest(stack[index])
+                for name, stack in group.items()
+                for index, key in packs[name].leaves.items()
+            }
+    return found
+
+
+def _summed(rows: jax.Array) -> np.ndarray:
+    """`digest.digests` added up over all devices, its seal as well."""
+    parts = np.concatenate([np.asarray(shard.data) for shard in rows.addressable_shards]).sum(axis=0, dtype=np.uint32)
+    if not rows.is_fully_addressable:  # else each process has it whole, and would count it once more
+        parts = gathered("compare digests", parts).sum(axis=0, dtype=np.uint32)
+    return parts

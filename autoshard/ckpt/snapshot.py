@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_leaves
+from autoshard.ckpt.packs import Place, packs_of, stacked
 
 HOST = "host"
 
@@ -25,8 +24,10 @@ class Snapshot:
 
     Attributes:
         specs: every leaf.
-        arrays: the leaves that have elements, RNG keys as their bits.
-        groups: names of groups of leaves that share a mesh, and the leaves of each.
+        arrays: the leaves that have elements and are not packed, RNG keys as their bits.
+        groups: names of groups of leaves that share a mesh, and the leaves of each; packed ones last, pack by pack.
+        packs: arrays [leaves, *shape] of many small leaves; see `packs`.
+        places: for each packed leaf its pack, and which of it.
         layouts: for each leaf on a mesh its `PartitionSpec`, as text.
         meshes: the sizes of the axes of those meshes.
     """
@@ -34,6 +35,8 @@ class Snapshot:
     specs: tuple[LeafSpec, ...]
     arrays: dict[Key, Any]
     groups: dict[str, list[Key]]
+    packs: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
     layouts: dict[Key, str] = field(default_factory=dict)
     meshes: tuple[dict[str, int], ...] = ()
 
@@ -44,19 +47,22 @@ class Snapshot:
 
     def digest_rows(self) -> dict[str, Any]:
         """Per group uint32 [devices, leaves + 1], computed where the leaves are; see `digest.digests`."""
-        return {
-            group: host_rows([self.arrays[key] for key in keys])
-            if group == HOST
-            else digest.digests([self.arrays[key] for key in keys])
-            for group, keys in self.groups.items()
-        }
+        rows = {}
+        for group, keys in self.groups.items():
+            single = [self.arrays[key] for key in keys if key not in self.places]
+            packs = [self.packs[name] for name in dict.fromkeys(self.places[key][0] for key in keys[len(single) :])]
+            if group == HOST:
+                rows[group] = host_rows([*single, *(leaf for pack in packs for leaf in pack)])
+            else:
+                rows[group] = digest.digests(single, packs)
+        return rows
 
 
 def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
     """Describes a state; with `copy` copies it, so that it may be donated at once.
 
-    The copy is dispatched before this returns, and the runtime keeps a buffer alive for the programs that
-    were given it before its donation. Nothing here waits for the devices.
+    The copy is dispatched before this returns, and the runtime keeps a buffer alive for the copies and programs
+    that were given it before its donation. Nothing here waits for the devices. Packs are copies in any case.
 
     Raises:
         CheckpointError: a leaf cannot be saved, or its buffer was donated already.
@@ -70,18 +76,19 @@ def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
             "Save the state that the last step returned."
         )
     stored = {spec.key: _plain(leaf) for spec, (_, leaf) in zip(specs, named, strict=True) if spec.stored}
-    arrays, groups = {}, {}
-    for number, keys in enumerate(grouped(stored)):
-        leaves = [stored[key] for key in keys]
-        on_devices = isinstance(leaves[0], jax.Array)
-        if copy:
-            leaves = list(_copies(leaves)) if on_devices else [np.array(leaf) for leaf in leaves]
-        groups[str(number) if on_devices else HOST] = keys
-        arrays |= zip(keys, leaves, strict=True)
+    members = packs_of(stored)
+    places = {key: (name, index) for name, keys in members.items() for index, key in enumerate(keys)}
+    packs = {name: stacked([stored[key] for key in keys]) for name, keys in members.items()}
+    arrays = {key: leaf for key, leaf in stored.items() if key not in places}
+    groups = {}
+    for number, keys in enumerate(grouped({key: stored[key] for key in (*arrays, *places)})):
+        groups[str(number) if isinstance(stored[keys[0]], jax.Array) else HOST] = keys
+    if copy:
+        arrays = copies(arrays)
     on_mesh = {key: leaf.sharding for key, leaf in named if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
     layouts = {key: str(tuple(sharding.spec)) for key, sharding in on_mesh.items()}
     meshes = {tuple(sharding.mesh.shape.items()): None for sharding in on_mesh.values()}
-    return Snapshot(specs, arrays, groups, layouts, tuple(map(dict, meshes)))
+    return Snapshot(specs, arrays, groups, packs, places, layouts, tuple(map(dict, meshes)))
 
 
 def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:
@@ -108,12 +115,11 @@ def _plain(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def _copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    return _copy_program(tuple(array.sharding for array in arrays))(tuple(arrays))
-
-
-@functools.lru_cache(maxsize=64)
-def _copy_program(shardings: tuple[Any, ...]) -> Any:
-    """A jitted copy that keeps every sharding."""
-    # jnp.copy, and not the argument as it is: jit would hand that back without a copy.
-    return jax.jit(lambda arrays: tuple(jnp.copy(array) for array in arrays), out_shardings=shardings)
+def copies(arrays: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Copies, each where its array is; dispatched, not waited for."""
+    made = {key: np.array(array) for key, array in arrays.items() if not isinstance(array, jax.Array)}
+    on_devices = {key: array for key, array in arrays.items() if isinstance(array, jax.Array)}
+    # The runtime's own copy: a program that copies would have to be compiled for each set of leaves.
+    leaves, shardings = list(on_devices.values()), [array.sharding for array in on_devices.values()]
+    made |= zip(on_devices, jax.device_put(leaves, shardings, may_alias=False), strict=True)
+    return {key: made[key] for key in arrays}

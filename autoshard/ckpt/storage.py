@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt.leaves import Key, nest, unnest
+from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, nest, unnest
 from autoshard.ckpt.manifest import Manifest
 from autoshard.ckpt.snapshot import Snapshot
 
@@ -53,8 +53,9 @@ def _write(path: Any, snapshot: Snapshot, metadata: Any) -> None:
 def _contents(snapshot: Snapshot) -> dict[str, Any]:
     # Orbax refuses an empty tree, which a state of empty arrays would be.
     contents: dict[str, Any] = {_DIGESTS: snapshot.digest_rows() or {"none": np.zeros((1, 1), np.uint32)}}
-    if snapshot.arrays:
-        contents[_STATE] = nest(snapshot.arrays)
+    arrays = snapshot.arrays | {(PACKS, name): pack for name, pack in snapshot.packs.items()}
+    if arrays:
+        contents[_STATE] = nest(arrays)
     return contents
 
 
@@ -85,8 +86,37 @@ def read_arrays(path: Any, wanted: Mapping[Key, Any], *, partial: bool = False) 
     return unnest(_load(path, {_STATE: nest(wanted)}, partial=partial)[_STATE], list(wanted))
 
 
-def read_one(path: Any, key: Key) -> np.ndarray:
-    """One leaf alone, into host memory."""
+class Leaves:
+    """Leaves of a step one at a time, in host memory; of packed ones best those of one pack after each other."""
+
+    def __init__(self, path: Any, manifest: Manifest) -> None:
+        self._path, self._places = path, manifest.places
+        self._last: tuple[Key, np.ndarray | Exception] | None = None
+
+    def read(self, key: Key) -> np.ndarray:
+        """A leaf, RNG keys as their bits. Raises whatever Orbax raises."""
+        if key not in self._places:
+            return _read_one(self._path, key)
+        name, index = self._places[key]
+        pack = (PACKS, name)
+        if self._last is None or self._last[0] != pack:
+            self._last = None  # only one in memory
+            try:
+                self._last = pack, _read_one(self._path, pack)
+            except Exception as error:  # kept, so that a damaged pack is not read again for each leaf
+                self._last = pack, error
+        found = self._last[1]
+        if isinstance(found, Exception):
+            raise found
+        return np.asarray(found[index])
+
+    def in_order(self, specs: Iterable[LeafSpec]) -> list[LeafSpec]:
+        """Leaves in the order in which they are best read."""
+        return sorted(specs, key=lambda spec: self._places.get(spec.key, ("", 0)))
+
+
+def _read_one(path: Any, key: Key) -> np.ndarray:
+    """One array alone, into host memory."""
     return unnest(_load(path, {_STATE: nest({key: np.ndarray})}, partial=True)[_STATE], [key])[key]
 
 

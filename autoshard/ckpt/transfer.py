@@ -104,12 +104,13 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
     specs = {spec.key: spec for spec in manifest.leaves}
     where = f"step {step} in {path.parent}"
     sources = model_leaves(specs, use_ema, where)
+    leaves = storage.Leaves(path, manifest)
 
     def read(spec: LeafSpec) -> np.ndarray:
         if not spec.stored:
             return np.zeros(spec.shape, spec.dtype)
         with reading(path, step):
-            values = storage.read_one(path, spec.key)
+            values = leaves.read(spec.key)
         if digest.host_digest(values) != digests[spec.key]:
             raise damaged(path, step, "other values than were saved", [spec.key])
         return values
@@ -128,7 +129,8 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
 
         return Tensor(".".join(key), spec.shape, kind, values)
 
-    tensors = tuple(tensor(key, spec) for key, spec in sources.items())
+    names = {spec.key: key for key, spec in sources.items()}
+    tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
     return Model(tensors, _config(manifest.config, tensors), where)
 
 

@@ -191,8 +191,8 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest is not as it was written"):
         checkpoints.restore(3, states[3])
-    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=3)}))
-    with pytest.raises(CheckpointError, match="has format 3, .* reads up to 2: upgrade") as caught:
+    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=4)}))
+    with pytest.raises(CheckpointError, match="has format 4, .* reads up to 3: upgrade") as caught:
         checkpoints.restore(3, states[3])
     assert not isinstance(caught.value, DamagedCheckpointError)
 

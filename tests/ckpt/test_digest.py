@@ -93,7 +93,7 @@ def test_blocks_of_constants_differ() -> None:
 def test_nothing_is_gathered_and_devices_do_not_talk(mesh8: Mesh) -> None:
     specs = (PartitionSpec("data", "model"), PartitionSpec(), PartitionSpec(("model", "data")))
     leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh8, spec)) for spec in specs]
-    text = digest._mesh_program(mesh8, specs).lower(tuple(leaves)).compile().as_text()
+    text = digest._parts_program(mesh8, specs).lower(tuple(leaves)).compile().as_text()
     assert not [name for name in ("all-reduce", "all-gather", "all-to-all", "permute") if name in text]
 
 

@@ -27,10 +27,11 @@ def values(seed):
     w = jnp.arange(64.0 * 96).reshape(64, 96) + seed
     put = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
     sharded = {"w": put(w, "data", "model"), "r": put(w[0], "model")}
-    return sharded | {"whole": put(w[1]), "key": jax.random.key(seed)}
+    many = [put(w[i] + i, "data") for i in range(30)] + [put(w[i]) for i in range(30)]
+    return sharded | {"whole": put(w[1]), "key": jax.random.key(seed), "many": many}
 
 advance = jax.jit(lambda w: w + 1, donate_argnums=0)
-state = {**values(0), "host": np.arange(3), "local": jnp.float32(2)}
+state = {**values(0), "host": np.arange(3), "local": jnp.float32(2), "packed": [np.full(5, i) for i in range(20)]}
 
 def describe(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
@@ -41,6 +42,11 @@ def same(restored, step):
     for shard in restored["w"].addressable_shards:
         whole = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + step
         np.testing.assert_array_equal(shard.data, whole[shard.index])
+    for i, leaf in enumerate(restored["many"]):
+        for shard in leaf.addressable_shards:
+            assert leaf.sharding == template["many"][i].sharding
+            np.testing.assert_array_equal(shard.data, (whole[i % 30] + i * (i < 30))[shard.index])
+    assert all((leaf == i).all() for i, leaf in enumerate(restored["packed"]))
     bits = jax.random.key_data(restored["key"]).addressable_data(0)
     assert (bits == jax.random.key_data(jax.random.key(0))).all()
     assert restored["local"] == 2 and (restored["host"] == np.arange(3)).all()
@@ -48,10 +54,19 @@ def same(restored, step):
 with Checkpointer(directory, keep=None) as checkpoints:
     for step in (0, 1):
         checkpoints.save(step, state, config={"model": 1})
-        state = {**state, "w": advance(state["w"])}
+        state = {**state, "w": advance(state["w"]), "many": [advance(leaf) for leaf in state["many"]]}
     checkpoints.wait()
     assert checkpoints.steps() == [0, 1]
+    from autoshard.ckpt.restore import read_manifest
+    assert len(read_manifest(checkpoints.directory / "step_00000001", 1).places) == 81  # "whole" is of their kind
     same(checkpoints.restore(like=template, config={"model": 1}), 1)
+    # Of one pack onto two shardings: read on the host by each.
+    mixed = {**template, "many": [describe(state["many"][30 * (i % 2)]) for i in range(60)]}
+    restored = checkpoints.restore(like=mixed)["many"]
+    whole = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + 1
+    for i, leaf in enumerate(restored):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, (whole[i % 30] + i * (i < 30))[shard.index])
     try:
         checkpoints.save(1, state, config={})
     except CheckpointError as error:
@@ -108,9 +123,13 @@ def test_two_processes_then_one(tmp_path: Path, root: Path) -> None:
         "key": jax.random.key(1),
         "host": np.zeros(3, int),
         "local": jax.ShapeDtypeStruct((), np.float32),
+        "many": [jax.ShapeDtypeStruct((96,), np.float32, sharding=sharding)] * 60,
+        "packed": [np.zeros(5, int)] * 20,
     }
     restored = Checkpointer(tmp_path / "run").restore(like=template, config={"model": 1})
     np.testing.assert_array_equal(restored["w"], wanted)
     assert restored["w"].sharding == sharding
+    for i, leaf in enumerate(restored["many"]):
+        np.testing.assert_array_equal(leaf, wanted[i % 30] + i * (i < 30))
     np.testing.assert_array_equal(restored["whole"], wanted[1] - 1)
     assert (jax.random.key_data(restored["key"]) == jax.random.key_data(jax.random.key(0))).all()
