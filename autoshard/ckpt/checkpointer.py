@@ -130,21 +130,24 @@ class Checkpointer:
             lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
         )
         snapshot = take_snapshot(state, copy=not block)
-        manifest = Manifest(
-            step=step,
-            config=told[0],
-            leaves=snapshot.specs,
-            digests=snapshot.digests,
-            written_by=written_by(jax.device_count(), jax.process_count(), snapshot.meshes),
-            metrics=told[1],
-            plan=told[2],
-            layouts=snapshot.layouts,
-            places=snapshot.places,
-            expert_dims=dims_of(told[2], snapshot.specs)
-            | (dims_by(expert_dims, snapshot.specs) if expert_dims else {}),
-        )
-        self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, manifest))
-        self._metrics[step] = manifest.metrics
+        by_pattern = dims_by(expert_dims, snapshot.specs) if expert_dims else {}
+
+        def described() -> Manifest:
+            return Manifest(
+                step=step,
+                config=told[0],
+                leaves=snapshot.specs,
+                digests=snapshot.digests,
+                written_by=written_by(jax.device_count(), jax.process_count(), snapshot.meshes),
+                metrics=told[1],
+                plan=told[2],
+                layouts=snapshot.layouts,
+                places=snapshot.places,
+                expert_dims=dims_of(told[2], snapshot.specs) | by_pattern,
+            )
+
+        self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, described))
+        self._metrics[step] = told[1]
         if block:
             self.wait()
 

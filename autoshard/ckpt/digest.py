@@ -29,6 +29,7 @@ from autoshard.sharding.replicas import replicated_axes, sharded_axes
 
 _STEP = 0x9E3779B1
 _MASK = 0xFFFFFFFF
+_BLOCK = 2**16  # elements of a NumPy array at once
 _BATCH = 64  # leaves of one program: compiling takes some milliseconds for each
 
 
@@ -82,16 +83,24 @@ def shard_digest(shard: jax.Array, shape: Sequence[int], offsets: Sequence[Any])
 
 
 def host_digest(array: np.ndarray) -> int:
-    """The same digest of a NumPy array, by NumPy."""
-    array = np.asarray(array)
-    if array.dtype != np.bool_ and not np.issubdtype(array.dtype, np.complexfloating) and bits_of(array.dtype) < 8:
-        integer = jnp.issubdtype(array.dtype, jnp.integer)
-        signed = jnp.issubdtype(array.dtype, jnp.signedinteger)
-        array = array.astype((np.int8 if signed else np.uint8) if integer else np.float32)
+    """The same digest of a NumPy array, by NumPy; a block after the other, so that it takes little memory."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    words = flat.view(f"<u{min(array.dtype.itemsize, 4)}").astype(np.uint32)
-    place = (np.arange(words.size, dtype=np.uint64) & np.uint64(_MASK)).astype(np.uint32)
-    return int(_mix(words, place).sum(dtype=np.uint64) & np.uint64(_MASK))
+    total = 0
+    for at in range(0, flat.size, _BLOCK):
+        words = _host_words(flat[at : at + _BLOCK])
+        first = at * (words.size // min(_BLOCK, flat.size - at))
+        place = ((np.arange(words.size, dtype=np.uint64) + np.uint64(first)) & np.uint64(_MASK)).astype(np.uint32)
+        total += int(_mix(words, place).sum(dtype=np.uint64))
+    return total & _MASK
+
+
+def _host_words(flat: np.ndarray) -> np.ndarray:
+    """The bits of a flat NumPy array as uint32 words, low word first."""
+    dtype = flat.dtype
+    if dtype != np.bool_ and not np.issubdtype(dtype, np.complexfloating) and bits_of(dtype) < 8:
+        integer, signed = jnp.issubdtype(dtype, jnp.integer), jnp.issubdtype(dtype, jnp.signedinteger)
+        flat = flat.astype((np.int8 if signed else np.uint8) if integer else np.float32)
+    return flat.view(f"<u{min(flat.dtype.itemsize, 4)}").astype(np.uint32)
 
 
 def _sealed(parts: jax.Array) -> jax.Array:
@@ -169,10 +178,14 @@ def _part(mesh: Mesh | None, spec: PartitionSpec, shard: jax.Array) -> jax.Array
 
 def _on_shards(mesh: Mesh | None, rows: Callable[..., jax.Array], specs: Any) -> Any:
     """A jitted function from shards to a row [1, n] on each device."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    # XLA:CPU cuts a sum into two, and writes what is summed to memory in between: as many bytes as the leaves have.
+    options: Any = {"xla_disable_hlo_passes": "tree_reduction_rewriter"} if platform == "cpu" else None
     if mesh is None:
-        return jax.jit(rows)
+        return jax.jit(rows, compiler_options=options)
     out = PartitionSpec(tuple(mesh.axis_names))
-    return jax.jit(jax.shard_map(rows, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False))
+    mapped = jax.shard_map(rows, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)
+    return jax.jit(mapped, compiler_options=options)
 
 
 @functools.lru_cache(maxsize=256)

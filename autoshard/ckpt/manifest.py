@@ -211,16 +211,21 @@ def _shown(flat: Mapping[str, Any], key: str) -> str:
 
 def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     """Who writes: versions, devices, processes, and the meshes that the leaves lie on; and when, in UTC."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
-        "versions": versions,
+        "versions": dict(_versions()),
         "devices": devices,
         "processes": processes,
         "meshes": [dict(mesh) for mesh in meshes],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+@functools.cache  # reading them takes longer than dispatching the copy of a state
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

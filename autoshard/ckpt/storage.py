@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -18,6 +21,8 @@ from autoshard.ckpt.manifest import Manifest
 from autoshard.ckpt.snapshot import Snapshot
 
 _STATE, _DIGESTS = "state", "digests"
+IN_FLIGHT_BYTES = 128 * 2**20  # enough to keep a disk busy, little beside a state
+_READ_COPIES = 4  # of what is read: as it is stored, decoded, on its way to a device, and what the allocator keeps
 
 
 class Pending(Protocol):
@@ -35,19 +40,27 @@ class Writer:
         # Its thread is joined when the interpreter ends, so a save that was begun is finished.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autoshard-ckpt")
 
-    def write(self, path: Any, snapshot: Snapshot, manifest: Manifest) -> Pending:
-        """Starts to write a step; it appears under its name only when it is whole."""
-        metadata = manifest.to_json()
+    def write(self, path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> Pending:
+        """Starts to write a step; it appears under its name only when it is whole.
+
+        Args:
+            path: of the step.
+            snapshot: what is written.
+            manifest: makes what the step says of itself, in the background where there is one.
+        """
         if jax.process_count() == 1:
-            return self._thread.submit(_write, path, snapshot, metadata)
+            return self._thread.submit(_write, path, snapshot, manifest)
         # Orbax starts a save with collectives, which must not meet the train step's from another thread.
-        with _saving():
-            return ocp.save_checkpointables_async(path, _contents(snapshot), custom_metadata=metadata)
+        contents = _contents(snapshot)
+        with _saving(jax.tree.leaves(contents)):
+            return ocp.save_checkpointables_async(path, contents, custom_metadata=manifest().to_json())
 
 
-def _write(path: Any, snapshot: Snapshot, metadata: Any) -> None:
-    with _saving():
-        ocp.save_checkpointables(path, _contents(snapshot), custom_metadata=metadata)
+def _write(path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> None:
+    metadata = manifest().to_json()
+    contents = _contents(snapshot)
+    with _saving(jax.tree.leaves(contents)):
+        ocp.save_checkpointables(path, contents, custom_metadata=metadata)
 
 
 def _contents(snapshot: Snapshot) -> dict[str, Any]:
@@ -59,12 +72,23 @@ def _contents(snapshot: Snapshot) -> dict[str, Any]:
     return contents
 
 
-def _saving() -> ocp.Context:
-    """How arrays are written: each replica its share, and as they are: values of training hardly compress."""
+def _saving(arrays: Iterable[Any]) -> ocp.Context:
+    """How arrays are written: each replica its share, and as they are: values of training hardly compress.
+
+    Some at a time: without a limit Orbax encodes all of a step before it writes the first byte.
+    """
     context = ocp.Context()
+    context.memory_options.write_concurrent_bytes = _in_flight(arrays)
+    context.memory_options.deepcopy_host_arrays = False  # they are copies, or the caller waits
     context.array_options.saving.use_compression = False
     context.array_options.saving.use_replica_parallel = True
     return context
+
+
+def _in_flight(arrays: Iterable[Any], copies: int = 1) -> int:
+    """Bytes of arrays that Orbax may have in flight at once; it refuses an array of more."""
+    sizes = [math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays]
+    return max((IN_FLIGHT_BYTES // copies, *sizes)) + 1
 
 
 def read_manifest(path: Any) -> Manifest:
@@ -95,6 +119,7 @@ class Leaves:
 
     def read(self, key: Key) -> np.ndarray:
         """A leaf, RNG keys as their bits. Raises whatever Orbax raises."""
+        _trim()
         if key not in self._places:
             return _read_one(self._path, key)
         name, index = self._places[key]
@@ -113,6 +138,13 @@ class Leaves:
     def in_order(self, specs: Iterable[LeafSpec]) -> list[LeafSpec]:
         """Leaves in the order in which they are best read."""
         return sorted(specs, key=lambda spec: self._places.get(spec.key, ("", 0)))
+
+
+def _trim() -> None:
+    """Has the C library give back what it holds free: TensorStore's threads each keep an arena as large as a leaf."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:  # glibc's alone
+        trim(0)
 
 
 def _read_one(path: Any, key: Key) -> np.ndarray:
@@ -158,6 +190,8 @@ def explained(error: BaseException, path: Any) -> tuple[str | None, str]:
 def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
     context = ocp.Context()
     context.pytree_options.loading.partial_load = partial
+    asked = [one for one in jax.tree.leaves(wanted) if isinstance(one, jax.ShapeDtypeStruct)]
+    context.memory_options.read_concurrent_bytes = _in_flight(asked, _READ_COPIES)
     if jax.process_count() > 1:
         # Each process reads for itself: where one fails, Orbax would let the others wait for it.
         me = jax.process_index()
