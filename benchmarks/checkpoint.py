@@ -9,7 +9,8 @@ The state is float32 matrices, sharded over eight virtual devices, and moments o
     total      until the step is committed
     digests    of the state, alone; behind the step they are part of the total
 
-Memory is that of a process of its own: the largest resident size during a save or a restore, less that before it.
+Memory is that of a process of its own: the largest resident size during a save, a restore or an export, less that
+before it. A small state goes first: imports and XLA's first programs are some 60 to 100 MiB once a process.
 Steps are matrix products of some tenths of a second, with and without a save behind them.
 """
 
@@ -149,13 +150,14 @@ def restored(folder: Path, state: Any) -> float:
 
 
 def many_leaves(mib: int, count: int) -> list[common.Row]:
-    """The same bytes in 100 leaves and in many."""
+    """The same bytes in 100 leaves and in many, the second time: the first compiles."""
     found: dict[int, list[float]] = {}
     for leaves in (100, count):
         state = make_state(mib, leaves)
         with tempfile.TemporaryDirectory() as root:
             save_ours(Path(root) / "first", state)
             _, total = save_ours(Path(root) / "ours", state)
+            restored(Path(root) / "first", state)
             found[leaves] = [total, restored(Path(root) / "ours", state)]
         del state
         gc.collect()
@@ -196,6 +198,7 @@ def peak_of(action: Callable[[], Any]) -> int:
 
 def memory(what: str, mib: int, folder: Path) -> int:
     """Peak extra bytes of one kind of work, in this process."""
+    _warm(folder / f"warm {what}")
     if what == "export":
         with Checkpointer(folder / "ours") as checkpoints:
             shutil.rmtree(folder / "out", ignore_errors=True)
@@ -213,6 +216,15 @@ def memory(what: str, mib: int, folder: Path) -> int:
         "Orbax's save": lambda: save_orbax(folder / "orbax", state),
     }
     return peak_of(run[what])
+
+
+def _warm(folder: Path) -> None:
+    state = make_state(1, 2)
+    _blocking(folder / "ours", state)
+    save_orbax(folder / "orbax", state)
+    restored(folder / "ours", state)
+    with Checkpointer(folder / "ours") as checkpoints:
+        checkpoints.export(None, folder / "out")
 
 
 def _blocking(folder: Path, state: Any) -> None:
@@ -243,7 +255,7 @@ def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=400, help="of the state")
-    parser.add_argument("--many", type=int, default=1000, help="leaves of a state of 64 MiB, beside 100")
+    parser.add_argument("--many", type=int, default=10_000, help="leaves of a state of 64 MiB, beside 100")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

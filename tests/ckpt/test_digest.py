@@ -42,6 +42,18 @@ def test_devices_and_host_agree_on_every_dtype(dtype: type, mesh8: Mesh) -> None
     assert device_digest(sharded) == device_digest(jnp.asarray(array)) == digest.host_digest(array)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_blocks_of_a_large_host_array(dtype: type) -> None:
+    array = random_array((3, digest._BLOCK // 2 + 7), dtype, 0)
+    assert device_digest(jnp.asarray(array)) == digest.host_digest(array)
+
+
+def test_what_is_summed_is_not_written_to_memory(mesh8: Mesh) -> None:
+    leaf = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh8, PartitionSpec("data")))
+    compiled = digest._parts_program(mesh8, (PartitionSpec("data"),)).lower((leaf,)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
+
+
 def test_wide_types() -> None:
     with jax.enable_x64(True):
         for dtype in (np.float64, np.int64, np.complex128):
