@@ -1,0 +1,125 @@
+"""A run that goes on from a checkpoint on another mesh is the run that was never interrupted."""
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.ckpt import Checkpointer
+from autoshard.models import workload
+from autoshard.models.moe import EXPERT_DIMS
+from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.placement import shardings
+from autoshard.train.state import make_program
+from autoshard.train.step import make_train_step
+
+BEFORE, AFTER = 4, 20  # steps until the checkpoint, and from it on
+
+DENSE, SORTED, CAPACITY = "llama-tiny", "mixtral-tiny", "moe-tiny"
+FROM = {
+    DENSE: ("dp:8", "fsdp:8", "dp:2 tp:4", "dp:2 fsdp:2 tp:2"),
+    SORTED: ("dp:2 ep:4", "fsdp:4 ep:2", "dp:2 ep:2 tp:2", "ep:8"),
+    CAPACITY: ("dp:2 ep:4", "fsdp:2 ep:2 tp:2"),
+}
+TO = {
+    DENSE: ("dp:1", "fsdp:2", "tp:2", "dp:2 tp:2", "fsdp:4", "fsdp:2 tp:2", *FROM[DENSE]),
+    SORTED: ("dp:1", "ep:2", "tp:2", "ep:4", "dp:2 ep:2", "fsdp:2 tp:2", *FROM[SORTED]),
+    CAPACITY: ("dp:1", "ep:2", "fsdp:2 ep:2", *FROM[CAPACITY]),
+}
+QUICK = {(DENSE, "dp:2 fsdp:2 tp:2", "dp:2 fsdp:2 tp:2"), (SORTED, "dp:2 ep:4", "fsdp:2 tp:2")}
+
+
+CASES = [
+    pytest.param(
+        *(name, source, target),
+        marks=pytest.mark.whole if (name, source, target) in QUICK else pytest.mark.slow,
+        id=f"{name}: {source} -> {target}",
+    )
+    for name, sources in FROM.items()
+    for source in sources
+    for target in TO[name]
+]
+
+
+def batch_of(name: str, step: int) -> dict[str, np.ndarray]:
+    """Tokens that count on, by another number in each row: something to learn."""
+    work = workload(name)
+    rows, context, vocab = work.batch_size, work.config.context, 128
+    rng = np.random.default_rng(step)
+    begin, by = rng.integers(0, vocab, (rows, 1)), rng.integers(1, 4, (rows, 1))
+    tokens = ((begin + by * np.arange(context + 1)) % vocab).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((rows, context), np.float32)}
+
+
+@functools.cache
+def program_of(name: str) -> tuple[Any, Any]:
+    settings = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+    program = make_program(workload(name).build, make_optimizer(settings, BEFORE + AFTER))
+    return program, make_train_step(program, learning_rate_schedule(settings, BEFORE + AFTER))
+
+
+@functools.cache
+def placed(name: str, words: str) -> tuple[Any, Any, Any]:
+    """The step on a mesh, its plan, and the state's shapes with their shardings there."""
+    program, train_step = program_of(name)
+    axes = {axis: int(size) for axis, _, size in (word.partition(":") for word in words.split())}
+    step = autoshard.auto_shard(train_step, donate_argnums=0, plan=words, mesh=axes)
+    shapes = program.abstract_state()
+    plan = step.plan(shapes, workload(name).batch())
+    like = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings(plan)[0]
+    )
+    return step, plan, like
+
+
+def steps(name: str, words: str, state: Any, numbers: Iterable[int]) -> tuple[Any, list[float]]:
+    step, losses = placed(name, words)[0], []
+    for number in numbers:
+        state, metrics = step(state, batch_of(name, number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs on meshes of eight devices: where the checkpoint is, what was saved, and the losses from there on."""
+
+    @functools.cache
+    def run(name: str, words: str) -> tuple[Path, Any, list[float]]:
+        step, plan, _ = placed(name, words)
+        state = step.init(program_of(name)[0].create_state, jax.random.key(0))
+        state, first = steps(name, words, state, range(BEFORE))
+        folder = tmp_path_factory.mktemp("run")
+        with Checkpointer(folder) as checkpoints:
+            dims = None if name == DENSE else EXPERT_DIMS
+            checkpoints.save(BEFORE, state, plan=plan, expert_dims=dims, block=True)
+        kept = jax.tree.map(np.asarray, state)
+        _, losses = steps(name, words, state, range(BEFORE, BEFORE + AFTER))
+        assert losses[-1] < first[0] - 0.5  # it learns: a state that comes back wrong would show
+        return folder, kept, losses
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "source", "target"), CASES)
+def test_a_run_goes_on_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
+    folder, kept, losses = saved(name, source)
+    _, plan, like = placed(name, target)
+    with Checkpointer(folder) as checkpoints:
+        state = checkpoints.restore(like=like)
+    count = plan.mesh.size
+    for (path, leaf), want, shape in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(kept), jax.tree.leaves(like), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        assert leaf.sharding == shape.sharding and len(leaf.sharding.device_set) == count, where
+        assert leaf.dtype == want.dtype and np.asarray(leaf).tobytes() == want.tobytes(), where
+    _, found = steps(name, target, state, range(BEFORE, BEFORE + AFTER))
+    if source == target:
+        assert found == losses
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
