@@ -22,6 +22,7 @@ from autoshard.ckpt.safetensors import Tensor, write
 
 PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that are the model's
 AVERAGE = ("ema", "mean"), ("ema", "weight")
+INFERENCE = "inference.json"  # beside the steps: what the trainer says of sampling
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, as HF's own
 
 
@@ -96,7 +97,7 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
         dtype: of floating-point tensors; as they are saved by default.
 
     Raises:
-        CheckpointError: there is no moving average.
+        CheckpointError: there is no moving average, or `inference.json` is not as it was written.
         DamagedCheckpointError: the step is not as it was written.
     """
     manifest = read_manifest(path, step)
@@ -131,11 +132,11 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
-    return Model(tensors, _config(manifest.config, tensors), where)
+    return Model(tensors, _config(manifest.config, tensors) | _generation(path.parent / INFERENCE), where)
 
 
 def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
-    """Writes a model's tensors as safetensors files, one in memory at a time, and what it is as `config.json`.
+    """Writes a model's tensors as safetensors files, one in memory at a time, and the JSON files of what it is.
 
     Args:
         model: what.
@@ -187,6 +188,21 @@ def _config(config: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, A
     head = {"architectures": [name]} if name else {}
     kept = {"dtype": max(set(kinds), key=kinds.count)} if kinds else {}
     return {"config.json": head | kept | model}
+
+
+def _generation(file: Any) -> dict[str, Any]:
+    """How text is sampled, as HF's `generate` reads it; nothing where the folder does not say it."""
+    if not file.exists():
+        return {}
+    try:
+        told = json.loads(file.read_text())
+        temperature, top_k = float(told["generation"]["temperature"]), told["generation"]["top_k"]
+        length = int(told["max_length"])
+        top_k = 0 if top_k is None else int(top_k)  # where it is left out, HF takes 50
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is not as it was written: {type(error).__name__}: {error}") from error
+    how = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    return {"generation_config.json": how | {"max_length": length}}
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ from autoshard.models.gpt import (
     Attention,
     Block,
     GPTConfig,
+    KeysValues,
+    KVCache,
     Norm,
     dropout,
     dropout_keys,
@@ -53,7 +55,7 @@ from autoshard.models.gpt import (
     residual_deviation,
 )
 from autoshard.models.loss import cross_entropy
-from autoshard.models.stack import make_layers, remat_problems, run_layers
+from autoshard.models.stack import extend_layers, make_layers, remat_problems, run_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,11 @@ class MoEConfig:
     def context(self) -> int:
         """Longest sequence."""
         return self.gpt.context
+
+    @property
+    def vocab(self) -> int:
+        """Number of different tokens."""
+        return self.gpt.vocab
 
     @property
     def expert_hidden(self) -> int:
@@ -203,8 +210,11 @@ class Experts(nnx.Module):
         shared = dataclasses.replace(cfg.gpt, ffn=max(cfg.shared_experts, 1) * hidden)
         self.shared = MLP(shared, shared_key, residual_std) if cfg.shared_experts else None
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, RouterLosses]:
-        """Map each position of `[batch, seq, embed]`, and say what the routing costs."""
+    def __call__(self, x: jax.Array, *, drop: bool = True) -> tuple[jax.Array, RouterLosses]:
+        """Map each position of `[batch, seq, embed]`, and say what the routing costs.
+
+        With `drop=False` no choice is dropped, whatever `dispatch` says: what a position gets is then its own alone.
+        """
         # In float32, on accelerators that would round the operands too: the choice turns on small differences.
         logits = jnp.einsum(
             "bsd,de->bse",
@@ -213,7 +223,7 @@ class Experts(nnx.Module):
             precision=lax.Precision.HIGHEST,
         )
         routing = route(self.cfg, logits)
-        run = self._by_capacity if self.cfg.dispatch == "capacity" else self._by_sorting
+        run = self._by_capacity if self.cfg.dispatch == "capacity" and drop else self._by_sorting
         y = run(x, routing.gates, routing.chosen)
         return (y if self.shared is None else y + self.shared(x)), routing.losses
 
@@ -273,6 +283,12 @@ class MoEBlock(nnx.Module):
         y, losses = self.experts(self.mlp_norm(x))
         return x + dropout(y, rate, experts_key), losses
 
+    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Map positions from `start` on, with keys and values of the earlier ones; no choice is dropped."""
+        y, kept = self.attention.extend(self.attention_norm(x), kept, start)
+        x = x + y
+        return x + self.experts(self.mlp_norm(x), drop=False)[0], kept
+
 
 class Group(nnx.Module):
     """`moe_every` layers, of which the last has experts."""
@@ -291,6 +307,15 @@ class Group(nnx.Module):
             x = block(x, own)
         x, more = self.moe(x, keys[-1])
         return x, RouterLosses(losses.balance + more.balance, losses.z + more.z)
+
+    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Map positions from `start` on; keys and values have a leading dimension of the group's layers."""
+        parts = []
+        for n, block in enumerate((*self.dense, self.moe)):
+            x, part = block.extend(x, (kept[0][n], kept[1][n]), start)
+            parts.append(part)
+        keys, values = zip(*parts, strict=True)
+        return x, (jnp.stack(keys), jnp.stack(values))
 
 
 EXPERT_DIMS: Mapping[str, int] = MappingProxyType({"*/experts/router": -1, "*/experts/w_*": -3})
@@ -346,6 +371,35 @@ class MoE(nnx.Module):
         zero = jnp.zeros((), jnp.float32)
         x, losses = run_layers(self.blocks, (x, RouterLosses(zero, zero)), keys, remat=gpt.remat)
         return predict(self.norm(x), self.embed, self.head), losses
+
+    def cache(self, batch: int, length: int | None = None) -> KVCache:
+        """Room for the keys and values of so many positions, as `GPT.cache` has it.
+
+        They are `[groups, moe_every, batch, length, kv_heads, head_dim]`.
+        """
+        gpt, every = self.cfg.gpt, self.cfg.moe_every
+        places = (batch, gpt.context if length is None else length)
+        empty = jnp.zeros((gpt.layers // every, every, *places, gpt.key_heads, gpt.head_dim), gpt.dtype)
+        return KVCache((empty, empty), jnp.zeros((), jnp.int32))
+
+    def extend(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Logits of the tokens that follow those which the cache has seen, without running these again.
+
+        Tokens that come one by one cannot compete for places: none is dropped here, so that the logits are those of
+        the whole sequence where that drops none, as with `dispatch="dropless"`, or with capacity to spare.
+
+        Args:
+            tokens: integers `[batch, seq]`; with those that were seen at most as many as the cache has room for.
+            cache: from `cache`, or from the last call.
+
+        Returns:
+            Logits `[batch, seq, vocab]`, and the cache that has seen these, too.
+        """
+        start = cache.length
+        x = embed_tokens(self.cfg.gpt, self.embed, self.position, tokens, start)
+        x, kept = extend_layers(self.blocks, x, cache.kept, lambda group, x, own: group.extend(x, own, start))
+        logits = predict(self.norm(x), self.embed, self.head)
+        return logits, KVCache(kept, start + jnp.int32(tokens.shape[1]))
 
     def loss(
         self,

@@ -2,7 +2,7 @@
 
 Keys and values of what was read and written are kept, so that a new token costs one position. A text longer than the
 context has no such thing: its window moves, and with it all positions, so that the last `context` tokens are run again
-for each new one.
+for each new one. A `MoE` writes as its `extend` does, in both cases: no token is dropped for want of places.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from flax import nnx
 from jax import lax
 
 from autoshard.models.gpt import GPT
+from autoshard.models.moe import MoE
 
 
 def generate(
-    model: GPT,
+    model: GPT | MoE,
     prompt: jax.Array,
     n: int,
     *,
@@ -68,7 +69,14 @@ def _generate(graph: Any, params: Any, prompt: jax.Array, key: jax.Array, temper
 
 
 def written(
-    model: GPT, prompt: jax.Array, key: jax.Array, temperature: jax.Array, *, n: int, top_k: int | None, greedy: bool
+    model: GPT | MoE,
+    prompt: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    *,
+    n: int,
+    top_k: int | None,
+    greedy: bool,
 ) -> jax.Array:
     """`generate`, to be traced: prompt and continuation `[batch, length + n]`."""
     batch, length = prompt.shape
@@ -102,13 +110,15 @@ def written(
     return put(tokens, logits, jnp.int32(length + n - 1))[0]
 
 
-def _windowed(model: GPT, tokens: jax.Array, length: int, n: int, put: Any) -> jax.Array:
+def _windowed(model: GPT | MoE, tokens: jax.Array, length: int, n: int, put: Any) -> jax.Array:
     window = min(model.cfg.context, length + n)
 
     def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
         # What lies after `index` in the window is zeros, and causality keeps it from being seen.
         start = jnp.maximum(index - window, 0)
-        logits = model(lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
+        seen = lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
+        # By `extend` and not by a call: in a MoE's call those zeros would compete for places with the text.
+        logits, _ = model.extend(seen, model.cache(tokens.shape[0], window))
         return put(tokens, lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False), index)[0]
 
     return lax.fori_loop(length, length + n, step, tokens)

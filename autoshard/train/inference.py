@@ -13,10 +13,10 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,29 @@ import autoshard
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError, Description
 from autoshard.ckpt.leaves import with_shardings
-from autoshard.ckpt.transfer import PARAMETERS
+from autoshard.ckpt.transfer import INFERENCE, PARAMETERS
 from autoshard.errors import ConfigError
-from autoshard.models import GPT, GPTConfig
+from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
 from autoshard.models.sample import written
 from autoshard.train.config import TrainConfig
 from autoshard.train.placement import shardings
 from autoshard.train.rundir import checkpoints_in
+from autoshard.train.state import Program
 from autoshard.train.tokens import Codec, load_codec
 
-FILE, TOKENIZER = "inference.json", "tokenizer.json"
+FILE, TOKENIZER = INFERENCE, "tokenizer.json"
 FORMAT = 1
-MODELS: Mapping[str, tuple[type[nnx.Module], type[Any]]] = {"gpt": (GPT, GPTConfig)}
+
+
+def _moe_config(*, gpt: Mapping[str, Any], **told: Any) -> MoEConfig:
+    return MoEConfig(GPTConfig(**gpt), **told)
+
+
+MODELS: Mapping[str, tuple[type[nnx.Module], Callable[..., Any]]] = {
+    "gpt": (GPT, GPTConfig),
+    "moe": (MoE, _moe_config),
+}
+"""The models that are rebuilt, by the name that `inference.json` has for them."""
 
 
 @shown
@@ -65,23 +76,28 @@ class Inference:
     format: int = FORMAT
 
 
-def inference_of(config: TrainConfig) -> Inference:
-    """What a run's model needs to be rebuilt."""
+def inference_of(config: TrainConfig, program: Program) -> Inference:
+    """What a run's model needs to be rebuilt: one of `MODELS`, whoever's function made it."""
     tokenizer: dict[str, Any] = {"kind": "bytes"}
     if config.tokenizer is not None:
         digest = hashlib.sha256(config.tokenizer.read_bytes()).hexdigest()
         tokenizer = {"kind": "file", "file": TOKENIZER, "sha256": digest}
+    name, cfg = config.model, config.gpt
+    if name not in MODELS:  # a function's, which may return one of them
+        model = nnx.eval_shape(lambda: program.build(nnx.Rngs(0)))
+        name = next((name for name, (kind, _) in MODELS.items() if type(model) is kind), name)
+        cfg = cast(Any, model).cfg if name in MODELS else cfg
     return Inference(
-        model=config.model,
-        config=asdict(config.gpt),
-        dtype=config.gpt.dtype,
-        max_length=config.gpt.context,
+        model=name,
+        config=asdict(cfg),
+        dtype=getattr(cfg, "gpt", cfg).dtype,
+        max_length=cfg.context,
         generation={"temperature": 0.8, "top_k": None, "use_ema": bool(config.ema_decay) and config.use_ema},
         tokenizer=tokenizer,
     )
 
 
-def write_inference(folder: Path, config: TrainConfig) -> None:
+def write_inference(folder: Path, config: TrainConfig, program: Program) -> None:
     """Puts `inference.json`, and the tokenizer, beside a run's checkpoints; a file that is the same stays.
 
     Raises:
@@ -90,7 +106,7 @@ def write_inference(folder: Path, config: TrainConfig) -> None:
     try:
         if config.tokenizer is not None:
             _put(folder / TOKENIZER, config.tokenizer.read_bytes())
-        _put(folder / FILE, (json.dumps(asdict(inference_of(config)), indent=1) + "\n").encode())
+        _put(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be written: {error}") from error
 
@@ -165,7 +181,7 @@ class Writer:
         start = self.codec.encode(prompt).astype(np.int32)
         if not len(start):
             raise ConfigError("the prompt is empty: give at least one character")
-        vocab = self.inference.config["vocab"]
+        vocab = self.model.cfg.vocab
         if top_k is not None and top_k > vocab:
             raise ConfigError(f"top-k is {top_k}, the model's vocabulary has {vocab} tokens: take at most as many")
         graph, abstract = nnx.split(self.model)
@@ -254,7 +270,7 @@ def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None =
     told = read_inference(folder)
     if told.model not in MODELS:
         raise ConfigError(
-            f"the model in {str(folder)!r} is {told.model!r}, which is not the built-in one: it cannot be sampled"
+            f"the model in {str(folder)!r} is {told.model!r}, which is not a built-in one: it cannot be sampled"
         )
     kind, config_kind = MODELS[told.model]
     try:

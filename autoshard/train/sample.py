@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.errors import ConfigError
-from autoshard.models import GPT, generate
+from autoshard.models import GPT, MoE, generate
 from autoshard.train.state import Program, TrainState
 from autoshard.train.step import eval_params
 from autoshard.train.tokens import Codec
@@ -25,7 +25,7 @@ def sample_text(
     top_k: int | None = None,
     use_ema: bool = True,
 ) -> str | None:
-    """Continue a prompt; None for a model that is not the built-in one.
+    """Continue a prompt; None for a model that is not a built-in one that writes.
 
     Args:
         program: The model.
@@ -42,7 +42,7 @@ def sample_text(
         ConfigError: An empty prompt, or more likeliest tokens than the vocabulary has.
     """
     model = program.model(eval_params(state, use_ema), state.frozen, state.variables, None)
-    if not isinstance(model, GPT):
+    if not isinstance(model, GPT | MoE):
         return None
     start = codec.encode(prompt).astype(np.int32)
     if not len(start):

@@ -65,6 +65,26 @@ def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path
     assert config == {"architectures": ["gpt"], "dtype": "float32", "width": 32}
 
 
+def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}, "max_length": 64}
+    file, how = tmp_path / "run" / "inference.json", "generation_config.json"
+    for number, (generation, want) in enumerate(
+        [
+            ({}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 64}),
+            ({"top_k": 40}, {"do_sample": True, "temperature": 0.8, "top_k": 40, "max_length": 64}),
+            ({"temperature": 0.0}, {"do_sample": False, "max_length": 64}),
+        ]
+    ):
+        file.write_text(json.dumps(told | {"generation": told["generation"] | generation}))
+        out = tmp_path / str(number)
+        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", how}
+        assert json.loads((out / how).read_text()) == want
+    file.write_text(json.dumps({"generation": {}}))
+    with pytest.raises(CheckpointError, match=r"inference\.json is not as it was written: KeyError: 'temperature'"):
+        saved.export(2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_exported_average_is_corrected_and_in_the_parameters_dtypes(saved: Checkpointer, tmp_path: Path) -> None:
     saved.export(None, tmp_path / "out", use_ema=True, shard_bytes=5000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

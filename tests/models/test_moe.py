@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from autoshard.models import ALPA_MOE, MIXTRAL, GPTConfig, MoE, MoEConfig, cross_entropy, workload
+from autoshard.models import ALPA_MOE, MIXTRAL, GPTConfig, MoE, MoEConfig, cross_entropy, generate, workload
 from autoshard.models.moe import Experts, dispatch_masks, route
 from tests.models.small import called, count, filled_as, quickly, text_entropy, trained
 
@@ -221,6 +221,42 @@ def test_scanned_and_unrolled_are_the_same_model():
 
     for one, other in zip(made(*nnx.split(scanned)), made(graph, state), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
+@pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
+def test_what_a_cache_keeps_is_what_the_whole_sequence_gives(dispatch, changes):
+    """Any way to cut a sequence gives the logits of the whole of it, where that drops nothing."""
+    model = filled_as(of(with_gpt(dataclasses.replace(AMPLE, dispatch=dispatch), **changes)), 0.3)
+    whole = called(model, lambda model, x: model(x), tokens())
+    extend = nnx.jit(lambda model, tokens, cache: model.extend(tokens, cache))
+    for cuts in ([12], [5, 6, 7, 12]):
+        cache, begin, parts = model.cache(2), 0, []
+        for end in cuts:
+            logits, cache = extend(model, tokens()[:, begin:end], cache)
+            parts.append(logits)
+            begin = end
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-4, atol=1e-5)
+        assert int(cache.length) == 12
+
+
+def test_a_cache_drops_no_token_where_the_whole_sequence_would():
+    """With room for few the whole sequence's logits are others; those of a cache stay as they are without drops."""
+    tight, ample = (filled_as(of(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
+    whole = [called(model, lambda model, x: model(x), tokens()) for model in (tight, ample)]
+    kept = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
+    assert np.abs(whole[0] - whole[1]).max() > 1e-3
+    np.testing.assert_allclose(kept, whole[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [6, 14])
+def test_it_writes_what_running_the_text_again_would_write(n):
+    """Within the context and beyond it, where the window moves."""
+    model = filled_as(of(AMPLE), 0.5)
+    text = generate(model, tokens()[:, :3], n, key=jax.random.key(0), temperature=0.0)
+    for end in (3, 2 + n):
+        logits = called(model, lambda model, x: model(x), text[:, max(0, end - 12) : end])
+        np.testing.assert_array_equal(jnp.argmax(logits[:, -1], -1), text[:, end])
 
 
 def test_in_training_the_mean_is_the_cross_entropy_and_the_weighed_losses():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,26 @@ def test_it_writes_what_the_run_writes(make_config: MakeConfig, tmp_path: Path, 
     assert seeds[0] == seeds[1] != seeds[2]
 
 
+@pytest.mark.whole
+def test_a_mixture_of_experts_writes_too(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody's function made it: the folder says all that a `MoE` needs, and nothing of theirs is imported again."""
+    monkeypatch.chdir(Path(__file__).parent)
+    config = make_config(model="user_code:experts", steps=3, plan="dp:2 ep:4", optimizer=dict(learning_rate=0.1))
+    train(config)
+    trained = load_trained(config.run_dir or tmp_path)
+    want = sample_text(trained.program, trained.state, load_codec(None), "the", 8, temperature=0.0)
+    folder = moved(config, tmp_path)
+    told = read_inference(folder)
+    assert (told.model, told.max_length, told.dtype) == ("moe", 16, "float32")
+    assert told.config["experts"] == 4 and told.config["gpt"]["width"] == 16
+    monkeypatch.setattr("sys.modules", {n: m for n, m in sys.modules.items() if n != "user_code"})
+    monkeypatch.chdir(tmp_path)
+    found, plan = open_writer(folder).write("the", 8, temperature=0.0)
+    assert found == want and plan.mesh.size == jax.device_count()
+
+
 def test_its_tokenizer_comes_with_it(make_config: MakeConfig, tmp_path: Path) -> None:
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
@@ -110,7 +131,7 @@ def test_folders_that_no_text_can_be_written_from(make_config: MakeConfig, tmp_p
     with pytest.raises(ConfigError, match="top-k is 300, the model's vocabulary has 256"):
         open_writer(folder).write("a", 1, top_k=300)
     for change, message in (
-        ({"model": "mine.models:make"}, "is 'mine.models:make', which is not the built-in one"),
+        ({"model": "mine.models:make"}, "is 'mine.models:make', which is not a built-in one"),
         ({"format": 9}, "has format 9, this version reads up to 1: upgrade"),
         ({"config": {"layer": 3}}, "the architecture does not fit this version"),
         ({"config": whole["config"] | {"width": 32}}, "params/embed: saved float32"),

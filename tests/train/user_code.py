@@ -3,6 +3,8 @@
 import numpy as np
 from flax import nnx
 
+from autoshard.models import GPTConfig, MoE, MoEConfig
+
 
 class Bigram(nnx.Module):
     """Predicts a token from the one before."""
@@ -17,6 +19,12 @@ class Bigram(nnx.Module):
 def factory(*, vocab, rngs):
     """A model, given two of the three arguments that there are."""
     return Bigram(vocab, rngs)
+
+
+def experts(*, vocab, context, rngs):
+    """One of the package's own models, in a shape that no option of the command line asks for."""
+    gpt = GPTConfig(vocab=vocab, layers=1, heads=2, width=16, context=context)
+    return MoE(MoEConfig(gpt, experts=4), rngs=rngs)
 
 
 def not_a_model():
