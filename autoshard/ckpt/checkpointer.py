@@ -75,6 +75,22 @@ class Checkpointer:
         """Where the steps are."""
         return self._directory.path
 
+    def claim(self) -> None:
+        """Makes this the run that saves here, which the first `save` would do; until `close`.
+
+        Raises:
+            CheckpointError: the directory is not ours, is being written by another run, or cannot be written.
+        """
+        together(
+            f"claim {self._directory.path}",
+            self._claim,
+            lambda who: CheckpointError(f"checkpoints cannot be written to {self._directory.path}: {who}"),
+        )
+
+    def _claim(self) -> None:
+        if jax.process_index() == 0:
+            self._directory.claim()
+
     def steps(self) -> list[int]:
         """Committed steps, ascending; the one that is being written is not among them."""
         return self._directory.steps()
@@ -152,8 +168,7 @@ class Checkpointer:
             self.wait()
 
     def _begin(self, step: int) -> None:
-        if jax.process_index() == 0:
-            self._directory.claim()
+        self._claim()
         if self._directory.step_path(step).exists():
             raise CheckpointError(
                 f"{self._directory.path} has step {step} already, and a committed step is never "
@@ -223,6 +238,8 @@ class Checkpointer:
         shard_bytes: int = SHARD_BYTES,
     ) -> Exported:
         """Writes the model of a step, the newest by default, as safetensors files with a `config.json`.
+
+        A folder that says how text is sampled (the trainer's `inference.json`) adds a `generation_config.json`.
 
         Of a train state the parts `params`, `frozen` and `variables` are the model's; of another state all is. One
         tensor is in memory at a time.

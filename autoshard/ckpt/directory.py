@@ -65,7 +65,7 @@ class StepDirectory:
                 raise CheckpointError(
                     f"{self.path} is not a checkpoint directory of autoshard: it holds "
                     f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''} and no {_MARKER}. "
-                    "Name a new or an empty directory."
+                    "Name one that a run has saved to, or to save, a new or an empty one."
                 )
             return
         try:

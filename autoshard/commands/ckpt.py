@@ -102,28 +102,29 @@ def _ls(given: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from autoshard.ckpt import CheckpointError
+    from autoshard.ckpt import DamagedCheckpointError
     from autoshard.sharding.report.units import bytes_text
 
     place = find(given.place)
-    found: dict[int, Description | CheckpointError] = {}
+    found: dict[int, Description | DamagedCheckpointError] = {}
     for step in place.checkpoints.steps() if place.step is None else [place.step]:
         try:
             found[step] = place.checkpoints.describe(step)
-        except CheckpointError as error:
-            if step not in place.checkpoints.steps():
-                raise
+        except DamagedCheckpointError as error:
             found[step] = error
-    damaged = sum(isinstance(one, CheckpointError) for one in found.values())
+    damaged = sum(isinstance(one, DamagedCheckpointError) for one in found.values())
     if given.json:
-        told = [{"step": s, "damaged": str(d)} if isinstance(d, CheckpointError) else _row(d) for s, d in found.items()]
+        told = [
+            {"step": step, "damaged": str(one)} if isinstance(one, DamagedCheckpointError) else _row(one)
+            for step, one in found.items()
+        ]
         print(json.dumps(told, indent=1))
         return 1 if damaged else 0
     table = Table(box=None, pad_edge=False)
     for column in ("step", "written", "leaves", "state", "files", "mesh", "metrics"):
         table.add_column(column, justify="right" if column in ("step", "leaves", "state", "files") else "left")
     for step, one in found.items():
-        if isinstance(one, CheckpointError):
+        if isinstance(one, DamagedCheckpointError):
             table.add_row(str(step), "damaged", "", "", "", "", "")
             continue
         row = _row(one)
@@ -133,7 +134,7 @@ def _ls(given: argparse.Namespace) -> int:
         table.add_row(str(step), row["time"], str(row["leaves"]), *sizes, mesh, metrics)
     Console(width=160, soft_wrap=True).print(table)
     for error in found.values():
-        if isinstance(error, CheckpointError):
+        if isinstance(error, DamagedCheckpointError):
             print(error)
     return 1 if damaged else 0
 
@@ -167,16 +168,14 @@ def _verify_arguments(options: Parser) -> None:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    from autoshard.ckpt import CheckpointError
+    from autoshard.ckpt import DamagedCheckpointError
 
     place = find(given.place)
     damaged = 0
     for step in place.checkpoints.steps() if place.step is None else [place.step]:
         try:
             leaves = place.checkpoints.verify(step)
-        except CheckpointError as error:
-            if step not in place.checkpoints.steps():
-                raise
+        except DamagedCheckpointError as error:
             damaged += 1
             print(error)
             continue

@@ -84,6 +84,7 @@ class Trainer:
         """Train to the last step, or until a signal asks to stop."""
         checkpoints = Checkpointer(self.run_dir / rundir.CHECKPOINTS, keep=keep_of(self.config))
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
+            checkpoints.claim()  # before anything of the folder changes: another process may be training in it
             state = self._first_state(checkpoints)
             start = int(state.step)
             reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
@@ -216,7 +217,7 @@ class Trainer:
             block=block,
         )
         if distributed.is_main():
-            write_inference(self.run_dir / rundir.CHECKPOINTS, self.config)
+            write_inference(self.run_dir / rundir.CHECKPOINTS, self.config, self.program)
 
     def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
         # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.

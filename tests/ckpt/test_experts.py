@@ -116,13 +116,15 @@ def test_all_experts_onto_another_degree(saved: Checkpointer, state: Any, plans:
     assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(where)
 
 
-def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path) -> None:
+def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
+    before = files_of(tmp_path)
     with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
         saved.restore(experts=[0, EXPERTS, -1])
     with pytest.raises(CheckpointError, match="name some by their numbers"):
         saved.restore(experts=[])
     with pytest.raises(MismatchError, match="differ"):
         saved.restore(like=saved.restore(), experts=[0, 1])
+    assert files_of(tmp_path) == before
     with Checkpointer(tmp_path / "dense") as dense:
         dense.save(0, {"w": jnp.ones((4, 2))}, block=True)
         with pytest.raises(CheckpointError, match="does not say which dimension of its leaves is that of experts"):

@@ -194,13 +194,16 @@ def test_a_state_donated_before_the_save(tmp_path: Path) -> None:
         checkpoints.save(1, state, config={})
 
 
-def test_a_sharding_that_does_not_divide(tmp_path: Path, mesh_of: Any) -> None:
+def test_a_sharding_that_does_not_divide(tmp_path: Path, mesh_of: Any, files_of: Callable[[Path], Any]) -> None:
     sharding = NamedSharding(mesh_of(x=8), PartitionSpec("x"))
     template = {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding) for name in "ab"}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"a": jnp.ones(6), "b": jnp.ones(6)}, config={})
+        checkpoints.wait()
+        before = files_of(tmp_path)
         with pytest.raises(CheckpointError, match="cannot be placed") as caught:
             checkpoints.restore(like=template)
+        assert files_of(tmp_path) == before
     assert "a: shape (6,)" in str(caught.value) and "b: shape (6,)" in str(caught.value)
 
 

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from autoshard.ckpt import DamagedCheckpointError
+from autoshard.ckpt import Checkpointer, DamagedCheckpointError
+from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
 from autoshard.train import loop
@@ -179,6 +180,25 @@ def test_a_folder_with_another_run_is_left_alone(make_config: MakeConfig) -> Non
         train(replace(config, resume=True, gpt=replace(config.gpt, layers=2)))
     with pytest.raises(ConfigError, match=r"holds another run \(seed: 0, now 5\)"):
         train(replace(config, resume=True, seed=5))
+    assert contents(config.run_dir) == before
+
+
+@pytest.mark.whole
+def test_a_run_that_cannot_go_on_here_changes_nothing(make_config: MakeConfig, capsys: pytest.CaptureFixture) -> None:
+    """Another process trains in its folder; or its arrays do not divide as is asked."""
+    config = make_config(steps=3)
+    train(config)
+    assert config.run_dir is not None
+    before = contents(config.run_dir)
+    again = ["train", "--run-dir", str(config.run_dir), "--resume", "--steps", "5"]
+    with Checkpointer(config.run_dir / "checkpoints") as other:
+        other.claim()
+        assert main(again) == 2
+        assert "another run is writing checkpoints to" in capsys.readouterr().err
+    assert contents(config.run_dir) == before
+    assert main([*again, "--mesh", "data=3", "--plan", "data=fsdp:3"]) == 2
+    error = capsys.readouterr().err
+    assert "batch 8 is not divisible by data 3" in error and error.count("error:") == 1, error
     assert contents(config.run_dir) == before
 
 

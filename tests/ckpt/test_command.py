@@ -1,0 +1,107 @@
+"""`autoshard ckpt` on what cannot be used: one clear error, exit code 2, and nothing on disk changes."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from autoshard.ckpt import Checkpointer
+from autoshard.ckpt.manifest import _checksum
+from autoshard.cli import main
+
+Refused = Callable[[Sequence[str], str], None]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"params": {"w": jnp.ones((4, 8))}}, config={"model": {"name": "mine"}}, block=True)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, files_of: Callable[[Path], Any], capsys: pytest.CaptureFixture) -> Refused:
+    """Runs the command on files that it must leave as they are."""
+
+    def check(arguments: Sequence[str], message: str) -> None:
+        before = files_of(tmp_path)
+        capsys.readouterr()
+        assert main(["ckpt", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("autoshard ckpt: error: ") and message in error and error.count("error:") == 1, error
+        assert files_of(tmp_path) == before
+
+    return check
+
+
+READING = (["ls"], ["ls", "--json"], ["describe"], ["verify"], ["export"], ["copy"], ["merge"])
+
+
+def on(action: Sequence[str], place: Path) -> list[str]:
+    name, *options = action
+    adapter = [str(place.parent / "adapter")] if name == "merge" else []
+    out = [str(place.parent / "out")] if name in ("export", "copy", "merge") else []
+    return [name, str(place), *adapter, *out, *options]
+
+
+def write_adapter(folder: Path, rows: int) -> None:
+    """One for a `w` of 4 columns that go in and so many rows."""
+    folder.mkdir()
+    pair = {"A": np.ones((2, 4), np.float32), "B": np.ones((rows, 2), np.float32)}
+    save_file({f"base_model.model.w.lora_{side}.weight": m for side, m in pair.items()}, folder / WEIGHTS)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": True}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("action", [*READING, ["prune", "--last", "1"]], ids=" ".join)
+def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -> None:
+    """Of the directory, and of a step in it."""
+    write_adapter(saved.parent / "adapter", 8)
+    if action[0] != "prune":  # which need not know what is in a step
+        file = saved / "step_00000002" / "_CHECKPOINT_METADATA"
+        whole = json.loads(file.read_text())
+        body = whole["custom_metadata"]["autoshard"] | {"format": 99}
+        file.write_text(json.dumps(whole | {"custom_metadata": {"autoshard": body, "sha256": _checksum(body)}}))
+        refused(on(action, saved), "has format 99, this version of autoshard reads up to 2: upgrade")
+    (saved / "autoshard.json").write_text(json.dumps({"format": "autoshard checkpoints", "version": 99}))
+    refused(on(action, saved), "was written by a newer version of autoshard (format 99): upgrade")
+
+
+@pytest.mark.parametrize("action", READING, ids=" ".join)
+def test_a_folder_with_something_else(tmp_path: Path, refused: Refused, action: Sequence[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    write_adapter(tmp_path / "adapter", 8)
+    said = "is not a checkpoint directory of autoshard: it holds thesis.tex and no autoshard.json. Name one that a run"
+    refused(on(action, tmp_path / "mine"), said)
+    refused(on(action, tmp_path / "nowhere"), "holds no checkpoints: there is no such folder")
+
+
+def test_a_folder_that_is_being_written(saved: Path, refused: Refused) -> None:
+    with Checkpointer(saved) as running, Checkpointer(saved.parent / "other") as other:
+        other.save(9, {"w": jnp.ones(2)}, block=True)
+        running.claim()
+        refused(["prune", str(saved), "--last", "1"], "another run is writing checkpoints to")
+        refused(["copy", str(saved.parent / "other"), str(saved)], "another run is writing checkpoints to")
+        assert main(["ckpt", "verify", str(saved)]) == 0
+        assert running.steps() == [1, 2]
+
+
+def test_an_adapter_for_another_base(saved: Path, refused: Refused) -> None:
+    write_adapter(saved.parent / "adapter", 6)
+    refused(on(["merge"], saved), "is for another base than step 2 in")
+
+
+def test_a_step_that_is_not_there(saved: Path, refused: Refused) -> None:
+    refused(["describe", f"{saved}@7"], "there is no step 7 in")
+    refused(["ls", f"{saved}@7"], "there is no step 7 in")
+    refused(["export", f"{saved}@7", str(saved.parent / "out")], "there is no step 7 in")
