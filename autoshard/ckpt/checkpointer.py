@@ -174,6 +174,8 @@ class Checkpointer:
                 f"{self._directory.path} has step {step} already, and a committed step is never "
                 "overwritten. Continue from it, remove it yourself, or name another directory."
             )
+        if jax.process_index() == 0:
+            self._directory.check_writable(step)
 
     def wait(self) -> None:
         """Waits until what was saved is committed, and removes the steps that do not stay (`keep`).

@@ -6,10 +6,12 @@ DIR/step_...-tmp...       a save that never finished; removed by the next run th
 DIR/copy.step_...         a copy that never finished; removed as well
 DIR/removed.step_...      a step on its way out, renamed first so that half a step never looks like a whole
 one
+DIR/try.step_...          folders that were made to see whether any can be made; removed as well
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +24,7 @@ from autoshard.ckpt.errors import CheckpointError
 _MARKER = "autoshard.json"
 _FORMAT = {"format": "autoshard checkpoints", "version": 1}
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*|(removed|copy)\.step_\d{8,}")
+_LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*|(removed|copy|try)\.step_\d{8,}")
 
 
 class StepDirectory:
@@ -111,6 +113,24 @@ class StepDirectory:
         if self._lock is not None and self._lock >= 0:
             os.close(self._lock)
         self._lock = None
+
+    def check_writable(self, step: int) -> None:
+        """Refuses a disk on which no folder for a step can be made: read-only, or full.
+
+        Orbax would say so as well, but its threads wait for that folder for minutes, and the process with them.
+
+        Raises:
+            CheckpointError: it is such a disk.
+        """
+        probe = self.path / f"try.step_{step:08d}"
+        try:
+            for part in "abcd":
+                (probe / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"step {step} cannot be written to {self.path}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.rmtree(missing_ok=True)
 
     def draft_path(self, step: int) -> epath.Path:
         """Where a copy of a step is made before it gets its name."""
