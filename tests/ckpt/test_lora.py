@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
@@ -109,6 +111,25 @@ def test_a_checkpoint_is_a_base_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     np.testing.assert_allclose(found["attention.wq"], wq + change.reshape(OUT, 4, 6), atol=1e-5)
     assert found["up"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(found["up"], (up.astype(np.float32) + change).astype(ml_dtypes.bfloat16))
+
+
+def test_a_base_in_pieces(tmp_path: Path, mesh8: Mesh) -> None:
+    """Cut over devices when it was saved, or over files: what is merged is the same."""
+    w, other, pair = normal(IN, OUT), normal(8, 8), {"A": normal(RANK, IN), "B": normal(OUT, RANK)}
+    cut = jax.device_put({"up": w, "norm": other}, NamedSharding(mesh8, PartitionSpec("data", "model")))
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, {"params": cut, "step": jnp.int32(3)}, block=True)
+        checkpoints.export(3, tmp_path / "files", shard_bytes=500)
+    assert len([*(tmp_path / "files").glob("*.safetensors")]) == 2
+    adapter = write_adapter(
+        tmp_path / "adapter", {f"up.lora_{side}.weight": m for side, m in pair.items()}, fan_in_fan_out=True
+    )
+    assert main(["ckpt", "merge", str(tmp_path / "run"), str(adapter), str(tmp_path / "one")]) == 0
+    found = [load_file(tmp_path / "one" / "model.safetensors"), merge(tmp_path / "files", adapter, tmp_path / "other")]
+    for each in found:
+        np.testing.assert_allclose(each["up"], w + 10 / RANK * (pair["B"] @ pair["A"]).T, atol=1e-5)
+        np.testing.assert_array_equal(each["norm"], other)
+    np.testing.assert_array_equal(found[0]["up"], found[1]["up"])
 
 
 def test_an_adapter_for_another_base(tmp_path: Path) -> None:

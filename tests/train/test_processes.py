@@ -5,13 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from autoshard.ckpt import Checkpointer
 from autoshard.errors import ConfigError
-from autoshard.train.config import to_dict
+from autoshard.train.config import TrainConfig, to_dict
 from autoshard.train.distributed import initialize, set_virtual_devices
 from autoshard.train.loop import train
 from autoshard.train.metrics import read_metrics
@@ -25,32 +28,81 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+TRAINING = """
+import json, sys
+from dataclasses import replace
+from autoshard.train import distributed
+from autoshard.train.config import from_dict
+from autoshard.train.loop import Trainer
+distributed.initialize()
+with open(sys.argv[1]) as file:
+    trainer = Trainer(from_dict(json.load(file), "settings"))
+if len(sys.argv) > 2:  # the schedule stays that of all steps
+    trainer.config = replace(trainer.config, steps=int(sys.argv[2]))
+trainer.run()
+"""
+
+
+def run_together(
+    config: TrainConfig, folder: Path, *, count: int, devices: int, until: int | None = None
+) -> list[tuple[str, str]]:
+    """A run in so many processes of so many devices each: what each wrote to its standard output and error."""
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps(to_dict(config)))
+    port = free_port()
+    processes = []
+    for process in range(count):
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(process),
+        }
+        command = [sys.executable, "-c", TRAINING, str(settings), *([] if until is None else [str(until)])]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * count, outputs
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    """Each goes on from the checkpoint of fewer processes, on another mesh, and the losses are those of one run."""
+    shape = dict(gpt=dict(dropout=0.1, heads=4, width=32), ema_decay=0.5, steps=18, sample_tokens=0)
+    whole = make_config(run_dir=tmp_path / "whole", **shape)
+    train(whole)
+    parts = make_config(run_dir=tmp_path / "parts", **shape)
+    for count, plan, until in ((1, "fsdp:4", 6), (2, "dp:2 fsdp:2", 12), (4, "fsdp:2 tp:2", 18)):
+        config = replace(parts, plan=plan, resume=count > 1)
+        told, _ = run_together(config, tmp_path, count=count, devices=4 // count, until=until)[0]
+        assert f"finished at step {until}/{until}" in told
+        with Checkpointer(tmp_path / "parts" / "checkpoints", keep=None) as checkpoints:
+            assert checkpoints.latest() == until and checkpoints.verify() == []
+            by = checkpoints.describe().written_by
+        assert (by["processes"], by["devices"]) == (count, 4)
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    for name in ("loss", "grad_norm"):
+        found = [{line["step"]: line[name] for line in lines if name in line} for lines in (one, other)]
+        assert [*found[1]] == [*found[0]] == list(range(1, 19))
+        np.testing.assert_allclose([*found[1].values()], [*found[0].values()], rtol=1e-5)
+    assert found[0][18] < found[0][1]
+    assert other[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), eval_every=3, sample_tokens=4, prompt="a")
     alone = make_config(run_dir=tmp_path / "alone", **shape)
     train(alone)
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps(to_dict(make_config(run_dir=tmp_path / "together", plan=None, measure=3, **shape))))
-    code = (
-        "import json, sys; from autoshard.train.config import from_dict; from autoshard.train.loop import train\n"
-        f"train(from_dict(json.load(open({str(settings)!r})), 'settings'))"
-    )
-    port = free_port()
-    processes = []
-    for process in range(2):
-        env = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": str(process),
-        }
-        command = [sys.executable, "-c", code]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    together = make_config(run_dir=tmp_path / "together", **shape | {"plan": None, "measure": 3})
+    outputs = run_together(together, tmp_path, count=2, devices=4)
     assert "finished at step 6/6" in outputs[0][0] and "Sample:" in outputs[0][0]
     assert outputs[1][0] == ""
     notes = json.loads((tmp_path / "together" / "plan.json").read_text())["notes"]
