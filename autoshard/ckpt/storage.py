@@ -48,6 +48,7 @@ class Writer:
             snapshot: what is written.
             manifest: makes what the step says of itself, in the background where there is one.
         """
+        logging.getLogger("absl").addFilter(_not_of_threads)  # there once, however often it is added
         if jax.process_count() == 1:
             return self._thread.submit(_write, path, snapshot, manifest)
         # Orbax starts a save with collectives, which must not meet the train step's from another thread.
@@ -224,6 +225,11 @@ def _told_once() -> Iterator[None]:
         logger.removeFilter(hold)
     for record in held:  # not reached where reading fails
         logger.handle(record)
+
+
+def _not_of_threads(record: logging.LogRecord) -> bool:
+    """Drops the pages that Orbax prints for each of its threads that fail: what they raise, `result` raises again."""
+    return "_SignalingThread.run() raised" not in record.getMessage()
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

@@ -277,7 +277,7 @@ def start_saving(folder: Path, root: Path, limit: int = 0) -> subprocess.Popen[s
         [sys.executable, "-c", SAVING, str(folder), str(limit)],
         env=os.environ | {"PYTHONPATH": str(root)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE if limit else subprocess.DEVNULL,
         text=True,
     )
 
@@ -313,9 +313,10 @@ def killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
 def limited(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Files cannot grow beyond a limit, as on a full disk: the save fails and says so, the others stay."""
     limit = rng.choice([1, 1000, 20_000, 60_000])
-    out, _ = start_saving(folder, root, limit).communicate(timeout=120)
+    out, errors = start_saving(folder, root, limit).communicate(timeout=120)
     told = f"files of at most {limit} bytes: {out.splitlines()[-1]}"
     assert "error step 6 could not be written" in out and "Committed steps are untouched" in out, told
+    assert "_SignalingThread" not in errors, errors  # Orbax's pages: the error says it
     all_there(folder, mesh, 5, told)
     return told
 
@@ -373,7 +374,7 @@ def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) 
     why = [line for line in said.splitlines() if re.search("did not come|heartbeat|coordination|peer|task", line)]
     assert why, f"{told}: {said[-3000:]}"
     all_there(folder, mesh, max([newest, *told_steps(rest)]), told)
-    return f"{told}: {why[-1][:160]}"
+    return f"{told}: {why[0][:160]}"
 
 
 Trial = tuple[str, Callable[[Path], str]]
@@ -416,10 +417,8 @@ def run_trials(saved: Path, tmp_path: Path, mesh: Mesh, root: Path, seed: int, c
 
 @pytest.mark.whole
 def test_twenty_faults(saved: Path, tmp_path: Path, mesh8: Mesh, root: Path) -> None:
-    counts = {"damaged": 14, "killed": 1, "one of two killed": 1, "full": 2, "limited": 0} | {
-        "read-only": 1,
-        "overtaken": 1,
-    }
+    counts = {"damaged": 13, "killed": 1, "one of two killed": 1, "full": 2, "limited": 1}
+    counts |= {"read-only": 1, "overtaken": 1}
     run_trials(saved, tmp_path, mesh8, root, 2026, counts)
 
 
