@@ -22,7 +22,7 @@ from autoshard.ckpt.safetensors import Tensor, write
 
 PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that are the model's
 AVERAGE = ("ema", "mean"), ("ema", "weight")
-INFERENCE = "inference.json"  # beside the steps: what the trainer says of sampling
+INFERENCE = "inference.json"  # beside the steps: what the trainer says of its model
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, as HF's own
 
 
@@ -132,7 +132,7 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
-    return Model(tensors, _config(manifest.config, tensors) | _generation(path.parent / INFERENCE), where)
+    return Model(tensors, _files(manifest.config, tensors, path.parent / INFERENCE), where)
 
 
 def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
@@ -179,30 +179,31 @@ def _kind(spec: LeafSpec, dtype: str | None) -> str:
     return dtype if dtype is not None and floating else spec.dtype
 
 
-def _config(config: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The JSON files beside the tensors."""
+def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Any) -> dict[str, Any]:
+    """The JSON files beside the tensors: what the model is and, where `inference.json` says it, how text is sampled."""
     model = config.get("model", {})
     model = dict(model) if isinstance(model, Mapping) else {"name": model}
+    generation = {}
+    if inference.exists():
+        try:
+            told = json.loads(inference.read_text())
+            model = {"name": str(told["model"]), **told["config"]}  # a run's settings may be those of another model
+            generation = {"generation_config.json": _generation(told)}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{inference} is not as it was written: {type(error).__name__}: {error}") from error
     name = model.pop("name", None)
     kinds = [one.dtype for one in tensors if "float" in one.dtype]
     head = {"architectures": [name]} if name else {}
     kept = {"dtype": max(set(kinds), key=kinds.count)} if kinds else {}
-    return {"config.json": head | kept | model}
+    return {"config.json": head | kept | model} | generation
 
 
-def _generation(file: Any) -> dict[str, Any]:
-    """How text is sampled, as HF's `generate` reads it; nothing where the folder does not say it."""
-    if not file.exists():
-        return {}
-    try:
-        told = json.loads(file.read_text())
-        temperature, top_k = float(told["generation"]["temperature"]), told["generation"]["top_k"]
-        length = int(told["max_length"])
-        top_k = 0 if top_k is None else int(top_k)  # where it is left out, HF takes 50
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is not as it was written: {type(error).__name__}: {error}") from error
+def _generation(told: Mapping[str, Any]) -> dict[str, Any]:
+    """How text is sampled, as HF's `generate` reads it."""
+    temperature, top_k = float(told["generation"]["temperature"]), told["generation"]["top_k"]
+    top_k = 0 if top_k is None else int(top_k)  # where it is left out, HF takes 50
     how = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    return {"generation_config.json": how | {"max_length": length}}
+    return how | {"max_length": int(told["max_length"])}
 
 
 @contextlib.contextmanager

@@ -66,7 +66,8 @@ def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path
 
 
 def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}, "max_length": 64}
+    told: dict[str, Any] = {"model": "moe", "config": {"experts": 4}, "max_length": 64}
+    told |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}}
     file, how = tmp_path / "run" / "inference.json", "generation_config.json"
     for number, (generation, want) in enumerate(
         [
@@ -79,7 +80,9 @@ def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path)
         out = tmp_path / str(number)
         assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", how}
         assert json.loads((out / how).read_text()) == want
-    file.write_text(json.dumps({"generation": {}}))
+        config = json.loads((out / "config.json").read_text())
+        assert config == {"architectures": ["moe"], "dtype": "float32", "experts": 4}
+    file.write_text(json.dumps(told | {"generation": {}}))
     with pytest.raises(CheckpointError, match=r"inference\.json is not as it was written: KeyError: 'temperature'"):
         saved.export(2, tmp_path / "out")
     assert not (tmp_path / "out").exists()

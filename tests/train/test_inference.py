@@ -11,7 +11,7 @@ import jax
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from autoshard.ckpt import CheckpointError, CheckpointWarning
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning
 from autoshard.errors import ConfigError, DataError
 from autoshard.train.config import TrainConfig
 from autoshard.train.inference import FILE, TOKENIZER, open_writer, read_inference
@@ -75,6 +75,13 @@ def test_a_mixture_of_experts_writes_too(
     told = read_inference(folder)
     assert (told.model, told.max_length, told.dtype) == ("moe", 16, "float32")
     assert told.config["experts"] == 4 and told.config["gpt"]["width"] == 16
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.export(None, tmp_path / "out")
+    said = {
+        name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "generation_config")
+    }
+    assert said["config"]["architectures"] == ["moe"] and said["config"]["experts"] == 4
+    assert said["generation_config"] == {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 16}
     monkeypatch.setattr("sys.modules", {n: m for n, m in sys.modules.items() if n != "user_code"})
     monkeypatch.chdir(tmp_path)
     found, plan = open_writer(folder).write("the", 8, temperature=0.0)
