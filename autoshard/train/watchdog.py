@@ -30,7 +30,10 @@ _BROKEN = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|UNAVAI
 
 
 class Watchdog:
-    """Ends the process where `beat` is not called for `deadline_s` in the `with` block; idle in a lone process."""
+    """Ends the process where `beat` is not called for `deadline_s` in the `with` block; idle in a lone process.
+
+    While it is `paused`, only where another process has been silent as well.
+    """
 
     def __init__(self, deadline_s: float, *, leave: Callable[[int], None] = os._exit) -> None:
         """Not watching yet.
@@ -58,7 +61,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done in the `with` block has deadlines of its own."""
+        """What is done in the `with` block may take longer, as long as the other processes are there."""
         self._paused += 1
         try:
             yield
@@ -81,10 +84,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self.interval_s):
-            if not self._paused and time.monotonic() - self._since > self.deadline_s:
+            if time.monotonic() - self._since <= self.deadline_s:
+                continue
+            if not self._paused:
                 give_up(
                     f"step {self._step + 1} did not end within {self.deadline_s:g} s: {self.suspects()}", self._leave
                 )
+            # A disk may be slow for longer; a process that is gone does not come back. One silence may be a long call.
+            if all(self._silent() for _ in range(3)) and self._paused:
+                give_up(f"waiting after step {self._step}: {self.suspects()}", self._leave)
 
     def _tell(self) -> None:
         for beat in itertools.count():
@@ -93,15 +101,25 @@ class Watchdog:
             if self._ended.wait(self.interval_s):
                 return
 
-    def suspects(self) -> str:
-        """Which processes are silent, or else behind, as far as can be told."""
+    def _listen(self) -> tuple[list[int], dict[int, tuple[int, int]] | None]:
+        """The other processes that are silent for a while, and what was heard; None where nobody answers."""
         first = _heard(self.interval_s)
         time.sleep(2.5 * self.interval_s)
         second = _heard(self.interval_s)
         if first is None or second is None:
+            return [0], None
+        others = [p for p in range(jax.process_count()) if p != jax.process_index()]
+        return [p for p in others if first.get(p) == second.get(p)], second
+
+    def _silent(self) -> list[int]:
+        return self._listen()[0]
+
+    def suspects(self) -> str:
+        """Which processes are silent, or else behind, as far as can be told."""
+        silent, second = self._listen()
+        if second is None:
             return "process 0, which coordinates the others, does not answer"
         others = [p for p in range(jax.process_count()) if p != jax.process_index()]
-        silent = [p for p in others if first.get(p) == second.get(p)]
         if silent:
             seen = ", ".join(f"{p} at step {second[p][1]}" for p in silent if p in second)
             return f"{named(silent)} gave no sign of life{f' (last seen: {seen})' if seen else ''}"

@@ -1,11 +1,13 @@
 """Two processes of which one is told to stop, stands still or dies: the other says so, and both ask to be restarted."""
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 import jax
 import pytest
 
+from autoshard import _compat
 from autoshard.ckpt import Checkpointer
+from autoshard.train import watchdog
 from autoshard.train.metrics import read_metrics
 from autoshard.train.watchdog import RESTART, Watchdog, is_lost_peer
 
@@ -121,6 +125,29 @@ def test_what_ends_a_watch() -> None:
         time.sleep(0.1)
         watchdog.beat(3)
     assert left == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # what ends it, were it a process
+def test_a_slow_disk_is_waited_for_and_a_process_that_is_gone_is_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """In a pause, as while a checkpoint is written."""
+    left: list[int] = []
+    signs, there = itertools.count(), threading.Event()
+    there.set()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(_compat, "tell_processes", lambda *_, **__: None)
+    monkeypatch.setattr(watchdog, "_heard", lambda _: {0: (next(signs) if there.is_set() else -1, 3), 1: (0, 3)})
+    with Watchdog(0.2, leave=left.append) as watching, watching.paused():
+        time.sleep(1.5)
+        assert left == []
+        there.clear()
+        end = time.monotonic() + 60
+        while not left and time.monotonic() < end:
+            time.sleep(0.05)
+    assert left[0] == RESTART
+    assert "process 1 gives up: waiting after step 0: process 0 gave no sign of life" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
