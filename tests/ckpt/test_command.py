@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from autoshard.ckpt import Checkpointer
-from autoshard.ckpt.manifest import _checksum
+from autoshard.ckpt.manifest import FORMAT, _checksum
 from autoshard.cli import main
 
 Refused = Callable[[Sequence[str], str], None]
@@ -71,7 +71,7 @@ def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -
         whole = json.loads(file.read_text())
         body = whole["custom_metadata"]["autoshard"] | {"format": 99}
         file.write_text(json.dumps(whole | {"custom_metadata": {"autoshard": body, "sha256": _checksum(body)}}))
-        refused(on(action, saved), "has format 99, this version of autoshard reads up to 2: upgrade")
+        refused(on(action, saved), f"has format 99, this version of autoshard reads up to {FORMAT}: upgrade")
     (saved / "autoshard.json").write_text(json.dumps({"format": "autoshard checkpoints", "version": 99}))
     refused(on(action, saved), "was written by a newer version of autoshard (format 99): upgrade")
 
