@@ -3,7 +3,7 @@
     python benchmarks/real_steps.py [CASE ...]
 
 Each model's step is planned for the devices that are there, knowing nothing of the grid: by the estimate alone, and
-with `measure=12`, which runs the twelve best by the estimate before one is taken. The expert's side is every style of
+with `measure=24`, which runs the 24 best by the estimate before one is taken. The expert's side is every style of
 `expert_plans.styles` on eight devices, on the same step function, run for real: all for a few steps in turn, the
 fastest again for more, so that the best is known by measurement and not by a model. Then each of the planner's and the
 best by hand take turns for `ROUNDS` steps each, from states of their own; a pair gives one ratio. The median of the
@@ -39,7 +39,7 @@ from autoshard.train.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.state import make_program
 from autoshard.train.timing import Loop, paired
 
-DEVICES, ROUNDS, TARGET, MEASURED = 8, 100, 1.03, 12
+DEVICES, ROUNDS, TARGET, MEASURED = 8, 100, 1.03, 24
 SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, the styles that go on, their steps
 
 _TEXT: Mapping[str, Any] = {"width": 128, "ffn": 512, "layers": 4, "context": 64, "vocab": 1024, "remat": "none"}

@@ -140,7 +140,13 @@ def target_struct(leaf: Any, spec: LeafSpec) -> Any:
         bits = _key_bits(leaf)
         # The bits' own dimensions come last and stay whole, so the keys' spec fits as it is.
         return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
+    return _placed(spec.shape, spec.dtype, sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed(shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.ShapeDtypeStruct:
+    """One for all leaves of a kind: making it takes longer than most of what is done with it."""
+    return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
 
 def rebuilt(leaf: Any, spec: LeafSpec, array: Any) -> Any:
@@ -272,16 +278,27 @@ def with_shardings(template: Any, shardings: Any) -> Any:
 
 def unfit(template: Mapping[Key, Any]) -> list[str]:
     """Every leaf that cannot be placed as its template says, a line each."""
+    told: dict[Any, list[str]] = {}  # by kind: there may be thousands of leaves of a few
     lines = []
     for key, leaf in template.items():
-        sharding = getattr(leaf, "sharding", None)
-        name = "/".join(key)
-        if hasattr(leaf, "sharding") and sharding is None and jax.process_count() > 1:
-            lines.append(f"{name}: has no sharding, which several processes need")
-        if hasattr(leaf, "sharding") and not is_typed_key(leaf) and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            lines.append(f"{name}: {leaf.dtype} needs jax_enable_x64; without it the value would be cut")
-        try:
-            _ = sharding and sharding.shard_shape(tuple(leaf.shape))
-        except ValueError:
-            lines.append(f"{name}: shape {tuple(leaf.shape)} does not divide over {sharding}")
+        if not hasattr(leaf, "sharding"):
+            continue
+        kind = leaf.shape, leaf.dtype, leaf.sharding
+        if kind not in told:
+            told[kind] = _unfit(leaf)
+        lines += [f"{'/'.join(key)}: {what}" for what in told[kind]]
     return lines
+
+
+def _unfit(leaf: Any) -> list[str]:
+    """Why a leaf with a place for a sharding cannot be placed."""
+    what = []
+    if leaf.sharding is None and jax.process_count() > 1:
+        what.append("has no sharding, which several processes need")
+    if not is_typed_key(leaf) and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        what.append(f"{leaf.dtype} needs jax_enable_x64; without it the value would be cut")
+    try:
+        _ = leaf.sharding and leaf.sharding.shard_shape(tuple(leaf.shape))
+    except ValueError:
+        what.append(f"shape {tuple(leaf.shape)} does not divide over {leaf.sharding}")
+    return what

@@ -108,15 +108,13 @@ class Manifest:
             raise CheckpointError(
                 f"the checkpoint has format {body['format']}, this version of autoshard reads up to {FORMAT}: upgrade."
             )
-        specs = tuple(
-            LeafSpec(tuple(leaf["key"]), tuple(leaf["shape"]), leaf["dtype"], leaf["key_impl"])
-            for leaf in body["leaves"]
-        )
-        digests = {tuple(leaf["key"]): tuple(leaf["digest"]) for leaf in body["leaves"] if "digest" in leaf}
-        layouts = {tuple(leaf["key"]): leaf["layout"] for leaf in body["leaves"] if "layout" in leaf}
+        leaves = [(tuple(leaf["key"]), leaf) for leaf in body["leaves"]]
+        specs = tuple(LeafSpec(key, tuple(leaf["shape"]), leaf["dtype"], leaf["key_impl"]) for key, leaf in leaves)
+        digests = {key: tuple(leaf["digest"]) for key, leaf in leaves if "digest" in leaf}
+        layouts = {key: leaf["layout"] for key, leaf in leaves if "layout" in leaf}
         metrics = {name: float(value) for name, value in body.get("metrics", {}).items()}
-        experts = {tuple(leaf["key"]): leaf["experts"] for leaf in body["leaves"] if "experts" in leaf}
-        places = {tuple(leaf["key"]): tuple(leaf["pack"]) for leaf in body["leaves"] if "pack" in leaf}
+        experts = {key: leaf["experts"] for key, leaf in leaves if "experts" in leaf}
+        places = {key: tuple(leaf["pack"]) for key, leaf in leaves if "pack" in leaf}
         return cls(
             step=body["step"],
             config=body["config"],

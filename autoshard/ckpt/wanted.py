@@ -112,10 +112,11 @@ class Match:
 
 def casts(specs: Mapping[Key, LeafSpec], leaves: Mapping[Key, Any]) -> tuple[str, ...]:
     """The leaves that are wanted in another dtype, as `path: saved dtype -> dtype`."""
-    asked = {key: leaf_spec(key, leaves[key]) for key in specs}
+    others = {key: spec for key, spec in specs.items() if str(getattr(leaves[key], "dtype", "")) != spec.dtype}
+    asked = {key: leaf_spec(key, leaves[key]) for key in others}
     return tuple(
         f"{asked[key].name}: {spec.dtype} -> {asked[key].dtype}"
-        for key, spec in specs.items()
+        for key, spec in others.items()
         if asked[key].dtype != spec.dtype
     )
 
