@@ -25,14 +25,14 @@ from autoshard._processes import gathered
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.report.units import time_text, variant_text
 
-TURNS = 3
-"""How many times each plan is run."""
+TURNS, FINAL = 3, 4
+"""How many times each plan is run, and how many more times those that are close."""
 
 STEPS, TURN_S = 10, 0.5
 """Steps of a turn at most, and seconds after which it has no further one; two are always timed."""
 
-BEHIND = 1.4
-"""How many times as slow as the fastest a plan may be to be run again."""
+BEHIND, CLOSE = 1.4, 1.08
+"""How many times as slow as the fastest a plan may be to be run again, and to be run in the final turns."""
 
 SHOWN = 5
 """How many plans the note names."""
@@ -80,10 +80,11 @@ def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
     runs = [_Run(plan) for plan in plans]
     for run in runs:
         _attempt(run, functools.partial(_compile, run))
-    for _ in range(TURNS):
-        best = min(run.median for run in runs)
-        for run in runs:
-            if not run.failed and (not run.seconds or run.median <= BEHIND * best):
+    for turn in range(TURNS + FINAL):
+        most = (BEHIND if turn < TURNS else CLOSE) * min(run.median for run in runs)
+        again = [run for run in runs if not run.failed and (not turn or run.median <= most)]
+        if turn < TURNS or len(again) > 1:
+            for run in again:
                 _attempt(run, functools.partial(_turn, run))
     ran = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
     failed = "".join(f"; {_name(run.plan)} does not run: {run.failed}" for run in runs if run.failed)

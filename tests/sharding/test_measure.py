@@ -106,7 +106,22 @@ def test_what_falls_behind_is_run_once(slow, monkeypatch):
     turn = measure._turn
     monkeypatch.setattr(measure, "_turn", lambda run: ran.append(run.plan.chosen) or turn(run))
     assert planned(measure=2).chosen == words[1]
-    assert ran == [*words[:2], words[1], words[1]]
+    assert ran == [*words[:2], words[1], words[1]]  # alone it need not run in the final
+
+
+def test_those_that_are_close_run_on(slow, monkeypatch):
+    words = [name for name, *_ in sorted(planned().candidates, key=lambda c: c[1])]
+    slow.update({words[0]: 1.0, words[1]: 1.05, words[2]: 1.2})
+    counts: dict[str, int] = {}
+    turn = measure._turn
+
+    def counted(run: Any) -> Any:
+        counts[run.plan.chosen] = counts.get(run.plan.chosen, 0) + 1
+        return turn(run)
+
+    monkeypatch.setattr(measure, "_turn", counted)
+    assert planned(measure=3).chosen == words[0]
+    assert [counts[name] for name in words[:3]] == [measure.TURNS + measure.FINAL] * 2 + [measure.TURNS]
 
 
 def test_machines_that_are_not_there_are_refused():
