@@ -61,6 +61,8 @@ class Checkpointer:
         self._writer = Writer()
         self._pending: tuple[int, Pending] | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
+        self._saved: set[int] = set()  # by this one
+        self._damaged: set[int] = set()  # known to be, since they were passed over
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -98,11 +100,13 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The newest step, None where there is none; one that is being written is waited for.
 
+        Damaged ones that `restore` has passed over do not count.
+
         Raises:
             CheckpointError: it could not be written.
         """
         self.wait()
-        return max(self.steps(), default=None)
+        return max((step for step in self.steps() if step not in self._damaged), default=None)
 
     def save(
         self,
@@ -140,6 +144,8 @@ class Checkpointer:
             raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
         step = step.__index__()
         told = plain(config or {}, "config"), plain_metrics(metrics or {}), _plan_json(plan)
+        if self._damaged:
+            self._set_aside()
         together(
             f"save step {step}",
             lambda: self._begin(step),
@@ -166,6 +172,23 @@ class Checkpointer:
         self._metrics[step] = told[1]
         if block:
             self.wait()
+
+    def _set_aside(self) -> None:
+        """Damaged steps that were passed over make room for the run that goes on before them."""
+        damaged = sorted(self._damaged & set(self.steps()))
+        together(
+            f"set aside {_few(damaged)}",
+            lambda: self._renamed_damaged(damaged),
+            lambda who: CheckpointError(f"damaged steps of {self.directory} cannot be renamed: {who}"),
+        )
+        self._damaged.clear()
+
+    def _renamed_damaged(self, damaged: Sequence[int]) -> None:
+        self._claim()
+        if jax.process_index() == 0:
+            for step in damaged:
+                name = self._directory.set_aside(step)
+                warnings.warn(f"step {step} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 5)
 
     def _begin(self, step: int) -> None:
         self._claim()
@@ -194,6 +217,7 @@ class Checkpointer:
                 f"step {step} could not be written to {self._directory.path}: {error}\n"
                 f"Committed steps are untouched: {self.steps() or 'none'}."
             ) from error
+        self._saved.add(step)
         if jax.process_index() == 0:
             self.prune(self.keep)
 
@@ -214,7 +238,7 @@ class Checkpointer:
 
     def would_prune(self, keep: Keep) -> list[int]:
         """The steps that `prune` would remove."""
-        return doomed(keep, self.steps(), self._metrics_of)
+        return doomed(keep, self.steps(), self._metrics_of, self._saved)
 
     def copy(self, step: int | None, directory: Any) -> None:
         """Copies a step as it is to another directory, the newest by default, and compares the copy with its digests.
@@ -375,12 +399,12 @@ class Checkpointer:
             earlier = self._intact_before(step, wanted)
             if earlier is None:
                 raise _advised(error, "No earlier step is intact.") from error
-            state, told = earlier
+            state, told, passed = earlier
             if not fallback:
                 del state, earlier
                 raise _advised(error, f"Step {told.step} is intact: restore that, or pass fallback=True.") from error
-            passed = [one for one in self.steps() if told.step < one <= step]
-            self.restored = replace(told, damaged=tuple(passed))
+            self.restored = replace(told, damaged=tuple(sorted([*passed, step])))
+            self._damaged |= {*passed, step}
             warnings.warn(f"{error}\nStep {told.step} is restored instead.", CheckpointWarning, stacklevel=2)
         return state
 
@@ -392,11 +416,15 @@ class Checkpointer:
             raise CheckpointError(f"there is no step {step} in {self._directory.path}: it has {_few(steps)}.")
         return steps[-1] if step is None else step
 
-    def _intact_before(self, step: int, wanted: Wanted) -> tuple[Any, Restored] | None:
+    def _intact_before(self, step: int, wanted: Wanted) -> tuple[Any, Restored, list[int]] | None:
+        """The newest intact state before a step, how it went, and the damaged steps on the way."""
+        passed: list[int] = []
         for earlier in reversed([one for one in self.steps() if one < step]):
             try:
-                return restore_step(self._directory.step_path(earlier), earlier, wanted)
-            except (DamagedCheckpointError, MismatchError):
+                return *restore_step(self._directory.step_path(earlier), earlier, wanted), passed
+            except DamagedCheckpointError:
+                passed.append(earlier)
+            except MismatchError:
                 continue
         return None
 

@@ -4,6 +4,7 @@ DIR/autoshard.json        says that the directory is ours, and its format
 DIR/step_00000100/        one committed step, as Orbax writes it
 DIR/step_...-tmp...       a save that never finished; removed by the next run that writes here
 DIR/copy.step_...         a copy that never finished; removed as well
+DIR/damaged.step_...      a step that a run found damaged and went on without; nothing removes it
 DIR/removed.step_...      a step on its way out, renamed first so that half a step never looks like a whole
 one
 DIR/try.step_...          folders that were made to see whether any can be made; removed as well
@@ -12,6 +13,7 @@ DIR/try.step_...          folders that were made to see whether any can be made;
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -139,6 +141,13 @@ class StepDirectory:
     def commit(self, draft: epath.Path, step: int) -> None:
         """Gives a whole draft its name."""
         draft.rename(self.step_path(step))
+
+    def set_aside(self, step: int) -> str:
+        """Takes a damaged step its name, so that the run can save that step anew; returns what it is called now."""
+        names = (f"damaged.step_{step:08d}{f'.{n}' if n else ''}" for n in itertools.count())
+        free = next(name for name in names if not (self.path / name).exists())
+        self.step_path(step).rename(self.path / free)
+        return free
 
     def remove(self, step: int) -> None:
         """Removes a step; renamed first, so that half of it never looks like a whole one."""

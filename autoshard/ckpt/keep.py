@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,7 +108,21 @@ class Every:
         self._since = self.now()
 
 
-def doomed(keep: Keep, steps: Sequence[int], metrics_of: Callable[[int], Mapping[str, float]]) -> list[int]:
-    """The steps that do not stay; metrics are asked for only where they decide."""
-    kept = keep.of({step: metrics_of(step) if keep.best else {} for step in steps})
+def doomed(
+    keep: Keep,
+    steps: Sequence[int],
+    metrics_of: Callable[[int], Mapping[str, float]],
+    own: Container[int] = (),
+) -> list[int]:
+    """The steps that do not stay; metrics are asked for only where they decide.
+
+    Args:
+        keep: the rule.
+        steps: all that there are.
+        metrics_of: the metrics of one.
+        own: those that were saved just now. They stay by the same rule among themselves: a run that went back to an
+            earlier step has lower numbers than what it left behind.
+    """
+    known = {step: metrics_of(step) if keep.best else {} for step in steps}
+    kept = keep.of(known) | keep.of({step: told for step, told in known.items() if step in own})
     return [step for step in steps if step not in kept]

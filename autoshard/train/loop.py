@@ -7,8 +7,10 @@ import json
 import math
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -170,6 +172,7 @@ class Trainer:
         interrupts: Interrupts,
     ) -> tuple[int, TrainState]:
         config, done, last_loss = self.config, start, None
+        self._metrics: dict[str, jax.Array] = {}  # of the last step
         every = Every(
             config.checkpoint_every,
             config.checkpoint_minutes,
@@ -181,6 +184,7 @@ class Trainer:
         with self._batches(start) as batches:
             for step, batch in batches:
                 state, metrics = self.placed.step(state, batch)
+                self._metrics = metrics
                 # One step is in flight while the next is dispatched, and no more: a signal is heard at once.
                 jax.block_until_ready(last_loss)
                 self._watchdog.beat(done)
@@ -208,6 +212,7 @@ class Trainer:
         evaluation: Evaluation | None,
         block: bool = False,
     ) -> None:
+        self._check_finite(step, jax.device_get(self._metrics))
         checkpoints.save(
             step,
             state,
@@ -231,12 +236,21 @@ class Trainer:
 
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
-        if not math.isfinite(values["loss"]):
-            raise AutoshardError(
-                f"the loss is {values['loss']} at step {step}: try a lower --optimizer.learning-rate "
-                f"(it is {self.config.optimizer.learning_rate}); checkpoints are in {self.run_dir}"
-            )
+        self._check_finite(step, values)
         reporter.record(step, values | clock.rates(step, self.config.steps))
+
+    def _check_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Ends a run that went astray, before its state takes the place of one that is well.
+
+        Raises:
+            AutoshardError: The loss or the gradient of the last step is not finite.
+        """
+        for name, what in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
+            if not math.isfinite(value := float(metrics.get(name, 0.0))):
+                raise AutoshardError(
+                    f"the {what} is {value} at step {step}: try a lower --optimizer.learning-rate "
+                    f"(it is {self.config.optimizer.learning_rate}); checkpoints are in {self.run_dir}"
+                )
 
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)

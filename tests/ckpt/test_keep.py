@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ckpt import Checkpointer, CheckpointError, Every, Keep
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, Every, Keep
 
 
 @given(
@@ -98,3 +99,41 @@ def test_when_a_save_is_due() -> None:
     )
     assert [step for step in range(1, 11) if shared.due(step)] == [5, 10] and asked == [False, False]
     assert not Every().due(1)
+
+
+def steps_of(directory: Path) -> list[int]:
+    return Checkpointer(directory).steps()
+
+
+def test_what_was_just_saved_stays_though_its_number_is_lower(tmp_path: Path) -> None:
+    """A run that went back keeps what it saves, by the same rule as what it left behind."""
+    state = {"w": np.arange(4.0)}
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        for step in (10, 80, 90, 100):
+            checkpoints.save(step, state, block=True)
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        checkpoints.restore(10, like=state)
+        for step in (11, 12, 13):
+            checkpoints.save(step, state, block=True)
+    assert steps_of(tmp_path) == [12, 13, 90, 100]
+
+
+def test_a_damaged_step_makes_room_and_is_not_removed(tmp_path: Path) -> None:
+    state = {"w": np.arange(4096.0)}
+    with Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(10, state, block=True)
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        checkpoints.save(20, state | {"w": state["w"] + 1}, block=True)
+    for file in (tmp_path / "step_00000020" / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(bytes(file.stat().st_size))
+    with Checkpointer(tmp_path, keep=1) as checkpoints:
+        with pytest.warns(CheckpointWarning, match="Step 10 is restored instead"):
+            back = checkpoints.restore(like=state)
+        assert back["w"][0] == 0 and checkpoints.latest() == 10 and steps_of(tmp_path) == [10, 20]
+        with pytest.warns(CheckpointWarning, match="step 20 in .* is damaged: it is damaged.step_00000020 now"):
+            checkpoints.save(15, state, block=True)
+        assert checkpoints.steps() == [15]
+        checkpoints.save(20, state | {"w": state["w"] + 2}, block=True)
+        assert checkpoints.restore(like=state)["w"][0] == 2 and not checkpoints.verify()
+    assert (tmp_path / "damaged.step_00000020").is_dir()

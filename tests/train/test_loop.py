@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from autoshard.ckpt import Checkpointer, DamagedCheckpointError
+from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError
 from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
@@ -265,8 +265,35 @@ def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> Non
 
 def test_a_loss_that_is_not_finite_ends_the_run(make_config: MakeConfig) -> None:
     optimizer = dict(name="sgd", learning_rate=1e30, min_learning_rate=1e30, clip_norm=0.0)
-    with pytest.raises(AutoshardError, match="the loss is .* try a lower --optimizer.learning-rate"):
+    with pytest.raises(
+        AutoshardError, match="the (loss|norm of the gradient) is .* try a lower --optimizer.learning-rate"
+    ):
         train(make_config(steps=20, optimizer=optimizer))
+
+
+def test_states_that_are_not_finite_take_no_place(make_config: MakeConfig) -> None:
+    """The loss is looked at before each save, however seldom it is logged: what was well is still there."""
+    optimizer = dict(name="sgd", learning_rate=1e12, min_learning_rate=1e12, clip_norm=0.0, warmup_steps=0)
+    config = make_config(steps=20, log_every=20, checkpoint_every=1, keep_checkpoints=2, optimizer=optimizer)
+    with pytest.raises(AutoshardError, match="the (loss|norm of the gradient) is (nan|inf) at step"):
+        train(config)
+    assert config.run_dir is not None
+    with Checkpointer(config.run_dir / "checkpoints") as checkpoints:
+        state = checkpoints.restore(min(checkpoints.steps()))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+
+
+def test_a_damaged_last_step_is_saved_anew(make_config: MakeConfig) -> None:
+    config = make_config(steps=4, checkpoint_every=2)
+    train(config)
+    assert config.run_dir is not None
+    folder = config.run_dir / "checkpoints"
+    for path in (folder / "step_00000004" / "state").rglob("d/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.warns(CheckpointWarning, match="step 4 in .* is damaged: it is damaged.step_00000004 now"):
+        train(replace(config, resume=True))
+    with Checkpointer(folder) as checkpoints:
+        assert checkpoints.steps() == [2, 4] and not checkpoints.verify(4)
 
 
 def test_somebody_elses_model_and_data(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
