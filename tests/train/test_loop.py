@@ -290,8 +290,9 @@ def test_a_damaged_last_step_is_saved_anew(make_config: MakeConfig) -> None:
     folder = config.run_dir / "checkpoints"
     for path in (folder / "step_00000004" / "state").rglob("d/*"):
         path.write_bytes(bytes(path.stat().st_size))
-    with pytest.warns(CheckpointWarning, match="step 4 in .* is damaged: it is damaged.step_00000004 now"):
+    with pytest.warns(CheckpointWarning) as told:
         train(replace(config, resume=True))
+    assert str(told[-1].message).endswith("is damaged: it is damaged.step_00000004 now")
     with Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == [2, 4] and not checkpoints.verify(4)
 
