@@ -13,6 +13,7 @@ expert's constraints leave that to it, and the audit tells it of the planner's o
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from itertools import combinations
@@ -104,10 +105,19 @@ def every_row(store: Store) -> Table:
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints the tables of these cases, or of all that there are."""
+    """Prints the tables of these cases; or of all that there are, and keeps the last one under `results`."""
     found = [Store.read(path) for path in sorted(FOLDER.glob("*.json")) if not names or path.stem in names]
     console = Console(width=170)
-    console.print(*map(every_row, found), predicted(found))
+    table = predicted(found)
+    console.print(*map(every_row, found), table)
+    if not names:
+        columns = [(str(column.header), list(map(str, column.cells))) for column in table.columns]
+        rows = [
+            dict(zip((name for name, _ in columns), row, strict=True))
+            for row in zip(*(cells for _, cells in columns), strict=True)
+        ]
+        kept = {"benchmark": "cost_model", "says": str(table.title), "rows": rows}
+        (FOLDER.parent / "cost_model.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":
