@@ -3,7 +3,8 @@
 An array of its own costs Orbax some milliseconds, whatever its size. So where a state has many small leaves, those of
 one kind (shape, dtype and sharding) are stacked into packs: arrays `[leaves, *shape]` that are sharded as the leaves
 are, so that no element leaves its device, and a process writes of a pack what it has of the leaves. Programs take a
-bounded number of leaves of one kind: what has to be compiled does not grow with the number of leaves.
+bounded number of leaves of one kind: what has to be compiled does not grow with the number of leaves. The programs
+move floats as unsigned integers, since XLA may change a NaN's bits where it concatenates or slices.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -126,7 +128,7 @@ def _split(pack: jax.Array, sharding: Any, wanted: Sequence[int]) -> dict[int, j
 @functools.lru_cache(maxsize=64)
 def _stack_program(sharding: Any) -> Any:
     def stack(leaves: tuple[jax.Array, ...]) -> jax.Array:
-        return lax.concatenate([lax.expand_dims(leaf, (0,)) for leaf in leaves], 0)
+        return _floats(lax.concatenate([lax.expand_dims(_unsigned(leaf), (0,)) for leaf in leaves], 0), leaves[0].dtype)
 
     return jax.jit(stack, out_shardings=sharding)
 
@@ -134,9 +136,23 @@ def _stack_program(sharding: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _split_program(sharding: Any, size: int) -> Any:
     def split(pack: jax.Array, first: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(lax.dynamic_index_in_dim(pack, first + number, 0, keepdims=False) for number in range(size))
+        words = _unsigned(pack)
+        leaves = (lax.dynamic_index_in_dim(words, first + number, 0, keepdims=False) for number in range(size))
+        return tuple(_floats(leaf, pack.dtype) for leaf in leaves)
 
     return jax.jit(split, out_shardings=sharding)
+
+
+def _unsigned(array: jax.Array) -> jax.Array:
+    """The bits of floats, 64 of them as two words: without x64 there is no wider type. Other types as they are."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return lax.bitcast_convert_type(array, f"uint{min(bits_of(array.dtype), 32)}")
+
+
+def _floats(words: jax.Array, dtype: Any) -> jax.Array:
+    """What `_unsigned` was given, again."""
+    return lax.bitcast_convert_type(words, dtype) if jnp.issubdtype(dtype, jnp.floating) else words
 
 
 def _nbytes(array: Any) -> int:
@@ -144,6 +160,8 @@ def _nbytes(array: Any) -> int:
 
 
 def _packable(array: Any) -> bool:
+    if bits_of(array.dtype) < 8:  # XLA aborts the process where it concatenates some of these
+        return False
     return _nbytes(array) < SMALL_BYTES and (not isinstance(array, jax.Array) or _splits(array.sharding))
 
 

@@ -74,7 +74,8 @@ def test_every_kind_of_leaf(tmp_path: Path, mesh8: Mesh, many: Any, assert_same:
         assert not isinstance(want, jax.Array) or have.sharding.is_equivalent_to(want.sharding, want.ndim)
     written = read_manifest(checkpoints.directory / "step_00000000", 0)
     stored = {spec.key for spec in written.leaves if spec.stored}
-    assert stored - written.places.keys() == {("alone",), ("large",)}
+    narrow = {("nibbles", str(layer)) for layer in range(LAYERS)}  # less than a byte each
+    assert stored - written.places.keys() == {("alone",), ("large",)} | narrow
     kinds = {(spec.shape, spec.dtype, written.layouts.get(spec.key)) for spec in written.leaves if spec.stored}
     assert len(written.packs) <= len(kinds)
 
@@ -258,3 +259,43 @@ def test_what_is_compiled_does_not_grow_with_the_leaves(
 
     few, many = compiled(100), compiled(800)
     assert 0 < len(few) == len(many), (few, many)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "float64",
+     "complex64"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["mesh", "device", "numpy"])
+def test_every_bit_of_packed_floats(tmp_path: Path, mesh8: Mesh, assert_same: Any, dtype: str, kind: str) -> None:
+    """The bits of NaNs as well: every pattern of a float8, random ones and signalling NaNs of the others."""
+    size = np.dtype(dtype).itemsize
+    words = np.random.default_rng(0).integers(0, 256, (80, 32, 8 * size), np.uint8)
+    if size == 1:
+        words[:] = np.arange(256).reshape(32, 8)
+    else:
+        for first, high in (40, 0x7F81), (50, 0x7C01), (60, 0xFFF5), (70, 0xFC07):
+            words[first:, :, size - 2 :: size], words[first:, :, size - 1 :: size] = high & 255, high >> 8
+    leaves = list(words.view(dtype))
+    with jax.enable_x64(True):
+        state = {
+            "mesh": lambda: [jax.device_put(leaf, NamedSharding(mesh8, PartitionSpec("data"))) for leaf in leaves],
+            "device": lambda: jax.device_put(leaves),
+            "numpy": lambda: leaves,
+        }[kind]()
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(0, state, block=True)
+            restored = checkpoints.restore(like=state)
+            assert checkpoints.verify() == []
+        assert len(read_manifest(tmp_path / "step_00000000", 0).places) == 80
+    assert_same(restored, state)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "float4_e2m1fn"])
+def test_what_is_less_than_a_byte_is_not_packed(tmp_path: Path, assert_same: Any, dtype: str) -> None:
+    values = np.random.default_rng(0).integers(-2, 2, (80, 6)).astype(dtype)
+    state = {"narrow": [jnp.asarray(value) for value in values], "wide": [jnp.float32(i) for i in range(80)]}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, block=True)
+        assert_same(checkpoints.restore(like=state), state)
+    assert {key[0] for key in read_manifest(tmp_path / "step_00000000", 0).places} == {"wide"}
