@@ -31,6 +31,7 @@ _STEP = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 _BLOCK = 2**16  # elements of a NumPy array at once
 _BATCH = 64  # leaves of one program: compiling takes some milliseconds for each
+_MOVED_BYTES = 64 * 2**20  # of leaves in host memory that are copied to the devices at once
 
 
 def _mix(word: Any, position: Any) -> Any:
@@ -117,6 +118,8 @@ def digest_group(sharding: Any) -> Hashable:
 def digests(leaves: Sequence[jax.Array], packs: Sequence[jax.Array] = ()) -> jax.Array:
     """Parts of the digests of leaves of one group, one row a device.
 
+    Leaves in host memory are copied to the devices for it, some at a time: a program cannot mix the two.
+
     Args:
         leaves: n arrays whose `digest_group` is the same. They are only read.
         packs: arrays [m, *shape] of the same group, of m leaves each, whose first dimension is not sharded.
@@ -129,13 +132,47 @@ def digests(leaves: Sequence[jax.Array], packs: Sequence[jax.Array] = ()) -> jax
     parts: list[jax.Array] = []
     order: list[int] = []
     for numbers in batches([(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], _BATCH):
-        batch = tuple(leaves[number] for number in numbers)
-        parts.append(_parts_program(mesh, tuple(map(_spec, batch)))(batch))
-        order += numbers
+        for some in _bounded(numbers, leaves):
+            moved = [number for number in some if not on_device(leaves[number].sharding)]
+            copies = jax.device_put([leaves[i] for i in moved], [_device_sharding(leaves[i].sharding) for i in moved])
+            here = dict(zip(moved, copies, strict=True))
+            batch = tuple(here.get(number, leaves[number]) for number in some)
+            parts.append(_parts_program(mesh, tuple(map(_spec, batch)))(batch))
+            if moved:  # else all copies would be in flight together
+                jax.block_until_ready(parts[-1])
+            order += some
     for pack in packs:
         parts.append(_pack_program(mesh, _spec(pack))(pack))
         order += range(len(order), len(order) + pack.shape[0])
     return _seal_program(mesh, tuple(np.argsort(order).tolist()))(tuple(parts))
+
+
+@functools.lru_cache(maxsize=1024)  # asked for thousands of leaves, of a few shardings
+def on_device(sharding: Any) -> bool:
+    """Whether arrays lie in the devices' own memory, where programs take them."""
+    return sharding.memory_kind is None or sharding.memory_kind == _default_memory(sharding)
+
+
+def _device_sharding(sharding: Any) -> Any:
+    return sharding.with_memory_kind(_default_memory(sharding))
+
+
+def _default_memory(sharding: Any) -> str:
+    return next(iter(sharding.device_set)).default_memory().kind
+
+
+def _bounded(numbers: Sequence[int], leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Cuts a batch where what has to be moved of it would take more than `_MOVED_BYTES`, or a single leaf."""
+    cut: list[list[int]] = [[]]
+    nbytes = 0
+    for number in numbers:
+        more = 0 if on_device(leaves[number].sharding) else leaves[number].nbytes
+        if cut[-1] and more and nbytes + more > _MOVED_BYTES:
+            cut.append([])
+            nbytes = 0
+        cut[-1].append(number)
+        nbytes += more
+    return cut
 
 
 def batches(kinds: Sequence[Hashable], size: int) -> list[list[int]]:

@@ -176,13 +176,36 @@ def castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
 
 
 def _cast(array: Any, dtype: Any, spec: LeafSpec) -> Any:
-    """An array in another dtype: rounded, never wrapped around, never made infinite."""
-    made = array.astype(dtype)
-    whole = jnp.issubdtype(array.dtype, jnp.integer)
-    same = made.astype(array.dtype) == array if whole else jnp.isfinite(made) | ~jnp.isfinite(array)
-    if not bool(same.all()):
+    """An array in another dtype: rounded, never wrapped around, cut to a range, or made infinite."""
+    with np.errstate(all="ignore"):  # signalling NaNs
+        fits = bool(_held(array, np.dtype(dtype)).all())
+    if not fits:
         raise CheckpointError(f"{spec.name}: {spec} has values that {np.dtype(dtype).name} cannot hold")
-    return made
+    return array.astype(dtype)
+
+
+def _held(array: Any, dtype: Any) -> Any:
+    """Which elements have a value in the range of `dtype`, a type of the same kind; with NumPy where they are NumPy's.
+
+    Told from the limits, not from the cast values: a round trip hides a wrapped sign, and some types saturate.
+    """
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        part = np.empty(0, dtype).real.dtype
+        return _held(array.real, part) & _held(array.imag, part)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        own, other = jnp.iinfo(array.dtype), jnp.iinfo(dtype)
+        low, high = (np.array(limit, array.dtype) for limit in (max(own.min, other.min), min(own.max, other.max)))
+        return (array >= low) & (array <= high)
+    if bits_of(array.dtype) < 32:  # else a limit may not be one of its values
+        array = array.astype(np.float32)
+    own, other = jnp.finfo(array.dtype), jnp.finfo(dtype)
+    low, high = max(float(own.min), float(other.min)), min(float(own.max), float(other.max))
+    held = (array >= np.array(low, array.dtype)) & (array <= np.array(high, array.dtype))
+    of = jnp if isinstance(array, jax.Array) else np
+    nan, infinite = np.array([np.nan, np.inf], np.float32).astype(dtype).astype(np.float32)
+    if np.isnan(nan):
+        held = held | of.isnan(array)
+    return held | of.isinf(array) if np.isinf(infinite) else held
 
 
 def _key_bits(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from autoshard.ckpt.digest import on_device
 from autoshard.ckpt.leaves import PACKS, Key, bits_of
 
 Place = tuple[str, int]  # the name of a pack, and which of its leaves
@@ -167,7 +168,4 @@ def _packable(array: Any) -> bool:
 
 def _splits(sharding: Any) -> bool:
     """Whether leaves lie so that a program can stack them: in the devices' own memory, on a mesh or on one device."""
-    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
-        return False
-    kind = sharding.memory_kind
-    return kind is None or kind == next(iter(sharding.device_set)).default_memory().kind
+    return isinstance(sharding, (NamedSharding, SingleDeviceSharding)) and on_device(sharding)

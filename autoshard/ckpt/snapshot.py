@@ -16,6 +16,11 @@ from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_
 from autoshard.ckpt.packs import Place, packs_of, stacked
 
 HOST = "host"
+_WRITABLE = frozenset(
+    "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
+    "complex64 complex128".split()
+)  # what TensorStore has of NumPy's and JAX's types
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
             "Save the state that the last step returned."
         )
     stored = {spec.key: _plain(leaf) for spec, (_, leaf) in zip(specs, named, strict=True) if spec.stored}
+    _check_writable(stored)
     members = packs_of(stored)
     places = {key: (name, index) for name, keys in members.items() for index, key in enumerate(keys)}
     packs = {name: stacked([stored[key] for key in keys]) for name, keys in members.items()}
@@ -89,6 +95,20 @@ def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
     layouts = {key: str(tuple(sharding.spec)) for key, sharding in on_mesh.items()}
     meshes = {tuple(sharding.mesh.shape.items()): None for sharding in on_mesh.values()}
     return Snapshot(specs, arrays, groups, packs, places, layouts, tuple(map(dict, meshes)))
+
+
+def _check_writable(arrays: Mapping[Key, Any]) -> None:
+    """Refuses what would fail in the background, where no leaf is named.
+
+    Raises:
+        CheckpointError: naming every leaf that cannot be written.
+    """
+    wrong = [f"{'/'.join(key)}: {array.dtype}" for key, array in arrays.items() if array.dtype.name not in _WRITABLE]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} leaves of the state have a dtype that cannot be written:\n{listing(wrong)}\n"
+            f"Save them as another one, for instance with `astype`. There are {', '.join(sorted(_WRITABLE))}."
+        )
 
 
 def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:

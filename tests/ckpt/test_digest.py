@@ -116,3 +116,33 @@ def test_a_damaged_row_tells_on_itself(mesh8: Mesh) -> None:
     rows = rows.copy()
     rows[5, 1] ^= np.uint32(4)
     assert digest.total(rows) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4"])
+def test_the_bits_of_every_nan_count(mesh8: Mesh, dtype: str) -> None:
+    bits = 8 * np.dtype(dtype).itemsize
+    words = np.arange(2**bits, dtype=np.uint64).astype(f"u{bits // 8}")
+    expected = digest.host_digest(words)
+    sharding = NamedSharding(mesh8, PartitionSpec("data"))
+    array = jax.device_put(words.view(dtype), sharding)
+    assert device_digest(array) == digest.host_digest(words.view(dtype)) == expected
+    assert device_digest(jax.device_put(array, sharding, may_alias=False)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_the_bits_of_wide_nans_count(dtype: str) -> None:
+    words = np.array([0x7F800001, 0xFFC12345, 0x7FC00000, 0xFF800002, 0x7FFFFFFF, 0x80000000], np.uint32)
+    array = words.view(dtype)
+    assert device_digest(jnp.asarray(array)) == digest.host_digest(array) == digest.host_digest(words)
+
+
+def test_leaves_in_host_memory_among_others(mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are moved at once."""
+    monkeypatch.setattr(digest, "_MOVED_BYTES", 1000)
+    arrays = [random_array((8, 12), np.float32, seed) for seed in range(9)]
+    sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
+    kinds = ["pinned_host", "device", "unpinned_host"]
+    leaves = [jax.device_put(a, sharding.with_memory_kind(kinds[i % 3])) for i, a in enumerate(arrays)]
+    parts = digest.total(np.asarray(digest.digests(leaves)))
+    assert parts is not None and parts.tolist() == [digest.host_digest(array) for array in arrays]
+    assert [leaf.sharding.memory_kind for leaf in leaves] == kinds * 3

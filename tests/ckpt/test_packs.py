@@ -263,9 +263,8 @@ def test_what_is_compiled_does_not_grow_with_the_leaves(
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "float64",
-     "complex64"],
-)  # fmt: skip
+    ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "complex64"],
+)
 @pytest.mark.parametrize("kind", ["mesh", "device", "numpy"])
 def test_every_bit_of_packed_floats(tmp_path: Path, mesh8: Mesh, assert_same: Any, dtype: str, kind: str) -> None:
     """The bits of NaNs as well: every pattern of a float8, random ones and signalling NaNs of the others."""
@@ -277,18 +276,30 @@ def test_every_bit_of_packed_floats(tmp_path: Path, mesh8: Mesh, assert_same: An
         for first, high in (40, 0x7F81), (50, 0x7C01), (60, 0xFFF5), (70, 0xFC07):
             words[first:, :, size - 2 :: size], words[first:, :, size - 1 :: size] = high & 255, high >> 8
     leaves = list(words.view(dtype))
-    with jax.enable_x64(True):
-        state = {
-            "mesh": lambda: [jax.device_put(leaf, NamedSharding(mesh8, PartitionSpec("data"))) for leaf in leaves],
-            "device": lambda: jax.device_put(leaves),
-            "numpy": lambda: leaves,
-        }[kind]()
-        with Checkpointer(tmp_path) as checkpoints:
-            checkpoints.save(0, state, block=True)
-            restored = checkpoints.restore(like=state)
-            assert checkpoints.verify() == []
-        assert len(read_manifest(tmp_path / "step_00000000", 0).places) == 80
+    state = {
+        "mesh": lambda: [jax.device_put(leaf, NamedSharding(mesh8, PartitionSpec("data"))) for leaf in leaves],
+        "device": lambda: jax.device_put(leaves),
+        "numpy": lambda: leaves,
+    }[kind]()
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, block=True)
+        restored = checkpoints.restore(like=state)
+        assert checkpoints.verify() == []
+    assert len(read_manifest(tmp_path / "step_00000000", 0).places) == 80
     assert_same(restored, state)
+
+
+def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
+    words = np.array([0x7FF0000000000001, 0xFFF8000000000123, 0xFFF4000000000000, 1 << 63], np.uint64)
+    sharding = NamedSharding(mesh8, PartitionSpec("data"))
+    with jax.enable_x64(True):
+        leaves = [jax.device_put(np.roll(words, i).view(np.float64), sharding) for i in range(20)]
+        pack = packs.stacked(leaves)
+        wanted = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for i, leaf in enumerate(leaves)}
+        found = packs.taken(pack, wanted)
+    assert pack.shape == (20, 4) and pack.sharding == packs.pack_sharding(sharding)
+    for i in range(20):
+        np.testing.assert_array_equal(np.asarray(found[i]).view(np.uint64), np.roll(words, i))
 
 
 @pytest.mark.parametrize("dtype", ["int2", "int4", "float4_e2m1fn"])

@@ -133,3 +133,86 @@ def test_renamings_that_do_not_fit(saved: Checkpointer) -> None:
         saved.restore(like=like, partial=True, rename={"params/head": "params/encoder"})
     with pytest.raises(MismatchError, match=r"saved float32\[8, 8\] as params/head/w, wanted float32\[8\]"):
         saved.restore(like={"v": shape(8)}, partial=True, rename={"params/head/w": "v"})
+
+
+@pytest.mark.parametrize("on_devices", [True, False])
+@pytest.mark.parametrize(
+    ("value", "saved", "wanted"),
+    [
+        (-1, "int32", "uint32"),
+        (4000000000, "uint32", "int32"),
+        (-1, "int8", "uint8"),
+        (-1, "int8", "uint32"),
+        (200, "uint8", "int8"),
+        (2, "int8", "int2"),
+        (-1, "int4", "uint8"),
+        (2**15, "int32", "int16"),
+        (1000.0, "float32", "float4_e2m1fn"),
+        (7.0, "bfloat16", "float4_e2m1fn"),
+        (1000.0, "float32", "float8_e4m3fn"),
+        (1e30, "float32", "float16"),
+        (65536.0, "bfloat16", "float16"),
+        (-1e30, "bfloat16", "float16"),
+        (np.nan, "float32", "float4_e2m1fn"),
+        (np.inf, "float32", "float4_e2m1fn"),
+        (-np.inf, "float32", "float8_e4m3fn"),
+        (-1.0, "float32", "float8_e8m0fnu"),
+    ],
+)
+def test_values_out_of_the_range_of_a_dtype(
+    tmp_path: Path, value: float, saved: str, wanted: str, on_devices: bool
+) -> None:
+    array = np.array([1, value]).astype(saved)
+    like: Any = shape(2, dtype=wanted) if on_devices else np.zeros(2, wanted)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"w": array})
+        with pytest.raises(CheckpointError, match=rf"w: {saved}\[2\] has values that {wanted} cannot hold"):
+            checkpoints.restore(like={"w": like}, allow_cast=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "saved", "wanted"),
+    [
+        (1e300, "float64", "float32"),
+        (-1e300j, "complex128", "complex64"),
+        (-1, "int64", "uint64"),
+        (2**63, "uint64", "int64"),
+        (2**32, "int64", "uint32"),
+    ],
+)
+def test_wide_host_values_out_of_the_range_of_a_dtype(tmp_path: Path, value: Any, saved: str, wanted: str) -> None:
+    """Without x64, where JAX would cut them first."""
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"v": np.array([value], saved), "w": np.array(value, saved)[()]})
+        for name, like in {"v": np.zeros(1, wanted), "w": np.zeros((), wanted)[()]}.items():
+            with pytest.raises(CheckpointError, match=f"has values that {wanted} cannot hold"):
+                checkpoints.restore(like={name: like}, allow_cast=True, partial=True)
+
+
+@pytest.mark.parametrize("on_devices", [True, False])
+@pytest.mark.parametrize(
+    ("values", "saved", "wanted"),
+    [
+        ([127, 0], "uint8", "int8"),
+        ([2**31 - 1, 0], "uint32", "int32"),
+        ([2**31 - 1, 0], "int32", "uint32"),
+        ([-128, 127], "int32", "int8"),
+        ([-1, 1], "int4", "int32"),
+        ([6.0, -6.0], "float32", "float4_e2m1fn"),
+        ([65504.0, -65504.0], "float32", "float16"),
+        ([448.0, np.nan], "float32", "float8_e4m3fn"),
+        ([np.inf, np.nan], "float32", "float8_e5m2"),
+        ([-np.inf, 3.38e38], "bfloat16", "float32"),
+        ([1 + 2j, np.inf], "complex64", "complex64"),
+    ],
+)
+def test_values_up_to_the_limits_of_a_dtype(
+    tmp_path: Path, values: list[Any], saved: str, wanted: str, on_devices: bool
+) -> None:
+    array = np.array(values).astype(saved)
+    like: Any = shape(2, dtype=wanted) if on_devices else np.zeros(2, wanted)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"w": array})
+        found = checkpoints.restore(like={"w": like}, allow_cast=True)["w"]
+    assert found.dtype == wanted
+    np.testing.assert_array_equal(np.asarray(found).astype(complex), array.astype(wanted).astype(complex))

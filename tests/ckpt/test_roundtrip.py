@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -15,7 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autoshard.ckpt import Checkpointer
+from autoshard.ckpt import Checkpointer, CheckpointError, snapshot
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -162,3 +163,50 @@ print(np.asarray(restored["w"]).tobytes().hex(), jax.random.key_data(restored["k
     outputs = [run_python(code.format(count=count, model=model, path=str(tmp_path / "run"))) for count, model in shapes]
     assert [output.returncode for output in outputs] == [0, 0, 0], [output.stderr[-2000:] for output in outputs]
     assert len({output.stdout for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_leaves_in_host_memory(tmp_path: Path, mesh8: Mesh, assert_same: Any, block: bool) -> None:
+    """The template says in which memory a leaf comes back, wherever it was when it was saved."""
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    shardings = {
+        "sharded": NamedSharding(mesh8, PartitionSpec("data", "model"), memory_kind="pinned_host"),
+        "whole": NamedSharding(mesh8, PartitionSpec(), memory_kind="pinned_host"),
+        "one": SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
+        "on_device": NamedSharding(mesh8, PartitionSpec("data")),
+    }
+    state = {name: jax.device_put(values, sharding) for name, sharding in shardings.items()}
+    moved = {name: jax.device_put(values, sharding.with_memory_kind("device")) for name, sharding in shardings.items()}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, block=block)
+        checkpoints.save(1, moved, block=block)
+        checkpoints.wait()
+        assert checkpoints.verify(0) == checkpoints.verify(1) == []
+        for step in (0, 1):
+            for template in (state, moved):
+                found = checkpoints.restore(step, template)
+                assert_same(found, state)
+                assert {name: leaf.sharding for name, leaf in found.items()} == {
+                    name: leaf.sharding for name, leaf in template.items()
+                }
+            for name, leaf in state.items():
+                alone = checkpoints.restore(step, {name: leaf}, partial=True)[name]
+                assert alone.sharding.memory_kind == leaf.sharding.memory_kind
+                np.testing.assert_array_equal(alone, values)
+
+
+@pytest.mark.parametrize("dtype", ["uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "longdouble", "clongdouble"])
+def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
+    leaf = np.ones(3, getattr(ml_dtypes, dtype, dtype))
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=f"1 leaves(?s:.*)params/w: {leaf.dtype}"):
+            checkpoints.save(0, {"params": {"w": leaf, "b": np.ones(3)}})
+        assert checkpoints.steps() == []
+        checkpoints.save(1, {"params": {"w": leaf[:0], "b": np.ones(3)}}, block=True)
+
+
+def test_every_type_that_is_said_to_be_writable_is(tmp_path: Path, assert_same: Any) -> None:
+    state = {name: np.array([1, 0, 1]).astype(getattr(ml_dtypes, name, name)) for name in snapshot._WRITABLE}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        assert_same(checkpoints.restore(like=state), state)
