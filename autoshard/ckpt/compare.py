@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,21 +62,31 @@ class Comparison:
 
 def compare(one: Description, other: Description) -> Comparison:
     """What differs between two steps."""
-    have, want = ({leaf.name: leaf for leaf in each.leaves} for each in (one, other))
-    both = [name for name in have if name in want]
-    kinds = [name for name in both if _kind(have[name]) != _kind(want[name])]
-    alike = [name for name in both if _kind(have[name]) == _kind(want[name])]
-    differ = [name for name in alike if have[name].digest != want[name].digest]
+    have, want = _by_name(one), _by_name(other)
+    both = [place for place in have if place in want]
+    kinds = [place for place in both if _kind(have[place]) != _kind(want[place])]
+    alike = [place for place in both if _kind(have[place]) == _kind(want[place])]
+    differ = [place for place in alike if have[place].digest != want[place].digest]
     return Comparison(
         one=f"step {one.step} in {one.path}",
         other=f"step {other.step} in {other.path}",
         same=len(alike) - len(differ),
-        values=tuple(differ),
-        kinds=tuple(f"{name}: {_kind(have[name])} | {_kind(want[name])}" for name in kinds),
-        only_one=tuple(name for name in have if name not in want),
-        only_other=tuple(name for name in want if name not in have),
+        values=tuple(name for name, _ in differ),
+        kinds=tuple(f"{place[0]}: {_kind(have[place])} | {_kind(want[place])}" for place in kinds),
+        only_one=tuple(place[0] for place in have if place not in want),
+        only_other=tuple(place[0] for place in want if place not in have),
         settings=tuple(_settings(_kept(one), _kept(other))),
     )
+
+
+def _by_name(step: Description) -> dict[tuple[str, int], Leaf]:
+    """Leaves by name, and by which of that name they are: {"a/b": x} and {"a": {"b": y}} share one."""
+    seen: Counter[str] = Counter()
+    found: dict[tuple[str, int], Leaf] = {}
+    for leaf in step.leaves:
+        found[leaf.name, seen[leaf.name]] = leaf
+        seen[leaf.name] += 1
+    return found
 
 
 def _kind(leaf: Leaf) -> str:

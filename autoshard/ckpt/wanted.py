@@ -126,23 +126,26 @@ def renamed(
 ) -> dict[Key, Key]:
     """For each wanted path that was saved, the saved one.
 
+    Names of dicts may hold a '/', so a path is compared level by level; what is renamed is so by its text.
+
     Raises:
         MismatchError: a name matches no saved leaf, or two saved leaves get one path.
     """
     by_name = {"/".join(key): key for key in leaves}
+    by_name |= {"/".join(key): key for key in leaves if not any("/" in level for level in key)}
     found: dict[Key, Key] = {}
     used, wrong = set(), []
     lone = [(a, b) for a, b in rename.items() if a.startswith("*/") != b.startswith("*/")]
     wrong += [f"{a!r} -> {b!r}: '*/' stands in one alone" for a, b in lone]
     for key, spec in saved.items():
-        name = spec.name
+        name, wanted = spec.name, key if key in leaves else None
         for old in sorted(rename, key=len, reverse=True):  # the longest that fits says it
             found_at = _place(old, name)
             if found_at is not None:
                 used.add(old)
                 name = name[: found_at[0]] + rename[old].removeprefix("*/") + name[found_at[1] :]
+                wanted = by_name.get(name)
                 break
-        wanted = by_name.get(name)
         if wanted is None:
             continue
         if wanted in found:
