@@ -132,8 +132,11 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
 
 
 def target_struct(leaf: Any, spec: LeafSpec) -> Any:
-    """What to read for a template's leaf: the saved shape and dtype with a sharding, or `np.ndarray` on the host."""
-    if not hasattr(leaf, "sharding"):
+    """What to read for a template's leaf: the saved shape and dtype with a sharding, or `np.ndarray` on the host.
+
+    What a device would cut to 32 bits is read on the host, where its digest is that of what was saved.
+    """
+    if not hasattr(leaf, "sharding") or _needs_x64(spec):
         return np.ndarray
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if is_typed_key(leaf):
@@ -141,6 +144,11 @@ def target_struct(leaf: Any, spec: LeafSpec) -> Any:
         # The bits' own dimensions come last and stay whole, so the keys' spec fits as it is.
         return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=sharding)
     return _placed(spec.shape, spec.dtype, sharding)
+
+
+def _needs_x64(spec: LeafSpec) -> bool:
+    """Whether JAX's arrays cannot hold its values now."""
+    return spec.key_impl is None and dtypes.canonicalize_dtype(spec.dtype) != np.dtype(spec.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,8 +170,18 @@ def rebuilt(leaf: Any, spec: LeafSpec, array: Any) -> Any:
     if is_typed_key(leaf):
         return jax.random.wrap_key_data(array, impl=spec.key_impl)
     if array.dtype != leaf.dtype:
-        array = _cast(array, leaf.dtype, spec)
+        # A value of 64 bits is compared as one; NumPy would warn of what the cast refuses.
+        with jax.enable_x64(isinstance(array, np.ndarray)), np.errstate(over="ignore", invalid="ignore"):
+            array = _cast(array, leaf.dtype, spec)
+    if hasattr(leaf, "sharding") and not isinstance(array, jax.Array):
+        array = _put(array, getattr(leaf, "sharding", None))
     return array[()] if isinstance(leaf, np.generic) else array
+
+
+def _put(array: np.ndarray, sharding: Any) -> jax.Array:
+    """An array that every process has whole, on a sharding; on the first device without one."""
+    sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
@@ -266,22 +284,31 @@ def _escaped(part: str) -> str:
 
 
 def as_tree(specs: Sequence[LeafSpec]) -> Any:
-    """Saved leaves as a tree of their own: nested dicts by path, which is what is left of any structure."""
+    """Saved leaves as a tree of their own: nested dicts by path, which is what is left of any structure.
+
+    What JAX's arrays cannot hold is wanted as NumPy has it.
+    """
     root: dict[str, Any] = {}
     for spec in specs:
         if not spec.key:
-            return spec.struct()
+            return _own_template(spec)
         place = root
         for level in spec.key[:-1]:
             place = place.setdefault(level, {})
-        place[spec.key[-1]] = spec.struct()
+        place[spec.key[-1]] = _own_template(spec)
     return root
+
+
+def _own_template(spec: LeafSpec) -> Any:
+    # One element, seen as many: the template of a large leaf takes no memory.
+    return np.broadcast_to(np.zeros((), spec.dtype), spec.shape) if _needs_x64(spec) else spec.struct()
 
 
 def with_shardings(template: Any, shardings: Any) -> Any:
     """A template on other shardings: one for all leaves, or a tree of them that is the template's or a prefix of it.
 
-    Numbers and NumPy arrays stay as they are, and so does what has None for a sharding.
+    Numbers and NumPy arrays stay as they are, and so does what has None for a sharding. The others are described, not
+    moved: most are about to be read.
 
     Raises:
         CheckpointError: the trees do not fit.

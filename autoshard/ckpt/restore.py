@@ -62,7 +62,7 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
         if key in arrays:
             arrays[key] = change.applied(arrays[key], match.leaves[key])
     state = [
-        rebuilt(leaf, match.specs[key], arrays.get(key)) if key in match.specs else leaf
+        rebuilt(leaf, match.specs[key], arrays.get(key)) if key in match.specs else match.kept(key)
         for key, leaf in match.leaves.items()
     ]
     told = Restored(
@@ -92,6 +92,7 @@ def _matched(manifest: Manifest, wanted: Wanted, where: str) -> Match:
     if template is None:
         own = changes(by_key, dims, {}, wanted.experts, {}, where)
         template = as_tree([own[key].of(spec) if key in own else spec for key, spec in by_key.items()])
+    given = dict(named_leaves(template))
     if wanted.shardings is not None:
         template = with_shardings(template, wanted.shardings)
     leaves = dict(named_leaves(template))
@@ -102,8 +103,8 @@ def _matched(manifest: Manifest, wanted: Wanted, where: str) -> Match:
     taken = {spec.key for spec in saved.values()}
     unread = tuple(spec for spec in manifest.leaves if spec.key not in taken)
     specs = {key: made[key].of(spec) if key in made else spec for key, spec in saved.items()}
-    check_leaves(specs, leaves, unread, wanted, where)
-    return Match(leaves, saved, specs, made, unread, jax.tree.structure(template))
+    check_leaves(specs, leaves, given, unread, wanted, where)
+    return Match(leaves, given, saved, specs, made, unread, jax.tree.structure(template))
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Match:
 
     Attributes:
         leaves: what is wanted, by path.
+        given: the same as the caller has it, on its own shardings.
         saved: the saved leaf for each wanted path that has one.
         specs: what these are once they are changed.
         changes: how they are changed, where they are.
@@ -98,11 +99,17 @@ class Match:
     """
 
     leaves: Mapping[Key, Any]
+    given: Mapping[Key, Any]
     saved: Mapping[Key, LeafSpec]
     specs: Mapping[Key, LeafSpec]
     changes: Mapping[Key, Change]
     unread: tuple[LeafSpec, ...]
     structure: Any
+
+    def kept(self, key: Key) -> Any:
+        """The caller's value of a leaf that was not saved, where it is wanted."""
+        given, leaf = self.given[key], self.leaves[key]
+        return given if leaf is given else jax.device_put(given, leaf.sharding)
 
     def read_like(self, key: Key) -> Any:
         """A template for the saved leaf."""
@@ -165,9 +172,22 @@ def _place(old: str, name: str) -> tuple[int, int] | None:
 
 
 def check_leaves(
-    specs: Mapping[Key, LeafSpec], leaves: Mapping[Key, Any], unread: Sequence[LeafSpec], wanted: Wanted, where: str
+    specs: Mapping[Key, LeafSpec],
+    leaves: Mapping[Key, Any],
+    given: Mapping[Key, Any],
+    unread: Sequence[LeafSpec],
+    wanted: Wanted,
+    where: str,
 ) -> None:
     """Refuses saved leaves that are not what is wanted, and wanted ones that cannot be placed, all at once.
+
+    Args:
+        specs: what is saved, by wanted path.
+        leaves: what is wanted.
+        given: the same as the caller has it, on its own shardings.
+        unread: saved leaves that nothing is wanted of.
+        wanted: what will do.
+        where: names the step.
 
     Raises:
         MismatchError: naming every leaf that differs, with both shapes and dtypes.
@@ -180,7 +200,7 @@ def check_leaves(
         if have is None:
             if not wanted.partial:
                 lines.append(f"{want.name}: not in the checkpoint, wanted {want}")
-            elif isinstance(leaves[key], jax.ShapeDtypeStruct):
+            elif isinstance(given[key], jax.ShapeDtypeStruct):
                 lines.append(f"{want.name}: not in the checkpoint, and the template has no value to keep")
         elif have.shape != want.shape or have.dtype != want.dtype:
             fits = have.shape == want.shape and castable(have, want)
@@ -195,7 +215,7 @@ def check_leaves(
             f"{where} is a checkpoint of another model: {len(lines)} of {len(asked) + len(unread)} leaves differ:\n"
             f"{listing(lines)}\nUse the model that it was saved with, or another directory.{hint}"
         )
-    lines = unfit({key: leaves[key] for key in specs})
+    lines = unfit({key: leaf for key, leaf in leaves.items() if key in specs or leaf is not given[key]})
     if lines:
         raise CheckpointError(f"the state cannot be placed as its template says:\n{listing(lines)}")
 

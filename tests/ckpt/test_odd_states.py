@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.ckpt import Checkpointer, MismatchError
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.ckpt.compare import compare
+
+W = jnp.arange(8.0)
 
 
 def test_names_with_a_slash(tmp_path: Path) -> None:
@@ -25,3 +29,35 @@ def test_names_with_a_slash(tmp_path: Path) -> None:
             assert told.same == 1 and told.values == ("a/b",) and not told.equal
         with pytest.raises(MismatchError, match="a/b and a/b both become c"):
             checkpoints.restore(1, like={"c": jnp.ones(2)}, rename={"a/b": "c"})
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_wide_values_are_cast_on_the_host(tmp_path: Path, mesh8: Mesh, count: int) -> None:
+    """As leaves, and as leaves of packs."""
+    sharding = NamedSharding(mesh8, PartitionSpec("data"))
+    state = {"step": 7, "many": [np.arange(8.0) + n for n in range(count)]}
+    like = {"step": jnp.int32(0), "many": [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)] * count}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        found = checkpoints.restore(like=like, allow_cast=True)
+        assert found["step"] == 7 and found["step"].dtype == jnp.int32
+        for n, leaf in enumerate(found["many"]):
+            assert leaf.sharding == sharding and leaf.dtype == jnp.float32
+            np.testing.assert_array_equal(leaf, state["many"][n])
+        checkpoints.save(2, {"a": 2**40, "b": 1e300})
+        for like in ({"a": jnp.int32(0)}, {"b": jnp.float32(0)}):
+            with pytest.raises(CheckpointError, match="values that (int|float)32 cannot hold"):
+                checkpoints.restore(2, like=like, allow_cast=True, partial=True)
+
+
+def test_without_a_template_wide_values_come_back_on_the_host(tmp_path: Path) -> None:
+    state = {"step": 2**40, "scale": 0.5, "on": True, "wide": np.arange(3) + 2**33, "none": np.zeros((0, 2)), "w": W}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        found = checkpoints.restore()
+        assert {name for name, leaf in found.items() if not isinstance(leaf, jax.Array)} == state.keys() - {"on", "w"}
+        for name, leaf in found.items():
+            assert leaf.dtype == np.asarray(state[name]).dtype
+            np.testing.assert_array_equal(leaf, state[name])
+        taken = checkpoints.restore(experts=[2], expert_dims={"wide": 0})
+        np.testing.assert_array_equal(taken["wide"], [2**33 + 2])

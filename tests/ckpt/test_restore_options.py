@@ -80,6 +80,25 @@ def test_part_of_a_state(saved: Checkpointer) -> None:
         saved.restore(like={"params": {"encoder": {"w": shape(8, 4)}}}, partial=True)
 
 
+def test_kept_leaves_go_where_they_are_wanted(saved: Checkpointer, mesh8: Mesh) -> None:
+    new, there = jnp.arange(8.0), NamedSharding(mesh8, P("data"))
+    like = {"params": {"encoder": {"w": shape(8, 8)}, "adapter": new, "host": np.ones(3), "key": jax.random.key(1)}}
+    wanted = {"encoder": there, "adapter": there, "host": there, "key": NamedSharding(mesh8, P())}
+    params = saved.restore(like=like, partial=True, shardings={"params": wanted})["params"]
+    np.testing.assert_array_equal(params["encoder"]["w"], W)
+    np.testing.assert_array_equal(params["adapter"], new)
+    assert params["adapter"].sharding == there and params["key"].sharding == wanted["key"]
+    assert params["host"] is like["params"]["host"] and params["key"] == like["params"]["key"]
+    assert (
+        saved.restore(like=like, partial=True, shardings={"params": wanted | {"adapter": None}})["params"]["adapter"]
+        is new
+    )
+    with pytest.raises(CheckpointError, match=r"params/adapter: shape \(7,\) does not divide"):
+        saved.restore(like={"params": {"adapter": jnp.ones(7)}}, partial=True, shardings=there)
+    with pytest.raises(MismatchError, match="params/adapter: not in the checkpoint, and the template has no value"):
+        saved.restore(like={"params": {"adapter": shape(8)}}, partial=True, shardings=there)
+
+
 def test_casts_are_asked_for(saved: Checkpointer) -> None:
     like = {"params": {"encoder": {"w": shape(8, 8, dtype=jnp.bfloat16)}}, "count": shape(2, dtype=jnp.int16)}
     with pytest.raises(MismatchError, match=r"saved float32\[8, 8\], wanted bfloat16.*(?s:.*)allow_cast=True casts 2"):
