@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax import dtypes
 from jax import numpy as jnp
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import SingleDeviceSharding
 
 from autoshard._shown import shown
@@ -166,16 +167,29 @@ def rebuilt(leaf: Any, spec: LeafSpec, array: Any) -> Any:
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return type(leaf)(array.item())
     if array is None:
-        return _empty(leaf, spec)
+        return _as_free(_empty(leaf, spec), leaf)
     if is_typed_key(leaf):
-        return jax.random.wrap_key_data(array, impl=spec.key_impl)
+        return jax.random.wrap_key_data(_as_free(array, leaf), impl=spec.key_impl)
     if array.dtype != leaf.dtype:
         # A value of 64 bits is compared as one; NumPy would warn of what the cast refuses.
         with jax.enable_x64(isinstance(array, np.ndarray)), np.errstate(over="ignore", invalid="ignore"):
             array = _cast(array, leaf.dtype, spec)
     if hasattr(leaf, "sharding") and not isinstance(array, jax.Array):
         array = _put(array, getattr(leaf, "sharding", None))
-    return array[()] if isinstance(leaf, np.generic) else array
+    return array[()] if isinstance(leaf, np.generic) else _as_free(array, leaf)
+
+
+def _as_free(array: Any, leaf: Any) -> Any:
+    """An array as little bound to a device and to its dtype as the template's leaf is.
+
+    A committed counter on one device cannot meet sharded parameters in a program, and a strong one where it was weak
+    has the program traced again.
+    """
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        array = jnp.asarray(np.asarray(array))
+    if getattr(leaf, "weak_type", False):
+        array = convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+    return array
 
 
 def _put(array: np.ndarray, sharding: Any) -> jax.Array:
@@ -321,7 +335,8 @@ def with_shardings(template: Any, shardings: Any) -> Any:
     def place(leaf: Any, sharding: Any) -> Any:
         if sharding is None or not hasattr(leaf, "sharding"):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
     return jax.tree.map(place, template, spread, is_leaf=lambda node: node is None)
 

@@ -62,7 +62,7 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
         if key in arrays:
             arrays[key] = change.applied(arrays[key], match.leaves[key])
     state = [
-        rebuilt(leaf, match.specs[key], arrays.get(key)) if key in match.specs else match.kept(key)
+        rebuilt(leaf, match.specs[key], arrays.pop(key, None)) if key in match.specs else match.kept(key)
         for key, leaf in match.leaves.items()
     ]
     told = Restored(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -61,3 +62,37 @@ def test_without_a_template_wide_values_come_back_on_the_host(tmp_path: Path) ->
             np.testing.assert_array_equal(leaf, state[name])
         taken = checkpoints.restore(experts=[2], expert_dims={"wide": 0})
         np.testing.assert_array_equal(taken["wide"], [2**33 + 2])
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_a_restored_state_meets_the_same_step(tmp_path: Path, mesh8: Mesh, count: int) -> None:
+    """Leaves that no sharding binds to a device stay free to go where the others are; no leaf has it compiled again."""
+    params = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh8, PartitionSpec("data")))
+    state = {
+        "params": params,
+        "opt": optax.adam(1e-3).init(params),
+        "counts": [jnp.int32(n) for n in range(count)],
+        "weak": jnp.asarray(2.0),
+        "weak_wide": jnp.broadcast_to(jnp.asarray(2.0), (3,)),
+        "key": jax.random.key(0),
+        "empty": jnp.zeros((0, 2)),
+        "first": jax.device_put(jnp.ones(2), jax.devices()[0]),
+    }
+
+    traced = []
+
+    def step(state: Any) -> Any:
+        traced.append(True)
+        return jax.tree.map(lambda leaf: leaf, state | {"first": None}), state["weak"] + state["params"]["w"]
+
+    jitted = jax.jit(step)
+    jitted(state | {"first": None})
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        found = checkpoints.restore(like=state)
+    for have, want in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert (have.committed, have.sharding) == (want.committed, want.sharding)
+        assert jax.typeof(have) == jax.typeof(want) and bool((have == want).all())
+    assert found["first"].committed and state["weak_wide"].weak_type and not found["opt"][0].count.committed
+    jitted(found | {"first": None})
+    assert traced == [True]
