@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
@@ -71,12 +72,23 @@ class Change:
         """The wanted leaf's values, on its sharding."""
         if not isinstance(array, jax.Array):
             return self._made(np, array)
-        return jax.jit(partial(self._made, jnp), out_shardings=getattr(leaf, "sharding", None))(array)
+        wanted = getattr(leaf, "sharding", None)
+        if not isinstance(wanted, NamedSharding) or wanted.mesh.are_all_axes_auto:
+            return jax.jit(partial(self._made, jnp), out_shardings=wanted)(array)
+        # With explicit axes the type of what is taken of a sharded dimension would have to be said.
+        with _compat.auto_axes():
+            array = jax.device_put(array, _with_auto_axes(array.sharding))
+            made = jax.jit(partial(self._made, jnp), out_shardings=_with_auto_axes(wanted))(array)
+        return jax.device_put(made, wanted)
 
     def _made(self, library: Any, array: Any) -> Any:
         if self.numbers is not None:
             return library.take(array, np.array(self.numbers), axis=self.dim)
         return library.repeat(library.expand_dims(array, self.dim), self.count, axis=self.dim)
+
+
+def _with_auto_axes(sharding: Any) -> NamedSharding:
+    return NamedSharding(_compat.all_axes_auto(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def dims_of(plan: Any, specs: Sequence[LeafSpec]) -> dict[Key, int]:

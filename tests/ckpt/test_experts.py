@@ -1,5 +1,6 @@
 """Experts by their numbers, whatever mesh they were saved from: some of them, more of them, dense layers as experts."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autoshard
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
@@ -107,6 +108,23 @@ def test_some_experts_onto_another_mesh(saved: Checkpointer, state: Any, plans: 
     by_path = with_names(saved.restore(experts=numbers))
     for name, dim in found.items():
         np.testing.assert_array_equal(by_path[name], np.take(np.asarray(whole[name]), numbers, axis=dim))
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_some_experts_onto_explicit_axes(tmp_path: Path, within: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("ep", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    weights = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2)
+    where = NamedSharding(mesh, PartitionSpec("ep", "tp"))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"experts": weights, "mlp": weights[0]}, expert_dims={"experts": 0})
+        like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=where)}
+        dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=where)}
+        with jax.set_mesh(mesh) if within else contextlib.nullcontext():
+            found = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
+            copies = checkpoints.restore(like=dense, upcycle={"new": 0}, rename={"mlp": "new"}, partial=True)["new"]
+    assert found.sharding == where and copies.sharding == where
+    np.testing.assert_array_equal(found, weights[[5, 0, 7, 0]])
+    np.testing.assert_array_equal(copies, np.broadcast_to(weights[0], (8, 4, 2)))
 
 
 def test_all_experts_onto_another_degree(saved: Checkpointer, state: Any, plans: Any) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.sharding import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
@@ -96,3 +97,15 @@ def test_a_restored_state_meets_the_same_step(tmp_path: Path, mesh8: Mesh, count
     assert found["first"].committed and state["weak_wide"].weak_type and not found["opt"][0].count.committed
     jitted(found | {"first": None})
     assert traced == [True]
+
+
+def test_replicas_without_a_mesh_count_once(tmp_path: Path) -> None:
+    sharding: Any = GSPMDSharding.get_replicated(jax.devices())
+    like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": W})
+        found = checkpoints.restore(like={"w": like})["w"]
+        assert found.sharding == sharding
+        np.testing.assert_array_equal(found, W)
+        checkpoints.save(2, {"w": found}, block=True)
+        np.testing.assert_array_equal(checkpoints.restore(2, like={"w": W})["w"], W)
