@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -26,12 +26,22 @@ from safetensors import SafetensorError, safe_open
 from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.safetensors import DTYPES, INDEX, Tensor
-from autoshard.ckpt.transfer import Model
+from autoshard.ckpt.transfer import Model, cast_values
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
-_UNKNOWN = ("use_dora", "bias", "layer_replication", "megatron_config")  # what else would change values
+# What else would change values.
+_UNKNOWN = (
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "megatron_config",
+)
+_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT takes what such an adapter starts with from W
 
 
 @shown
@@ -61,9 +71,13 @@ class Adapter:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
+    def rank_of(self, module: str) -> int:
+        """The rank that the adapter says a module's pair has."""
+        return _named(self.rank_pattern, module, self.rank)
+
     def scale(self, module: str) -> float:
         """What a module's product is multiplied with."""
-        rank, alpha = _named(self.rank_pattern, module, self.rank), _named(self.alpha_pattern, module, self.alpha)
+        rank, alpha = self.rank_of(module), _named(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def unfit(self, module: str, shape: tuple[int, ...]) -> str | None:
@@ -88,9 +102,13 @@ class Adapter:
 
 def _named(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
     for name, value in pattern.items():
-        if module == name or module.endswith(f".{name}") or re.fullmatch(rf"(.*\.)?({name})", module):
+        if module == name or module.endswith(f".{name}") or re.fullmatch(_expression(name), module):
             return value
     return default
+
+
+def _expression(name: str) -> str:
+    return rf"(.*\.)?({name})"
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -107,11 +125,7 @@ def read_adapter(folder: Path) -> Adapter:
         raise CheckpointError(f"{folder} is no LoRA adapter: it has no {Path(error.filename or '').name}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"the adapter in {folder} cannot be read: {error}") from error
-    kind = config.get("peft_type", "LORA")
-    unknown = [f"{name}={config[name]!r}" for name in _UNKNOWN if config.get(name) not in (None, False, "none", {})]
-    if kind != "LORA" or unknown:
-        what = f"peft_type={kind!r}" if kind != "LORA" else ", ".join(unknown)
-        raise CheckpointError(f"the adapter in {folder} has {what}: only plain and rank-stabilised LoRA can be merged")
+    _check(folder, config)
     halves: dict[str, dict[str, tuple[np.ndarray, bool]]] = {}
     saved = {}
     for name, values in tensors.items():
@@ -125,20 +139,87 @@ def read_adapter(folder: Path) -> Adapter:
         told = f"one matrix of two:\n{listing(single)}" if single else "no matrices"
         raise CheckpointError(f"the adapter in {folder} has {told}")
     pairs = {module: (sides["A"][0], sides["B"][0], sides["A"][1]) for module, sides in halves.items()}
-    try:
-        return Adapter(
-            where=str(folder),
-            pairs=pairs,
-            saved=saved,
-            rank=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            rslora=bool(config.get("use_rslora")),
-            fan_in_first=bool(config.get("fan_in_fan_out")),
-            rank_pattern=dict(config.get("rank_pattern") or {}),
-            alpha_pattern=dict(config.get("alpha_pattern") or {}),
+    adapter = Adapter(
+        where=str(folder),
+        pairs=pairs,
+        saved=saved,
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        rslora=bool(config.get("use_rslora")),
+        fan_in_first=bool(config.get("fan_in_fan_out")),
+        rank_pattern=config.get("rank_pattern") or {},
+        alpha_pattern=config.get("alpha_pattern") or {},
+    )
+    other = [
+        f"{module}: A has rank {a.shape[0]}, {CONFIG} says {adapter.rank_of(module)}"
+        for module, (a, _, _) in pairs.items()
+        if a.ndim == 2 and a.shape[0] != adapter.rank_of(module)
+    ]
+    if other:  # the scale would be another one, too
+        raise CheckpointError(f"the adapter in {folder} has ranks that its settings do not have:\n{listing(other)}")
+    return adapter
+
+
+def _check(folder: Path, config: Any) -> None:
+    """Refuses settings that cannot be applied.
+
+    Raises:
+        CheckpointError: they are of another kind of adapter, or not as PEFT writes them.
+    """
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} is not as PEFT writes it: it holds no table of settings")
+    told = cast(dict[str, Any], config)
+    kind = told.get("peft_type", "LORA")
+    unknown = [f"{name}={told[name]!r}" for name in _UNKNOWN if told.get(name) not in (None, False, "none", {}, [])]
+    if kind != "LORA" or unknown:
+        what = f"peft_type={kind!r}" if kind != "LORA" else ", ".join(unknown)
+        raise CheckpointError(f"the adapter in {folder} has {what}: only plain and rank-stabilised LoRA can be merged")
+    start = told.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGED):
+        raise CheckpointError(
+            f"the adapter in {folder} has init_lora_weights={start!r}: it was trained on a base from whose weights its "
+            "own first values had been taken, and does not fit the base as it is. PEFT makes plain LoRA of it, "
+            "except of LoftQ: save_pretrained with path_initial_model_for_weight_conversion."
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is not as PEFT writes it: {error!r}") from error
+    wrong = _wrong_settings(told)
+    if wrong:
+        raise CheckpointError(f"{folder / CONFIG} is not as PEFT writes it:\n{listing(wrong)}")
+
+
+def _wrong_settings(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with ranks, scales and switches, one line each."""
+    wrong = []
+    for default, patterns, fits, what in (
+        ("r", "rank_pattern", _is_rank, "a whole number of at least 1"),
+        ("lora_alpha", "alpha_pattern", _is_finite, "a finite number"),
+    ):
+        if not fits(config.get(default)):
+            wrong.append(f"{default} is {config.get(default)!r}, it must be {what}")
+        table = config.get(patterns) or {}
+        if not isinstance(table, dict):
+            wrong.append(f"{patterns} is {table!r}, it must be a table of modules")
+            continue
+        for name, value in cast(dict[str, Any], table).items():
+            if not fits(value):
+                wrong.append(f"{patterns} has {name!r}: {value!r}, it must be {what}")
+            try:
+                re.compile(_expression(name))
+            except (re.error, OverflowError) as error:
+                wrong.append(f"{patterns} has {name!r}, which is no regular expression: {error}")
+    for name in ("use_rslora", "fan_in_fan_out"):
+        if config.get(name) not in (None, True, False):
+            wrong.append(f"{name} is {config[name]!r}, it must be true or false")
+    return wrong
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether float32 holds it, as the sums do."""
+    largest = float(np.finfo(np.float32).max)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -largest <= value <= largest
 
 
 def read_model(folder: Path) -> Model:
@@ -218,8 +299,12 @@ def merged(base: Model, adapter: Adapter) -> Model:
 
 
 def _added(tensor: Tensor, adapter: Adapter, module: str) -> Callable[[], np.ndarray]:
-    return lambda: (tensor.read().astype(np.float32) + adapter.change(module, tensor.shape)).astype(tensor.dtype)
+    def read() -> np.ndarray:
+        total = tensor.read().astype(np.float32) + adapter.change(module, tensor.shape)
+        return cast_values(tensor.name, total, tensor.dtype)
+
+    return read
 
 
 def _instead(tensor: Tensor, values: np.ndarray) -> Callable[[], np.ndarray]:
-    return lambda: values.astype(tensor.dtype)
+    return lambda: cast_values(tensor.name, values, tensor.dtype)

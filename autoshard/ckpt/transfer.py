@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard._shown import shown
@@ -99,6 +100,8 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
     Raises:
         CheckpointError: there is no moving average, or `inference.json` is not as it was written.
         DamagedCheckpointError: the step is not as it was written.
+
+    A tensor that `dtype` cannot hold raises `CheckpointError` when it is read.
     """
     manifest = read_manifest(path, step)
     digests = expected_digests(path, step, manifest)
@@ -126,9 +129,10 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
 
         def values() -> np.ndarray:
             found = read(spec)
-            return (found / np.float32(weight) if is_mean else found).astype(kind, copy=False)
+            return cast_values(name, found / np.float32(weight) if is_mean else found, kind)
 
-        return Tensor(".".join(key), spec.shape, kind, values)
+        name = ".".join(key)
+        return Tensor(name, spec.shape, kind, values)
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
@@ -144,7 +148,8 @@ def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -
         shard_bytes: of a file at most.
 
     Raises:
-        CheckpointError: the folder holds something, or cannot be written; nothing is left of what was written.
+        CheckpointError: the folder holds something, or cannot be written, or a tensor's dtype cannot hold its values;
+            nothing is left of what was written.
     """
     with _new_folder(folder) as draft:
         files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "from": model.where})
@@ -170,6 +175,26 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
         if not means or weight not in specs:
             raise CheckpointError(f"{where} has no moving average of the parameters: leave out --use-ema.")
         found |= means
+    return found
+
+
+def cast_values(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
+    """A tensor's values in another dtype.
+
+    Raises:
+        CheckpointError: one of them is finite, and not in that dtype.
+    """
+    with np.errstate(over="ignore"):
+        found = values.astype(dtype, copy=False)
+    if found.dtype == values.dtype or np.issubdtype(found.dtype, np.integer):
+        return found
+    lost = np.isfinite(values) & ~np.isfinite(found)
+    if lost.any():
+        most, largest = float(np.abs(values[lost]).max()), float(jnp.finfo(found.dtype).max)
+        raise CheckpointError(
+            f"{name} has values of up to {most:.6g}, and {dtype} holds {largest:.6g} at most: "
+            "take bfloat16 or float32, or leave the tensors as they are saved."
+        )
     return found
 
 
@@ -209,10 +234,11 @@ def _generation(told: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
     """A folder that gets its name only when all is in it."""
-    draft = folder.with_name(f".{folder.name}.partial")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there already: name a new folder.")
     try:
+        # What has no name of its own, such as `.` and `/`, is there as well.
+        if not folder.name or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+            raise CheckpointError(f"{folder} is there already: name a new folder.")
+        draft = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:

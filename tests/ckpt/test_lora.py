@@ -151,13 +151,43 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
         (dict(use_dora=True), "has use_dora=True: only plain and rank-stabilised LoRA"),
         (dict(peft_type="IA3"), "has peft_type='IA3'"),
         (dict(bias="all"), "has bias='all'"),
-        (dict(r=None), "is not as PEFT writes it"),
+        (dict(lora_bias=True), "has lora_bias=True"),
+        (dict(init_lora_weights="pissa_niter_16"), "has init_lora_weights='pissa_niter_16': it was trained on a base"),
+        (dict(init_lora_weights="olora"), "has init_lora_weights='olora'"),
+        (dict(init_lora_weights="corda"), "has init_lora_weights='corda'"),
+        (dict(init_lora_weights="loftq"), "has init_lora_weights='loftq'"),
+        (dict(r=16), r"(?s)ranks that its settings do not have:.*up: A has rank 4, adapter_config\.json says 16"),
+        (dict(rank_pattern={"u.": 3}), r"up: A has rank 4, adapter_config\.json says 3"),
+        (dict(r=None), "(?s)is not as PEFT writes it:.*r is None, it must be a whole number of at least 1"),
+        (dict(r=0), "r is 0, it must"),
+        (dict(r=-4), "r is -4, it must"),
+        (dict(r=True), "r is True, it must"),
+        (dict(lora_alpha=float("nan")), "lora_alpha is nan, it must be a finite number"),
+        (dict(lora_alpha=10**400), "lora_alpha is 10+, it must be a finite number"),
+        (dict(lora_alpha="16"), "lora_alpha is '16', it must be a finite number"),
+        (dict(rank_pattern={"up": 0}), "rank_pattern has 'up': 0, it must"),
+        (dict(rank_pattern=["up"]), "rank_pattern is .* it must be a table"),
+        (dict(rank_pattern={"u(p": 4}), r"rank_pattern has 'u\(p', which is no regular expression: "),
+        (dict(alpha_pattern={"*up": 4}), r"alpha_pattern has '\*up', which is no regular expression: "),
+        (dict(alpha_pattern={"up": float("inf")}), "alpha_pattern has 'up': inf, it must"),
+        (dict(use_rslora="false"), "use_rslora is 'false', it must be true or false"),
     ],
 )
-def test_adapters_that_are_not_known(tmp_path: Path, config: dict, message: str) -> None:
+def test_adapters_that_are_not_known(tmp_path: Path, config: dict, message: str, capsys: pytest.CaptureFixture) -> None:
     pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
+    adapter = write_adapter(tmp_path / "adapter", pair, **config)
     with pytest.raises(CheckpointError, match=message):
-        read_adapter(write_adapter(tmp_path / "adapter", pair, **config))
+        read_adapter(adapter)
+    base = write_base(tmp_path / "base", {"up.weight": normal(OUT, IN)})
+    assert main(["ckpt", "merge", str(base), str(adapter), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("autoshard ckpt: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_adapters_that_leave_the_base_as_it_is(tmp_path: Path, start: Any) -> None:
+    pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
+    assert read_adapter(write_adapter(tmp_path / "adapter", pair, init_lora_weights=start)).scale("up") == 10 / RANK
 
 
 def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
@@ -166,6 +196,11 @@ def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", {"up.lora_A.weight": normal(RANK, IN)})
     with pytest.raises(CheckpointError, match="one matrix of two:\n  up"):
         read_adapter(folder)
+    settings = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").write_text(f"[{settings}]")
+    with pytest.raises(CheckpointError, match="is not as PEFT writes it: it holds no table of settings"):
+        read_adapter(folder)
+    (folder / "adapter_config.json").write_text(settings)
     (folder / "adapter_model.safetensors").write_bytes(b"12345678")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_adapter(folder)
@@ -176,6 +211,14 @@ def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names files that are not beside it"):
         read_model(base)
+
+
+def test_a_sum_that_the_base_cannot_hold(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", {"up.weight": np.full((OUT, IN), 65000, np.float16)})
+    pair = {"up.lora_A.weight": np.full((RANK, IN), 10, np.float32), "up.lora_B.weight": np.full((OUT, RANK), 10, "f4")}
+    with pytest.raises(CheckpointError, match=r"^up\.weight has values of up to 65992, and float16 holds 65504"):
+        merge(base, write_adapter(tmp_path / "adapter", pair), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

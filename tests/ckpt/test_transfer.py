@@ -111,6 +111,20 @@ def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_an_export_that_its_dtype_cannot_hold(tmp_path: Path) -> None:
+    """Largest is 65504: what is not finite already stays so, and a value that gets there is refused."""
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"params": {"a": jnp.ones(2), "b": jnp.float32([-1e5, 2])}}, block=True)
+        checkpoints.save(2, {"params": {"a": jnp.float32([jnp.inf, jnp.nan, 65504]), "n": jnp.int32(7)}}, block=True)
+        with pytest.raises(CheckpointError, match=r"^b has values of up to 100000, and float16 holds 65504 at most"):
+            checkpoints.export(1, tmp_path / "out", dtype="float16")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        checkpoints.export(1, tmp_path / "wide", dtype="bfloat16")
+        checkpoints.export(2, tmp_path / "out", dtype="float16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(found["a"], np.array([np.inf, np.nan, 65504], np.float16))
+
+
 def test_a_state_that_is_no_train_state_is_exported_whole(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(0, {"a": {"b": jnp.ones(2)}, "none": jnp.zeros((0, 3)), "rng": jax.random.key(0)}, block=True)
@@ -132,6 +146,9 @@ def test_a_damaged_model_is_not_exported(saved: Checkpointer, tmp_path: Path) ->
     (tmp_path / "full" / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="full is there already: name a new folder"):
         saved.export(1, tmp_path / "full")
+    for nameless in (".", "/"):
+        with pytest.raises(CheckpointError, match="is there already: name a new folder"):
+            saved.export(1, nameless)
 
 
 def test_a_copy_is_the_step(saved: Checkpointer, tmp_path: Path, assert_same: Any) -> None:
