@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from autoshard.ckpt.safetensors import Tensor, write
 
 PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that are the model's
 AVERAGE = ("ema", "mean"), ("ema", "weight")
-INFERENCE = "inference.json"  # beside the steps: what the trainer says of its model
+INFERENCE, INFERENCE_FORMAT = "inference.json", 1  # beside the steps: what the trainer says of its model
+TOKENIZER = "tokenizer.json"  # and its tokenizer, where tokens are not bytes
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, as HF's own
 
 
@@ -48,6 +50,8 @@ class Exported:
 def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
     """Copies a step as it is, and compares the copy with its digests before it gets its name.
 
+    Where the target does not say what its model is, it then says what the source does.
+
     Raises:
         CheckpointError: the target has that step, is not ours, is being written, or cannot be written.
         DamagedCheckpointError: the step is damaged; the target is as it was.
@@ -64,10 +68,26 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
             wrong = damaged_leaves(draft, step)
             if wrong:
                 raise damaged(source.step_path(step), step, "its copy has other values", [(name,) for name in wrong])
+            beside = []
+            for name in _missing_beside(source.path, target.path):
+                part = target.path / f".{name}.{os.getpid()}"
+                failed.callback(part.unlink, missing_ok=True)
+                part.write_bytes((source.path / name).read_bytes())
+                beside.append((part, target.path / name))
             target.commit(draft, step)
+            for part, file in beside:  # after the step: where it fails, the target is as it was
+                part.rename(file)
             failed.pop_all()
     except OSError as error:
         raise CheckpointError(f"step {step} cannot be copied to {target.path}: {error}") from error
+
+
+def _missing_beside(source: Any, target: Any) -> list[str]:
+    """What a target lacks of the files that say what the model is, in the order in which they are to appear."""
+    if (target / INFERENCE).exists() or not (source / INFERENCE).exists():
+        return []
+    # The tokenizer first: what names it is there only with it.
+    return [name for name in (TOKENIZER, INFERENCE) if (source / name).exists() and not (target / name).exists()]
 
 
 @shown
@@ -98,7 +118,7 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
         dtype: of floating-point tensors; as they are saved by default.
 
     Raises:
-        CheckpointError: there is no moving average, or `inference.json` is not as it was written.
+        CheckpointError: there is no moving average, or `inference.json` is damaged or of a newer version.
         DamagedCheckpointError: the step is not as it was written.
 
     A tensor that `dtype` cannot hold raises `CheckpointError` when it is read.
@@ -212,9 +232,17 @@ def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Any)
     if inference.exists():
         try:
             told = json.loads(inference.read_text())
-            model = {"name": str(told["model"]), **told["config"]}  # a run's settings may be those of another model
+            if told.get("format", INFERENCE_FORMAT) > INFERENCE_FORMAT:
+                raise CheckpointError(
+                    f"{inference} has format {told['format']}, this version reads up to {INFERENCE_FORMAT}: upgrade"
+                )
+            if not isinstance(told["model"], str):
+                raise ValueError(f"model is {told['model']!r}, it must be a name")
+            model = {"name": told["model"], **told["config"]}  # a run's settings may be those of another model
             generation = {"generation_config.json": _generation(told)}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{inference} is not as it was written: {type(error).__name__}: {error}") from error
     name = model.pop("name", None)
     kinds = [one.dtype for one in tensors if "float" in one.dtype]

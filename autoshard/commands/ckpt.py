@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autoshard._shown import shown
 from autoshard.commands.arguments import Parser, parser
@@ -77,7 +79,9 @@ def find(text: str) -> Place:
     from autoshard.train.rundir import checkpoints_in
 
     name, mark, number = text.rpartition("@")
-    step = int(number) if mark and number.isdigit() and not Path(text).exists() else None
+    # No more digits than `int` takes, and only those: there are others that Python calls digits.
+    named = mark and re.fullmatch("[0-9]{1,18}", number) and not Path(text).exists()
+    step = int(number) if named else None
     folder = text if step is None else name
     checkpoints = Checkpointer(folder if "://" in folder else checkpoints_in(Path(folder)), keep=None)
     if not checkpoints.steps():
@@ -91,6 +95,19 @@ def _place(options: Parser) -> None:
 
 def _json(options: Parser) -> None:
     options.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """As JSON has it: a number that is not finite is a text, as it is in a checkpoint."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in cast(Sequence[Any], value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ls_arguments(options: Parser) -> None:
@@ -118,7 +135,7 @@ def _ls(given: argparse.Namespace) -> int:
             {"step": step, "damaged": str(one)} if isinstance(one, DamagedCheckpointError) else _row(one)
             for step, one in found.items()
         ]
-        print(json.dumps(told, indent=1))
+        _print_json(told)
         return 1 if damaged else 0
     table = Table(box=None, pad_edge=False)
     for column in ("step", "written", "leaves", "state", "files", "mesh", "metrics"):
@@ -159,7 +176,10 @@ def _describe_arguments(options: Parser) -> None:
 def _describe(given: argparse.Namespace) -> int:
     place = find(given.place)
     found = place.checkpoints.describe(place.step)
-    print(json.dumps(found.to_json(), indent=1) if given.json else found)
+    if given.json:
+        _print_json(found.to_json())
+    else:
+        print(found)
     return 0
 
 
@@ -234,10 +254,21 @@ def _copy_arguments(options: Parser) -> None:
 
 
 def _copy(given: argparse.Namespace) -> int:
+    from autoshard.ckpt import Checkpointer
+
     place = find(given.place)
     if given.all and place.step is not None:
         raise ConfigError(f"{given.place!r} names a step, and --all asks for every one: leave out one of them")
     steps = place.checkpoints.steps() if given.all else [place.chosen]
+    target = Checkpointer(given.target, keep=None)
+    there = sorted({*steps} & {*target.steps()})
+    if there:
+        raise ConfigError(
+            f"{target.directory} has step{'s' if len(there) > 1 else ''} {_steps(there)} already, and a committed step "
+            "is never overwritten: name another folder"
+        )
+    for step in steps:  # before the first is copied
+        place.checkpoints.describe(step)
     for step in steps:
         place.checkpoints.copy(step, given.target)
         print(f"step {step} is in {given.target}, and is what it was")

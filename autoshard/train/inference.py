@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ import autoshard
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError, Description
 from autoshard.ckpt.leaves import with_shardings
-from autoshard.ckpt.transfer import INFERENCE, PARAMETERS
+from autoshard.ckpt.transfer import INFERENCE, INFERENCE_FORMAT, PARAMETERS, TOKENIZER
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
 from autoshard.models.sample import written
@@ -37,8 +38,7 @@ from autoshard.train.rundir import checkpoints_in
 from autoshard.train.state import Program
 from autoshard.train.tokens import Codec, load_codec
 
-FILE, TOKENIZER = INFERENCE, "tokenizer.json"
-FORMAT = 1
+FILE, FORMAT = INFERENCE, INFERENCE_FORMAT
 
 
 def _moe_config(*, gpt: Mapping[str, Any], **told: Any) -> MoEConfig:
@@ -130,14 +130,36 @@ def read_inference(folder: Path) -> Inference:
         data = json.loads(file.read_text())
         if data["format"] > FORMAT:
             raise ConfigError(f"{file} has format {data['format']}, this version reads up to {FORMAT}: upgrade")
-        told = Inference(**{one.name: data[one.name] for one in fields(Inference)})
-        if not all(isinstance(part, dict) for part in (told.config, told.generation, told.tokenizer)):
-            raise ValueError("config, generation and tokenizer are tables")
-        return told
+        wrong = _wrong(data)
+        if wrong:
+            raise ConfigError(f"{file} is not as it was written: {'; '.join(wrong)}")
+        return Inference(**{one.name: data[one.name] for one in fields(Inference)})
+    except ConfigError:
+        raise
     except FileNotFoundError as error:
         raise ConfigError(f"{str(folder)!r} has no {FILE}: it holds no model that text can be written with") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not as it was written: {type(error).__name__}: {error}") from error
+
+
+def _wrong(data: Mapping[str, Any]) -> list[str]:
+    """What of the file nothing can be made of."""
+    if not all(isinstance(data[part], dict) for part in ("config", "generation", "tokenizer")):
+        return ["config, generation and tokenizer are tables"]
+    generation, tokenizer = data["generation"], data["tokenizer"]
+    temperature, top_k, use_ema = (generation.get(name) for name in ("temperature", "top_k", "use_ema"))
+    kind, digest = tokenizer.get("kind"), tokenizer.get("sha256")
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    count = isinstance(top_k, int) and not isinstance(top_k, bool)
+    checks = (
+        (isinstance(data["model"], str), f"model is {data['model']!r}, it must be a name"),
+        (number and 0 <= temperature < math.inf, f"temperature is {temperature!r}, it must be at least 0 and finite"),
+        (top_k is None or (count and top_k > 0), f"top_k is {top_k!r}, it must be null or at least 1"),
+        (use_ema in (None, True, False), f"use_ema is {use_ema!r}, it must be true or false"),
+        (kind in ("bytes", "file"), f"the tokenizer's kind is {kind!r}, it must be 'bytes' or 'file'"),
+        (kind != "file" or isinstance(digest, str), f"the tokenizer's sha256 is {digest!r}, it must be a text"),
+    )
+    return [said for fits, said in checks if not fits]
 
 
 @shown
@@ -177,7 +199,7 @@ class Writer:
             ConfigError: an empty prompt, or more likeliest tokens than the vocabulary has.
         """
         temperature = self.inference.generation["temperature"] if temperature is None else temperature
-        top_k = self.inference.generation["top_k"] if top_k is None else top_k
+        top_k = self.inference.generation.get("top_k") if top_k is None else top_k
         start = self.codec.encode(prompt).astype(np.int32)
         if not len(start):
             raise ConfigError("the prompt is empty: give at least one character")
@@ -275,6 +297,7 @@ def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None =
     kind, config_kind = MODELS[told.model]
     try:
         config = config_kind(**told.config)
+        model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))  # pyright: ignore[reportCallIssue]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: the architecture does not fit this version: {error}") from error
     checkpoints = Checkpointer(folder, keep=None)
@@ -282,7 +305,6 @@ def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None =
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet")
     if step is not None:
         checkpoints.describe(step)
-    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))  # pyright: ignore[reportCallIssue]
     use_ema = bool(told.generation.get("use_ema")) if use_ema is None else use_ema
     return Writer(model, told, _codec(folder, told), checkpoints, step, use_ema)
 

@@ -96,6 +96,38 @@ def test_a_folder_that_is_being_written(saved: Path, refused: Refused) -> None:
         assert running.steps() == [1, 2]
 
 
+def test_a_copy_of_all_with_one_that_is_there(saved: Path, refused: Refused) -> None:
+    other = saved.parent / "other"
+    assert main(["ckpt", "copy", f"{saved}@2", str(other)]) == 0
+    refused(["copy", str(saved), str(other), "--all"], "has step 2 already, and a committed step is never overwritten")
+    assert main(["ckpt", "copy", f"{saved}@1", str(other)]) == 0
+    refused(["copy", str(saved), str(other), "--all"], "has steps 1, 2 already")
+
+
+def test_folders_without_a_name(saved: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    (saved.parent / "empty").mkdir()
+    monkeypatch.chdir(saved.parent / "empty")
+    for nameless in (".", "/"):
+        refused(["export", str(saved), nameless], "is there already: name a new folder")
+
+
+def test_what_is_no_number_of_a_step(saved: Path, refused: Refused) -> None:
+    refused(["ls", f"{saved}@\N{SUPERSCRIPT TWO}"], "holds no checkpoints: there is no such folder")
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)}, metrics={"a": float("nan"), "b": -float("inf"), "c": 1.5}, block=True)
+
+    def unknown(name: str) -> None:
+        raise AssertionError(name)
+
+    for action in ("ls", "describe"):
+        assert main(["ckpt", action, str(tmp_path / "run"), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out, parse_constant=unknown)
+        assert (told[0] if action == "ls" else told)["metrics"] == {"a": "nan", "b": "-inf", "c": 1.5}
+
+
 def test_an_adapter_for_another_base(saved: Path, refused: Refused) -> None:
     write_adapter(saved.parent / "adapter", 6)
     refused(on(["merge"], saved), "is for another base than step 2 in")

@@ -85,6 +85,14 @@ def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path)
     file.write_text(json.dumps(told | {"generation": {}}))
     with pytest.raises(CheckpointError, match=r"inference\.json is not as it was written: KeyError: 'temperature'"):
         saved.export(2, tmp_path / "out")
+    for change, message in (
+        ({"format": 9}, r"^\S*inference\.json has format 9, this version reads up to 1: upgrade$"),
+        ({"model": ["gpt"]}, r"is not as it was written: ValueError: model is \['gpt'\], it must be a name"),
+        ({"max_length": float("inf")}, "is not as it was written: OverflowError"),
+    ):
+        file.write_text(json.dumps(told | change))
+        with pytest.raises(CheckpointError, match=message):
+            saved.export(2, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -164,7 +172,25 @@ def test_a_copy_is_the_step(saved: Checkpointer, tmp_path: Path, assert_same: An
     assert Checkpointer(tmp_path / "kept").steps() == [1, 2]
 
 
+def test_what_the_model_is_comes_with_a_copy(saved: Checkpointer, tmp_path: Path) -> None:
+    """Only where there is nothing of the kind, and never of a step that could not be copied."""
+    names = ("inference.json", "tokenizer.json")
+    for name in names:
+        (tmp_path / "run" / name).write_text(f"of the run: {name}")
+    saved.copy(1, tmp_path / "kept")
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"autoshard.json", "step_00000001", *names}
+    for name in names:
+        assert (tmp_path / "kept" / name).read_text() == f"of the run: {name}"
+    saved.copy(1, tmp_path / "other")
+    (tmp_path / "other" / "inference.json").write_text("its own")
+    (tmp_path / "other" / "tokenizer.json").unlink()
+    saved.copy(2, tmp_path / "other")
+    assert (tmp_path / "other" / "inference.json").read_text() == "its own"
+    assert not (tmp_path / "other" / "tokenizer.json").exists()
+
+
 def test_a_damaged_step_is_not_copied(saved: Checkpointer, tmp_path: Path) -> None:
+    (tmp_path / "run" / "inference.json").write_text("{}")
     damage(tmp_path / "run" / "step_00000002")
     with pytest.raises(DamagedCheckpointError, match="its copy has other values in "):
         saved.copy(2, tmp_path / "kept")

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning
+from autoshard.cli import main
 from autoshard.errors import ConfigError, DataError
 from autoshard.train.config import TrainConfig
 from autoshard.train.inference import FILE, TOKENIZER, open_writer, read_inference
@@ -96,7 +97,10 @@ def test_its_tokenizer_comes_with_it(make_config: MakeConfig, tmp_path: Path) ->
     train(config)
     folder = moved(config, tmp_path)
     (tmp_path / "words.json").unlink()
-    assert open_writer(folder).write("the cat", 3)[0].startswith("the cat")
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.copy(None, tmp_path / "copy")
+    for place in (folder, tmp_path / "copy"):
+        assert open_writer(place).write("the cat", 3)[0].startswith("the cat")
     (folder / TOKENIZER).write_text((folder / TOKENIZER).read_text().replace("sat", "saw"))
     with pytest.raises(ConfigError, match="is not the tokenizer that the model was trained with"):
         open_writer(folder)
@@ -139,7 +143,14 @@ def test_folders_that_no_text_can_be_written_from(make_config: MakeConfig, tmp_p
         open_writer(folder).write("a", 1, top_k=300)
     for change, message in (
         ({"model": "mine.models:make"}, "is 'mine.models:make', which is not a built-in one"),
-        ({"format": 9}, "has format 9, this version reads up to 1: upgrade"),
+        ({"format": 9}, r"^\S*inference\.json has format 9, this version reads up to 1: upgrade$"),
+        ({"model": ["gpt"]}, r"^\S* is not as it was written: model is \['gpt'\], it must be a name$"),
+        ({"generation": {}}, "temperature is None, it must be at least 0 and finite"),
+        ({"generation": {"temperature": "x"}}, "temperature is 'x', it must be at least 0 and finite"),
+        ({"generation": {"temperature": 1.0, "top_k": 0}}, "top_k is 0, it must be null or at least 1"),
+        ({"tokenizer": {}}, "the tokenizer's kind is None, it must be 'bytes' or 'file'"),
+        ({"tokenizer": {"kind": "file"}}, "the tokenizer's sha256 is None, it must be a text"),
+        ({"config": whole["config"] | {"dtype": "float99"}}, "the architecture does not fit this version"),
         ({"config": {"layer": 3}}, "the architecture does not fit this version"),
         ({"config": whole["config"] | {"width": 32}}, "params/embed: saved float32"),
         ({"generation": None}, "config, generation and tokenizer are tables"),
@@ -147,6 +158,7 @@ def test_folders_that_no_text_can_be_written_from(make_config: MakeConfig, tmp_p
         (folder / FILE).write_text(json.dumps(whole | change))
         with pytest.raises((ConfigError, CheckpointError), match=message):
             open_writer(folder).write("a", 1)
+        assert main(["generate", str(folder), "--tokens", "1"]) == 2
     (folder / FILE).write_text("{")
     with pytest.raises(ConfigError, match="is not as it was written: JSONDecodeError"):
         read_inference(folder)
