@@ -237,7 +237,7 @@ class AutoSharded:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """What `jax.jit(...).lower` gives, for these arguments (arrays or shapes)."""
         entry = self._entry(args, kwargs)
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entry.traced.in_avals]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in entry.traced.in_avals]
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
         return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
 

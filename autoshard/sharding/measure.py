@@ -119,7 +119,7 @@ def _compile(run: _Run) -> Sequence[float]:
     bound = run.plan.bound
     run.devices = bound.mesh_over(run.plan, None)
     traced = bound.traced
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.in_avals]
     args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
     jitted = bound.jit(run.plan, run.devices)
     run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()

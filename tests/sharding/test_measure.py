@@ -140,3 +140,18 @@ def test_machines_that_are_not_there_are_refused():
             plan(product, x, x, measure=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError, match="verify and measure both choose"):
         plan(product, x, x, measure=1, verify=1)
+
+
+def scaled(w, x, by):
+    return jnp.mean(jnp.square(jnp.tanh(x @ w) * by))
+
+
+def arguments() -> tuple[jax.Array, jax.Array]:
+    return jnp.ones((16, 8)), jnp.ones((32, 16))
+
+
+@pytest.mark.parametrize("number", [0.5, 2, True])
+def test_python_numbers_are_arguments_like_any_other(number):
+    made = plan(scaled, *arguments(), number, measure=2)
+    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+    assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
