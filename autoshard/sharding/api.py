@@ -113,7 +113,10 @@ def plan(
         static_argnums: arguments that are not arrays.
         verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest.
         measure: how many of the best plans to run for some steps on the attached devices, to keep the fastest. Values
-            are made up; each plan has the devices' memory for itself. Which wins may differ from run to run.
+            are made up; each plan has the devices' memory for itself. Which wins may differ from run to run. Not
+            measured are programs with side effects (`jax.debug.print`, `io_callback`) and with loops whose end depends
+            on values: the best by the estimate is kept, and a note of the plan says why. A plan that fails to compile
+            or run (4-bit integers as inputs do) is left out, with a note.
         strict: a primitive without a rule is an error instead of a warning.
         **kwargs: arguments by keyword.
 

@@ -4,7 +4,8 @@ A model of cost ranks plans that differ by some percent no better than it knows 
 there, it can be asked. The values are made up: state and batch of the plan's shapes, born where the plan has them, for
 one plan at a time, so that there is room for whatever fits by itself. Plans take turns, so that what else the machine
 does meets all of them; what falls behind by more than `BEHIND` runs no further turn. Where the plan spans processes,
-all of them run the same plans, and a plan is as slow as on the slowest.
+all of them run the same plans, and a plan is as slow as on the slowest. Programs that made-up values could keep running
+for ever, or that would tell them to the world, are not run.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
-from autoshard._processes import gathered
+from autoshard._processes import MissingProcessError, gathered
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.report.units import time_text, variant_text
+from autoshard.spmdrules.program import Op, Program
 
 TURNS, FINAL = 3, 4
 """How many times each plan is run, and how many more times those that are close."""
@@ -69,7 +71,7 @@ def check_attached(plan: Plan) -> None:
 
 
 def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
-    """The plan whose steps take the least time on the attached devices; the first if none runs.
+    """The plan whose steps take the least time on the attached devices; the first if none runs or none may.
 
     Args:
         plans: plans with their functions, the best first.
@@ -77,15 +79,12 @@ def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
     """
     del limit
     check_attached(plans[0])
+    for plan in plans:
+        if why := not_to_be_run(plan):
+            return plans[0].where(notes=(*plans[0].notes, f"no plan was measured: {plan.function} {why}"))
     runs = [_Run(plan) for plan in plans]
-    for run in runs:
-        _attempt(run, functools.partial(_compile, run))
-    for turn in range(TURNS + FINAL):
-        most = (BEHIND if turn < TURNS else CLOSE) * min(run.median for run in runs)
-        again = [run for run in runs if not run.failed and (not turn or run.median <= most)]
-        if turn < TURNS or len(again) > 1:
-            for run in again:
-                _attempt(run, functools.partial(_turn, run))
+    with jax.debug_nans(False), jax.debug_infs(False):  # made-up values may give either, and a check takes time
+        _take_turns(runs)
     ran = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
     failed = "".join(f"; {_name(run.plan)} does not run: {run.failed}" for run in runs if run.failed)
     if not ran:
@@ -95,13 +94,70 @@ def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
     return ran[0].plan.where(notes=(*ran[0].plan.notes, note))
 
 
+def not_to_be_run(plan: Plan) -> str:
+    """Why a plan's program must not be run on values that nobody gave; empty if it may."""
+    traced = plan.bound.traced
+    if effects := _compat.open_jaxpr(traced.closed).effects:
+        names = ", ".join(sorted({type(effect).__name__ for effect in effects}))
+        return f"has side effects ({names}), which made-up values would have, too"
+    if loop := _loop_by_values(traced.program):
+        line = _compat.source_line(loop.eqn)
+        return (
+            f"has a loop whose end depends on values{' at ' + line if line else ''}: with made-up ones it may have none"
+        )
+    return ""
+
+
+def _loop_by_values(program: Program) -> Op | None:
+    """A loop whose condition depends on the program's inputs."""
+    ops, taken, before = list(program.ops()), set(program.inputs), 0
+    while len(taken) > before:  # until no loop carries a dependence any further
+        before = len(taken)
+        for op in ops:
+            if op.name == "while" and taken.intersection(op.blocks[0].outputs):
+                return op
+            if taken.intersection(op.operands) and not op.blocks:
+                if _holds_while(op.eqn):
+                    return op
+                taken.update(op.results)
+            if op.name == "cond" and op.operands[0] in taken:
+                taken.update(op.results)
+            for tie in op.ties:
+                if tie.outer in taken or tie.inner in taken:
+                    taken.update((tie.outer, tie.inner))
+    return None
+
+
+def _holds_while(eqn: Any) -> bool:
+    """Whether an operator that is taken as a whole (a `shard_map`) has a loop in it; those of kernels count steps."""
+    if eqn.primitive.name == "pallas_call":
+        return False
+    inner = (v for param in eqn.params.values() for v in (param if isinstance(param, tuple | list) else (param,)))
+    bodies = (_compat.open_jaxpr(v) for v in inner if _compat.is_jaxpr(v))
+    return any(each.primitive.name == "while" or _holds_while(each) for body in bodies for each in body.eqns)
+
+
+def _take_turns(runs: Sequence[_Run]) -> None:
+    for run in runs:
+        _attempt(run, functools.partial(_compile, run))
+    for turn in range(TURNS + FINAL):
+        most = (BEHIND if turn < TURNS else CLOSE) * min(run.median for run in runs)
+        again = [run for run in runs if not run.failed and (not turn or run.median <= most)]
+        if turn < TURNS or len(again) > 1:
+            for run in again:
+                _attempt(run, functools.partial(_turn, run))
+
+
 def _attempt(run: _Run, action: Callable[[], Sequence[float]]) -> None:
     """Takes seconds from an action, or what went wrong: memory at run time, a program that the compiler refuses."""
     found: Sequence[float] = ()
     try:
         found = action()
-    except jax.errors.JaxRuntimeError as error:
-        run.failed = " ".join(str(error).split())[:160] or type(error).__name__
+    except MissingProcessError:
+        raise
+    except Exception as error:  # whatever it is, other plans may run, and the estimate has one
+        first = (str(error).strip().splitlines() or [""])[0]
+        run.failed = " ".join(first.split())[:160] or type(error).__name__
     if _spans_processes(run.devices):
         # One number each: the processes' clocks stop at different steps.
         mine = np.array([bool(run.failed), float(np.median(found)) if len(found) else 0.0])
@@ -162,7 +218,7 @@ def _goes_on(run: _Run, timed: int, begun: float) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
-    """Makes an array where it lies: floats up to 0.05, integers up to 7, all true, or random keys."""
+    """Makes an array where it lies: floats up to 0.05, integers up to 7, all true, or random keys; no scalar is 0."""
 
     def make() -> jax.Array:
         if _compat.is_extended(dtype):
@@ -185,7 +241,7 @@ def _numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     place = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         place = place * np.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    mixed = place * np.uint32(0x9E3779B1)
+    mixed = (place + np.uint32(1)) * np.uint32(0x9E3779B1)  # a first 0 would stay one, and a scalar is often a divisor
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
     if jnp.issubdtype(dtype, jnp.integer):
         return (mixed >> 29).astype(dtype)

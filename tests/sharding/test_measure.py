@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard import Plan, auto_shard, plan
+from autoshard._processes import MissingProcessError
 from autoshard.models.workloads import workload
 from autoshard.sharding import measure
 from autoshard.sharding.plan import PlanError
@@ -148,6 +149,93 @@ def scaled(w, x, by):
 
 def arguments() -> tuple[jax.Array, jax.Array]:
     return jnp.ones((16, 8)), jnp.ones((32, 16))
+
+
+def tolerant(w, x, tolerance):
+    """Halves until it is small enough: for ever if that is 0 or not a number."""
+    y = jnp.tanh(x @ w)
+    return jax.lax.while_loop(lambda y: jnp.sum(jnp.abs(y)) > tolerance - 1, lambda y: (y + 1) / 2, y)
+
+
+def counted_within(w, x, bound):
+    return jax.jit(lambda w: jax.lax.fori_loop(0, bound, lambda i, y: jnp.tanh(y @ w), x[:, :8]))(w[:8])
+
+
+@pytest.mark.parametrize("loop", [tolerant, counted_within])
+def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypatch):
+    monkeypatch.setattr(measure, "_turn", lambda run: pytest.fail("it was run"))
+    number = 3 if loop is counted_within else 0.5
+    made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
+    assert made.chosen == best.chosen and made.inputs == best.inputs
+    said = rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*test_measure.py:\d+"
+    assert re.match(said, made.notes[-1])
+
+
+def test_a_loop_inside_a_whole_operator_is_seen():
+    mesh = jax.sharding.AbstractMesh((8,), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        eqns = jax.make_jaxpr(mapped)(arguments()[1]).eqns
+        assert any(measure._holds_while(eqn) for eqn in eqns) is found
+
+
+def test_loops_that_end_whatever_the_values_are_run():
+    def counts(w, x):
+        def body(carry):
+            n, y = carry
+            return n + 1, jnp.tanh(y @ w)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x[:, :8]))
+
+    assert "run on cpu:8" in plan(counts, jnp.ones((8, 8)), jnp.ones((32, 16)), measure=2).notes[-1]
+
+
+def test_no_scalar_and_no_first_element_is_zero():
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64):
+        assert measure._numbers((), dtype) != 0 and measure._numbers((3, 2), dtype)[0, 0] != 0
+
+
+def test_side_effects_do_not_take_place():
+    seen: list[Any] = []
+
+    def tells(w, x):
+        jax.debug.callback(lambda y: seen.append(y), jnp.sum(x))
+        return jnp.tanh(x @ w)
+
+    made = plan(tells, *arguments(), measure=2)
+    assert not seen and made.chosen == plan(tells, *arguments()).chosen
+    assert made.notes[-1].startswith("no plan was measured: tells has side effects (DebugEffect)")
+
+
+def test_made_up_values_may_give_what_the_debugger_stops_at():
+    with jax.debug_nans(True):
+        made = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
+    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+
+
+def test_whatever_a_plan_raises_is_told(slow, monkeypatch):
+    words = [name for name, *_ in sorted(planned().candidates, key=lambda c: c[1])]
+    turn = measure._turn
+
+    def wrong(run: Any) -> Any:
+        if run.plan.chosen == words[0]:
+            raise raised
+        return turn(run)
+
+    monkeypatch.setattr(measure, "_turn", wrong)
+    raised: BaseException = ValueError("layouts disagree\nin detail")
+    made = planned(measure=2)
+    assert made.chosen == words[1] and made.notes[-1].endswith(f"; {words[0]} does not run: layouts disagree")
+    for raised in (KeyboardInterrupt(), MissingProcessError("gone", processes=[1], what="it", seconds=1.0)):
+        with pytest.raises(type(raised)):
+            planned(measure=2)
+
+
+def test_inputs_of_four_bits_end_in_a_note_at_most():
+    w = jnp.ones((16, 8), jnp.int4)
+    made = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
+    assert "run on cpu:8" in made.notes[-1] or made.notes[-1].startswith("none of 2 runs here; ")
 
 
 @pytest.mark.parametrize("number", [0.5, 2, True])
