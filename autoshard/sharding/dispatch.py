@@ -223,8 +223,11 @@ class PureFunction:
         if not isinstance(options["plan"], Plan) and not any(plan.fits for _, plan in made):
             complain(made)
 
-        def replan(plan: Plan, words: str) -> Plan:
-            return plan_traced(plan.bound.traced, (args, kwargs), **{**options, "plan": words})
+        def replan(plan: Plan, words: str) -> Plan | None:
+            try:
+                return plan_traced(plan.bound.traced, (args, kwargs), **{**options, "plan": words})
+            except (PlanError, PlanRequestError):  # a candidate that cuts nothing is refused where it is asked for
+                return None
 
         chosen = fastest_of_all(made, asked, replan) if asked and self.variants else fastest(made)
         for warning in told[id(chosen.bound.traced)]:  # those of the other variants are nobody's concern

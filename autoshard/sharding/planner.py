@@ -255,7 +255,7 @@ class Planner:
 
     def best_of(self, best: Candidate, others: Sequence[Candidate], asked: Contest) -> Plan:
         """Of the best candidates the one that wins a contest."""
-        rest = [c for c in others if c is not best and c.fits(self.limit)]
+        rest = [c for c in others if c.layout is not best.layout and c.fits(self.limit)]  # one laid anew is the same
         ranked = unlike([(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SEEN * asked.count]])
         return asked.judge([self.describe(c, others) for *_, c in ranked[: asked.count]], self.limit)
 

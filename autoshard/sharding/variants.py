@@ -149,13 +149,13 @@ def contest(verify: int, measure: int) -> Contest | None:
     return Contest(verify, fastest_compiled) if verify else None
 
 
-def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan, str], Plan]) -> Plan:
+def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan, str], Plan | None]) -> Plan:
     """Of the best candidates of all variants the one that wins a contest.
 
     Args:
         made: the variants, each with its plan.
         asked: the contest.
-        replan: plans the program of a plan by a candidate's words.
+        replan: plans the program of a plan by a candidate's words; None where words that were asked for are refused.
     """
     pool: list[tuple[float, float, int, str | None]] = []
     for n, (_, plan) in enumerate(made):
@@ -163,10 +163,15 @@ def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan,
         pool += [(time, peak, n, words) for words, time, peak in found if words != plan.chosen]
         time, peak = plan.estimate.step_time_us, plan.estimate.peak_memory_bytes
         pool.append((time if plan.fits else math.inf, peak, n, None))
-    plans = []
-    for _, _, n, words in unlike(sorted(pool, key=lambda each: each[0])[: SEEN * asked.count])[: asked.count]:
+    plans: list[Plan] = []
+    for _, _, n, words in unlike(sorted(pool, key=lambda each: each[0])[: SEEN * asked.count]):
+        if len(plans) == asked.count:
+            break
         choice, plan = made[n]
-        plans.append(_tabled(plan if words is None else replan(plan, words), choice, made))
+        found = plan if words is None else replan(plan, words)
+        if found is not None:
+            plans.append(_tabled(found, choice, made))
+    plans = plans or [fastest(made)]
     return asked.judge(plans, plans[0].limit_bytes)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard._processes import MissingProcessError
+from autoshard.errors import AutoshardWarning
 from autoshard.models.workloads import workload
 from autoshard.sharding import measure
 from autoshard.sharding.plan import PlanError
@@ -243,3 +244,16 @@ def test_python_numbers_are_arguments_like_any_other(number):
     made = plan(scaled, *arguments(), number, measure=2)
     assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
     assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
+
+
+def test_a_plan_that_was_asked_for_does_not_meet_itself(slow):
+    assert planned(plan="fsdp:8", measure=3).notes[-1] == "the fastest of 1 run on cpu:8: fsdp:8 1.00 s"
+
+
+def test_variants_of_what_no_plan_divides():
+    def odd(w, x, k=0):
+        return jnp.mean(jnp.square(jnp.tanh(x @ w))) + k
+
+    with pytest.warns(AutoshardWarning, match="nothing is sharded"):
+        made = plan(odd, jnp.ones((7, 11)), jnp.ones((9, 7)), variants={"k": [0, 1]}, measure=2)
+    assert "run on cpu:8" in made.notes[-1] and len(made.variants) == 2

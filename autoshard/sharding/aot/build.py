@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import gzip
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard._shown import shown
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.aot.child import GPUS, versions
 from autoshard.sharding.aot.program import Job
 
@@ -110,16 +115,36 @@ def cache_folder() -> Path:
 def build(job: Job, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> Compiled:
     """Compiles a job, or takes it from the cache. Never raises for what the compiler does.
 
-    What does not compile is not kept: the reason may be gone next time.
+    What does not compile is not kept: the reason may be gone next time. What was kept and cannot be read is compiled
+    again. Where nothing can be kept, a folder of this process's own does, with a warning.
 
     Args:
         job: what to compile.
         timeout_s: seconds after which the child is killed.
         cache: the folder of compiled programs; default `cache_folder()`.
     """
-    folder = (cache or cache_folder()) / job.digest(json.dumps(_decisive(), sort_keys=True))
-    if (folder / "result.json").exists():
-        return _read(folder, cached=True)
+    kept, digest = cache or cache_folder(), job.digest(json.dumps(_decisive(), sort_keys=True))
+    try:
+        return _build(job, timeout_s, kept / digest)
+    except OSError as error:
+        warnings.warn(
+            f"compiled programs cannot be kept in {kept} ({error.strerror or error}): set AUTOSHARD_CACHE to a folder "
+            "that can be written",
+            AutoshardWarning,
+            stacklevel=3,
+        )
+        return _build(job, timeout_s, Path(_own_folder().name) / digest)
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="autoshard-")
+
+
+def _build(job: Job, timeout_s: float, folder: Path) -> Compiled:
+    if found := _kept(folder):
+        return found
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         given, out = Path(scratch) / "job.json", Path(scratch) / "out"
@@ -142,6 +167,20 @@ def build(job: Job, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> 
         with contextlib.suppress(OSError):  # another process was faster
             out.rename(folder)
     return _read(folder, cached=False)
+
+
+def _kept(folder: Path) -> Compiled | None:
+    """What was compiled before; None, and nothing is left of it, if it is damaged: a full disk, a lost power supply."""
+    if not folder.exists():
+        return None
+    try:
+        found = _read(folder, cached=True)
+        if found.kind == "oom" or (found.kind == "ok" and found.text and found.peak_bytes is not None):
+            return found
+    except (OSError, EOFError, zlib.error, LookupError, ValueError, TypeError):
+        pass
+    shutil.rmtree(folder)
+    return None
 
 
 def _decisive() -> dict[str, str]:

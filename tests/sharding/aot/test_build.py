@@ -52,6 +52,27 @@ def test_a_program_is_compiled_once(empty_cache):
     assert verify(made, options={"xla_cpu_enable_fast_math": "true"}).cached is False
 
 
+@pytest.mark.parametrize("below", ["file", "file/folder"])
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / below))
+    with pytest.warns(AutoshardWarning, match=f"cannot be kept in .*{below} .*set AUTOSHARD_CACHE"):
+        found = verify(planned())
+    assert found.ok and found.step_time_us
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("result.json", "{"), ("result.json", "{}"), ("program.hlo.gz", "no text"), ("result.json", None)],
+)
+def test_what_was_kept_and_is_damaged_is_compiled_again(empty_cache, name, text):
+    verify(planned())
+    (file,) = empty_cache.glob(f"*/{name}")
+    file.unlink() if text is None else file.write_text(text)
+    again, after = verify(planned()), verify(planned())
+    assert (again.ok, again.cached, after.ok, after.cached) == (True, False, True, True)
+
+
 def test_what_the_compiler_reads_of_the_environment_makes_another_program(monkeypatch):
     before = building._decisive()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
