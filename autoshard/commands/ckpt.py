@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -229,13 +230,22 @@ def _prune_arguments(options: Parser) -> None:
 
 
 def _prune(given: argparse.Namespace) -> int:
-    from autoshard.ckpt import Keep
+    from autoshard.ckpt import CheckpointError, Keep
 
     place = find(given.place)
     if place.step is not None:
         raise ConfigError(f"{given.place!r} names a step: name the folder, and what is to stay")
     keep = Keep(given.last, best=given.best, metric=given.metric, mode=given.mode, every=given.every)
     with place.checkpoints as checkpoints:
+        if keep.best:
+            known: set[str] = set()
+            for step in checkpoints.steps():
+                with contextlib.suppress(CheckpointError):  # a damaged one says nothing
+                    known |= checkpoints.describe(step).metrics.keys()
+            if keep.metric not in known:  # the best of what no step has would be none
+                raise ConfigError(
+                    f"no step has the metric {keep.metric!r}; they have: {', '.join(sorted(known)) or 'none'}"
+                )
         gone = checkpoints.would_prune(keep) if given.dry_run else checkpoints.prune(keep)
         left = [step for step in checkpoints.steps() if step not in gone]
     verb = "would be removed" if given.dry_run else "removed"

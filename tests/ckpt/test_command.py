@@ -137,3 +137,8 @@ def test_a_step_that_is_not_there(saved: Path, refused: Refused) -> None:
     refused(["describe", f"{saved}@7"], "there is no step 7 in")
     refused(["ls", f"{saved}@7"], "there is no step 7 in")
     refused(["export", f"{saved}@7", str(saved.parent / "out")], "there is no step 7 in")
+
+
+def test_the_best_by_a_metric_that_no_step_has(saved: Path, refused: Refused) -> None:
+    wanted = ["--last", "1", "--best", "1", "--metric", "valloss"]
+    refused(["prune", str(saved), *wanted], "no step has the metric 'valloss'; they have: ")
