@@ -369,6 +369,11 @@ def auto_axes() -> Iterator[None]:
             yield
 
 
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """An array of the same values whose type gives way to others', as that of a Python number."""
+    return lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+
+
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is one of JAX's own (a typed random key)."""
     return not isinstance(dtype, np.dtype) and dtypes.issubdtype(dtype, dtypes.extended)

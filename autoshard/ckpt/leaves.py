@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax import dtypes
 from jax import numpy as jnp
-from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import SingleDeviceSharding
 
+from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError
 
@@ -188,7 +188,7 @@ def _as_free(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.committed:
         array = jnp.asarray(np.asarray(array))
     if getattr(leaf, "weak_type", False):
-        array = convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+        array = _compat.weakly_typed(array)
     return array
 
 

@@ -114,9 +114,9 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         newest = checkpoints.restore(like=state_of(mesh, 0))
-    assert checkpoints.restored is not None and checkpoints.restored.step >= 2, told
-    assert same(newest, state_of(mesh, checkpoints.restored.step)), told
-    checkpoints.save(4, state_of(mesh, 4), block=True)
+        assert checkpoints.restored is not None and checkpoints.restored.step >= 2, told
+        assert same(newest, state_of(mesh, checkpoints.restored.step)), told
+        checkpoints.save(4, state_of(mesh, 4), block=True)
     assert same(checkpoints.restore(4, state_of(mesh, 4)), state_of(mesh, 4)), told
     checkpoints.close()
     return f"{told}: {'found' if found else 'nothing depends on it'}"
