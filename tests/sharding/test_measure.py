@@ -191,7 +191,7 @@ def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypa
 
 
 def test_a_loop_inside_a_whole_operator_is_seen():
-    mesh = jax.sharding.AbstractMesh((8,), ("d",))
+    mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
     for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
         mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
