@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -18,7 +19,11 @@ import hypothesis
 import pytest
 
 # Eight devices; and machine code that is compiled fast rather than fast: tests compile far longer than they run.
-for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+# XLA's emitters of fusions triple that time; it refuses flags that it does not know, as this one since JAX 0.11.
+FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+for flag in FLAGS:
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,4 +1,4 @@
-"""Attention behind one function, with a plain path and a blockwise one.
+"""Attention behind one function, with a plain path, a blockwise one, and cuDNN's kernel.
 
 With queries q, keys k, values v and a set of visible pairs M,
 
@@ -13,6 +13,8 @@ arXiv:2205.14135).
 Grouped queries never repeat K or V: the query heads are split into `[kv_heads, group]` and contracted against
 the `kv_heads` that exist. The query's sequence is never cut, so that it can be sharded while keys and values
 are gathered. Both paths compute scores and softmax in float32, and give 0 where a row sees nothing.
+
+cuDNN's fused kernel runs on NVIDIA's GPUs, through `jax.nn.dot_product_attention`; batch and heads of it are sharded.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Impl = Literal["auto", "plain", "blockwise"]
+Impl = Literal["auto", "plain", "blockwise", "cudnn"]
 
 # From this many keys on `auto` takes the blockwise path: below, the score matrix is small.
 AUTO_BLOCKWISE_KEYS = 2048
@@ -56,7 +58,8 @@ def attention(
         k: keys, `[batch, keys, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: values, shaped like `k`.
         causal: position i sees positions up to i; needs `keys == seq`.
-        impl: `plain`, `blockwise`, or `auto`: blockwise from `AUTO_BLOCKWISE_KEYS` keys on.
+        impl: `plain`, `blockwise`, or `auto`: blockwise from `AUTO_BLOCKWISE_KEYS` keys on; or `cudnn`, for arrays of
+            16 bits on NVIDIA's GPUs, where what a row gets that sees no key is not defined.
         block_size: keys held at a time by the blockwise path; need not divide `keys`.
         mask: booleans, True where a query sees a key, `[batch, heads, seq, keys]`, any of them 1.
         scale: what scores are multiplied with, `1 / sqrt(head_dim)` where None.
@@ -65,7 +68,7 @@ def attention(
         `[batch, seq, heads, head_dim]` in q's dtype. A row that sees no key is 0.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown `impl`.
+        ValueError: shapes that do not fit, an unknown `impl`, or `cudnn` where it cannot run.
 
     >>> x = jnp.ones((1, 4, 2, 8))
     >>> attention(x, x, x, causal=True).shape
@@ -74,6 +77,8 @@ def attention(
     _check(q, k, v, causal, impl, block_size, mask)
     batch, seq, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
+    if impl == "cudnn":
+        return _cudnn(q, k, v, mask, causal=causal, scale=scale)
     group = heads // kv_heads
     grouped = q.reshape(batch, seq, kv_heads, group, head_dim)
     if mask is not None:
@@ -105,8 +110,10 @@ def _check(q, k, v, causal: bool, impl: str, block_size: int, mask) -> None:
                 problems.append(f"mask must be boolean, True where a query sees a key, not {mask.dtype}")
             if mask.ndim != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=False)):
                 problems.append(f"mask {mask.shape} must be [batch, heads, seq, keys] = {full} or 1 in any of them")
-    if impl not in ("auto", "plain", "blockwise"):
-        problems.append(f"impl is {impl!r}; choose 'auto', 'plain' or 'blockwise'")
+    if impl not in get_args(Impl):
+        problems.append(f"impl is {impl!r}; choose one of {', '.join(get_args(Impl))}")
+    if impl == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
+        problems.append(f"impl 'cudnn' takes bfloat16 and float16, not {q.dtype}; choose 'auto', or compute in one")
     if block_size < 1:
         problems.append(f"block_size is {block_size}; it must be at least 1")
     if problems:
@@ -137,6 +144,16 @@ def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     if a is None or b is None:
         return b if a is None else a
     return a & b
+
+
+def _cudnn(q, k, v, mask, *, causal: bool, scale: float | None) -> jax.Array:
+    try:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=scale, implementation="cudnn")
+    except RuntimeError as error:  # what JAX raises where there is no cuDNN, or one that is too old
+        raise ValueError(
+            f"attention: impl 'cudnn' cannot run here ({error}): it needs an NVIDIA GPU and cuDNN, the devices are "
+            f"{jax.default_backend()}; choose 'auto'"
+        ) from error
 
 
 def _plain(q, k, v, mask, *, causal: bool, scale: float) -> jax.Array:

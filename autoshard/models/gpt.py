@@ -19,7 +19,7 @@ rotary positions (arXiv:2104.09864), SwiGLU (arXiv:2002.05202), grouped queries 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rotary", "learned"),
     "mlp": ("swiglu", "gelu"),
-    "attention": ("auto", "plain", "blockwise"),
+    "attention": get_args(Impl),
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
 }
@@ -62,7 +62,8 @@ class GPTConfig:
         remat: what a layer's backward pass keeps: a name in `REMAT_POLICIES`. `none` keeps what it needs,
             `full` the layer's input only, `dots` the results of its projections too. Several with commas are taken in
             turn: with `none,full` every other layer keeps what it needs.
-        attention: `plain`, `blockwise` or `auto` (by sequence length).
+        attention: `plain`, `blockwise`, `auto` (by sequence length), or `cudnn` on NVIDIA's GPUs (of `dtype`s of 16
+            bits); generation with a cache takes `auto` instead of it.
         block_size: keys held at a time by blockwise attention.
         dropout: rate, on the embedding and on each sublayer's output.
         dtype: what is computed in; softmax, norms and the loss are float32 throughout.
@@ -109,6 +110,8 @@ class GPTConfig:
         if not small:
             problems += self._unfit_heads()
             problems += remat_problems(self.remat, self.layers, scan=self.scan_layers)
+        if self.attention == "cudnn" and self.dtype == "float32":
+            problems.append("attention is cudnn, which takes dtype bfloat16 or float16, not float32")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         if problems:
@@ -261,7 +264,8 @@ class Attention(nnx.Module):
         keys, values = (lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(kept, (k, v), strict=True))
         shape = (1, 1, x.shape[1], keys.shape[1])
         seen = lax.broadcasted_iota(jnp.int32, shape, 3) <= lax.broadcasted_iota(jnp.int32, shape, 2) + start
-        y = attention(q, keys, values, causal=False, mask=seen, impl=cfg.attention, block_size=cfg.block_size)
+        impl = "auto" if cfg.attention == "cudnn" else cfg.attention
+        y = attention(q, keys, values, causal=False, mask=seen, impl=impl, block_size=cfg.block_size)
         return project("bshd,hde->bse", y, self.wo, self.bo), (keys, values)
 
     def _project(self, x: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:

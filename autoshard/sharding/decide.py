@@ -20,6 +20,7 @@ from autoshard.spmdrules.opaque import is_operator
 from autoshard.spmdrules.place import Spec, axes_of, sent
 from autoshard.spmdrules.program import Op
 from autoshard.spmdrules.rule import Dims, Rule
+from autoshard.spmdrules.vendor import KERNELS
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # XLA does not gather what these need whole: the compiled program fails, or counts an initial value on every shard.
@@ -39,7 +40,7 @@ def decides(op: Op) -> bool:
 
 def constrained(op: Op) -> bool:
     """Whether constraints stand on the operands and the results of an operator, so that XLA cuts it as planned."""
-    return op.name in CONTRACTIONS or op.name in ADDRESSED or op.name in UNABLE or op.name in REDUCTIONS
+    return any(op.name in names for names in (CONTRACTIONS, ADDRESSED, UNABLE, REDUCTIONS, KERNELS))
 
 
 def declared(op: Op) -> bool:

@@ -3,9 +3,9 @@
 A contraction multiplies every element of one operand with as many elements as the result has dimensions that this
 operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it. A
 contraction over a ragged dimension (the gradient of experts' weights) is a product of all rows, masked, for each group:
-XLA knows no other way. An operator that its author declared computes what the contractions inside it do; of code that
-says nothing (a kernel of its author's own), and of everything else, it is one operation for each element of the
-results.
+XLA knows no other way. A vendor's kernel computes what its products do (`spmdrules.vendor`). An operator that its
+author declared computes what the contractions inside it do; of code that says nothing (a kernel of its author's own),
+and of everything else, it is one operation for each element of the results.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.spmdrules.opaque import flat, is_operator
 from autoshard.spmdrules.program import Op, Program, build
 from autoshard.spmdrules.rule import Dims
+from autoshard.spmdrules.vendor import KERNELS, kernel_flops
 
 Shapes = tuple[tuple[tuple[int, ...], Any], ...]  # of operands: shape and dtype
 
@@ -41,6 +42,9 @@ def products(op: Op) -> Mapping[int, float]:
     """The operations of the contractions in an operator, by the bytes of an element of their narrower operand."""
     if op.name in CONTRACTIONS:
         return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _product(op)}
+    if op.name in KERNELS:
+        avals = [v.aval for v in op.eqn.invars]
+        return {itemsize(avals[0]): kernel_flops(op.name, avals, op.eqn.params)}
     if not is_operator(op.eqn.primitive):
         return {}
     return _products(op.eqn.params["fn"], tuple((v.aval.shape, v.aval.dtype) for v in op.eqn.invars))

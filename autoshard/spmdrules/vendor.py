@@ -6,7 +6,7 @@ compute. JAX binds the primitives named `..._wrapper`, and binds the others insi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard._compat import primitives
@@ -14,7 +14,15 @@ from autoshard.spmdrules.build import Build, Dim
 from autoshard.spmdrules.registry import rule
 from autoshard.spmdrules.rule import Dims, Kind, Reduction, Rule
 
+_CAUSAL, _PADDED_CAUSAL = 2, 3  # of JAX's `MaskType`
 _HEADS_FIRST = 1  # the layout `batch heads sequence features`; the other is `batch sequence heads features`
+
+KERNELS = frozenset(
+    f"{kernel}{end}"
+    for kernel in ("scaled_matmul", *(f"dot_product_attention_{kind}" for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")))
+    for end in ("", "_wrapper")
+)
+"""Names of their primitives."""
 
 
 @rule(*primitives("scaled_matmul", "scaled_matmul_wrapper"))
@@ -165,3 +173,36 @@ def narrow_attention_gradient(
 def _ones(scales: Sequence[Any]) -> list[Dims]:
     """Arrays of one element, whatever their rank."""
     return [((),) * len(scale.shape) for scale in scales]
+
+
+def kernel_flops(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> float:
+    """Operations of a kernel's products; 0 of a primitive that is none of them.
+
+    Forward attention has two products over the pairs of queries and keys, its gradient five, one of them again what
+    the forward pass made; of a causal mask half of the pairs count, of a window those in it.
+
+    Args:
+        name: the primitive's.
+        operands: what has their shapes.
+        params: the equation's.
+    """
+    if name.startswith("scaled_matmul"):
+        x, y = operands[:2]
+        return 2.0 * x.shape[0] * x.shape[1] * y.shape[1] * x.shape[2]
+    if not name.startswith("dot_product_attention"):
+        return 0.0
+    query, key, value = operands[:3]
+    heads, seq = (1, 2) if params["layout"] == _HEADS_FIRST else (2, 1)
+    length, keys = query.shape[seq], key.shape[seq]
+    mask = params.get("mask_type", _CAUSAL if params.get("use_causal_mask") else 0)
+    seen = keys / 2 if getattr(mask, "value", mask) in (_CAUSAL, _PADDED_CAUSAL) else keys
+    seen = min(seen, params.get("sliding_window_length") or seen)
+    of_keys, of_values = (3, 2) if "_bwd" in name else (1, 1)
+    return (
+        2.0
+        * query.shape[0]
+        * query.shape[heads]
+        * length
+        * seen
+        * (of_keys * query.shape[3] + of_values * value.shape[3])
+    )

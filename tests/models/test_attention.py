@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
+import autoshard
 from autoshard.models.attention import AUTO_BLOCKWISE_KEYS, attention
+from autoshard.models.workloads import workload
+from autoshard.train.build import workload_step
 from tests.models.small import quickly
 
 MASKS = {"none": None, "keys": (2, 1, 1, True), "heads": (1, 4, True, True), "rows": (1, 1, True, 1)}
@@ -217,3 +220,22 @@ def test_k_and_v_must_match():
         attention(q, k, v[:, :2], causal=True)
     with pytest.raises(ValueError, match="agree in batch"):
         attention(q[:1], k, v, causal=True)
+
+
+def test_cudnn_says_where_it_can_run():
+    q, k, v = qkv(0, 8, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU and cuDNN, the devices are cpu; choose 'auto'"):
+        attention(q, k, v, causal=True, impl="cudnn")
+    with pytest.raises(ValueError, match="takes bfloat16 and float16, not float32"):
+        attention(*qkv(0, 8), causal=True, impl="cudnn")
+
+
+def test_cudnn_cuts_batch_and_heads(monkeypatch):
+    """Traced as where there is a GPU, the kernel and its gradient are planned for; nothing is gathered for it."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 92000)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_compute_capability", lambda _: True)
+
+    work = workload("llama-tiny").with_(attention="cudnn", dtype="bfloat16", kv_heads=4, batch_size=16)
+    plan = autoshard.plan(*workload_step(work), target="h100:1x8", plan="dp:2 tp:4", donate_argnums=0)
+    assert plan.traffic and not [row for row in plan.traffic if "attention.py" in row[3]]
+    assert not plan.notes, plan.notes

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import check_rule, operator
+from autoshard.sharding.work import flops_of, inner_program
+from autoshard.spmdrules.vendor import kernel_flops
 from tests.spmdrules.rows import Row, bind, f32, of
 
 _GPU = "it runs on NVIDIA's GPUs only"
@@ -163,3 +165,26 @@ def test_a_map_that_does_not_hold_is_found():
     cut = text.replace("whole t g d s d1", "whole t g d d1")
     found = check_rule(operator(cut)(computes), *args, partitioner=False)
     assert {f.factors[0] for f in found if f.kind == "wrong"} == {"s"}
+
+
+def test_the_work_of_a_kernel_is_that_of_what_it_computes():
+    def counted(fn, *operands):
+        program = inner_program(fn, tuple((a.shape, a.dtype) for a in operands))
+        assert program is not None
+        return sum(flops_of(op) for op in program.ops() if op.name == "dot_general")
+
+    q, k, v = Q, KV, f32(*KV.shape[:3], 3)
+
+    def plain(q, k, v):
+        return attention(q, k, v, jnp.zeros(0))
+
+    forward_flops = kernel_flops("dot_product_attention_fwd_wrapper", (q, k, v), _PLAIN)
+    assert forward_flops == counted(plain, q, k, v)
+    both = counted(jax.grad(lambda *qkv: plain(*qkv)[0].sum(), (0, 1, 2)), q, k, v)
+    assert kernel_flops("dot_product_attention_bwd", (q, k, v), _PLAIN) == both
+    causal = kernel_flops("dot_product_attention_fwd", (q, k, v), _PLAIN | {"mask_type": 2})
+    window = kernel_flops("dot_product_attention_fwd", (q, k, v), _PLAIN | {"sliding_window_length": 2})
+    assert (causal, window) == (forward_flops / 2, forward_flops / 5)
+    x, y = f32(2, 6, 8), f32(2, 5, 8)
+    assert kernel_flops("scaled_matmul", (x, y), {}) == counted(lambda x, y: jnp.einsum("bmk,bnk->bmn", x, y), x, y)
+    assert kernel_flops("dot_general", (x, y), {}) == 0
