@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from autoshard._gc import paused
 from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
@@ -66,6 +67,7 @@ class Manifest:
                 found.setdefault(name, {})[index] = spec
         return found
 
+    @paused()
     def to_json(self) -> dict[str, Any]:
         """A JSON object that carries its own checksum."""
         body = {

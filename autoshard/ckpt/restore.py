@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard._gc import paused
 from autoshard._processes import gathered
 from autoshard.ckpt import digest, storage
 from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, listing
@@ -24,6 +25,7 @@ from autoshard.ckpt.snapshot import grouped, host_rows
 from autoshard.ckpt.wanted import Match, Restored, Wanted, casts, check_leaves, renamed
 
 
+@paused()
 def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
     """The state of one step, placed as is wanted and compared with the digests that were saved; and how it went.
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autoshard._gc import paused
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_leaves
@@ -63,6 +64,7 @@ class Snapshot:
         return rows
 
 
+@paused()
 def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
     """Describes a state; with `copy` copies it, so that it may be donated at once.
 

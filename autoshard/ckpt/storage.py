@@ -13,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, nest, unnest
+from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, bits_of, nest, unnest
 from autoshard.ckpt.manifest import Manifest
 from autoshard.ckpt.snapshot import Snapshot
 
 _STATE, _DIGESTS = "state", "digests"
 IN_FLIGHT_BYTES = 128 * 2**20  # enough to keep a disk busy, little beside a state
 _READ_COPIES = 4  # of what is read: as it is stored, decoded, on its way to a device, and what the allocator keeps
-_FRAIL = frozenset({"float8_e5m2", "float8_e4m3", "float8_e3m4"})  # 8-bit floats that have infinities
 
 
 class Pending(Protocol):
@@ -91,10 +91,11 @@ def _saving(arrays: Iterable[Any]) -> ocp.Context:
 def _changed_by_slicing(array: Any) -> bool:
     """Whether a replica's share of an array could have other bits than the array.
 
-    XLA:CPU of JAX 0.12 slices some 8-bit floats by way of wider ones, which changes the bits of their NaNs.
+    XLA:CPU slices some narrow floats by way of wider ones, which changes the bits of their NaNs: which, is told apart
+    by its version and its flags.
     """
     on_cpu = isinstance(array, jax.Array) and next(iter(array.sharding.device_set)).platform == "cpu"
-    return on_cpu and array.dtype.name in _FRAIL
+    return on_cpu and jnp.issubdtype(array.dtype, jnp.floating) and bits_of(array.dtype) < 32
 
 
 def _in_flight(arrays: Iterable[Any], copies: int = 1) -> int:

@@ -12,7 +12,7 @@ import jax
 from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.experts import Change
-from autoshard.ckpt.leaves import Key, LeafSpec, castable, leaf_spec, unfit
+from autoshard.ckpt.leaves import Key, LeafSpec, castable, dtype_text, leaf_spec, unfit
 from autoshard.sharding.report.units import bytes_text
 
 
@@ -119,7 +119,7 @@ class Match:
 
 def casts(specs: Mapping[Key, LeafSpec], leaves: Mapping[Key, Any]) -> tuple[str, ...]:
     """The leaves that are wanted in another dtype, as `path: saved dtype -> dtype`."""
-    others = {key: spec for key, spec in specs.items() if str(getattr(leaves[key], "dtype", "")) != spec.dtype}
+    others = {key: spec for key, spec in specs.items() if dtype_text(getattr(leaves[key], "dtype", "")) != spec.dtype}
     asked = {key: leaf_spec(key, leaves[key]) for key in others}
     return tuple(
         f"{asked[key].name}: {spec.dtype} -> {asked[key].dtype}"

@@ -147,7 +147,7 @@ def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozense
     told = [  # what a layout tells values apart by
         numbers.setdefault(
             (of_value[v], v in roles.gradients, of_value[held[v]] if v in held else None,
-             source if (source := held.get(v, v)) in apart else None),
+             source if (source := held.get(v, v)) in apart else None, axes.narrow.get(v)),
             len(numbers),
         )
         for v in range(len(avals))

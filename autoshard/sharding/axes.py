@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
+
 from autoshard._shown import shown
 from autoshard.spmdrules.joint import Joined, join
 from autoshard.spmdrules.program import Block, Program
@@ -31,7 +33,7 @@ class LogicalAxes:
         sizes: the size of each class, in elements.
         of_value: for each value its classes by dimension.
         of_op: for each operator (in the order of `program.ops()`) its factors' classes, `{factor: classes}`.
-        stacked: classes that count loop steps: a shard of one would leave other devices idle.
+        stacked: classes that count loop steps, of unrolled loops, too: a shard of one would leave other devices idle.
     """
 
     program: Program
@@ -54,6 +56,37 @@ class LogicalAxes:
     def layers(self) -> dict[int, tuple[int, ...]]:
         """Of what is held and taken out of a group, where it stood there: layers of one group are not one another."""
         return {v: where for v, (_, where) in self._held.items() if where}
+
+    @cached_property
+    def narrow(self) -> dict[int, Any]:
+        """Of what is held and was cast to a wider float, the dtype that it moves in: the narrowest on the way to it.
+
+        A stored parameter is gathered in that one, whether it is cast before the gather or behind it.
+        """
+        dtypes = [aval.dtype for aval in self.program.avals]
+        found: dict[int, Any] = {}
+
+        def follow(taken: int, result: int) -> None:
+            before = found.get(taken, dtypes[taken])
+            if result in self.held and before != dtypes[result] and _holds(dtypes[result], before):
+                found[result] = before
+
+        def visit(block: Block) -> None:
+            for op in block.ops:
+                for tie in op.ties:
+                    if tie.stacked and tie.outer in op.operands:
+                        follow(tie.outer, tie.inner)
+                if op.operands and op.operands[0] >= 0:
+                    for result in op.results:
+                        follow(op.operands[0], result)
+                for inner in op.blocks:
+                    visit(inner)
+                for tie in op.ties:
+                    if tie.stacked and tie.outer in op.results:
+                        follow(tie.inner, tie.outer)
+
+        visit(self.program.block)
+        return found
 
     @cached_property
     def _held(self) -> dict[int, tuple[int, tuple[int, ...]]]:
@@ -111,6 +144,12 @@ class LogicalAxes:
         return self.names.get(cls, f"axis{cls}")
 
 
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether a float type has every value of another one."""
+    both = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow))
+    return both and jnp.promote_types(wide, narrow) == wide
+
+
 def find_axes(program: Program) -> LogicalAxes:
     """Unifies the factors of every operator of `program`."""
     return _collect(program, join(program))
@@ -134,8 +173,28 @@ def _collect(program: Program, joined: Joined) -> LogicalAxes:
 
     of_value = [tuple(map(classes, value)) for value in joined.dims]
     of_op = [{name: classes(node) for name, node in made.items()} for made in joined.factors]
-    steps = frozenset(c for n in joined.stacked for c in classes(n))
+    steps = frozenset(c for n in joined.stacked for c in classes(n)) | _taken_apart(program, of_value)
     return _merge_alike(LogicalAxes(program, sizes, of_value, of_op, steps))
+
+
+def _taken_apart(program: Program, of_value: list[Leaves]) -> frozenset[int]:
+    """The leading classes of inputs that are taken apart along them: stacks of layers whose loop is unrolled."""
+    source = {v: v for v in program.inputs}
+    taken: dict[int, set[int]] = {}
+    for op in program.ops():
+        stack = source.get(op.operands[0]) if op.operands else None
+        if stack is None:
+            continue
+        if op.name == "convert_element_type":
+            source[op.results[0]] = stack
+        elif op.name == "slice":
+            starts, ends = op.eqn.params["start_indices"], op.eqn.params["limit_indices"]
+            shape = program.avals[stack].shape
+            if ends[0] - starts[0] == 1 and not any(starts[1:]) and tuple(ends[1:]) == tuple(shape[1:]):
+                taken.setdefault(stack, set()).add(starts[0])
+    return frozenset(
+        c for v, starts in taken.items() if len(starts) == program.avals[v].shape[0] > 1 for c in of_value[v][0]
+    )
 
 
 def _merge_alike(found: LogicalAxes) -> LogicalAxes:

@@ -35,7 +35,7 @@ from autoshard._shown import shown
 from autoshard.sharding.alike import Group, Kinds, Taken, find_groups, find_kinds, pinned_apart
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.chips import Chip
-from autoshard.sharding.decide import ONCE_UPDATED, decides, declared, regathers, strategy_at
+from autoshard.sharding.decide import ONCE_UPDATED, decides, declared, moved_bytes, regathers, strategy_at
 from autoshard.sharding.fusion import Fusion
 from autoshard.sharding.inside import Inside, inside
 from autoshard.sharding.layout import Layout
@@ -230,7 +230,7 @@ class CostModel:
         op, chip = g.op, self.target.chip
         if not decides(op):
             return Price(self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs))
-        plan = strategy_at(op, specs, outs, mesh, self.target.flops_per_byte)
+        plan = strategy_at(op, specs, outs, moved_bytes(self.axes, op), mesh, self.target.flops_per_byte)
         assert op.rule is not None
         if within := self._inside(op, plan, mesh):
             time = within.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6

@@ -124,17 +124,42 @@ def regathers(layout: Layout, updated: Iterable[int]) -> list[Regather]:
 def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
     """The cut of a deciding operator under a layout."""
     places = [home(layout, v) if v >= 0 else () for v in op.operands]
-    return strategy_at(op, places, [wanted(layout, op, v) for v in op.results], layout.mesh, flops_per_byte)
+    wants, moved = [wanted(layout, op, v) for v in op.results], moved_bytes(layout.axes, op)
+    return strategy_at(op, places, wants, moved, layout.mesh, flops_per_byte)
+
+
+def moved_bytes(axes: LogicalAxes, op: Op) -> list[float]:
+    """Bytes of each operand where a collective moves it: a parameter in the narrowest type that it was cast from."""
+    sizes = [float(nbytes(v.aval)) for v in op.eqn.invars]
+    if axes.narrow:
+        for i, v in enumerate(op.operands):
+            if v in axes.narrow:
+                sizes[i] *= axes.narrow[v].itemsize / op.eqn.invars[i].aval.dtype.itemsize
+    return sizes
 
 
 def strategy_at(
-    op: Op, places: Sequence[Spec], outs: Sequence[Spec], mesh: Mapping[str, int], flops_per_byte: float
+    op: Op,
+    places: Sequence[Spec],
+    outs: Sequence[Spec],
+    moved: Sequence[float],
+    mesh: Mapping[str, int],
+    flops_per_byte: float,
 ) -> Strategy:
-    """The cut of a deciding operator whose operands are at `places` (empty: a literal) and results wanted at `outs`."""
+    """The cut of a deciding operator.
+
+    Args:
+        op: the operator.
+        places: where its operands are; empty: a literal.
+        outs: where its results are wanted.
+        moved: bytes of its operands (`moved_bytes`).
+        mesh: mesh axis -> size.
+        flops_per_byte: see `strategy`.
+    """
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
     specs = [place or ((),) * a.ndim for place, a in zip(places, avals, strict=True)]
-    operands = Arrays(op.rule.operands, [nbytes(a) for a in avals], specs, op.rule, mesh)
+    operands = Arrays(op.rule.operands, moved, specs, op.rule, mesh)
     results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, mesh)
     return choose(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
 

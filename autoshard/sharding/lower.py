@@ -1,9 +1,9 @@
 """Writes a layout into a program: the jaxpr evaluated again, with constraints where the layout decides something.
 
 Constraints stand on the operands and results of contractions, gathers, scatters and reductions, and on a stored
-parameter after its cast to the compute type (so that the narrow type is gathered). Everything between them follows by
-XLA's own propagation; constraints on every value would turn gathered activations into residuals. Loops, branches and
-calls are rewritten in place; source lines and name scopes stay.
+parameter after its cast to the compute type (before it, where that is the wider one), so that the narrow type is
+gathered. Everything between them follows by XLA's own propagation; constraints on every value would turn gathered
+activations into residuals. Loops, branches and calls are rewritten in place; source lines and name scopes stay.
 """
 
 from __future__ import annotations
@@ -59,6 +59,13 @@ class Lowering:
         self.constraints += 1
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, to_partition_spec(spec)))
 
+    def moved(self, x: Any, spec: Spec, value: int) -> Any:
+        """An operand taken to `spec`: a parameter that was cast to a wider type in the one that it was cast from."""
+        narrow = self.layout.axes.narrow.get(value)
+        if narrow is None or home(self.layout, value) == spec:
+            return self.constrain(x, spec)
+        return self.constrain(x.astype(narrow), spec).astype(x.dtype)
+
     def block(self, block: Block, args: Sequence[Any]) -> list[Any]:
         """The results of a block."""
         jaxpr = _compat.open_jaxpr(block.jaxpr)
@@ -97,7 +104,7 @@ class Lowering:
         if op.name in ADDRESSED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
-            args = [self.constrain(x, plan.spec(d)) for x, d in zip(args, rule.operands, strict=True)]
+            args = [self.moved(x, plan.spec(d), v) for x, d, v in zip(args, rule.operands, op.operands, strict=True)]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         if op.name not in REDUCTIONS:
             results = [
