@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,15 +11,17 @@ from typing import Any
 
 import jax
 
+from autoshard.ckpt.arguments import is_integer, no_dims, no_mapping, plan_json, refuse, step_number
 from autoshard.ckpt.describe import Description, describe_step
 from autoshard.ckpt.directory import StepDirectory
 from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
 from autoshard.ckpt.experts import dims_by, dims_of
 from autoshard.ckpt.keep import Keep, doomed
+from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
-from autoshard.ckpt.snapshot import take_snapshot
+from autoshard.ckpt.snapshot import savable, take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
 from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
 from autoshard.ckpt.wanted import Restored, Wanted
@@ -53,8 +54,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the directory holds something else, or `keep` keeps nothing.
         """
-        if isinstance(keep, int) and keep < 1:
-            raise CheckpointError(f"keep={keep}: at least one step must stay, or None for all.")
+        if not isinstance(keep, Keep) and keep is not None and not (is_integer(keep) and keep > 0):
+            raise CheckpointError(f"keep={keep!r}: at least one step must stay, or None for all.")
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.restored: Restored | None = None
         self._directory = StepDirectory(directory)
@@ -140,19 +141,19 @@ class Checkpointer:
                 leaf cannot be saved, or the previous save failed.
         """
         self.wait()
-        if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
-            raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
-        step = step.__index__()
-        told = plain(config or {}, "config"), plain_metrics(metrics or {}), _plan_json(plan)
-        if self._damaged:
-            self._set_aside()
-        together(
+        step = step_number(step)
+        config, metrics, expert_dims = ({} if one is None else one for one in (config, metrics, expert_dims))
+        wrong = no_mapping("config", config, "{'model': {'width': 64}}")
+        wrong += no_mapping("metrics", metrics, "{'val_loss': 1.9}")
+        refuse(wrong + no_dims("expert_dims", expert_dims))
+        told = plain(config, "config"), plain_metrics(metrics), plan_json(plan)
+        leaves, by_pattern = together(
             f"save step {step}",
-            lambda: self._begin(step),
+            lambda: self._begin(step, state, expert_dims),
             lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
         )
-        snapshot = take_snapshot(state, copy=not block)
-        by_pattern = dims_by(expert_dims, snapshot.specs) if expert_dims else {}
+        self._damaged.clear()
+        snapshot = take_snapshot(leaves, copy=not block)
 
         def described() -> Manifest:
             return Manifest(
@@ -173,32 +174,27 @@ class Checkpointer:
         if block:
             self.wait()
 
-    def _set_aside(self) -> None:
-        """Damaged steps that were passed over make room for the run that goes on before them."""
-        damaged = sorted(self._damaged & set(self.steps()))
-        together(
-            f"set aside {_few(damaged)}",
-            lambda: self._renamed_damaged(damaged),
-            lambda who: CheckpointError(f"damaged steps of {self.directory} cannot be renamed: {who}"),
-        )
-        self._damaged.clear()
+    def _begin(
+        self, step: int, state: Any, expert_dims: Mapping[str, int]
+    ) -> tuple[list[tuple[LeafSpec, Any]], dict[Key, int]]:
+        """The leaves of a state that can be saved here, and those of experts; nothing is changed where it cannot.
 
-    def _renamed_damaged(self, damaged: Sequence[int]) -> None:
+        Damaged steps that were passed over make room for the run that goes on before them.
+        """
+        leaves = savable(state)
+        by_pattern = dims_by(expert_dims, [spec for spec, _ in leaves]) if expert_dims else {}
         self._claim()
-        if jax.process_index() == 0:
-            for step in damaged:
-                name = self._directory.set_aside(step)
-                warnings.warn(f"step {step} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 5)
-
-    def _begin(self, step: int) -> None:
-        self._claim()
-        if self._directory.step_path(step).exists():
+        if step not in self._damaged and self._directory.step_path(step).exists():
             raise CheckpointError(
                 f"{self._directory.path} has step {step} already, and a committed step is never "
                 "overwritten. Continue from it, remove it yourself, or name another directory."
             )
         if jax.process_index() == 0:
             self._directory.check_writable(step)
+            for damaged in sorted(self._damaged & set(self.steps())):
+                name = self._directory.set_aside(damaged)
+                warnings.warn(f"step {damaged} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 5)
+        return leaves, by_pattern
 
     def wait(self) -> None:
         """Waits until what was saved is committed, and removes the steps that do not stay (`keep`).
@@ -409,6 +405,7 @@ class Checkpointer:
         return state
 
     def _existing(self, step: int | None) -> int:
+        step = None if step is None else step_number(step)
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self._directory.path}.")
@@ -427,22 +424,6 @@ class Checkpointer:
             except MismatchError:
                 continue
         return None
-
-
-def _plan_json(plan: Any) -> Any:
-    """A plan as JSON has it.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    if hasattr(plan, "to_json"):
-        plan = plan.to_json()
-    if isinstance(plan, str):
-        try:
-            plan = json.loads(plan)
-        except ValueError as error:
-            raise CheckpointError(f"the plan is no JSON ({error}): give a Plan, or what its to_json wrote.") from error
-    return plain(plan, "plan")
 
 
 def _advised(error: DamagedCheckpointError, advice: str) -> DamagedCheckpointError:

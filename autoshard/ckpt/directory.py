@@ -143,10 +143,17 @@ class StepDirectory:
         draft.rename(self.step_path(step))
 
     def set_aside(self, step: int) -> str:
-        """Takes a damaged step its name, so that the run can save that step anew; returns what it is called now."""
+        """Takes a damaged step its name, so that the run can save that step anew; returns what it is called now.
+
+        Raises:
+            CheckpointError: it cannot be renamed.
+        """
         names = (f"damaged.step_{step:08d}{f'.{n}' if n else ''}" for n in itertools.count())
         free = next(name for name in names if not (self.path / name).exists())
-        self.step_path(step).rename(self.path / free)
+        try:
+            self.step_path(step).rename(self.path / free)
+        except OSError as error:
+            raise CheckpointError(f"damaged step {step} of {self.path} cannot be renamed: {error}") from error
         return free
 
     def remove(self, step: int) -> None:

@@ -78,12 +78,16 @@ def named_leaves(tree: Any) -> list[tuple[Key, Any]]:
     """Every leaf with its path, in tree order.
 
     Raises:
-        CheckpointError: the tree has no leaf, or two leaves have one path.
+        CheckpointError: the tree has no leaf, or two leaves have one path, or one that cannot be told from a branch.
     """
-    pairs = [
-        (tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    try:
+        found = jax.tree_util.tree_leaves_with_path(tree)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state ({type(tree).__name__}) cannot be taken apart: {error} The keys of a dict must have an order, "
+            "which 1 and '1' do not have."
+        ) from error
+    pairs = [(tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path), leaf) for path, leaf in found]
     if not pairs:
         raise CheckpointError(f"the state ({type(tree).__name__}) has no leaves: there is nothing to save or restore.")
     seen: set[Key] = set()
@@ -91,7 +95,23 @@ def named_leaves(tree: Any) -> list[tuple[Key, Any]]:
         if key in seen:
             raise CheckpointError(f"two leaves of the state have the path '{'/'.join(key)}': rename one.")
         seen.add(key)
+    for key, _ in pairs:
+        above = next((key[:depth] for depth in range(len(key)) if key[:depth] in seen), None)
+        if above is not None:
+            raise CheckpointError(
+                f"the leaf '{'/'.join(above)}' of the state would lie above its leaf '{'/'.join(key)}': rename one."
+            )
+        if not _encodable("".join(key)):
+            raise CheckpointError(f"a leaf of the state has the path {'/'.join(key)!r}, which is no text: rename it.")
     return pairs
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
+    return True
 
 
 def is_typed_key(leaf: Any) -> bool:
@@ -107,7 +127,10 @@ def _is_key_type(dtype: Any) -> bool:
 
 @functools.cache
 def _name_if_storable(dtype: Any) -> str | None:
-    dtype = np.dtype(dtype)
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:  # another library's
+        return None
     return None if dtype.hasobject or dtype.kind in "SUMm" else dtype.name
 
 
@@ -121,12 +144,18 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
         impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
         return LeafSpec(key, tuple(leaf.shape), str(leaf.dtype), impl)
     if isinstance(leaf, (bool, int, float, complex)):
-        leaf = np.asarray(leaf)
+        number, leaf = leaf, np.asarray(leaf)
+        if isinstance(number, int) and leaf.dtype == object:
+            raise CheckpointError(
+                f"the state's leaf '{'/'.join(key)}' is an integer of {number.bit_length()} bits, and 64 can be saved: "
+                "keep it in the config, or as an array of its parts."
+            )
     dtype = getattr(leaf, "dtype", None)
     name = None if dtype is None or not hasattr(leaf, "shape") else _name_if_storable(dtype)
     if name is None:
+        of = "" if dtype is None else f" of {dtype}"
         raise CheckpointError(
-            f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}: only arrays, RNG keys and "
+            f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}{of}: only arrays, RNG keys and "
             "numbers can be saved. Keep anything else outside the state, in the config, or as a static field."
         )
     return LeafSpec(key, tuple(leaf.shape), name)

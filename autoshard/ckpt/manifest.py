@@ -145,11 +145,20 @@ def plain(value: Any, what: str) -> Any:
         CheckpointError: it holds something that JSON cannot.
     """
     try:
-        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value))
-    except (TypeError, ValueError) as error:
+        written = json.dumps(dict(value) if isinstance(value, Mapping) else value)
+        return json.loads(written, object_pairs_hook=_once)
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the {what} cannot be written as JSON ({error}): use numbers, texts, lists and dicts of them."
         ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict, none of whose keys is lost: JSON has one name for 1 and '1'."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"two keys of a dict have one name: {', '.join(name for name, _ in pairs)}")
+    return found
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -162,8 +171,10 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             found[str(name)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             wrong.append(f"{name}={value!r}")
+    if len(found) + len(wrong) < len(metrics):
+        raise CheckpointError(f"two metrics have one name: {', '.join(map(str, metrics))}.")
     if wrong:
         raise CheckpointError(f"metrics are numbers: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not.")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard._shown import shown
+from autoshard.ckpt.arguments import no_dims, no_experts, no_mapping, refuse
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.experts import Change
 from autoshard.ckpt.leaves import Key, LeafSpec, castable, leaf_spec, unfit
@@ -44,6 +45,21 @@ class Wanted:
     experts: Sequence[int] | None = None
     upcycle: Mapping[str, int] = field(default_factory=dict)
     expert_dims: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what is of another type.
+
+        Raises:
+            CheckpointError: naming each argument that is wrong.
+        """
+        wrong = [] if self.config is None else no_mapping("config", self.config, "{'model': {'width': 64}}")
+        wrong += no_mapping("rename", self.rename, "{'saved': 'wanted'}") or [
+            f"rename: {old!r} -> {new!r}: paths are texts"
+            for old, new in self.rename.items()
+            if not isinstance(old, str) or not isinstance(new, str)
+        ]
+        wrong += no_experts(self.experts) + no_dims("upcycle", self.upcycle) + no_dims("expert_dims", self.expert_dims)
+        refuse(wrong)
 
 
 @shown

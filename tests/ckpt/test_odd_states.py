@@ -1,5 +1,6 @@
 """States that are not the usual nest of sharded float arrays."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import struct
+from flax.training import dynamic_scale
 from jax.extend.sharding import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -109,3 +112,61 @@ def test_replicas_without_a_mesh_count_once(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, W)
         checkpoints.save(2, {"w": found}, block=True)
         np.testing.assert_array_equal(checkpoints.restore(2, like={"w": W})["w"], W)
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_arrays_of_the_other_byte_order_are_saved_in_this_machine_s(tmp_path: Path, count: int) -> None:
+    """Bit for bit, signalling NaNs as well; a template says in which order they come back."""
+    native = np.array([0x7F812345, 0xFFC00001, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
+    other = native.byteswap().view(native.dtype.newbyteorder())
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {str(n): other for n in range(count)}, block=True)
+        assert checkpoints.verify() == []
+        for like in (native, other):
+            found = checkpoints.restore(like={str(n): like for n in range(count)})
+            for leaf in found.values():
+                assert leaf.dtype == like.dtype and leaf.tobytes() == like.tobytes()
+
+
+KEYS = ("", ".", "..", "%", "%packs", "%2E", "a/b", "/", "a\0b", "\n", " ", "\N{SNOWMAN}", "e\u0301", "\xe9", "x" * 300)
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    """Each on two levels, all beside each other."""
+    state = {name: {other: np.float32(i * 100 + j) for j, other in enumerate(KEYS)} for i, name in enumerate(KEYS)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        assert checkpoints.verify() == [] and len(checkpoints.describe().leaves) == len(KEYS) ** 2
+        for found in (checkpoints.restore(like=state), checkpoints.restore()):
+            assert found == state
+
+
+def test_a_dynamic_loss_scale_is_a_leaf_like_others(tmp_path: Path, assert_same: Any) -> None:
+    """As jmp and Flax have it: a registered dataclass, with static fields, beside states of optax."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class LossScale:
+        scale: jax.Array
+        counter: jax.Array
+        period: int = dataclasses.field(default=2000, metadata={"static": True})
+
+    @struct.dataclass
+    class State:
+        params: Any
+        opt: Any
+        scale: Any
+        flax_scale: Any
+        skipped: int
+
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    optimizer = optax.apply_if_finite(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), 5)
+    scale = LossScale(jnp.float32(2.0**15), jnp.int32(1999))
+    state = State(params, optimizer.init(params), scale, dynamic_scale.DynamicScale(fin_steps=jnp.int32(7)), 3)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        assert "scale/scale" in [leaf.name for leaf in checkpoints.describe().leaves]
+        blank = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.Array) else type(leaf)(0), state)
+        found = checkpoints.restore(like=blank)
+    assert_same(found, state)
+    assert found.scale.period == 2000

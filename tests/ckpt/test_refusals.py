@@ -1,6 +1,7 @@
 """Bad input: one clear error each, and nothing on disk changes."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,26 +154,112 @@ def test_one_writer_at_a_time(saved: Path) -> None:
         assert first.steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None])
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None, np.arange(2), jnp.arange(2)])
 def test_steps_are_natural_numbers(tmp_path: Path, step: Any) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="0 or more"):
         checkpoints.save(step, STATE, config={})
     assert not (tmp_path / "run").exists()
 
 
-def test_keep_is_positive(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="keep=0"):
-        Checkpointer(tmp_path, keep=0)
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
+def test_steps_that_are_read_are_natural_numbers(saved: Path, step: Any) -> None:
+    with Checkpointer(saved) as checkpoints:
+        for read in (checkpoints.restore, checkpoints.verify, checkpoints.describe, checkpoints.config):
+            with pytest.raises(CheckpointError, match="0 or more"):
+                read(step)
+
+
+@pytest.mark.parametrize("keep", [0, True, 2.5, "3"])
+def test_keep_is_positive(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"keep={keep!r}"):
+        Checkpointer(tmp_path, keep=keep)
 
 
 @pytest.mark.parametrize(
-    "leaf", ["text", object(), np.array(["a"]), np.array([None])], ids=["text", "object", "strings", "objects"]
+    ("argument", "message"),
+    [
+        ({"config": [1]}, r"config=\[1\] is no dict, as config="),
+        ({"config": "small"}, "config='small' is no dict"),
+        ({"config": {"a": {1: 2, "1": 3}}}, "two keys of a dict have one name: 1, 1"),
+        ({"metrics": [1], "expert_dims": ["w"]}, r"metrics=\[1\] is no dict, .*; expert_dims=\['w'\] is no dict"),
+        ({"metrics": {1: 2, "1": 3}}, "two metrics have one name: 1, 1"),
+        ({"metrics": {"loss": 10**400}}, "metrics are numbers: loss="),
+        ({"expert_dims": {"params/*": "0"}}, "dimensions are integers"),
+        ({"expert_dims": {"experts/*": 0}}, "'experts/\\*' matches no leaf"),
+        ({"plan": "{"}, "the plan is no JSON"),
+    ],
+    ids=str,
 )
-def test_leaves_that_cannot_be_saved(tmp_path: Path, leaf: Any) -> None:
-    with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match="leaf 'a/1' is a"):
-            checkpoints.save(1, {"a": [jnp.ones(2), leaf]}, config={})
-        assert checkpoints.steps() == []
+def test_arguments_of_save(tmp_path: Path, argument: Any, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, STATE, **argument)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"experts": 3}, r"experts=3 is no list of numbers, as experts=\[0, 3\] is"),
+        ({"experts": "3", "rename": ["w"]}, "rename=.* is no dict.*; experts='3' is no list"),
+        ({"rename": {"w": 1}}, "rename: 'w' -> 1: paths are texts"),
+        ({"config": [1]}, "config=.* is no dict"),
+        ({"upcycle": ["w"]}, "upcycle=.* is no dict"),
+        ({"expert_dims": {"w": 0.5}}, "dimensions are integers"),
+    ],
+    ids=str,
+)
+def test_arguments_of_restore(saved: Path, argument: Any, message: str) -> None:
+    with Checkpointer(saved) as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.restore(like=STATE, **argument)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (object(), "leaf 'a/1' is a object: only arrays"),
+        (np.array(["a"]), "leaf 'a/1' is a ndarray of <U1: only arrays"),
+        (np.array([None]), "leaf 'a/1' is a ndarray of object: only arrays"),
+        (2**70, "leaf 'a/1' is an integer of 71 bits, and 64 can be saved"),
+        (np.zeros(2, [("x", "f4")]), r"a dtype that cannot be written:\n  a/1: \[\('x'"),
+        (np.zeros((0, 2), jax.dtypes.float0), r"a dtype that cannot be written:\n  a/1: \[\('float0'"),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "a/1: a ShapeDtypeStruct is a shape and a dtype"),
+        (np.ma.array([1.0, 2.0], mask=[False, True]), "a/1: a masked array would lose its mask"),
+    ],
+    ids=str,
+)
+def test_leaves_that_cannot_be_saved(tmp_path: Path, leaf: Any, message: str) -> None:
+    """Nothing is left of the attempt, not even the directory."""
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, {"a": [jnp.ones(2), leaf]}, config={})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_within_a_compiled_function(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path / "run") as checkpoints,
+        pytest.raises(CheckpointError, match="a: is being traced: save what the compiled function returns"),
+    ):
+        jax.jit(lambda x: checkpoints.save(1, {"a": x}))(jnp.ones(2))
+
+
+X = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({1: X, "1": X}, "cannot be taken apart: .* 1 and '1' do not have"),
+        (OrderedDict([(1, X), ("1", X)]), "two leaves of the state have the path '1'"),
+        (OrderedDict([(1, X), ("1", {"b": X})]), "the leaf '1' of the state would lie above its leaf '1/b'"),
+        (OrderedDict([("1", {"b": X}), (1, X)]), "the leaf '1' of the state would lie above its leaf '1/b'"),
+        ({"a": {"\ud800": X}}, r"path 'a/\\ud800', which is no text"),
+    ],
+    ids=["no order", "one path", "above", "below", "no text"],
+)
+def test_paths_that_cannot_be_told_apart(tmp_path: Path, state: Any, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, state)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_state_without_leaves_and_a_config_that_is_no_json(tmp_path: Path) -> None:
