@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from autoshard import _compat
 from autoshard.ckpt.arguments import is_integer, no_dims, no_mapping, plan_json, refuse, step_number
 from autoshard.ckpt.describe import Description, describe_step
 from autoshard.ckpt.directory import StepDirectory
@@ -153,7 +154,8 @@ class Checkpointer:
             lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
         )
         self._damaged.clear()
-        snapshot = take_snapshot(leaves, copy=not block)
+        with _compat.no_mesh():
+            snapshot = take_snapshot(leaves, copy=not block)
 
         def described() -> Manifest:
             return Manifest(
@@ -169,7 +171,8 @@ class Checkpointer:
                 expert_dims=dims_of(told[2], snapshot.specs) | by_pattern,
             )
 
-        self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, described))
+        with _compat.no_mesh():
+            self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, described))
         self._metrics[step] = told[1]
         if block:
             self.wait()

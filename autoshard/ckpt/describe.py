@@ -29,6 +29,7 @@ class Leaf:
         layout: the `PartitionSpec` that it was saved from, None off meshes.
         digest: of its values, the same on any mesh; None without elements.
         expert_dim: its dimension of experts, where it is known to have one.
+        key: its path, one text per level; a level may hold a `/`.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Leaf:
     layout: str | None
     digest: int | None
     expert_dim: int | None = None
+    key: Key = ()
 
 
 @shown
@@ -128,6 +130,7 @@ def described(path: Any, manifest: Manifest, digests: Mapping[Key, int]) -> Desc
                 layout=manifest.layouts.get(spec.key),
                 digest=digests.get(spec.key),
                 expert_dim=manifest.expert_dims.get(spec.key),
+                key=spec.key,
             )
             for spec in manifest.leaves
         ),

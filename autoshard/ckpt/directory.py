@@ -65,6 +65,13 @@ class StepDirectory:
         marker = self.path / _MARKER
         if not marker.exists():
             foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}"))
+            steps = [name for name in foreign if _STEP.fullmatch(name)]
+            if steps:
+                raise CheckpointError(
+                    f"{self.path} has {', '.join(steps[-3:])}{', ...' if len(steps) > 3 else ''} and no {_MARKER}, "
+                    "which says that they are autoshard's: it was removed, or left out of a copy. If a run "
+                    f"of autoshard saved them, write {json.dumps(_FORMAT)} into {marker}; else name another directory."
+                )
             if foreign:
                 raise CheckpointError(
                     f"{self.path} is not a checkpoint directory of autoshard: it holds "

@@ -131,7 +131,7 @@ def _name_if_storable(dtype: Any) -> str | None:
         dtype = np.dtype(dtype)
     except TypeError:  # another library's
         return None
-    return None if dtype.hasobject or dtype.kind in "SUMm" else dtype.name
+    return None if dtype.hasobject or dtype.kind in "SUMm" or isinstance(dtype, np.dtypes.VoidDType) else dtype.name
 
 
 def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
@@ -345,54 +345,3 @@ def as_tree(specs: Sequence[LeafSpec]) -> Any:
 def _own_template(spec: LeafSpec) -> Any:
     # One element, seen as many: the template of a large leaf takes no memory.
     return np.broadcast_to(np.zeros((), spec.dtype), spec.shape) if _needs_x64(spec) else spec.struct()
-
-
-def with_shardings(template: Any, shardings: Any) -> Any:
-    """A template on other shardings: one for all leaves, or a tree of them that is the template's or a prefix of it.
-
-    Numbers and NumPy arrays stay as they are, and so does what has None for a sharding. The others are described, not
-    moved: most are about to be read.
-
-    Raises:
-        CheckpointError: the trees do not fit.
-    """
-    try:
-        spread = jax.tree.broadcast(shardings, template, is_leaf=lambda node: node is None)
-    except ValueError as error:
-        raise CheckpointError(f"shardings do not fit the state's structure: {error}") from error
-
-    def place(leaf: Any, sharding: Any) -> Any:
-        if sharding is None or not hasattr(leaf, "sharding"):
-            return leaf
-        weak = bool(getattr(leaf, "weak_type", False))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-
-    return jax.tree.map(place, template, spread, is_leaf=lambda node: node is None)
-
-
-def unfit(template: Mapping[Key, Any]) -> list[str]:
-    """Every leaf that cannot be placed as its template says, a line each."""
-    told: dict[Any, list[str]] = {}  # by kind: there may be thousands of leaves of a few
-    lines = []
-    for key, leaf in template.items():
-        if not hasattr(leaf, "sharding"):
-            continue
-        kind = leaf.shape, leaf.dtype, leaf.sharding
-        if kind not in told:
-            told[kind] = _unfit(leaf)
-        lines += [f"{'/'.join(key)}: {what}" for what in told[kind]]
-    return lines
-
-
-def _unfit(leaf: Any) -> list[str]:
-    """Why a leaf with a place for a sharding cannot be placed."""
-    what = []
-    if leaf.sharding is None and jax.process_count() > 1:
-        what.append("has no sharding, which several processes need")
-    if not is_typed_key(leaf) and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        what.append(f"{leaf.dtype} needs jax_enable_x64; without it the value would be cut")
-    try:
-        _ = leaf.sharding and leaf.sharding.shard_shape(tuple(leaf.shape))
-    except ValueError:
-        what.append(f"shape {tuple(leaf.shape)} does not divide over {leaf.sharding}")
-    return what

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -189,12 +189,7 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     wanted = plain(wanted, "config")
     if "model" in wanted:
         saved, wanted = {"model": saved.get("model", {})}, {"model": wanted["model"]}
-    have, want = flat(saved), flat(wanted)
-    lines = [
-        f"{key}: saved {_shown(have, key)}, wanted {_shown(want, key)}"
-        for key in sorted(have.keys() | want.keys())
-        if key not in have or key not in want or have[key] != want[key]
-    ]
+    lines = differences(saved, wanted, "{name}: saved {one}, wanted {other}".format)
     if lines:
         raise MismatchError(
             f"{where} is a checkpoint of another model: its config differs in {len(lines)} keys:\n"
@@ -203,19 +198,35 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         )
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names."""
+def differences(one: Any, other: Any, line: Callable[..., str]) -> list[str]:
+    """The settings that differ, as `line(name=, one=, other=)` says it; NaN is equal to NaN."""
+    have, want = dict(_flat(one)), dict(_flat(other))
+    return [
+        line(name=".".join(path), one=_shown(have, path), other=_shown(want, path))
+        for path in sorted(have.keys() | want.keys())
+        if path not in have or path not in want or not _equal(have[path], want[path])
+    ]
+
+
+def _flat(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Nested settings by their paths: a name may hold a dot."""
     if not isinstance(value, Mapping) or not value:
-        return {prefix: value}
-    return {
-        path: leaf
-        for key, inner in value.items()
-        for path, leaf in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _flat(inner, (*path, str(name)))
 
 
-def _shown(flat: Mapping[str, Any], key: str) -> str:
-    return repr(flat[key]) if key in flat else "nothing"
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return bool(one == other) or (one != one and other != other)
+
+
+def _shown(settings: Mapping[Key, Any], path: Key) -> str:
+    return repr(settings[path]) if path in settings else "nothing"
 
 
 def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:

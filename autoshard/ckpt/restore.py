@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard import _compat
 from autoshard._processes import gathered
 from autoshard.ckpt import digest, storage
 from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, listing
 from autoshard.ckpt.experts import changes, dims_by
-from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct, with_shardings
+from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct
 from autoshard.ckpt.manifest import Manifest, check_config
 from autoshard.ckpt.packs import pack_target, taken
+from autoshard.ckpt.placement import with_shardings
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.snapshot import grouped, host_rows
 from autoshard.ckpt.wanted import Match, Restored, Wanted, casts, check_leaves, renamed
@@ -35,6 +37,12 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
     begun = time.perf_counter()
     manifest = read_manifest(path, step)
     match = _matched(manifest, wanted, f"step {step} in {path.parent}")
+    with _compat.no_mesh():  # leaves need not be on the devices of a mesh that is set
+        return _restored(path, step, manifest, match, begun)
+
+
+def _restored(path: Any, step: int, manifest: Manifest, match: Match, begun: float) -> tuple[Any, Restored]:
+    """What `restore_step` returns; `begun` is when it began."""
     targets = {key: target_struct(match.read_like(key), spec) for key, spec in match.saved.items() if spec.stored}
     packs = _wanted_packs(manifest, match, targets)
     packed = {key for pack in packs.values() for key in pack.leaves.values()}

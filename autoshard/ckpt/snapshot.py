@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from autoshard import _compat
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_leaves
@@ -96,7 +96,7 @@ def savable(state: Any) -> list[tuple[LeafSpec, Any]]:
 
 def _valueless(leaf: Any) -> str:
     """Why what looks like an array cannot be read as one, nothing where it can."""
-    if isinstance(leaf, Tracer):
+    if _compat.is_tracer(leaf):
         return "is being traced: save what the compiled function returns"
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array would lose its mask: save its `data` and its `mask`"
@@ -110,7 +110,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _writable(spec: LeafSpec) -> bool:
-    return spec.key_impl is not None or spec.dtype in _WRITABLE
+    return not spec.stored or spec.key_impl is not None or spec.dtype in _WRITABLE
 
 
 def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snapshot:

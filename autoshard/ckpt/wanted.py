@@ -11,9 +11,10 @@ import jax
 
 from autoshard._shown import shown
 from autoshard.ckpt.arguments import no_dims, no_experts, no_mapping, refuse
-from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
+from autoshard.ckpt.errors import SHOWN, CheckpointError, MismatchError, listing
 from autoshard.ckpt.experts import Change
-from autoshard.ckpt.leaves import Key, LeafSpec, castable, leaf_spec, unfit
+from autoshard.ckpt.leaves import Key, LeafSpec, castable, leaf_spec
+from autoshard.ckpt.placement import unfit
 from autoshard.sharding.report.units import bytes_text
 
 
@@ -206,7 +207,7 @@ def check_leaves(
         where: names the step.
 
     Raises:
-        MismatchError: naming every leaf that differs, with both shapes and dtypes.
+        MismatchError: naming every leaf that differs, with both shapes and dtypes; or no wanted leaf was saved.
         CheckpointError: naming every leaf that cannot be placed.
     """
     asked = {key: leaf_spec(key, leaf) for key, leaf in leaves.items()}
@@ -234,6 +235,13 @@ def check_leaves(
     lines = unfit({key: leaf for key, leaf in leaves.items() if key in specs or leaf is not given[key]})
     if lines:
         raise CheckpointError(f"the state cannot be placed as its template says:\n{listing(lines)}")
+    if wanted.partial and not specs:
+        saved = [f"{spec.name}: saved {spec}" for spec in unread[: SHOWN // 2]]
+        asks = [f"{want.name}: wanted {want}" for want in [*asked.values()][: SHOWN // 2]]
+        raise MismatchError(
+            f"{where} has none of the {len(asked)} wanted leaves among its {len(unread)}:\n{listing(saved + asks)}\n"
+            "Nest the wanted state as the saved one is, or say other paths by rename={'saved': 'wanted'}."
+        )
 
 
 def _as(have: LeafSpec, want: LeafSpec) -> str:

@@ -27,7 +27,7 @@ from flax import nnx
 import autoshard
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError, Description
-from autoshard.ckpt.leaves import with_shardings
+from autoshard.ckpt.placement import with_shardings
 from autoshard.ckpt.transfer import INFERENCE, INFERENCE_FORMAT, PARAMETERS, TOKENIZER
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig

@@ -22,7 +22,7 @@ W = jnp.arange(8.0)
 
 def test_names_with_a_slash(tmp_path: Path) -> None:
     state: Any = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
-    with Checkpointer(tmp_path) as checkpoints:
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.save(2, state | {"a": {"b": jnp.full(2, 5.0)}})
         checkpoints.save(3, state | {"a/b": jnp.full(2, 5.0)}, block=True)
@@ -31,7 +31,13 @@ def test_names_with_a_slash(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found["a"]["b"], np.zeros(2))
         for later in (2, 3):
             told = compare(checkpoints.describe(1), checkpoints.describe(later))
-            assert told.same == 1 and told.values == ("a/b",) and not told.equal
+            changed = "a/b" if later == 2 else "'a/b'"
+            assert told.same == 1 and told.values == (changed,) and not told.equal
+        checkpoints.save(4, {"a/b": jnp.ones(2)})
+        checkpoints.save(5, {"a": {"b": jnp.ones(2)}}, block=True)
+        told = compare(checkpoints.describe(4), checkpoints.describe(5))
+        assert (told.same, told.values, told.only_one, told.only_other) == (0, (), ("'a/b'",), ("a/b",))
+        assert checkpoints.describe(5).leaves[0].key == ("a", "b") and checkpoints.describe(5).leaves[0].name == "a/b"
         with pytest.raises(MismatchError, match="a/b and a/b both become c"):
             checkpoints.restore(1, like={"c": jnp.ones(2)}, rename={"a/b": "c"})
 
@@ -170,3 +176,16 @@ def test_a_dynamic_loss_scale_is_a_leaf_like_others(tmp_path: Path, assert_same:
         found = checkpoints.restore(like=blank)
     assert_same(found, state)
     assert found.scale.period == 2000
+
+
+@pytest.mark.parametrize("count", [2, 70])
+def test_leaves_on_other_devices_than_the_mesh_that_is_set(tmp_path: Path, count: int) -> None:
+    """As leaves, and as leaves of packs."""
+    device = jax.devices()[3]
+    state = {str(n): jax.device_put(jnp.full(4, float(n)), device) for n in range(count)}
+    with Checkpointer(tmp_path) as checkpoints, jax.set_mesh(jax.make_mesh((8,), ("x",))):
+        checkpoints.save(1, state)
+        for found in (checkpoints.restore(like=state), checkpoints.restore(shardings=device)):
+            for name, leaf in found.items():
+                assert leaf.devices() == {device}
+                np.testing.assert_array_equal(np.asarray(leaf), np.full(4, float(name)))
