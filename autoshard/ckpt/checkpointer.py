@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -15,7 +16,13 @@ from autoshard import _compat
 from autoshard.ckpt.arguments import is_integer, no_dims, no_mapping, plan_json, refuse, step_number
 from autoshard.ckpt.describe import Description, describe_step
 from autoshard.ckpt.directory import StepDirectory
-from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
+from autoshard.ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    MismatchError,
+    RemovedStepError,
+)
 from autoshard.ckpt.experts import dims_by, dims_of
 from autoshard.ckpt.keep import Keep, doomed
 from autoshard.ckpt.leaves import Key, LeafSpec
@@ -26,6 +33,10 @@ from autoshard.ckpt.snapshot import savable, take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
 from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
 from autoshard.ckpt.wanted import Restored, Wanted
+
+T = TypeVar("T")
+
+_TRIES = 10  # newest steps that may be removed while they are read, until a writer is too fast for this reader
 
 
 class Checkpointer:
@@ -217,27 +228,57 @@ class Checkpointer:
                 f"Committed steps are untouched: {self.steps() or 'none'}."
             ) from error
         self._saved.add(step)
-        if jax.process_index() == 0:
-            self.prune(self.keep)
+        if jax.process_index() == 0:  # the step that was just written is intact, and stays
+            self._remove(doomed(self.keep, self.steps(), self._metrics_of, self._saved))
 
     def prune(self, keep: Keep) -> list[int]:
-        """Removes the steps that do not stay, and returns them.
+        """Removes the steps that do not stay, and returns them; the newest that is intact always stays.
+
+        To know it, the newest step is read and compared with its digests, as `verify` does, where something is to go;
+        earlier ones only where that is damaged.
 
         Raises:
-            CheckpointError: the directory is being written by another run, or cannot be written.
+            CheckpointError: no step is intact, or the directory is being written by another run or cannot be written.
         """
         self._directory.claim()
         gone = self.would_prune(keep)
-        for step in gone:
+        self._remove(gone)
+        return gone
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        for step in steps:
             try:
                 self._directory.remove(step)
             except OSError as error:
                 raise CheckpointError(f"step {step} cannot be removed from {self.directory}: {error}") from error
-        return gone
 
     def would_prune(self, keep: Keep) -> list[int]:
-        """The steps that `prune` would remove."""
-        return doomed(keep, self.steps(), self._metrics_of, self._saved)
+        """The steps that `prune` would remove; reads what it would.
+
+        Raises:
+            CheckpointError: steps would go, and none is intact.
+        """
+        steps = self.steps()
+        gone = doomed(keep, steps, self._metrics_of, self._saved)
+        if not gone:
+            return []
+        damaged: list[int] = []
+        for step in reversed(steps):
+            if self._is_intact(step):
+                break
+            damaged.append(step)
+        else:
+            raise CheckpointError(f"no step in {self.directory} is intact: nothing is removed.")
+        if damaged:
+            said = f"damaged in {self.directory}: steps {_few(damaged[::-1])}. The newest that is intact, {step}, stays"
+            warnings.warn(said, CheckpointWarning, stacklevel=2)
+        return [one for one in gone if one != step]
+
+    def _is_intact(self, step: int) -> bool:
+        try:
+            return not damaged_leaves(self._directory.step_path(step), step)
+        except (DamagedCheckpointError, RemovedStepError):
+            return False
 
     def copy(self, step: int | None, directory: Any) -> None:
         """Copies a step as it is to another directory, the newest by default, and compares the copy with its digests.
@@ -249,7 +290,7 @@ class Checkpointer:
         """
         target = StepDirectory(directory)
         try:
-            copy_step(self._directory, self._existing(step), target)
+            self._read(step, lambda number: copy_step(self._directory, number, target))
         finally:
             target.release()
 
@@ -285,8 +326,8 @@ class Checkpointer:
 
     def model(self, step: int | None = None, *, use_ema: bool = False, dtype: str | None = None) -> Model:
         """The model of a step, as tensors that are read one at a time; see `export`."""
-        step = self._existing(step)
-        return model_of(self._directory.step_path(step), step, use_ema=use_ema, dtype=dtype)
+        path = self._directory.step_path
+        return self._read(step, lambda number: model_of(path(number), number, use_ema=use_ema, dtype=dtype))
 
     def _metrics_of(self, step: int) -> Mapping[str, float]:
         if step not in self._metrics:
@@ -309,8 +350,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such step, or it is damaged.
         """
-        step = self._existing(step)
-        return read_manifest(self._directory.step_path(step), step).config
+        return self._read(step, lambda number: read_manifest(self._directory.step_path(number), number)).config
 
     def verify(self, step: int | None = None) -> list[str]:
         """Paths of the damaged leaves of a step, read on the host one by one; empty where all is well.
@@ -318,8 +358,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such step, or nothing of it can be read.
         """
-        step = self._existing(step)
-        return damaged_leaves(self._directory.step_path(step), step)
+        return self._read(step, lambda number: damaged_leaves(self._directory.step_path(number), number))
 
     def describe(self, step: int | None = None) -> Description:
         """What a step is, the newest by default: leaves, sizes, meshes, metrics, plan, versions; prints as a page.
@@ -327,8 +366,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such step, or it is damaged.
         """
-        step = self._existing(step)
-        return describe_step(self._directory.step_path(step), step)
+        return self._read(step, lambda number: describe_step(self._directory.step_path(number), number))
 
     def restore(
         self,
@@ -376,11 +414,12 @@ class Checkpointer:
             MismatchError: it is a checkpoint of another model; every difference is listed.
             DamagedCheckpointError: its values are not the ones that were saved; names the newest step that is
                 intact.
+            RemovedStepError: it was removed while it was read, as all readers raise it; without a number they go on
+                with the newest step then.
             CheckpointError: there is no such step, or the state cannot be placed.
         """
         self.wait()
-        fallback = step is None if fallback is None else fallback
-        step = self._existing(step)
+        fall_back = step is None if fallback is None else fallback
         wanted = Wanted(
             template=like,
             shardings=shardings,
@@ -392,6 +431,9 @@ class Checkpointer:
             upcycle=upcycle or {},
             expert_dims=expert_dims or {},
         )
+        return self._read(step, lambda number: self._restore(number, wanted, fall_back))
+
+    def _restore(self, step: int, wanted: Wanted, fallback: bool) -> Any:
         try:
             state, self.restored = restore_step(self._directory.step_path(step), step, wanted)
         except DamagedCheckpointError as error:
@@ -404,8 +446,23 @@ class Checkpointer:
                 raise _advised(error, f"Step {told.step} is intact: restore that, or pass fallback=True.") from error
             self.restored = replace(told, damaged=tuple(sorted([*passed, step])))
             self._damaged |= {*passed, step}
-            warnings.warn(f"{error}\nStep {told.step} is restored instead.", CheckpointWarning, stacklevel=2)
+            warnings.warn(f"{error}\nStep {told.step} is restored instead.", CheckpointWarning, stacklevel=5)
         return state
+
+    def _read(self, step: int | None, action: Callable[[int], T]) -> T:
+        """What `action` makes of a step, the newest by default; where that is removed meanwhile, of the newest then.
+
+        Raises:
+            RemovedStepError: the step was named, or run after run the newest is removed.
+        """
+        for tried in itertools.count(1):
+            number = self._existing(step)
+            try:
+                return action(number)
+            except RemovedStepError:
+                if step is not None or tried == _TRIES or jax.process_count() > 1:  # which may see other steps
+                    raise
+        raise AssertionError
 
     def _existing(self, step: int | None) -> int:
         step = None if step is None else step_number(step)
@@ -424,7 +481,7 @@ class Checkpointer:
                 return *restore_step(self._directory.step_path(earlier), earlier, wanted), passed
             except DamagedCheckpointError:
                 passed.append(earlier)
-            except MismatchError:
+            except (MismatchError, RemovedStepError):
                 continue
         return None
 

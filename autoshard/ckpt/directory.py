@@ -46,11 +46,7 @@ class StepDirectory:
         if not self.path.exists():
             return []
         found = (_STEP.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in found if match and self._committed(int(match[1])))
-
-    def _committed(self, step: int) -> bool:
-        # A local step gets its name by a rename when it is whole; object stores have a file that says so.
-        return "://" not in str(self.path) or (self.step_path(step) / "commit_success.txt").exists()
+        return sorted(int(match[1]) for match in found if match and is_committed(self.path / match[0]))
 
     def check(self) -> None:
         """Refuses what is not a directory of ours. Writes nothing.
@@ -168,6 +164,11 @@ class StepDirectory:
         doomed = self.path / f"removed.step_{step:08d}"
         self.step_path(step).rename(doomed)
         doomed.rmtree(missing_ok=True)
+
+
+def is_committed(path: epath.Path) -> bool:
+    """Whether a step is there, whole: a local one has its name only then; object stores have a file that says so."""
+    return (path / "commit_success.txt" if "://" in str(path) else path).exists()
 
 
 def _lock(marker: epath.Path) -> int:

@@ -15,7 +15,8 @@ import numpy as np
 from autoshard import _compat
 from autoshard._processes import gathered
 from autoshard.ckpt import digest, storage
-from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, listing
+from autoshard.ckpt.directory import is_committed
+from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, RemovedStepError, listing
 from autoshard.ckpt.experts import changes, dims_by
 from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct
 from autoshard.ckpt.manifest import Manifest, check_config
@@ -32,6 +33,7 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
     Raises:
         MismatchError: the step is another model's.
         DamagedCheckpointError: the step is not as it was written.
+        RemovedStepError: it was removed meanwhile.
         CheckpointError: the template cannot be placed, or the files cannot be read.
     """
     begun = time.perf_counter()
@@ -184,9 +186,13 @@ def damaged_leaves(path: Any, step: int) -> list[str]:
 
     Raises:
         DamagedCheckpointError: the manifest or the digests themselves are damaged.
+        RemovedStepError: the step was removed meanwhile.
     """
     manifest = read_manifest(path, step)
-    return ["/".join(key) for key in _probe(path, step, manifest, expected_digests(path, step, manifest))]
+    wrong = _probe(path, step, manifest, expected_digests(path, step, manifest))
+    if wrong and not is_committed(path):
+        raise RemovedStepError(step, path.parent)
+    return ["/".join(key) for key in wrong]
 
 
 def expected_digests(path: Any, step: int, manifest: Manifest) -> dict[Key, int]:
@@ -200,8 +206,10 @@ def expected_digests(path: Any, step: int, manifest: Manifest) -> dict[Key, int]
     return _expected(path, step, manifest, saved)
 
 
-def damaged(path: Any, step: int, cause: str, leaves: list[Key] | None = None) -> DamagedCheckpointError:
-    """The error for a step that is not as it was written."""
+def damaged(path: Any, step: int, cause: str, leaves: list[Key] | None = None) -> CheckpointError:
+    """The error for a step that is not as it was written, or that was removed meanwhile."""
+    if not is_committed(path):
+        return RemovedStepError(step, path.parent)
     names = ["/".join(key) for key in leaves or []]
     where = f" in {len(names)} leaves:\n{listing(names)}" if names else ""
     return DamagedCheckpointError(
@@ -244,6 +252,8 @@ def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]
         try:
             with reading(path, step):
                 intact = not spec.stored or digest.host_digest(leaves.read(spec.key)) == expected[spec.key]
+        except RemovedStepError:
+            raise
         except CheckpointError:
             intact = False
         if not intact:

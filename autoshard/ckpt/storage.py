@@ -105,7 +105,7 @@ def _in_flight(arrays: Iterable[Any], copies: int = 1) -> int:
 
 def read_manifest(path: Any) -> Manifest:
     """What a step says of itself. Raises whatever Orbax or `Manifest.from_json` raise."""
-    with _told_once():
+    with _told_once(never=True):  # it looks at the arrays as well, of which nothing is wanted here
         return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
 
 
@@ -220,8 +220,11 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """Holds back what Orbax logs, and drops it where reading fails: the error that is raised says it in one line."""
+def _told_once(*, never: bool = False) -> Iterator[None]:
+    """Holds back what Orbax logs, and drops it where reading fails: the error that is raised says it in one line.
+
+    With `never` it is dropped in any case.
+    """
     held: list[logging.LogRecord] = []
 
     def hold(record: logging.LogRecord) -> bool:
@@ -234,7 +237,7 @@ def _told_once() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(hold)
-    for record in held:  # not reached where reading fails
+    for record in [] if never else held:  # not reached where reading fails
         logger.handle(record)
 
 
