@@ -20,6 +20,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError
 
 Key = tuple[str, ...]
+TEXTS = {"str": str, "bytes": bytes}  # kinds of leaves that are saved as their bytes, a str as UTF-8
 PACKS = "%packs"  # the level of packs in a step: no escaped name has a '%' before anything but two digits
 
 
@@ -30,8 +31,8 @@ class LeafSpec:
 
     Attributes:
         key: its path in the tree, one text per level.
-        shape: the whole shape; of the keys, not of their bits, for typed RNG keys.
-        dtype: the dtype's name; `key<fry>` and the like for typed RNG keys.
+        shape: the whole shape; of the keys, not of their bits, for typed RNG keys; of a text, how many bytes it has.
+        dtype: the dtype's name; `key<fry>` and the like for typed RNG keys; `str` or `bytes` for a text.
         key_impl: how to make typed keys from their bits, None for every other leaf.
     """
 
@@ -46,6 +47,11 @@ class LeafSpec:
         return 0 not in self.shape
 
     @property
+    def is_text(self) -> bool:
+        """Whether it is a str or bytes, which any other can stand for: a text's length is no part of what it is."""
+        return self.dtype in TEXTS
+
+    @property
     def name(self) -> str:
         """Its path as people write it: `params/w`."""
         return "/".join(self.key)
@@ -58,8 +64,8 @@ class LeafSpec:
         return -(-math.prod(struct.shape) * bits // 8)
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype."""
-        dtype: Any = self.dtype
+        """Its shape and dtype; a text's bytes."""
+        dtype: Any = np.uint8 if self.is_text else self.dtype
         if self.key_impl is not None:
             impl = self.key_impl
             dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
@@ -134,6 +140,16 @@ def _name_if_storable(dtype: Any) -> str | None:
     return None if dtype.hasobject or dtype.kind in "SUMm" or isinstance(dtype, np.dtypes.VoidDType) else dtype.name
 
 
+def is_text(leaf: Any) -> bool:
+    """Whether a leaf is a str or bytes, and nothing that inherits from them."""
+    return type(leaf) in TEXTS.values()
+
+
+def text_bytes(leaf: str | bytes) -> np.ndarray:
+    """The bytes of a text, uint8 `[bytes]`."""
+    return np.frombuffer(leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf, np.uint8)
+
+
 def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
     """What a leaf of a state or of a template is.
 
@@ -143,6 +159,8 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
     if is_typed_key(leaf):
         impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
         return LeafSpec(key, tuple(leaf.shape), str(leaf.dtype), impl)
+    if is_text(leaf):
+        return LeafSpec(key, text_bytes(leaf).shape, type(leaf).__name__)
     if isinstance(leaf, (bool, int, float, complex)):
         number, leaf = leaf, np.asarray(leaf)
         if isinstance(number, int) and leaf.dtype == object:
@@ -155,8 +173,9 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
     if name is None:
         of = "" if dtype is None else f" of {dtype}"
         raise CheckpointError(
-            f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}{of}: only arrays, RNG keys and "
-            "numbers can be saved. Keep anything else outside the state, in the config, or as a static field."
+            f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}{of}: only arrays, RNG keys, "
+            "numbers, str and bytes can be saved. Keep anything else outside the state, in the config, or "
+            "as a static field."
         )
     return LeafSpec(key, tuple(leaf.shape), name)
 
@@ -178,7 +197,7 @@ def target_struct(leaf: Any, spec: LeafSpec) -> Any:
 
 def _needs_x64(spec: LeafSpec) -> bool:
     """Whether JAX's arrays cannot hold its values now."""
-    return spec.key_impl is None and dtypes.canonicalize_dtype(spec.dtype) != np.dtype(spec.dtype)
+    return spec.key_impl is None and not spec.is_text and dtypes.canonicalize_dtype(spec.dtype) != np.dtype(spec.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,6 +214,9 @@ def rebuilt(leaf: Any, spec: LeafSpec, array: Any) -> Any:
     """
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return type(leaf)(array.item())
+    if spec.is_text:
+        text = b"" if array is None else array.tobytes()
+        return text.decode("utf-8", "surrogatepass") if spec.dtype == "str" else text
     if array is None:
         return _as_free(_empty(leaf, spec), leaf)
     if is_typed_key(leaf):
@@ -230,7 +252,7 @@ def _put(array: np.ndarray, sharding: Any) -> jax.Array:
 def castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
     """Whether values of one dtype can stand for those of the other: integers for integers, floats for floats."""
     kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
-    if "key<" in saved.dtype + wanted.dtype:
+    if "key<" in saved.dtype + wanted.dtype or saved.is_text or wanted.is_text:
         return False
     one, other = np.dtype(saved.dtype), np.dtype(wanted.dtype)
     return any(jnp.issubdtype(one, kind) and jnp.issubdtype(other, kind) for kind in kinds)
@@ -343,5 +365,7 @@ def as_tree(specs: Sequence[LeafSpec]) -> Any:
 
 
 def _own_template(spec: LeafSpec) -> Any:
+    if spec.is_text:
+        return TEXTS[spec.dtype]()
     # One element, seen as many: the template of a large leaf takes no memory.
     return np.broadcast_to(np.zeros((), spec.dtype), spec.shape) if _needs_x64(spec) else spec.struct()

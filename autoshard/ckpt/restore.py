@@ -263,7 +263,7 @@ def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]
 
 def _as_wanted(array: Any, target: Any, spec: LeafSpec) -> bool:
     if target is np.ndarray:
-        return array.shape == spec.shape and array.dtype.name == spec.dtype
+        return array.shape == spec.shape and array.dtype.name == ("uint8" if spec.is_text else spec.dtype)
     return array.shape == target.shape and array.dtype == target.dtype
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from autoshard import _compat
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
-from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_leaves
+from autoshard.ckpt.leaves import Key, LeafSpec, is_text, is_typed_key, leaf_spec, named_leaves, text_bytes
 from autoshard.ckpt.packs import Place, packs_of, stacked
 
 HOST = "host"
@@ -110,7 +110,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _writable(spec: LeafSpec) -> bool:
-    return not spec.stored or spec.key_impl is not None or spec.dtype in _WRITABLE
+    return not spec.stored or spec.key_impl is not None or spec.is_text or spec.dtype in _WRITABLE
 
 
 def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snapshot:
@@ -154,12 +154,15 @@ def host_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _plain(leaf: Any) -> Any:
-    """An array that Orbax writes: RNG keys as bits; what only this process holds, as NumPy, in this machine's order."""
+    """An array that Orbax writes: RNG keys as bits, texts as bytes; what only this process holds, as NumPy.
+
+    In this machine's order of bytes.
+    """
     if is_typed_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array):
         return np.asarray(leaf) if jax.process_count() > 1 and leaf.is_fully_addressable else leaf
-    array = np.asarray(leaf)
+    array = text_bytes(leaf) if is_text(leaf) else np.asarray(leaf)
     return array if array.dtype.isnative else array.byteswap().view(array.dtype.newbyteorder())
 
 

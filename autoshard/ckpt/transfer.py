@@ -188,6 +188,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
     Raises:
         CheckpointError: there is no moving average.
     """
+    specs = {key: spec for key, spec in specs.items() if not spec.is_text}
     if not any(key[:1] == ("params",) for key in specs):
         found = {key: spec for key, spec in specs.items() if spec.key_impl is None}
     else:
