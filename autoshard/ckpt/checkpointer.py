@@ -29,7 +29,7 @@ from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
-from autoshard.ckpt.snapshot import savable, take_snapshot
+from autoshard.ckpt.snapshot import check_texts, savable, take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
 from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
 from autoshard.ckpt.wanted import Restored, Wanted
@@ -141,7 +141,7 @@ class Checkpointer:
 
         Args:
             step: the number of the step, not negative and not there yet.
-            state: a pytree of arrays, typed or raw RNG keys and numbers.
+            state: a pytree of arrays, typed or raw RNG keys, numbers, str and bytes.
             config: what to keep with it, as JSON; the section `model` is what `restore` compares.
             metrics: numbers to keep with it, by which the best steps can be kept (`Keep`).
             plan: the plan that it is trained under: a `Plan`, or its JSON.
@@ -150,7 +150,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the step exists, the directory is not ours or is being written by another run, a
-                leaf cannot be saved, or the previous save failed.
+                leaf or an argument cannot be saved (nothing on disk changes then), or the previous save failed.
         """
         self.wait()
         step = step_number(step)
@@ -165,6 +165,7 @@ class Checkpointer:
             lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
         )
         self._damaged.clear()
+        check_texts(step, leaves)
         with _compat.no_mesh():
             snapshot = take_snapshot(leaves, copy=not block)
 
@@ -388,15 +389,15 @@ class Checkpointer:
         Args:
             step: which, the newest by default.
             like: a pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings (without one: on the first
-                device). Structure, shapes and dtypes must be the saved ones. NumPy arrays and numbers come
-                back as such. None: all that was saved, as nested dicts.
+                device). Structure, shapes and dtypes must be the saved ones. NumPy arrays, numbers, str and bytes
+                come back as such. None: all that was saved, as nested dicts.
             shardings: where the leaves go instead: one sharding for all, or a tree of them that is `like`'s
-                or a prefix of it.
+                or a prefix of it. A device will do, and a `PartitionSpec` on the mesh of `jax.set_mesh`.
             config: compared with the saved one; if it has a section `model`, that section alone is.
             allow_cast: cast leaves that were saved in another dtype, integers to integers and floats to
                 floats; a value that does not fit is an error.
             partial: leaves of `like` that were not saved keep their values, and saved ones that `like` lacks
-                are left out.
+                are left out. One at least must have been saved.
             rename: `/`-joined paths, or the first levels of paths, that `like` calls otherwise: saved ->
                 wanted. With `*/` before both, levels in the middle of paths: `*/mlp` -> `*/experts`.
             experts: only these experts, by their numbers, in this order; one that is named several times is

@@ -45,8 +45,9 @@ class StepDirectory:
         """Committed steps, ascending."""
         if not self.path.exists():
             return []
-        found = (_STEP.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in found if match and is_committed(self.path / match[0]))
+        found = [int(match[1]) for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name))]
+        # Once each: a copy of step_00000003 may be called step_000000003.
+        return [step for step in sorted(set(found)) if is_committed(self.step_path(step))]
 
     def check(self) -> None:
         """Refuses what is not a directory of ours. Writes nothing.

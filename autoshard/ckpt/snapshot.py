@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
+from autoshard._processes import exchange
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec, is_text, is_typed_key, leaf_spec, named_leaves, text_bytes
-from autoshard.ckpt.packs import Place, packs_of, stacked
+from autoshard.ckpt.packs import MOST_DIMS, Place, packs_of, stacked
 
 HOST = "host"
 _WRITABLE = frozenset(
@@ -85,6 +87,12 @@ def savable(state: Any) -> list[tuple[LeafSpec, Any]]:
             f"{len(gone)} leaves of the state were donated before the save:\n{listing(gone)}\n"
             "Save the state that the last step returned."
         )
+    wrong = [f"{spec.name}: {spec}" for spec, _ in found if spec.stored and len(spec.bits().shape) > MOST_DIMS]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} leaves of the state have more than {MOST_DIMS} dimensions, which TensorStore cannot write:\n"
+            f"{listing(wrong)}\nReshape them."
+        )
     wrong = [f"{spec.name}: {_dtype(leaf)}" for spec, leaf in found if not _writable(spec)]
     if wrong:  # it would fail in the background, where no leaf is named
         raise CheckpointError(
@@ -101,7 +109,7 @@ def _valueless(leaf: Any) -> str:
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array would lose its mask: save its `data` and its `mask`"
     if hasattr(leaf, "dtype") and not hasattr(leaf, "__array__") and not is_typed_key(leaf):
-        return f"a {type(leaf).__name__} is a shape and a dtype: save the array that it describes"
+        return f"a {type(leaf).__name__} is no array: save the array that it stands for"
     return ""
 
 
@@ -111,6 +119,24 @@ def _dtype(leaf: Any) -> Any:
 
 def _writable(spec: LeafSpec) -> bool:
     return not spec.stored or spec.key_impl is not None or spec.is_text or spec.dtype in _WRITABLE
+
+
+def check_texts(step: int, leaves: Sequence[tuple[LeafSpec, Any]]) -> None:
+    """Refuses texts that are not the same in every process, of which the first one's alone would be saved.
+
+    Raises:
+        CheckpointError: naming each of them, in every process.
+    """
+    texts = {spec.name: digest.host_digest(text_bytes(leaf)) for spec, leaf in leaves if spec.is_text}
+    if not texts or jax.process_count() == 1:
+        return
+    told = [json.loads(said) for said in exchange(f"compare the texts of step {step}", json.dumps(texts))]
+    wrong = [name for name in texts if any(other.get(name) != texts[name] for other in told)]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} texts of the state are not the same in every process:\n{listing(wrong)}\n"
+            "Gather them, and save those of all processes in each."
+        )
 
 
 def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snapshot:

@@ -189,3 +189,12 @@ def test_leaves_on_other_devices_than_the_mesh_that_is_set(tmp_path: Path, count
             for name, leaf in found.items():
                 assert leaf.devices() == {device}
                 np.testing.assert_array_equal(np.asarray(leaf), np.full(4, float(name)))
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_as_many_dimensions_as_can_be_written(tmp_path: Path, count: int) -> None:
+    state = {str(n): np.full((1,) * 31, n) for n in range(count)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        found = checkpoints.restore(like=state)
+    assert all(found[name].shape == (1,) * 31 and found[name].item() == int(name) for name in state)

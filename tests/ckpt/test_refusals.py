@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,12 @@ def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPa
             with pytest.raises(CheckpointError, match="no checkpoint in"):
                 call()
     assert not nowhere.exists()
+
+
+def test_folders_with_other_names_of_a_step_are_no_steps(saved: Path) -> None:
+    shutil.copytree(saved / "step_00000001", saved / "step_0000000001")
+    shutil.copytree(saved / "step_00000001", saved / "step_0000000\N{ARABIC-INDIC DIGIT TWO}")
+    assert Checkpointer(saved).steps() == [1]
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path, files_of: Callable[[Path], Any]) -> None:
@@ -255,7 +262,8 @@ def test_arguments_of_restore(saved: Path, argument: Any, message: str) -> None:
         (2**70, "leaf 'a/1' is an integer of 71 bits, and 64 can be saved"),
         (np.zeros(2, [("x", "f4")]), r"leaf 'a/1' is a ndarray of \[\('x', '<f4'\)\]: only arrays"),
         (np.zeros((0, 2), jax.dtypes.float0), r"leaf 'a/1' is a ndarray of \[\('float0', 'V'\)\]: only arrays"),
-        (jax.ShapeDtypeStruct((2,), jnp.float32), "a/1: a ShapeDtypeStruct is a shape and a dtype"),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "a/1: a ShapeDtypeStruct is no array"),
+        (np.ones((1,) * 32), "more than 31 dimensions(?s:.*)a/1: float64"),
         (np.ma.array([1.0, 2.0], mask=[False, True]), "a/1: a masked array would lose its mask"),
     ],
     ids=str,
