@@ -18,7 +18,8 @@ from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.packs import Place
 
-FORMAT = 4  # 1 had nothing of metrics, plan, meshes and time; 2 no packs; 3 no texts, and is what is written without
+FORMAT = 4  # 1 had nothing of metrics, plan, meshes and time; 2 no packs; 3 no texts
+WITHOUT_TEXTS = 3  # what a step without them is written as: versions from before there were texts read it
 _PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -69,7 +70,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """A JSON object that carries its own checksum."""
         body = {
-            "format": FORMAT if any(spec.is_text for spec in self.leaves) else 3,
+            "format": FORMAT if any(spec.is_text for spec in self.leaves) else WITHOUT_TEXTS,
             "step": self.step,
             "config": self.config,
             "leaves": [
