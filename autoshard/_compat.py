@@ -231,6 +231,11 @@ def current_mesh() -> Any:
     return None if physical.empty else physical
 
 
+def no_mesh() -> Any:
+    """A context in which no mesh is set: a program may then be on devices that are not the set mesh's."""
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
 def under_trace() -> bool:
     """Whether somebody is tracing now (jit, grad, vmap, ...)."""
     return not core.trace_state_clean()

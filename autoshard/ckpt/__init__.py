@@ -5,7 +5,13 @@ if __name__ != "autoshard.ckpt":  # through the link at the root: no second copy
 
 from autoshard.ckpt.checkpointer import Checkpointer
 from autoshard.ckpt.describe import Description
-from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
+from autoshard.ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    MismatchError,
+    RemovedStepError,
+)
 from autoshard.ckpt.keep import Every, Keep
 from autoshard.ckpt.wanted import Restored
 
@@ -18,5 +24,6 @@ __all__ = [
     "Every",
     "Keep",
     "MismatchError",
+    "RemovedStepError",
     "Restored",
 ]

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+from autoshard import _compat
+from autoshard.ckpt.arguments import is_integer, no_dims, no_mapping, plan_json, refuse, step_number
 from autoshard.ckpt.describe import Description, describe_step
 from autoshard.ckpt.directory import StepDirectory
-from autoshard.ckpt.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError
+from autoshard.ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    MismatchError,
+    RemovedStepError,
+)
 from autoshard.ckpt.experts import dims_by, dims_of
 from autoshard.ckpt.keep import Keep, doomed
+from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
-from autoshard.ckpt.snapshot import take_snapshot
+from autoshard.ckpt.snapshot import check_texts, savable, take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
 from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
 from autoshard.ckpt.wanted import Restored, Wanted
+
+T = TypeVar("T")
+
+_TRIES = 10  # newest steps that may be removed while they are read, until a writer is too fast for this reader
 
 
 class Checkpointer:
@@ -53,8 +66,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the directory holds something else, or `keep` keeps nothing.
         """
-        if isinstance(keep, int) and keep < 1:
-            raise CheckpointError(f"keep={keep}: at least one step must stay, or None for all.")
+        if not isinstance(keep, Keep) and keep is not None and not (is_integer(keep) and keep > 0):
+            raise CheckpointError(f"keep={keep!r}: at least one step must stay, or None for all.")
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.restored: Restored | None = None
         self._directory = StepDirectory(directory)
@@ -128,7 +141,7 @@ class Checkpointer:
 
         Args:
             step: the number of the step, not negative and not there yet.
-            state: a pytree of arrays, typed or raw RNG keys and numbers.
+            state: a pytree of arrays, typed or raw RNG keys, numbers, str and bytes.
             config: what to keep with it, as JSON; the section `model` is what `restore` compares.
             metrics: numbers to keep with it, by which the best steps can be kept (`Keep`).
             plan: the plan that it is trained under: a `Plan`, or its JSON.
@@ -137,22 +150,24 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the step exists, the directory is not ours or is being written by another run, a
-                leaf cannot be saved, or the previous save failed.
+                leaf or an argument cannot be saved (nothing on disk changes then), or the previous save failed.
         """
         self.wait()
-        if isinstance(step, bool) or not hasattr(step, "__index__") or step.__index__() < 0:
-            raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
-        step = step.__index__()
-        told = plain(config or {}, "config"), plain_metrics(metrics or {}), _plan_json(plan)
-        if self._damaged:
-            self._set_aside()
-        together(
+        step = step_number(step)
+        config, metrics, expert_dims = ({} if one is None else one for one in (config, metrics, expert_dims))
+        wrong = no_mapping("config", config, "{'model': {'width': 64}}")
+        wrong += no_mapping("metrics", metrics, "{'val_loss': 1.9}")
+        refuse(wrong + no_dims("expert_dims", expert_dims))
+        told = plain(config, "config"), plain_metrics(metrics), plan_json(plan)
+        leaves, by_pattern = together(
             f"save step {step}",
-            lambda: self._begin(step),
+            lambda: self._begin(step, state, expert_dims),
             lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
         )
-        snapshot = take_snapshot(state, copy=not block)
-        by_pattern = dims_by(expert_dims, snapshot.specs) if expert_dims else {}
+        self._damaged.clear()
+        check_texts(step, leaves)
+        with _compat.no_mesh():
+            snapshot = take_snapshot(leaves, copy=not block)
 
         def described() -> Manifest:
             return Manifest(
@@ -168,37 +183,33 @@ class Checkpointer:
                 expert_dims=dims_of(told[2], snapshot.specs) | by_pattern,
             )
 
-        self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, described))
+        with _compat.no_mesh():
+            self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, described))
         self._metrics[step] = told[1]
         if block:
             self.wait()
 
-    def _set_aside(self) -> None:
-        """Damaged steps that were passed over make room for the run that goes on before them."""
-        damaged = sorted(self._damaged & set(self.steps()))
-        together(
-            f"set aside {_few(damaged)}",
-            lambda: self._renamed_damaged(damaged),
-            lambda who: CheckpointError(f"damaged steps of {self.directory} cannot be renamed: {who}"),
-        )
-        self._damaged.clear()
+    def _begin(
+        self, step: int, state: Any, expert_dims: Mapping[str, int]
+    ) -> tuple[list[tuple[LeafSpec, Any]], dict[Key, int]]:
+        """The leaves of a state that can be saved here, and those of experts; nothing is changed where it cannot.
 
-    def _renamed_damaged(self, damaged: Sequence[int]) -> None:
+        Damaged steps that were passed over make room for the run that goes on before them.
+        """
+        leaves = savable(state)
+        by_pattern = dims_by(expert_dims, [spec for spec, _ in leaves]) if expert_dims else {}
         self._claim()
-        if jax.process_index() == 0:
-            for step in damaged:
-                name = self._directory.set_aside(step)
-                warnings.warn(f"step {step} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 5)
-
-    def _begin(self, step: int) -> None:
-        self._claim()
-        if self._directory.step_path(step).exists():
+        if step not in self._damaged and self._directory.step_path(step).exists():
             raise CheckpointError(
                 f"{self._directory.path} has step {step} already, and a committed step is never "
                 "overwritten. Continue from it, remove it yourself, or name another directory."
             )
         if jax.process_index() == 0:
             self._directory.check_writable(step)
+            for damaged in sorted(self._damaged & set(self.steps())):
+                name = self._directory.set_aside(damaged)
+                warnings.warn(f"step {damaged} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 5)
+        return leaves, by_pattern
 
     def wait(self) -> None:
         """Waits until what was saved is committed, and removes the steps that do not stay (`keep`).
@@ -218,27 +229,57 @@ class Checkpointer:
                 f"Committed steps are untouched: {self.steps() or 'none'}."
             ) from error
         self._saved.add(step)
-        if jax.process_index() == 0:
-            self.prune(self.keep)
+        if jax.process_index() == 0:  # the step that was just written is intact, and stays
+            self._remove(doomed(self.keep, self.steps(), self._metrics_of, self._saved))
 
     def prune(self, keep: Keep) -> list[int]:
-        """Removes the steps that do not stay, and returns them.
+        """Removes the steps that do not stay, and returns them; the newest that is intact always stays.
+
+        To know it, the newest step is read and compared with its digests, as `verify` does, where something is to go;
+        earlier ones only where that is damaged.
 
         Raises:
-            CheckpointError: the directory is being written by another run, or cannot be written.
+            CheckpointError: no step is intact, or the directory is being written by another run or cannot be written.
         """
         self._directory.claim()
         gone = self.would_prune(keep)
-        for step in gone:
+        self._remove(gone)
+        return gone
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        for step in steps:
             try:
                 self._directory.remove(step)
             except OSError as error:
                 raise CheckpointError(f"step {step} cannot be removed from {self.directory}: {error}") from error
-        return gone
 
     def would_prune(self, keep: Keep) -> list[int]:
-        """The steps that `prune` would remove."""
-        return doomed(keep, self.steps(), self._metrics_of, self._saved)
+        """The steps that `prune` would remove; reads what it would.
+
+        Raises:
+            CheckpointError: steps would go, and none is intact.
+        """
+        steps = self.steps()
+        gone = doomed(keep, steps, self._metrics_of, self._saved)
+        if not gone:
+            return []
+        damaged: list[int] = []
+        for step in reversed(steps):
+            if self._is_intact(step):
+                break
+            damaged.append(step)
+        else:
+            raise CheckpointError(f"no step in {self.directory} is intact: nothing is removed.")
+        if damaged:
+            said = f"damaged in {self.directory}: steps {_few(damaged[::-1])}. The newest that is intact, {step}, stays"
+            warnings.warn(said, CheckpointWarning, stacklevel=2)
+        return [one for one in gone if one != step]
+
+    def _is_intact(self, step: int) -> bool:
+        try:
+            return not damaged_leaves(self._directory.step_path(step), step)
+        except (DamagedCheckpointError, RemovedStepError):
+            return False
 
     def copy(self, step: int | None, directory: Any) -> None:
         """Copies a step as it is to another directory, the newest by default, and compares the copy with its digests.
@@ -250,7 +291,7 @@ class Checkpointer:
         """
         target = StepDirectory(directory)
         try:
-            copy_step(self._directory, self._existing(step), target)
+            self._read(step, lambda number: copy_step(self._directory, number, target))
         finally:
             target.release()
 
@@ -286,8 +327,8 @@ class Checkpointer:
 
     def model(self, step: int | None = None, *, use_ema: bool = False, dtype: str | None = None) -> Model:
         """The model of a step, as tensors that are read one at a time; see `export`."""
-        step = self._existing(step)
-        return model_of(self._directory.step_path(step), step, use_ema=use_ema, dtype=dtype)
+        path = self._directory.step_path
+        return self._read(step, lambda number: model_of(path(number), number, use_ema=use_ema, dtype=dtype))
 
     def _metrics_of(self, step: int) -> Mapping[str, float]:
         if step not in self._metrics:
@@ -310,8 +351,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such step, or it is damaged.
         """
-        step = self._existing(step)
-        return read_manifest(self._directory.step_path(step), step).config
+        return self._read(step, lambda number: read_manifest(self._directory.step_path(number), number)).config
 
     def verify(self, step: int | None = None) -> list[str]:
         """Paths of the damaged leaves of a step, read on the host one by one; empty where all is well.
@@ -319,8 +359,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such step, or nothing of it can be read.
         """
-        step = self._existing(step)
-        return damaged_leaves(self._directory.step_path(step), step)
+        return self._read(step, lambda number: damaged_leaves(self._directory.step_path(number), number))
 
     def describe(self, step: int | None = None) -> Description:
         """What a step is, the newest by default: leaves, sizes, meshes, metrics, plan, versions; prints as a page.
@@ -328,8 +367,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such step, or it is damaged.
         """
-        step = self._existing(step)
-        return describe_step(self._directory.step_path(step), step)
+        return self._read(step, lambda number: describe_step(self._directory.step_path(number), number))
 
     def restore(
         self,
@@ -351,15 +389,15 @@ class Checkpointer:
         Args:
             step: which, the newest by default.
             like: a pytree of arrays, or of `jax.ShapeDtypeStruct` with shardings (without one: on the first
-                device). Structure, shapes and dtypes must be the saved ones. NumPy arrays and numbers come
-                back as such. None: all that was saved, as nested dicts.
+                device). Structure, shapes and dtypes must be the saved ones. NumPy arrays, numbers, str and bytes
+                come back as such. None: all that was saved, as nested dicts.
             shardings: where the leaves go instead: one sharding for all, or a tree of them that is `like`'s
-                or a prefix of it.
+                or a prefix of it. A device will do, and a `PartitionSpec` on the mesh of `jax.set_mesh`.
             config: compared with the saved one; if it has a section `model`, that section alone is.
             allow_cast: cast leaves that were saved in another dtype, integers to integers and floats to
                 floats; a value that does not fit is an error.
             partial: leaves of `like` that were not saved keep their values, and saved ones that `like` lacks
-                are left out.
+                are left out. One at least must have been saved.
             rename: `/`-joined paths, or the first levels of paths, that `like` calls otherwise: saved ->
                 wanted. With `*/` before both, levels in the middle of paths: `*/mlp` -> `*/experts`.
             experts: only these experts, by their numbers, in this order; one that is named several times is
@@ -377,11 +415,12 @@ class Checkpointer:
             MismatchError: it is a checkpoint of another model; every difference is listed.
             DamagedCheckpointError: its values are not the ones that were saved; names the newest step that is
                 intact.
+            RemovedStepError: it was removed while it was read, as all readers raise it; without a number they go on
+                with the newest step then.
             CheckpointError: there is no such step, or the state cannot be placed.
         """
         self.wait()
-        fallback = step is None if fallback is None else fallback
-        step = self._existing(step)
+        fall_back = step is None if fallback is None else fallback
         wanted = Wanted(
             template=like,
             shardings=shardings,
@@ -393,6 +432,9 @@ class Checkpointer:
             upcycle=upcycle or {},
             expert_dims=expert_dims or {},
         )
+        return self._read(step, lambda number: self._restore(number, wanted, fall_back))
+
+    def _restore(self, step: int, wanted: Wanted, fallback: bool) -> Any:
         try:
             state, self.restored = restore_step(self._directory.step_path(step), step, wanted)
         except DamagedCheckpointError as error:
@@ -405,10 +447,26 @@ class Checkpointer:
                 raise _advised(error, f"Step {told.step} is intact: restore that, or pass fallback=True.") from error
             self.restored = replace(told, damaged=tuple(sorted([*passed, step])))
             self._damaged |= {*passed, step}
-            warnings.warn(f"{error}\nStep {told.step} is restored instead.", CheckpointWarning, stacklevel=2)
+            warnings.warn(f"{error}\nStep {told.step} is restored instead.", CheckpointWarning, stacklevel=5)
         return state
 
+    def _read(self, step: int | None, action: Callable[[int], T]) -> T:
+        """What `action` makes of a step, the newest by default; where that is removed meanwhile, of the newest then.
+
+        Raises:
+            RemovedStepError: the step was named, or run after run the newest is removed.
+        """
+        for tried in itertools.count(1):
+            number = self._existing(step)
+            try:
+                return action(number)
+            except RemovedStepError:
+                if step is not None or tried == _TRIES or jax.process_count() > 1:  # which may see other steps
+                    raise
+        raise AssertionError
+
     def _existing(self, step: int | None) -> int:
+        step = None if step is None else step_number(step)
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self._directory.path}.")
@@ -424,25 +482,9 @@ class Checkpointer:
                 return *restore_step(self._directory.step_path(earlier), earlier, wanted), passed
             except DamagedCheckpointError:
                 passed.append(earlier)
-            except MismatchError:
+            except (MismatchError, RemovedStepError):
                 continue
         return None
-
-
-def _plan_json(plan: Any) -> Any:
-    """A plan as JSON has it.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    if hasattr(plan, "to_json"):
-        plan = plan.to_json()
-    if isinstance(plan, str):
-        try:
-            plan = json.loads(plan)
-        except ValueError as error:
-            raise CheckpointError(f"the plan is no JSON ({error}): give a Plan, or what its to_json wrote.") from error
-    return plain(plan, "plan")
 
 
 def _advised(error: DamagedCheckpointError, advice: str) -> DamagedCheckpointError:

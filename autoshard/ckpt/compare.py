@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard._shown import shown
 from autoshard.ckpt.describe import Description, Leaf
 from autoshard.ckpt.errors import SHOWN
-from autoshard.ckpt.manifest import flat
+from autoshard.ckpt.leaves import Key
+from autoshard.ckpt.manifest import differences
 
 
 @shown
@@ -62,31 +61,26 @@ class Comparison:
 
 def compare(one: Description, other: Description) -> Comparison:
     """What differs between two steps."""
-    have, want = _by_name(one), _by_name(other)
-    both = [place for place in have if place in want]
-    kinds = [place for place in both if _kind(have[place]) != _kind(want[place])]
-    alike = [place for place in both if _kind(have[place]) == _kind(want[place])]
-    differ = [place for place in alike if have[place].digest != want[place].digest]
+    have, want = ({leaf.key: leaf for leaf in step.leaves} for step in (one, other))
+    both = [key for key in have if key in want]
+    kinds = [key for key in both if _kind(have[key]) != _kind(want[key])]
+    alike = [key for key in both if _kind(have[key]) == _kind(want[key])]
+    differ = [key for key in alike if have[key].digest != want[key].digest]
     return Comparison(
         one=f"step {one.step} in {one.path}",
         other=f"step {other.step} in {other.path}",
         same=len(alike) - len(differ),
-        values=tuple(name for name, _ in differ),
-        kinds=tuple(f"{place[0]}: {_kind(have[place])} | {_kind(want[place])}" for place in kinds),
-        only_one=tuple(place[0] for place in have if place not in want),
-        only_other=tuple(place[0] for place in want if place not in have),
-        settings=tuple(_settings(_kept(one), _kept(other))),
+        values=tuple(map(_path, differ)),
+        kinds=tuple(f"{_path(key)}: {_kind(have[key])} | {_kind(want[key])}" for key in kinds),
+        only_one=tuple(_path(key) for key in have if key not in want),
+        only_other=tuple(_path(key) for key in want if key not in have),
+        settings=tuple(differences(_kept(one), _kept(other), "{name}: {one} | {other}".format)),
     )
 
 
-def _by_name(step: Description) -> dict[tuple[str, int], Leaf]:
-    """Leaves by name, and by which of that name they are: {"a/b": x} and {"a": {"b": y}} share one."""
-    seen: Counter[str] = Counter()
-    found: dict[tuple[str, int], Leaf] = {}
-    for leaf in step.leaves:
-        found[leaf.name, seen[leaf.name]] = leaf
-        seen[leaf.name] += 1
-    return found
+def _path(key: Key) -> str:
+    """A path that is no other's: {"a/b": x} has 'a/b', {"a": {"b": x}} has a/b."""
+    return "/".join(repr(level) if "/" in level else level for level in key)
 
 
 def _kind(leaf: Leaf) -> str:
@@ -96,12 +90,3 @@ def _kind(leaf: Leaf) -> str:
 def _kept(step: Description) -> dict[str, Any]:
     by = {name: value for name, value in step.written_by.items() if name != "time"}
     return {"config": step.config, "metrics": step.metrics, "written": by, "plan": step.plan and "kept"}
-
-
-def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    have, want = flat(one), flat(other)
-    return [
-        f"{name}: {have.get(name, 'nothing')!r} | {want.get(name, 'nothing')!r}"
-        for name in sorted(have.keys() | want.keys())
-        if have.get(name, flat) != want.get(name, flat)
-    ]

@@ -10,7 +10,7 @@ from autoshard._shown import shown
 from autoshard.ckpt import storage
 from autoshard.ckpt.leaves import Key
 from autoshard.ckpt.manifest import Manifest
-from autoshard.ckpt.restore import expected_digests, read_manifest
+from autoshard.ckpt.restore import expected_digests, read_manifest, reading
 from autoshard.sharding.report.units import bytes_text
 
 LARGEST = 8  # leaves that are listed where not all are wanted
@@ -29,6 +29,7 @@ class Leaf:
         layout: the `PartitionSpec` that it was saved from, None off meshes.
         digest: of its values, the same on any mesh; None without elements.
         expert_dim: its dimension of experts, where it is known to have one.
+        key: its path, one text per level; a level may hold a `/`.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Leaf:
     layout: str | None
     digest: int | None
     expert_dim: int | None = None
+    key: Key = ()
 
 
 @shown
@@ -109,6 +111,7 @@ def describe_step(path: Any, step: int) -> Description:
 
     Raises:
         DamagedCheckpointError: either is not as it was written.
+        RemovedStepError: the step was removed meanwhile.
     """
     manifest = read_manifest(path, step)
     return described(path, manifest, expected_digests(path, step, manifest))
@@ -116,6 +119,8 @@ def describe_step(path: Any, step: int) -> Description:
 
 def described(path: Any, manifest: Manifest, digests: Mapping[Key, int]) -> Description:
     """A step, from what was read of it."""
+    with reading(path, manifest.step):
+        file_bytes = storage.file_bytes(path)
     return Description(
         step=manifest.step,
         path=str(path),
@@ -128,11 +133,12 @@ def described(path: Any, manifest: Manifest, digests: Mapping[Key, int]) -> Desc
                 layout=manifest.layouts.get(spec.key),
                 digest=digests.get(spec.key),
                 expert_dim=manifest.expert_dims.get(spec.key),
+                key=spec.key,
             )
             for spec in manifest.leaves
         ),
         nbytes=manifest.nbytes,
-        file_bytes=storage.file_bytes(path),
+        file_bytes=file_bytes,
         metrics=manifest.metrics,
         config=manifest.config,
         plan=manifest.plan,

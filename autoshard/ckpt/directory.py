@@ -45,12 +45,9 @@ class StepDirectory:
         """Committed steps, ascending."""
         if not self.path.exists():
             return []
-        found = (_STEP.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in found if match and self._committed(int(match[1])))
-
-    def _committed(self, step: int) -> bool:
-        # A local step gets its name by a rename when it is whole; object stores have a file that says so.
-        return "://" not in str(self.path) or (self.step_path(step) / "commit_success.txt").exists()
+        found = [int(match[1]) for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name))]
+        # Once each: a copy of step_00000003 may be called step_000000003.
+        return [step for step in sorted(set(found)) if is_committed(self.step_path(step))]
 
     def check(self) -> None:
         """Refuses what is not a directory of ours. Writes nothing.
@@ -65,6 +62,13 @@ class StepDirectory:
         marker = self.path / _MARKER
         if not marker.exists():
             foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}"))
+            steps = [name for name in foreign if _STEP.fullmatch(name)]
+            if steps:
+                raise CheckpointError(
+                    f"{self.path} has {', '.join(steps[-3:])}{', ...' if len(steps) > 3 else ''} and no {_MARKER}, "
+                    "which says that they are autoshard's: it was removed, or left out of a copy. If a run "
+                    f"of autoshard saved them, write {json.dumps(_FORMAT)} into {marker}; else name another directory."
+                )
             if foreign:
                 raise CheckpointError(
                     f"{self.path} is not a checkpoint directory of autoshard: it holds "
@@ -143,10 +147,17 @@ class StepDirectory:
         draft.rename(self.step_path(step))
 
     def set_aside(self, step: int) -> str:
-        """Takes a damaged step its name, so that the run can save that step anew; returns what it is called now."""
+        """Takes a damaged step its name, so that the run can save that step anew; returns what it is called now.
+
+        Raises:
+            CheckpointError: it cannot be renamed.
+        """
         names = (f"damaged.step_{step:08d}{f'.{n}' if n else ''}" for n in itertools.count())
         free = next(name for name in names if not (self.path / name).exists())
-        self.step_path(step).rename(self.path / free)
+        try:
+            self.step_path(step).rename(self.path / free)
+        except OSError as error:
+            raise CheckpointError(f"damaged step {step} of {self.path} cannot be renamed: {error}") from error
         return free
 
     def remove(self, step: int) -> None:
@@ -154,6 +165,11 @@ class StepDirectory:
         doomed = self.path / f"removed.step_{step:08d}"
         self.step_path(step).rename(doomed)
         doomed.rmtree(missing_ok=True)
+
+
+def is_committed(path: epath.Path) -> bool:
+    """Whether a step is there, whole: a local one has its name only then; object stores have a file that says so."""
+    return (path / "commit_success.txt" if "://" in str(path) else path).exists()
 
 
 def _lock(marker: epath.Path) -> int:

@@ -33,8 +33,23 @@ class DamagedCheckpointError(CheckpointError):
         self.leaves = tuple(leaves)
 
 
+class RemovedStepError(CheckpointError):
+    """A step that was removed while it was read, as a run does that keeps some of its steps; nothing is damaged.
+
+    Attributes:
+        step: the removed step.
+    """
+
+    def __init__(self, step: int, directory: object) -> None:
+        super().__init__(
+            f"step {step} in {directory} was removed while it was read: a run that saves there keeps other steps. "
+            "Take a newer one, or have the run keep more."
+        )
+        self.step = step
+
+
 class CheckpointWarning(AutoshardWarning):
-    """A restore that had to take an earlier step than the one asked for."""
+    """A damaged step: an earlier one is restored or kept instead."""
 
 
 def listing(lines: Sequence[str]) -> str:

@@ -116,7 +116,7 @@ def dims_by(patterns: Mapping[str, int], specs: Sequence[LeafSpec]) -> dict[Key,
         CheckpointError: a pattern matches no leaf, or a leaf has no such dimension.
     """
     found, wrong, used = {}, [], set()
-    for spec in specs:
+    for spec in (one for one in specs if not one.is_text):
         pattern = next((one for one in patterns if fnmatchcase(spec.name, one)), None)
         if pattern is None:
             continue

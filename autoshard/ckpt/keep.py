@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard._shown import shown
+from autoshard.ckpt.arguments import is_integer
 from autoshard.ckpt.errors import CheckpointError
 
 
@@ -42,7 +43,16 @@ class Keep:
         Raises:
             CheckpointError: naming each setting that is wrong.
         """
-        wrong = []
+        numbers = {name: getattr(self, name) for name in ("last", "best", "every")}
+        wrong = [
+            f"{name}={value!r} is no integer"
+            for name, value in numbers.items()
+            if not is_integer(value) and not (name == "last" and value is None)
+        ]
+        if not isinstance(self.metric, str):
+            wrong.append(f"metric={self.metric!r} is no name")
+        if wrong:
+            raise CheckpointError(f"{'; '.join(wrong)}.")
         if self.last is not None and self.last < 1:
             wrong.append(f"last={self.last}: at least one step must stay, or None for all")
         wrong += [f"{name}={getattr(self, name)} is negative" for name in ("best", "every") if getattr(self, name) < 0]

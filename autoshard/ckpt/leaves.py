@@ -20,6 +20,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.errors import CheckpointError
 
 Key = tuple[str, ...]
+TEXTS = {"str": str, "bytes": bytes}  # kinds of leaves that are saved as their bytes, a str as UTF-8
 PACKS = "%packs"  # the level of packs in a step: no escaped name has a '%' before anything but two digits
 
 
@@ -30,8 +31,8 @@ class LeafSpec:
 
     Attributes:
         key: its path in the tree, one text per level.
-        shape: the whole shape; of the keys, not of their bits, for typed RNG keys.
-        dtype: the dtype's name; `key<fry>` and the like for typed RNG keys.
+        shape: the whole shape; of the keys, not of their bits, for typed RNG keys; of a text, how many bytes it has.
+        dtype: the dtype's name; `key<fry>` and the like for typed RNG keys; `str` or `bytes` for a text.
         key_impl: how to make typed keys from their bits, None for every other leaf.
     """
 
@@ -46,6 +47,11 @@ class LeafSpec:
         return 0 not in self.shape
 
     @property
+    def is_text(self) -> bool:
+        """Whether it is a str or bytes, which any other can stand for: a text's length is no part of what it is."""
+        return self.dtype in TEXTS
+
+    @property
     def name(self) -> str:
         """Its path as people write it: `params/w`."""
         return "/".join(self.key)
@@ -56,11 +62,13 @@ class LeafSpec:
         if self.key_impl is not None:
             struct = self.bits()
             return math.prod(struct.shape) * struct.dtype.itemsize
+        if self.is_text:
+            return math.prod(self.shape)
         return -(-math.prod(self.shape) * _bits_of_name(self.dtype) // 8)
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype."""
-        dtype: Any = self.dtype
+        """Its shape and dtype; a text's bytes."""
+        dtype: Any = np.uint8 if self.is_text else self.dtype
         if self.key_impl is not None:
             impl = self.key_impl
             dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
@@ -79,9 +87,16 @@ def named_leaves(tree: Any) -> list[tuple[Key, Any]]:
     """Every leaf with its path, in tree order.
 
     Raises:
-        CheckpointError: the tree has no leaf, or two leaves have one path.
+        CheckpointError: the tree has no leaf, or two leaves have one path, or one that cannot be told from a branch.
     """
-    pairs = [(tuple(map(_entry_text, path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    try:
+        found = jax.tree_util.tree_leaves_with_path(tree)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state ({type(tree).__name__}) cannot be taken apart: {error} The keys of a dict must have an order, "
+            "which 1 and '1' do not have."
+        ) from error
+    pairs = [(tuple(map(_entry_text, path)), leaf) for path, leaf in found]
     if not pairs:
         raise CheckpointError(f"the state ({type(tree).__name__}) has no leaves: there is nothing to save or restore.")
     seen: set[Key] = set()
@@ -89,6 +104,14 @@ def named_leaves(tree: Any) -> list[tuple[Key, Any]]:
         if key in seen:
             raise CheckpointError(f"two leaves of the state have the path '{'/'.join(key)}': rename one.")
         seen.add(key)
+    for key, _ in pairs:
+        above = next((key[:depth] for depth in range(len(key)) if key[:depth] in seen), None)
+        if above is not None:
+            raise CheckpointError(
+                f"the leaf '{'/'.join(above)}' of the state would lie above its leaf '{'/'.join(key)}': rename one."
+            )
+        if not _encodable("".join(key)):
+            raise CheckpointError(f"a leaf of the state has the path {'/'.join(key)!r}, which is no text: rename it.")
     return pairs
 
 
@@ -96,6 +119,14 @@ def _entry_text(entry: Any) -> str:
     if type(entry) is jax.tree_util.DictKey and type(entry.key) is str:
         return entry.key  # as `keystr` has it, in a tenth of the time
     return jax.tree_util.keystr((entry,), simple=True)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
+    return True
 
 
 def is_typed_key(leaf: Any) -> bool:
@@ -122,8 +153,21 @@ def dtype_text(dtype: Any) -> str:
 
 @functools.cache
 def _name_if_storable(dtype: Any) -> str | None:
-    dtype = np.dtype(dtype)
-    return None if dtype.hasobject or dtype.kind in "SUMm" else dtype.name
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:  # another library's
+        return None
+    return None if dtype.hasobject or dtype.kind in "SUMm" or isinstance(dtype, np.dtypes.VoidDType) else dtype.name
+
+
+def is_text(leaf: Any) -> bool:
+    """Whether a leaf is a str or bytes, and nothing that inherits from them."""
+    return type(leaf) in TEXTS.values()
+
+
+def text_bytes(leaf: str | bytes) -> np.ndarray:
+    """The bytes of a text, uint8 `[bytes]`."""
+    return np.frombuffer(leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf, np.uint8)
 
 
 def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
@@ -135,14 +179,23 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
     if is_typed_key(leaf):
         impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
         return LeafSpec(key, tuple(leaf.shape), str(leaf.dtype), impl)
+    if is_text(leaf):
+        return LeafSpec(key, text_bytes(leaf).shape, type(leaf).__name__)
     if isinstance(leaf, (bool, int, float, complex)):
-        leaf = np.asarray(leaf)
+        number, leaf = leaf, np.asarray(leaf)
+        if isinstance(number, int) and leaf.dtype == object:
+            raise CheckpointError(
+                f"the state's leaf '{'/'.join(key)}' is an integer of {number.bit_length()} bits, and 64 can be saved: "
+                "keep it in the config, or as an array of its parts."
+            )
     dtype = getattr(leaf, "dtype", None)
     name = None if dtype is None or not hasattr(leaf, "shape") else _name_if_storable(dtype)
     if name is None:
+        of = "" if dtype is None else f" of {dtype}"
         raise CheckpointError(
-            f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}: only arrays, RNG keys and "
-            "numbers can be saved. Keep anything else outside the state, in the config, or as a static field."
+            f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}{of}: only arrays, RNG keys, "
+            "numbers, str and bytes can be saved. Keep anything else outside the state, in the config, or "
+            "as a static field."
         )
     return LeafSpec(key, tuple(leaf.shape), name)
 
@@ -164,7 +217,7 @@ def target_struct(leaf: Any, spec: LeafSpec) -> Any:
 
 def _needs_x64(spec: LeafSpec) -> bool:
     """Whether JAX's arrays cannot hold its values now."""
-    return spec.key_impl is None and dtypes.canonicalize_dtype(spec.dtype) != np.dtype(spec.dtype)
+    return spec.key_impl is None and not spec.is_text and dtypes.canonicalize_dtype(spec.dtype) != np.dtype(spec.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,6 +234,9 @@ def rebuilt(leaf: Any, spec: LeafSpec, array: Any) -> Any:
     """
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return type(leaf)(array.item())
+    if spec.is_text:
+        text = b"" if array is None else array.tobytes()
+        return text.decode("utf-8", "surrogatepass") if spec.dtype == "str" else text
     if array is None:
         return _as_free(_empty(leaf, spec), leaf)
     if is_typed_key(leaf):
@@ -216,7 +272,7 @@ def _put(array: np.ndarray, sharding: Any) -> jax.Array:
 def castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
     """Whether values of one dtype can stand for those of the other: integers for integers, floats for floats."""
     kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
-    if "key<" in saved.dtype + wanted.dtype:
+    if "key<" in saved.dtype + wanted.dtype or saved.is_text or wanted.is_text:
         return False
     one, other = np.dtype(saved.dtype), np.dtype(wanted.dtype)
     return any(jnp.issubdtype(one, kind) and jnp.issubdtype(other, kind) for kind in kinds)
@@ -329,56 +385,7 @@ def as_tree(specs: Sequence[LeafSpec]) -> Any:
 
 
 def _own_template(spec: LeafSpec) -> Any:
+    if spec.is_text:
+        return TEXTS[spec.dtype]()
     # One element, seen as many: the template of a large leaf takes no memory.
     return np.broadcast_to(np.zeros((), spec.dtype), spec.shape) if _needs_x64(spec) else spec.struct()
-
-
-def with_shardings(template: Any, shardings: Any) -> Any:
-    """A template on other shardings: one for all leaves, or a tree of them that is the template's or a prefix of it.
-
-    Numbers and NumPy arrays stay as they are, and so does what has None for a sharding. The others are described, not
-    moved: most are about to be read.
-
-    Raises:
-        CheckpointError: the trees do not fit.
-    """
-    try:
-        spread = jax.tree.broadcast(shardings, template, is_leaf=lambda node: node is None)
-    except ValueError as error:
-        raise CheckpointError(f"shardings do not fit the state's structure: {error}") from error
-
-    def place(leaf: Any, sharding: Any) -> Any:
-        if sharding is None or not hasattr(leaf, "sharding"):
-            return leaf
-        weak = bool(getattr(leaf, "weak_type", False))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-
-    return jax.tree.map(place, template, spread, is_leaf=lambda node: node is None)
-
-
-def unfit(template: Mapping[Key, Any]) -> list[str]:
-    """Every leaf that cannot be placed as its template says, a line each."""
-    told: dict[Any, list[str]] = {}  # by kind: there may be thousands of leaves of a few
-    lines = []
-    for key, leaf in template.items():
-        if not hasattr(leaf, "sharding"):
-            continue
-        kind = leaf.shape, leaf.dtype, leaf.sharding
-        if kind not in told:
-            told[kind] = _unfit(leaf)
-        lines += [f"{'/'.join(key)}: {what}" for what in told[kind]]
-    return lines
-
-
-def _unfit(leaf: Any) -> list[str]:
-    """Why a leaf with a place for a sharding cannot be placed."""
-    what = []
-    if leaf.sharding is None and jax.process_count() > 1:
-        what.append("has no sharding, which several processes need")
-    if not is_typed_key(leaf) and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        what.append(f"{leaf.dtype} needs jax_enable_x64; without it the value would be cut")
-    try:
-        _ = leaf.sharding and leaf.sharding.shard_shape(tuple(leaf.shape))
-    except ValueError:
-        what.append(f"shape {tuple(leaf.shape)} does not divide over {leaf.sharding}")
-    return what

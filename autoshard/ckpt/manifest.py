@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,8 @@ from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.packs import Place
 
-FORMAT = 3  # 1 had nothing of metrics, plan, meshes and time; 2 no packs
+FORMAT = 4  # 1 had nothing of metrics, plan, meshes and time; 2 no packs; 3 no texts
+WITHOUT_TEXTS = 3  # what a step without them is written as: versions from before there were texts read it
 _PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -71,7 +72,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """A JSON object that carries its own checksum."""
         body = {
-            "format": FORMAT,
+            "format": FORMAT if any(spec.is_text for spec in self.leaves) else WITHOUT_TEXTS,
             "step": self.step,
             "config": self.config,
             "leaves": [
@@ -147,11 +148,20 @@ def plain(value: Any, what: str) -> Any:
         CheckpointError: it holds something that JSON cannot.
     """
     try:
-        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value))
-    except (TypeError, ValueError) as error:
+        written = json.dumps(dict(value) if isinstance(value, Mapping) else value)
+        return json.loads(written, object_pairs_hook=_once)
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the {what} cannot be written as JSON ({error}): use numbers, texts, lists and dicts of them."
         ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict, none of whose keys is lost: JSON has one name for 1 and '1'."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"two keys of a dict have one name: {', '.join(name for name, _ in pairs)}")
+    return found
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -164,8 +174,10 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             found[str(name)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             wrong.append(f"{name}={value!r}")
+    if len(found) + len(wrong) < len(metrics):
+        raise CheckpointError(f"two metrics have one name: {', '.join(map(str, metrics))}.")
     if wrong:
         raise CheckpointError(f"metrics are numbers: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not.")
     return found
@@ -180,12 +192,7 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     wanted = plain(wanted, "config")
     if "model" in wanted:
         saved, wanted = {"model": saved.get("model", {})}, {"model": wanted["model"]}
-    have, want = flat(saved), flat(wanted)
-    lines = [
-        f"{key}: saved {_shown(have, key)}, wanted {_shown(want, key)}"
-        for key in sorted(have.keys() | want.keys())
-        if key not in have or key not in want or have[key] != want[key]
-    ]
+    lines = differences(saved, wanted, "{name}: saved {one}, wanted {other}".format)
     if lines:
         raise MismatchError(
             f"{where} is a checkpoint of another model: its config differs in {len(lines)} keys:\n"
@@ -194,19 +201,35 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         )
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names."""
+def differences(one: Any, other: Any, line: Callable[..., str]) -> list[str]:
+    """The settings that differ, as `line(name=, one=, other=)` says it; NaN is equal to NaN."""
+    have, want = dict(_flat(one)), dict(_flat(other))
+    return [
+        line(name=".".join(path), one=_shown(have, path), other=_shown(want, path))
+        for path in sorted(have.keys() | want.keys())
+        if path not in have or path not in want or not _equal(have[path], want[path])
+    ]
+
+
+def _flat(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Nested settings by their paths: a name may hold a dot."""
     if not isinstance(value, Mapping) or not value:
-        return {prefix: value}
-    return {
-        path: leaf
-        for key, inner in value.items()
-        for path, leaf in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _flat(inner, (*path, str(name)))
 
 
-def _shown(flat: Mapping[str, Any], key: str) -> str:
-    return repr(flat[key]) if key in flat else "nothing"
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return bool(one == other) or (one != one and other != other)
+
+
+def _shown(settings: Mapping[Key, Any], path: Key) -> str:
+    return repr(settings[path]) if path in settings else "nothing"
 
 
 def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:

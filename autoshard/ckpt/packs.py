@@ -30,6 +30,7 @@ FEW = 64  # small leaves that stay as they are: so many cost a tenth of a second
 ALIKE = 8  # leaves of one kind that are worth a program
 PACK_LEAVES = 256  # compiling a stack takes a millisecond a leaf
 PACK_BYTES = 32 * 2**20  # in memory at once where leaves are read one by one
+MOST_DIMS = 31  # that TensorStore writes
 _SPLIT = 16  # leaves that one call takes out of a pack: compiling takes 20 ms each, a call 0.5 ms
 
 
@@ -161,7 +162,9 @@ def _nbytes(array: Any) -> int:
 
 
 def _packable(array: Any) -> bool:
-    if bits_of(array.dtype) < 8:  # XLA aborts the process where it concatenates some of these
+    if (
+        array.ndim == MOST_DIMS or bits_of(array.dtype) < 8
+    ):  # XLA aborts the process where it concatenates some of these
         return False
     return _nbytes(array) < SMALL_BYTES and (not isinstance(array, jax.Array) or _splits(array.sharding))
 

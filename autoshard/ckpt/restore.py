@@ -12,14 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard import _compat
 from autoshard._gc import paused
 from autoshard._processes import gathered
 from autoshard.ckpt import digest, storage
-from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, listing
+from autoshard.ckpt.directory import is_committed
+from autoshard.ckpt.errors import CheckpointError, DamagedCheckpointError, RemovedStepError, listing
 from autoshard.ckpt.experts import changes, dims_by
-from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct, with_shardings
+from autoshard.ckpt.leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct
 from autoshard.ckpt.manifest import Manifest, check_config
 from autoshard.ckpt.packs import pack_target, taken
+from autoshard.ckpt.placement import with_shardings
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.snapshot import grouped, host_rows
 from autoshard.ckpt.wanted import Match, Restored, Wanted, casts, check_leaves, renamed
@@ -32,11 +35,18 @@ def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
     Raises:
         MismatchError: the step is another model's.
         DamagedCheckpointError: the step is not as it was written.
+        RemovedStepError: it was removed meanwhile.
         CheckpointError: the template cannot be placed, or the files cannot be read.
     """
     begun = time.perf_counter()
     manifest = read_manifest(path, step)
     match = _matched(manifest, wanted, f"step {step} in {path.parent}")
+    with _compat.no_mesh():  # leaves need not be on the devices of a mesh that is set
+        return _restored(path, step, manifest, match, begun)
+
+
+def _restored(path: Any, step: int, manifest: Manifest, match: Match, begun: float) -> tuple[Any, Restored]:
+    """What `restore_step` returns; `begun` is when it began."""
     targets = {key: target_struct(match.read_like(key), spec) for key, spec in match.saved.items() if spec.stored}
     packs = _wanted_packs(manifest, match, targets)
     packed = {key for pack in packs.values() for key in pack.leaves.values()}
@@ -178,9 +188,13 @@ def damaged_leaves(path: Any, step: int) -> list[str]:
 
     Raises:
         DamagedCheckpointError: the manifest or the digests themselves are damaged.
+        RemovedStepError: the step was removed meanwhile.
     """
     manifest = read_manifest(path, step)
-    return ["/".join(key) for key in _probe(path, step, manifest, expected_digests(path, step, manifest))]
+    wrong = _probe(path, step, manifest, expected_digests(path, step, manifest))
+    if wrong and not is_committed(path):
+        raise RemovedStepError(step, path.parent)
+    return ["/".join(key) for key in wrong]
 
 
 def expected_digests(path: Any, step: int, manifest: Manifest) -> dict[Key, int]:
@@ -194,8 +208,10 @@ def expected_digests(path: Any, step: int, manifest: Manifest) -> dict[Key, int]
     return _expected(path, step, manifest, saved)
 
 
-def damaged(path: Any, step: int, cause: str, leaves: list[Key] | None = None) -> DamagedCheckpointError:
-    """The error for a step that is not as it was written."""
+def damaged(path: Any, step: int, cause: str, leaves: list[Key] | None = None) -> CheckpointError:
+    """The error for a step that is not as it was written, or that was removed meanwhile."""
+    if not is_committed(path):
+        return RemovedStepError(step, path.parent)
     names = ["/".join(key) for key in leaves or []]
     where = f" in {len(names)} leaves:\n{listing(names)}" if names else ""
     return DamagedCheckpointError(
@@ -238,6 +254,8 @@ def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]
         try:
             with reading(path, step):
                 intact = not spec.stored or digest.host_digest(leaves.read(spec.key)) == expected[spec.key]
+        except RemovedStepError:
+            raise
         except CheckpointError:
             intact = False
         if not intact:
@@ -247,7 +265,7 @@ def _probe(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]
 
 def _as_wanted(array: Any, target: Any, spec: LeafSpec) -> bool:
     if target is np.ndarray:
-        return array.shape == spec.shape and array.dtype.name == spec.dtype
+        return array.shape == spec.shape and array.dtype.name == ("uint8" if spec.is_text else spec.dtype)
     return array.shape == target.shape and array.dtype == target.dtype
 
 

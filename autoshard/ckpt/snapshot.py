@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autoshard import _compat
 from autoshard._gc import paused
+from autoshard._processes import exchange
 from autoshard.ckpt import digest
 from autoshard.ckpt.errors import CheckpointError, listing
-from autoshard.ckpt.leaves import Key, LeafSpec, is_typed_key, leaf_spec, named_leaves
-from autoshard.ckpt.packs import Place, packs_of, stacked
+from autoshard.ckpt.leaves import Key, LeafSpec, is_text, is_typed_key, leaf_spec, named_leaves, text_bytes
+from autoshard.ckpt.packs import MOST_DIMS, Place, packs_of, stacked
 
 HOST = "host"
 _WRITABLE = frozenset(
@@ -64,26 +67,88 @@ class Snapshot:
         return rows
 
 
-@paused()
-def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
-    """Describes a state; with `copy` copies it, so that it may be donated at once.
-
-    The copy is dispatched before this returns, and the runtime keeps a buffer alive for the copies and programs
-    that were given it before its donation. Nothing here waits for the devices. Packs are copies in any case.
+def savable(state: Any) -> list[tuple[LeafSpec, Any]]:
+    """Every leaf of a state with what it is, where all can be saved.
 
     Raises:
-        CheckpointError: a leaf cannot be saved, or its buffer was donated already.
+        CheckpointError: naming every leaf that cannot be saved, or whose buffer was donated already.
     """
-    named = named_leaves(state)
-    specs = tuple(leaf_spec(key, leaf) for key, leaf in named)
-    gone = ["/".join(key) for key, leaf in named if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    found, wrong = [], []
+    for key, leaf in named_leaves(state):
+        reason = _valueless(leaf)
+        if reason:
+            wrong.append(f"{'/'.join(key)}: {reason}")
+        else:
+            found.append((leaf_spec(key, leaf), leaf))
+    if wrong:
+        raise CheckpointError(f"{len(wrong)} leaves of the state have no values to save:\n{listing(wrong)}")
+    gone = [spec.name for spec, leaf in found if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if gone:
         raise CheckpointError(
             f"{len(gone)} leaves of the state were donated before the save:\n{listing(gone)}\n"
             "Save the state that the last step returned."
         )
-    stored = {spec.key: _plain(leaf) for spec, (_, leaf) in zip(specs, named, strict=True) if spec.stored}
-    _check_writable(stored)
+    wrong = [f"{spec.name}: {spec}" for spec, _ in found if spec.stored and len(spec.bits().shape) > MOST_DIMS]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} leaves of the state have more than {MOST_DIMS} dimensions, which TensorStore cannot write:\n"
+            f"{listing(wrong)}\nReshape them."
+        )
+    wrong = [f"{spec.name}: {_dtype(leaf)}" for spec, leaf in found if not _writable(spec)]
+    if wrong:  # it would fail in the background, where no leaf is named
+        raise CheckpointError(
+            f"{len(wrong)} leaves of the state have a dtype that cannot be written:\n{listing(wrong)}\n"
+            f"Save them as another one, for instance with `astype`. There are {', '.join(sorted(_WRITABLE))}."
+        )
+    return found
+
+
+def _valueless(leaf: Any) -> str:
+    """Why what looks like an array cannot be read as one, nothing where it can."""
+    if _compat.is_tracer(leaf):
+        return "is being traced: save what the compiled function returns"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array would lose its mask: save its `data` and its `mask`"
+    if hasattr(leaf, "dtype") and not hasattr(leaf, "__array__") and not is_typed_key(leaf):
+        return f"a {type(leaf).__name__} is no array: save the array that it stands for"
+    return ""
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", type(leaf).__name__)
+
+
+def _writable(spec: LeafSpec) -> bool:
+    return not spec.stored or spec.key_impl is not None or spec.is_text or spec.dtype in _WRITABLE
+
+
+def check_texts(step: int, leaves: Sequence[tuple[LeafSpec, Any]]) -> None:
+    """Refuses texts that are not the same in every process, of which the first one's alone would be saved.
+
+    Raises:
+        CheckpointError: naming each of them, in every process.
+    """
+    texts = {spec.name: digest.host_digest(text_bytes(leaf)) for spec, leaf in leaves if spec.is_text}
+    if not texts or jax.process_count() == 1:
+        return
+    told = [json.loads(said) for said in exchange(f"compare the texts of step {step}", json.dumps(texts))]
+    wrong = [name for name in texts if any(other.get(name) != texts[name] for other in told)]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} texts of the state are not the same in every process:\n{listing(wrong)}\n"
+            "Gather them, and save those of all processes in each."
+        )
+
+
+@paused()
+def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snapshot:
+    """Describes a state's leaves (`savable`); with `copy` copies them, so that they may be donated at once.
+
+    The copy is dispatched before this returns, and the runtime keeps a buffer alive for the copies and programs
+    that were given it before its donation. Nothing here waits for the devices. Packs are copies in any case.
+    """
+    specs = tuple(spec for spec, _ in leaves)
+    stored = {spec.key: _plain(leaf) for spec, leaf in leaves if spec.stored}
     members = packs_of(stored)
     places = {key: (name, index) for name, keys in members.items() for index, key in enumerate(keys)}
     packs = {name: stacked([stored[key] for key in keys]) for name, keys in members.items()}
@@ -93,24 +158,12 @@ def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
         groups[str(number) if isinstance(stored[keys[0]], jax.Array) else HOST] = keys
     if copy:
         arrays = copies(arrays)
-    on_mesh = {key: leaf.sharding for key, leaf in named if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    on_mesh = {
+        spec.key: leaf.sharding for spec, leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
     layouts = {key: str(tuple(sharding.spec)) for key, sharding in on_mesh.items()}
     meshes = {tuple(sharding.mesh.shape.items()): None for sharding in on_mesh.values()}
     return Snapshot(specs, arrays, groups, packs, places, layouts, tuple(map(dict, meshes)))
-
-
-def _check_writable(arrays: Mapping[Key, Any]) -> None:
-    """Refuses what would fail in the background, where no leaf is named.
-
-    Raises:
-        CheckpointError: naming every leaf that cannot be written.
-    """
-    wrong = [f"{'/'.join(key)}: {array.dtype}" for key, array in arrays.items() if array.dtype.name not in _WRITABLE]
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} leaves of the state have a dtype that cannot be written:\n{listing(wrong)}\n"
-            f"Save them as another one, for instance with `astype`. There are {', '.join(sorted(_WRITABLE))}."
-        )
 
 
 def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:
@@ -129,12 +182,16 @@ def host_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _plain(leaf: Any) -> Any:
-    """An array that Orbax writes: RNG keys as bits; what only this process holds, as NumPy."""
+    """An array that Orbax writes: RNG keys as bits, texts as bytes; what only this process holds, as NumPy.
+
+    In this machine's order of bytes.
+    """
     if is_typed_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array):
         return np.asarray(leaf) if jax.process_count() > 1 and leaf.is_fully_addressable else leaf
-    return np.asarray(leaf)
+    array = text_bytes(leaf) if is_text(leaf) else np.asarray(leaf)
+    return array if array.dtype.isnative else array.byteswap().view(array.dtype.newbyteorder())
 
 
 def copies(arrays: Mapping[Key, Any]) -> dict[Key, Any]:

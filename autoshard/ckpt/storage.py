@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from autoshard.ckpt.snapshot import Snapshot
 _STATE, _DIGESTS = "state", "digests"
 IN_FLIGHT_BYTES = 128 * 2**20  # enough to keep a disk busy, little beside a state
 _READ_COPIES = 4  # of what is read: as it is stored, decoded, on its way to a device, and what the allocator keeps
+# Orbax numbers a process's operations by one counter: a load that begins while a save does breaks that save.
+_ALONE = threading.Lock()
 
 
 class Pending(Protocol):
@@ -61,7 +64,7 @@ class Writer:
 def _write(path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> None:
     metadata = manifest().to_json()
     contents = _contents(snapshot)
-    with _saving(jax.tree.leaves(contents)):
+    with _ALONE, _saving(jax.tree.leaves(contents)):
         ocp.save_checkpointables(path, contents, custom_metadata=metadata)
 
 
@@ -106,7 +109,7 @@ def _in_flight(arrays: Iterable[Any], copies: int = 1) -> int:
 
 def read_manifest(path: Any) -> Manifest:
     """What a step says of itself. Raises whatever Orbax or `Manifest.from_json` raise."""
-    with _told_once():
+    with _ALONE, _told_once(never=True):  # it looks at the arrays as well, of which nothing is wanted here
         return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
 
 
@@ -214,15 +217,18 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
     with contextlib.ExitStack() as failed:
         # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
         failed.callback(logging.getLogger("asyncio").addFilter, _not_orbax)
-        with context, _told_once():
+        with _ALONE, context, _told_once():
             loaded = ocp.load_checkpointables(path, wanted)
         failed.pop_all()
     return loaded
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """Holds back what Orbax logs, and drops it where reading fails: the error that is raised says it in one line."""
+def _told_once(*, never: bool = False) -> Iterator[None]:
+    """Holds back what Orbax logs, and drops it where reading fails: the error that is raised says it in one line.
+
+    With `never` it is dropped in any case.
+    """
     held: list[logging.LogRecord] = []
 
     def hold(record: logging.LogRecord) -> bool:
@@ -235,7 +241,7 @@ def _told_once() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(hold)
-    for record in held:  # not reached where reading fails
+    for record in [] if never else held:  # not reached where reading fails
         logger.handle(record)
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.ckpt import digest, storage
-from autoshard.ckpt.directory import StepDirectory
-from autoshard.ckpt.errors import CheckpointError
+from autoshard.ckpt.directory import StepDirectory, is_committed
+from autoshard.ckpt.errors import CheckpointError, RemovedStepError
 from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.restore import damaged, damaged_leaves, expected_digests, read_manifest, reading
 from autoshard.ckpt.safetensors import Tensor, write
@@ -55,6 +55,7 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
     Raises:
         CheckpointError: the target has that step, is not ours, is being written, or cannot be written.
         DamagedCheckpointError: the step is damaged; the target is as it was.
+        RemovedStepError: the step was removed meanwhile; the target is as it was.
     """
     read_manifest(source.step_path(step), step)
     target.claim()
@@ -79,6 +80,8 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
                 part.rename(file)
             failed.pop_all()
     except OSError as error:
+        if not is_committed(source.step_path(step)):
+            raise RemovedStepError(step, source.path) from error
         raise CheckpointError(f"step {step} cannot be copied to {target.path}: {error}") from error
 
 
@@ -185,6 +188,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
     Raises:
         CheckpointError: there is no moving average.
     """
+    specs = {key: spec for key, spec in specs.items() if not spec.is_text}
     if not any(key[:1] == ("params",) for key in specs):
         found = {key: spec for key, spec in specs.items() if spec.key_impl is None}
     else:

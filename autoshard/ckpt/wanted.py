@@ -10,9 +10,11 @@ from typing import Any
 import jax
 
 from autoshard._shown import shown
-from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
+from autoshard.ckpt.arguments import no_dims, no_experts, no_mapping, refuse
+from autoshard.ckpt.errors import SHOWN, CheckpointError, MismatchError, listing
 from autoshard.ckpt.experts import Change
-from autoshard.ckpt.leaves import Key, LeafSpec, castable, dtype_text, leaf_spec, unfit
+from autoshard.ckpt.leaves import Key, LeafSpec, castable, dtype_text, leaf_spec
+from autoshard.ckpt.placement import unfit
 from autoshard.sharding.report.units import bytes_text
 
 
@@ -44,6 +46,21 @@ class Wanted:
     experts: Sequence[int] | None = None
     upcycle: Mapping[str, int] = field(default_factory=dict)
     expert_dims: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what is of another type.
+
+        Raises:
+            CheckpointError: naming each argument that is wrong.
+        """
+        wrong = [] if self.config is None else no_mapping("config", self.config, "{'model': {'width': 64}}")
+        wrong += no_mapping("rename", self.rename, "{'saved': 'wanted'}") or [
+            f"rename: {old!r} -> {new!r}: paths are texts"
+            for old, new in self.rename.items()
+            if not isinstance(old, str) or not isinstance(new, str)
+        ]
+        wrong += no_experts(self.experts) + no_dims("upcycle", self.upcycle) + no_dims("expert_dims", self.expert_dims)
+        refuse(wrong)
 
 
 @shown
@@ -190,7 +207,7 @@ def check_leaves(
         where: names the step.
 
     Raises:
-        MismatchError: naming every leaf that differs, with both shapes and dtypes.
+        MismatchError: naming every leaf that differs, with both shapes and dtypes; or no wanted leaf was saved.
         CheckpointError: naming every leaf that cannot be placed.
     """
     asked = {key: leaf_spec(key, leaf) for key, leaf in leaves.items()}
@@ -202,7 +219,7 @@ def check_leaves(
                 lines.append(f"{want.name}: not in the checkpoint, wanted {want}")
             elif isinstance(given[key], jax.ShapeDtypeStruct):
                 lines.append(f"{want.name}: not in the checkpoint, and the template has no value to keep")
-        elif have.shape != want.shape or have.dtype != want.dtype:
+        elif have.dtype != want.dtype or (have.shape != want.shape and not have.is_text):
             fits = have.shape == want.shape and castable(have, want)
             casts += fits
             if not (fits and wanted.allow_cast):
@@ -218,6 +235,13 @@ def check_leaves(
     lines = unfit({key: leaf for key, leaf in leaves.items() if key in specs or leaf is not given[key]})
     if lines:
         raise CheckpointError(f"the state cannot be placed as its template says:\n{listing(lines)}")
+    if wanted.partial and not specs:
+        saved = [f"{spec.name}: saved {spec}" for spec in unread[: SHOWN // 2]]
+        asks = [f"{want.name}: wanted {want}" for want in [*asked.values()][: SHOWN // 2]]
+        raise MismatchError(
+            f"{where} has none of the {len(asked)} wanted leaves among its {len(unread)}:\n{listing(saved + asks)}\n"
+            "Nest the wanted state as the saved one is, or say other paths by rename={'saved': 'wanted'}."
+        )
 
 
 def _as(have: LeafSpec, want: LeafSpec) -> str:

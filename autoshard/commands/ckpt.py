@@ -69,6 +69,10 @@ class Place:
         """The step that was named, the newest by default."""
         return self.checkpoints.steps()[-1] if self.step is None else self.step
 
+    def lost(self, step: int) -> bool:
+        """Whether a step that nobody named is not there any more: a run that goes on keeps other ones."""
+        return self.step is None and step not in self.checkpoints.steps()
+
 
 def find(text: str) -> Place:
     """The checkpoints at a place.
@@ -120,7 +124,7 @@ def _ls(given: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from autoshard.ckpt import DamagedCheckpointError
+    from autoshard.ckpt import CheckpointError, DamagedCheckpointError
     from autoshard.sharding.report.units import bytes_text
 
     place = find(given.place)
@@ -130,6 +134,9 @@ def _ls(given: argparse.Namespace) -> int:
             found[step] = place.checkpoints.describe(step)
         except DamagedCheckpointError as error:
             found[step] = error
+        except CheckpointError:
+            if not place.lost(step):
+                raise
     damaged = sum(isinstance(one, DamagedCheckpointError) for one in found.values())
     if given.json:
         told = [
@@ -189,7 +196,7 @@ def _verify_arguments(options: Parser) -> None:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    from autoshard.ckpt import DamagedCheckpointError
+    from autoshard.ckpt import CheckpointError, DamagedCheckpointError
 
     place = find(given.place)
     damaged = 0
@@ -199,6 +206,11 @@ def _verify(given: argparse.Namespace) -> int:
         except DamagedCheckpointError as error:
             damaged += 1
             print(error)
+            continue
+        except CheckpointError:
+            if not place.lost(step):
+                raise
+            print(f"step {step}  removed meanwhile")
             continue
         damaged += bool(leaves)
         print(f"step {step}  " + (f"damaged: {', '.join(leaves)}" if leaves else "intact"))
@@ -220,6 +232,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _prune_arguments(options: Parser) -> None:
+    options.description = f"{options.description} The newest that is intact stays: to know it, the newest is read."
     options.add_argument("place", metavar="DIR", help="folder of a run or of checkpoints")
     options.add_argument("--last", type=int, required=True, help="newest steps to keep")
     options.add_argument("--best", type=int, default=0, help="best steps to keep by --metric")
@@ -264,7 +277,7 @@ def _copy_arguments(options: Parser) -> None:
 
 
 def _copy(given: argparse.Namespace) -> int:
-    from autoshard.ckpt import Checkpointer
+    from autoshard.ckpt import Checkpointer, CheckpointError
 
     place = find(given.place)
     if given.all and place.step is not None:
@@ -277,11 +290,18 @@ def _copy(given: argparse.Namespace) -> int:
             f"{target.directory} has step{'s' if len(there) > 1 else ''} {_steps(there)} already, and a committed step "
             "is never overwritten: name another folder"
         )
-    for step in steps:  # before the first is copied
-        place.checkpoints.describe(step)
+    for action in (place.checkpoints.describe, lambda step: place.checkpoints.copy(step, given.target)):
+        for step in steps:  # each is looked at before the first is copied
+            try:
+                action(step)
+            except CheckpointError:
+                if not (given.all and place.lost(step)):
+                    raise
+    left = target.steps()
     for step in steps:
-        place.checkpoints.copy(step, given.target)
-        print(f"step {step} is in {given.target}, and is what it was")
+        print(
+            f"step {step} " + (f"is in {given.target}, and is what it was" if step in left else "was removed meanwhile")
+        )
     return 0
 
 
@@ -342,7 +362,13 @@ ACTIONS: Mapping[str, Action] = {
         Action("diff", "compare two steps, without reading arrays", "runs/a@200 runs/b", _diff_arguments, _diff),
         Action("export", "write a model as safetensors", "runs/mine out/mine --use-ema", _export_arguments, _export),
         Action("merge", "fold a LoRA adapter into a model", "runs/mine adapter out/mine", _merge_arguments, _merge),
-        Action("prune", "remove steps", "runs/mine --last 2 --every 1000", _prune_arguments, _prune),
+        Action(
+            "prune",
+            "remove steps",
+            "runs/mine --last 2 --every 1000",
+            _prune_arguments,
+            _prune,
+        ),
         Action("copy", "copy a step, and compare the copy with its digests", "runs/mine kept", _copy_arguments, _copy),
     )
 }

@@ -26,8 +26,8 @@ from flax import nnx
 
 import autoshard
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError, Description
-from autoshard.ckpt.leaves import with_shardings
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, Description
+from autoshard.ckpt.placement import with_shardings
 from autoshard.ckpt.transfer import INFERENCE, INFERENCE_FORMAT, PARAMETERS, TOKENIZER
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
@@ -227,14 +227,22 @@ class Writer:
 
     def _parameters(self, like: Any) -> Any:
         """The parameters, straight onto their shardings."""
-        steps = [self.step] if self.step is not None else sorted(self.checkpoints.steps(), reverse=True)
         read = averaged_parameters if self.use_ema else parameters
-        for step in steps[:-1]:
+        if self.step is not None:
+            return read(self.checkpoints, self.step, like)
+        passed: set[int] = set()
+        while steps := sorted({*self.checkpoints.steps()} - passed):
             try:
-                return read(self.checkpoints, step, like)
+                return read(self.checkpoints, steps[-1], like)
             except DamagedCheckpointError as error:
+                if len(steps) == 1:
+                    raise
                 warnings.warn(f"{error}\nAn earlier step is taken instead.", CheckpointWarning, stacklevel=2)
-        return read(self.checkpoints, steps[-1], like)
+            except CheckpointError:
+                if steps[-1] in self.checkpoints.steps():  # else a run that goes on has removed it
+                    raise
+            passed.add(steps[-1])
+        raise ConfigError(f"all steps in {self.checkpoints.directory} were removed while they were read")
 
 
 def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:

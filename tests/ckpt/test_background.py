@@ -1,6 +1,7 @@
 """Saving behind the next steps: what is written is the state at the moment of the call."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from autoshard.ckpt import Checkpointer, CheckpointError
 
 LEAVES = 6
+CALLS = ("save_checkpointables", "load_checkpointables", "checkpointables_metadata")
 
 
 def state_at(step: int) -> dict[str, np.ndarray]:
@@ -124,3 +126,39 @@ def test_leftovers_of_killed_saves_are_removed_by_the_next_writer(tmp_path: Path
         assert len(list(tmp_path.iterdir())) == 5, "reading removes nothing"
         checkpoints.save(2, {"w": jnp.ones(3)}, config={})
     assert sorted(path.name for path in tmp_path.iterdir())[1:] == ["step_00000001", "step_00000002"]
+
+
+def test_reading_waits_for_what_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax breaks a save beside which a load begins in the same process, by whichever Checkpointer."""
+    save, load, look = (getattr(ocp, name) for name in CALLS)
+    begun, within = threading.Event(), []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        within.append(True)
+        begun.set()
+        time.sleep(0.3)
+        try:
+            return save(*args, **kwargs)
+        finally:
+            within.clear()
+
+    def alone(call: Any) -> Any:
+        return lambda *args, **kwargs: pytest.fail("read while writing") if within else call(*args, **kwargs)
+
+    state = {"w": jnp.arange(8.0)}
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        for name, call in zip(CALLS, (slow, alone(load), alone(look)), strict=True):
+            monkeypatch.setattr(ocp, name, call)
+        readers = (
+            lambda: checkpoints.verify(1),
+            lambda: checkpoints.describe(1),
+            lambda: Checkpointer(tmp_path).config(1),
+            lambda: Checkpointer(tmp_path).restore(1, like=state),
+        )
+        for step, read in enumerate(readers, 2):
+            begun.clear()
+            checkpoints.save(step, state)
+            assert begun.wait(60)
+            read()
+            checkpoints.wait()

@@ -1,6 +1,7 @@
 """`autoshard ckpt` on what cannot be used: one clear error, exit code 2, and nothing on disk changes."""
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from autoshard.ckpt import Checkpointer
+from autoshard.ckpt import Checkpointer, CheckpointWarning
 from autoshard.ckpt.manifest import FORMAT, _checksum
 from autoshard.cli import main
 
@@ -66,12 +67,11 @@ WEIGHTS = "adapter_model.safetensors"
 def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -> None:
     """Of the directory, and of a step in it."""
     write_adapter(saved.parent / "adapter", 8)
-    if action[0] != "prune":  # which need not know what is in a step
-        file = saved / "step_00000002" / "_CHECKPOINT_METADATA"
-        whole = json.loads(file.read_text())
-        body = whole["custom_metadata"]["autoshard"] | {"format": 99}
-        file.write_text(json.dumps(whole | {"custom_metadata": {"autoshard": body, "sha256": _checksum(body)}}))
-        refused(on(action, saved), f"has format 99, this version of autoshard reads up to {FORMAT}: upgrade")
+    file = saved / "step_00000002" / "_CHECKPOINT_METADATA"
+    whole = json.loads(file.read_text())
+    body = whole["custom_metadata"]["autoshard"] | {"format": 99}
+    file.write_text(json.dumps(whole | {"custom_metadata": {"autoshard": body, "sha256": _checksum(body)}}))
+    refused(on(action, saved), f"has format 99, this version of autoshard reads up to {FORMAT}: upgrade")
     (saved / "autoshard.json").write_text(json.dumps({"format": "autoshard checkpoints", "version": 99}))
     refused(on(action, saved), "was written by a newer version of autoshard (format 99): upgrade")
 
@@ -142,3 +142,20 @@ def test_a_step_that_is_not_there(saved: Path, refused: Refused) -> None:
 def test_the_best_by_a_metric_that_no_step_has(saved: Path, refused: Refused) -> None:
     wanted = ["--last", "1", "--best", "1", "--metric", "valloss"]
     refused(["prune", str(saved), *wanted], "no step has the metric 'valloss'; they have: ")
+
+
+def test_pruning_beside_a_damaged_newest_step(saved: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:
+    """The newest step that is intact stays, and the command says why; where none is, nothing is removed."""
+    manifest = saved / "step_00000002" / "_CHECKPOINT_METADATA"
+    manifest.write_text("{")
+    for dry in (["--dry-run"], []):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", CheckpointWarning)
+            assert main(["ckpt", "prune", str(saved), "--last", "1", *dry]) == 0
+        told = capsys.readouterr()
+        assert "none; " in told.out and told.out.endswith(": 1, 2\n")
+        assert "steps 2. The newest that is intact, 1, stays" in told.err
+    with Checkpointer(saved, keep=None) as checkpoints:
+        assert checkpoints.steps() == [1, 2]
+    (saved / "step_00000001" / "_CHECKPOINT_METADATA").write_text("{")
+    refused(["prune", str(saved), "--last", "1"], "is intact: nothing is removed")

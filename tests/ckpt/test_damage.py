@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError
-from autoshard.ckpt.manifest import _checksum
+from autoshard.ckpt.manifest import FORMAT, _checksum
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -191,8 +191,8 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest is not as it was written"):
         checkpoints.restore(3, states[3])
-    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=4)}))
-    with pytest.raises(CheckpointError, match="has format 4, .* reads up to 3: upgrade") as caught:
+    file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=FORMAT + 1)}))
+    with pytest.raises(CheckpointError, match=f"has format {FORMAT + 1}, .* reads up to {FORMAT}: upgrade") as caught:
         checkpoints.restore(3, states[3])
     assert not isinstance(caught.value, DamagedCheckpointError)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, Every, Keep
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, Every, Keep, checkpointer, restore
 
 
 @given(
@@ -118,15 +118,19 @@ def test_what_was_just_saved_stays_though_its_number_is_lower(tmp_path: Path) ->
     assert steps_of(tmp_path) == [12, 13, 90, 100]
 
 
+def damage(step: Path) -> None:
+    for file in (step / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(bytes(file.stat().st_size))
+
+
 def test_a_damaged_step_makes_room_and_is_not_removed(tmp_path: Path) -> None:
     state = {"w": np.arange(4096.0)}
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.save(10, state, block=True)
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         checkpoints.save(20, state | {"w": state["w"] + 1}, block=True)
-    for file in (tmp_path / "step_00000020" / "state").rglob("*"):
-        if file.is_file() and file.parent.name == "d":
-            file.write_bytes(bytes(file.stat().st_size))
+    damage(tmp_path / "step_00000020")
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         with pytest.warns(CheckpointWarning, match="Step 10 is restored instead"):
             back = checkpoints.restore(like=state)
@@ -137,3 +141,37 @@ def test_a_damaged_step_makes_room_and_is_not_removed(tmp_path: Path) -> None:
         checkpoints.save(20, state | {"w": state["w"] + 2}, block=True)
         assert checkpoints.restore(like=state)["w"][0] == 2 and not checkpoints.verify()
     assert (tmp_path / "damaged.step_00000020").is_dir()
+
+
+def test_pruning_leaves_the_newest_step_that_is_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are read from the newest on, until one is intact; none where nothing would go."""
+    read: list[int] = []
+    state = {"w": np.arange(4096.0)}
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
+        for step in (10, 20, 30, 40):
+            checkpoints.save(step, state, block=True)
+        damage(tmp_path / "step_00000030")
+        damage(tmp_path / "step_00000040")
+        with pytest.warns(CheckpointWarning, match="steps 30, 40. The newest that is intact, 20, stays"):
+            assert checkpoints.would_prune(Keep(1)) == [10, 30]
+        with pytest.warns(CheckpointWarning, match="steps 30, 40. The newest that is intact, 20, stays"):
+            assert checkpoints.prune(Keep(2)) == [10]
+        assert checkpoints.steps() == [20, 30, 40]
+        checkpoints.save(50, state, block=True)
+        monkeypatch.setattr(
+            checkpointer, "damaged_leaves", lambda path, step: read.append(step) or restore.damaged_leaves(path, step)
+        )
+        assert checkpoints.prune(Keep(4)) == [] and read == []
+        assert checkpoints.prune(Keep(3)) == [20] and read == [50]
+        damage(tmp_path / "step_00000050")
+        with pytest.raises(CheckpointError, match="no step in .* is intact: nothing is removed"):
+            checkpoints.prune(Keep(1))
+        assert checkpoints.steps() == [30, 40, 50]
+
+
+def test_a_run_reads_nothing_to_remove_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer, "damaged_leaves", lambda *_: pytest.fail("a step was read"))
+    with Checkpointer(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": jnp.ones(2)}, block=True)
+        assert checkpoints.steps() == [3]

@@ -1,5 +1,6 @@
 """States that are not the usual nest of sharded float arrays."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import struct
+from flax.training import dynamic_scale
 from jax.extend.sharding import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,7 +22,7 @@ W = jnp.arange(8.0)
 
 def test_names_with_a_slash(tmp_path: Path) -> None:
     state: Any = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
-    with Checkpointer(tmp_path) as checkpoints:
+    with Checkpointer(tmp_path, keep=None) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.save(2, state | {"a": {"b": jnp.full(2, 5.0)}})
         checkpoints.save(3, state | {"a/b": jnp.full(2, 5.0)}, block=True)
@@ -28,7 +31,13 @@ def test_names_with_a_slash(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found["a"]["b"], np.zeros(2))
         for later in (2, 3):
             told = compare(checkpoints.describe(1), checkpoints.describe(later))
-            assert told.same == 1 and told.values == ("a/b",) and not told.equal
+            changed = "a/b" if later == 2 else "'a/b'"
+            assert told.same == 1 and told.values == (changed,) and not told.equal
+        checkpoints.save(4, {"a/b": jnp.ones(2)})
+        checkpoints.save(5, {"a": {"b": jnp.ones(2)}}, block=True)
+        told = compare(checkpoints.describe(4), checkpoints.describe(5))
+        assert (told.same, told.values, told.only_one, told.only_other) == (0, (), ("'a/b'",), ("a/b",))
+        assert checkpoints.describe(5).leaves[0].key == ("a", "b") and checkpoints.describe(5).leaves[0].name == "a/b"
         with pytest.raises(MismatchError, match="a/b and a/b both become c"):
             checkpoints.restore(1, like={"c": jnp.ones(2)}, rename={"a/b": "c"})
 
@@ -109,3 +118,83 @@ def test_replicas_without_a_mesh_count_once(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, W)
         checkpoints.save(2, {"w": found}, block=True)
         np.testing.assert_array_equal(checkpoints.restore(2, like={"w": W})["w"], W)
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_arrays_of_the_other_byte_order_are_saved_in_this_machine_s(tmp_path: Path, count: int) -> None:
+    """Bit for bit, signalling NaNs as well; a template says in which order they come back."""
+    native = np.array([0x7F812345, 0xFFC00001, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
+    other = native.byteswap().view(native.dtype.newbyteorder())
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {str(n): other for n in range(count)}, block=True)
+        assert checkpoints.verify() == []
+        for like in (native, other):
+            found = checkpoints.restore(like={str(n): like for n in range(count)})
+            for leaf in found.values():
+                assert leaf.dtype == like.dtype and leaf.tobytes() == like.tobytes()
+
+
+KEYS = ("", ".", "..", "%", "%packs", "%2E", "a/b", "/", "a\0b", "\n", " ", "\N{SNOWMAN}", "e\u0301", "\xe9", "x" * 300)
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    """Each on two levels, all beside each other."""
+    state = {name: {other: np.float32(i * 100 + j) for j, other in enumerate(KEYS)} for i, name in enumerate(KEYS)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        assert checkpoints.verify() == [] and len(checkpoints.describe().leaves) == len(KEYS) ** 2
+        for found in (checkpoints.restore(like=state), checkpoints.restore()):
+            assert found == state
+
+
+def test_a_dynamic_loss_scale_is_a_leaf_like_others(tmp_path: Path, assert_same: Any) -> None:
+    """As jmp and Flax have it: a registered dataclass, with static fields, beside states of optax."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class LossScale:
+        scale: jax.Array
+        counter: jax.Array
+        period: int = dataclasses.field(default=2000, metadata={"static": True})
+
+    @struct.dataclass
+    class State:
+        params: Any
+        opt: Any
+        scale: Any
+        flax_scale: Any
+        skipped: int
+
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    optimizer = optax.apply_if_finite(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), 5)
+    scale = LossScale(jnp.float32(2.0**15), jnp.int32(1999))
+    state = State(params, optimizer.init(params), scale, dynamic_scale.DynamicScale(fin_steps=jnp.int32(7)), 3)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        assert "scale/scale" in [leaf.name for leaf in checkpoints.describe().leaves]
+        blank = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.Array) else type(leaf)(0), state)
+        found = checkpoints.restore(like=blank)
+    assert_same(found, state)
+    assert found.scale.period == 2000
+
+
+@pytest.mark.parametrize("count", [2, 70])
+def test_leaves_on_other_devices_than_the_mesh_that_is_set(tmp_path: Path, count: int) -> None:
+    """As leaves, and as leaves of packs."""
+    device = jax.devices()[3]
+    state = {str(n): jax.device_put(jnp.full(4, float(n)), device) for n in range(count)}
+    with Checkpointer(tmp_path) as checkpoints, jax.set_mesh(jax.make_mesh((8,), ("x",))):
+        checkpoints.save(1, state)
+        for found in (checkpoints.restore(like=state), checkpoints.restore(shardings=device)):
+            for name, leaf in found.items():
+                assert leaf.devices() == {device}
+                np.testing.assert_array_equal(np.asarray(leaf), np.full(4, float(name)))
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_as_many_dimensions_as_can_be_written(tmp_path: Path, count: int) -> None:
+    state = {str(n): np.full((1,) * 31, n) for n in range(count)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, block=True)
+        found = checkpoints.restore(like=state)
+    assert all(found[name].shape == (1,) * 31 and found[name].item() == int(name) for name in state)

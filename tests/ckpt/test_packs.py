@@ -54,7 +54,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch, directory: Path, state: Any) -> Ch
     """A step as it was written before there were packs."""
     with monkeypatch.context() as patch:
         patch.setattr(packs, "FEW", 10**9)
-        patch.setattr(manifest, "FORMAT", 2)
+        patch.setattr(manifest, "WITHOUT_TEXTS", 2)
         with Checkpointer(directory) as checkpoints:
             checkpoints.save(0, state)
     text = (directory / "step_00000000" / "_CHECKPOINT_METADATA").read_text()

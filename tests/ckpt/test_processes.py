@@ -73,6 +73,17 @@ with Checkpointer(directory, keep=None) as checkpoints:
         assert "has step 1 already" in str(error)
     else:
         raise AssertionError("a committed step was overwritten")
+    try:
+        checkpoints.save(9, {"data": {"all": "the same", "own": f"of {index}"}})
+    except CheckpointError as error:
+        assert "1 texts of the state are not the same in every process:\\n  data/own" in str(error), error
+    else:
+        raise AssertionError("the text of one process was saved for all")
+    checkpoints.save(9, {"data": "the same"}, block=True)
+    assert checkpoints.restore(9) == {"data": "the same"}
+    checkpoints._directory.remove(9) if index == 0 else None
+    from autoshard._processes import exchange
+    exchange("removed", "")
     # What only one process finds wrong stops both.
     from autoshard.ckpt import restore, storage
     read = storage.read_arrays

@@ -1,6 +1,9 @@
 """Bad input: one clear error each, and nothing on disk changes."""
 
 import json
+import re
+import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
+from autoshard.ckpt.compare import compare
 from autoshard.errors import AutoshardError
 
 STATE = {"params": {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, "step": jnp.int32(1), "rng": jax.random.key(0)}
@@ -77,6 +82,21 @@ def test_a_config_of_another_model(saved: Path) -> None:
             checkpoints.restore(like=STATE, config={"train": {"steps": 6}})
 
 
+def test_a_config_is_compared_as_it_is(tmp_path: Path) -> None:
+    """NaN is what was saved, wherever it stands; a dot in a name is not a level."""
+    nan, other = float("nan"), float("nan")
+    with Checkpointer(tmp_path) as checkpoints:
+        for step, value in ((1, nan), (2, other)):
+            config = {"model": {"clip": value, "rates": [1, value, {"a": value}], "a.b": 1, "a": {"b": 2}}}
+            checkpoints.save(step, STATE, config=config, metrics={"loss": value}, block=True)
+        checkpoints.restore(like=STATE, config=config)
+        with pytest.raises(MismatchError, match="differs in 2 keys:\n.*clip: saved nan, wanted 1.0\n.*rates: saved"):
+            checkpoints.restore(like=STATE, config={"model": config["model"] | {"clip": 1.0, "rates": [1, 2.0, {}]}})
+        with pytest.raises(MismatchError, match=r"differs in 1 keys:\n  model.a.b: saved 1, wanted 3"):
+            checkpoints.restore(like=STATE, config={"model": config["model"] | {"a.b": 3}})
+        assert compare(checkpoints.describe(1), checkpoints.describe(2)).settings == ()
+
+
 def test_tuples_in_a_config_are_the_lists_they_become(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, STATE, config={"model": {"shape": (1, 2)}})
@@ -103,6 +123,12 @@ def test_a_step_that_does_not_exist(saved: Path, tmp_path_factory: pytest.TempPa
             with pytest.raises(CheckpointError, match="no checkpoint in"):
                 call()
     assert not nowhere.exists()
+
+
+def test_folders_with_other_names_of_a_step_are_no_steps(saved: Path) -> None:
+    shutil.copytree(saved / "step_00000001", saved / "step_0000000001")
+    shutil.copytree(saved / "step_00000001", saved / "step_0000000\N{ARABIC-INDIC DIGIT TWO}")
+    assert Checkpointer(saved).steps() == [1]
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path: Path, files_of: Callable[[Path], Any]) -> None:
@@ -142,6 +168,21 @@ def test_a_newer_or_broken_marker(saved: Path) -> None:
         Checkpointer(saved)
 
 
+def test_a_marker_that_is_missing_beside_steps(saved: Path, files_of: Callable[[Path], Any]) -> None:
+    """The error says what to write, and that mends it."""
+    whole = (saved / "autoshard.json").read_text()
+    (saved / "autoshard.json").unlink()
+    before = files_of(saved)
+    with pytest.raises(CheckpointError, match=r"has step_00000001 and no autoshard\.json, which") as told:
+        Checkpointer(saved)
+    assert files_of(saved) == before
+    [text, file] = re.findall(r"write (\{.*\}) into (.*); else", str(told.value))[0]
+    Path(file).write_text(text)
+    assert json.loads(text) == json.loads(whole)
+    with Checkpointer(saved) as checkpoints:
+        assert checkpoints.verify() == []
+
+
 def test_one_writer_at_a_time(saved: Path) -> None:
     with Checkpointer(saved) as first, Checkpointer(saved) as second:
         first.save(2, STATE, config={})
@@ -153,26 +194,113 @@ def test_one_writer_at_a_time(saved: Path) -> None:
         assert first.steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None])
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None, np.arange(2), jnp.arange(2)])
 def test_steps_are_natural_numbers(tmp_path: Path, step: Any) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="0 or more"):
         checkpoints.save(step, STATE, config={})
     assert not (tmp_path / "run").exists()
 
 
-def test_keep_is_positive(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="keep=0"):
-        Checkpointer(tmp_path, keep=0)
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
+def test_steps_that_are_read_are_natural_numbers(saved: Path, step: Any) -> None:
+    with Checkpointer(saved) as checkpoints:
+        for read in (checkpoints.restore, checkpoints.verify, checkpoints.describe, checkpoints.config):
+            with pytest.raises(CheckpointError, match="0 or more"):
+                read(step)
+
+
+@pytest.mark.parametrize("keep", [0, True, 2.5, "3"])
+def test_keep_is_positive(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"keep={keep!r}"):
+        Checkpointer(tmp_path, keep=keep)
 
 
 @pytest.mark.parametrize(
-    "leaf", ["text", object(), np.array(["a"]), np.array([None])], ids=["text", "object", "strings", "objects"]
+    ("argument", "message"),
+    [
+        ({"config": [1]}, r"config=\[1\] is no dict, as config="),
+        ({"config": "small"}, "config='small' is no dict"),
+        ({"config": {"a": {1: 2, "1": 3}}}, "two keys of a dict have one name: 1, 1"),
+        ({"metrics": [1], "expert_dims": ["w"]}, r"metrics=\[1\] is no dict, .*; expert_dims=\['w'\] is no dict"),
+        ({"metrics": {1: 2, "1": 3}}, "two metrics have one name: 1, 1"),
+        ({"metrics": {"loss": 10**400}}, "metrics are numbers: loss="),
+        ({"expert_dims": {"params/*": "0"}}, "dimensions are integers"),
+        ({"expert_dims": {"experts/*": 0}}, "'experts/\\*' matches no leaf"),
+        ({"plan": "{"}, "the plan is no JSON"),
+    ],
+    ids=str,
 )
-def test_leaves_that_cannot_be_saved(tmp_path: Path, leaf: Any) -> None:
-    with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match="leaf 'a/1' is a"):
-            checkpoints.save(1, {"a": [jnp.ones(2), leaf]}, config={})
-        assert checkpoints.steps() == []
+def test_arguments_of_save(tmp_path: Path, argument: Any, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, STATE, **argument)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"experts": 3}, r"experts=3 is no list of numbers, as experts=\[0, 3\] is"),
+        ({"experts": "3", "rename": ["w"]}, "rename=.* is no dict.*; experts='3' is no list"),
+        ({"rename": {"w": 1}}, "rename: 'w' -> 1: paths are texts"),
+        ({"config": [1]}, "config=.* is no dict"),
+        ({"upcycle": ["w"]}, "upcycle=.* is no dict"),
+        ({"expert_dims": {"w": 0.5}}, "dimensions are integers"),
+    ],
+    ids=str,
+)
+def test_arguments_of_restore(saved: Path, argument: Any, message: str) -> None:
+    with Checkpointer(saved) as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.restore(like=STATE, **argument)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (object(), "leaf 'a/1' is a object: only arrays"),
+        (np.array(["a"]), "leaf 'a/1' is a ndarray of <U1: only arrays"),
+        (np.array([None]), "leaf 'a/1' is a ndarray of object: only arrays"),
+        (2**70, "leaf 'a/1' is an integer of 71 bits, and 64 can be saved"),
+        (np.zeros(2, [("x", "f4")]), r"leaf 'a/1' is a ndarray of \[\('x', '<f4'\)\]: only arrays"),
+        (np.zeros((0, 2), jax.dtypes.float0), r"leaf 'a/1' is a ndarray of \[\('float0', 'V'\)\]: only arrays"),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "a/1: a ShapeDtypeStruct is no array"),
+        (np.ones((1,) * 32), "more than 31 dimensions(?s:.*)a/1: float64"),
+        (np.ma.array([1.0, 2.0], mask=[False, True]), "a/1: a masked array would lose its mask"),
+    ],
+    ids=str,
+)
+def test_leaves_that_cannot_be_saved(tmp_path: Path, leaf: Any, message: str) -> None:
+    """Nothing is left of the attempt, not even the directory."""
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, {"a": [jnp.ones(2), leaf]}, config={})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_within_a_compiled_function(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path / "run") as checkpoints,
+        pytest.raises(CheckpointError, match="a: is being traced: save what the compiled function returns"),
+    ):
+        jax.jit(lambda x: checkpoints.save(1, {"a": x}))(jnp.ones(2))
+
+
+X = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({1: X, "1": X}, "cannot be taken apart: .* 1 and '1' do not have"),
+        (OrderedDict([(1, X), ("1", X)]), "two leaves of the state have the path '1'"),
+        (OrderedDict([(1, X), ("1", {"b": X})]), "the leaf '1' of the state would lie above its leaf '1/b'"),
+        (OrderedDict([("1", {"b": X}), (1, X)]), "the leaf '1' of the state would lie above its leaf '1/b'"),
+        ({"a": {"\ud800": X}}, r"path 'a/\\ud800', which is no text"),
+    ],
+    ids=["no order", "one path", "above", "below", "no text"],
+)
+def test_paths_that_cannot_be_told_apart(tmp_path: Path, state: Any, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, state)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_state_without_leaves_and_a_config_that_is_no_json(tmp_path: Path) -> None:
@@ -194,17 +322,54 @@ def test_a_state_donated_before_the_save(tmp_path: Path) -> None:
         checkpoints.save(1, state, config={})
 
 
-def test_a_sharding_that_does_not_divide(tmp_path: Path, mesh_of: Any, files_of: Callable[[Path], Any]) -> None:
-    sharding = NamedSharding(mesh_of(x=8), PartitionSpec("x"))
-    template = {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding) for name in "ab"}
+def test_shardings_that_do_not_divide(tmp_path: Path, mesh8: Mesh, files_of: Callable[[Path], Any]) -> None:
+    """Each leaf, dimension and axis in one error, from the template or from `shardings`."""
+    state = {"a": jnp.ones(6), "b": jnp.ones((8, 6)), "k": jax.random.split(jax.random.key(0), 3), "n": jnp.int32(1)}
+    specs = {"a": P("model"), "b": P(None, ("data", "model")), "k": P("model"), "n": P()}
+    shardings = {name: NamedSharding(mesh8, spec) for name, spec in specs.items()}
+    like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in state.items()}
+    lines = (
+        "a: shape (6,): dim 0 of size 6 does not divide by 'model' (4)",
+        "b: shape (8, 6): dim 1 of size 6 does not divide by 'data' (2), 'model' (4)",
+        "k: shape (3,): dim 0 of size 3 does not divide by 'model' (4)",
+    )
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, {"a": jnp.ones(6), "b": jnp.ones(6)}, config={})
-        checkpoints.wait()
+        checkpoints.save(1, state, block=True)
         before = files_of(tmp_path)
-        with pytest.raises(CheckpointError, match="cannot be placed") as caught:
-            checkpoints.restore(like=template)
+        for template, wanted in ((like, None), (state, shardings), (None, shardings)):
+            with pytest.raises(CheckpointError, match="cannot be placed") as caught:
+                checkpoints.restore(like=template, shardings=wanted)
+            assert all(line in str(caught.value) for line in lines) and "n:" not in str(caught.value)
+        with pytest.raises(CheckpointError, match=r"n: shape \(\) has fewer dimensions than") as caught:
+            checkpoints.restore(like=state, shardings=shardings["a"])
+        assert lines[0] in str(caught.value)
         assert files_of(tmp_path) == before
-    assert "a: shape (6,)" in str(caught.value) and "b: shape (6,)" in str(caught.value)
+
+
+def test_what_is_no_sharding(saved: Path, mesh8: Mesh) -> None:
+    with Checkpointer(saved) as checkpoints:
+        for wrong, message in (
+            (P("data"), r"shardings:\n  P(artitionSpec)?\(.*\) needs a mesh: give NamedSharding\(mesh, "),
+            (mesh8, "a Mesh is no sharding: give NamedSharding"),
+            ("data", "a str is no sharding"),
+            ({"params": {"w": P("data"), "b": "x"}, "step": None, "rng": None}, "params/b: a str(?s:.*)params/w: P"),
+            (NamedSharding(mesh8.abstract_mesh, P()), "params/b: its mesh is abstract, which has no devices"),
+            (NamedSharding(mesh8, P(P.UNCONSTRAINED)), "leaves a dimension unconstrained"),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                checkpoints.restore(like=STATE, shardings=wrong)
+
+
+def test_a_device_and_a_spec_on_the_current_mesh_are_shardings(saved: Path, mesh8: Mesh) -> None:
+    device = jax.devices()[3]
+    with Checkpointer(saved) as checkpoints:
+        found = checkpoints.restore(shardings=device)
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(found))
+        with jax.set_mesh(mesh8):
+            found = checkpoints.restore(shardings={"params": P("data"), "step": device, "rng": P()})
+            with pytest.raises(CheckpointError, match="rows"):
+                checkpoints.restore(shardings=P("rows"))
+        assert found["params"]["w"].sharding == NamedSharding(mesh8, P("data")) and found["step"].devices() == {device}
 
 
 def test_no_value_is_cut_silently(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def test_shardings_say_where_leaves_go(saved: Checkpointer, mesh8: Mesh) -> None
         saved.restore(shardings={"parameters": rows})
 
 
+def test_no_part_of_a_state_is_no_restore(saved: Checkpointer) -> None:
+    with pytest.raises(MismatchError, match="has none of the 2 wanted leaves among its 6:") as told:
+        saved.restore(like={"encoder": {"w": jnp.ones((8, 8))}, "n": 1}, partial=True)
+    for line in ("count: saved int32[2]", "params/encoder/b: saved float32[8]", "encoder/w: wanted float32[8, 8]"):
+        assert line in str(told.value)
+    assert "rename={'saved': 'wanted'}" in str(told.value)
+
+
 def test_part_of_a_state(saved: Checkpointer) -> None:
     new = jnp.full(4, 7.0)
     like = {"params": {"encoder": {"w": shape(8, 8)}, "adapter": new}}
@@ -93,7 +101,7 @@ def test_kept_leaves_go_where_they_are_wanted(saved: Checkpointer, mesh8: Mesh) 
         saved.restore(like=like, partial=True, shardings={"params": wanted | {"adapter": None}})["params"]["adapter"]
         is new
     )
-    with pytest.raises(CheckpointError, match=r"params/adapter: shape \(7,\) does not divide"):
+    with pytest.raises(CheckpointError, match=r"params/adapter: shape \(7,\): dim 0 of size 7 does not divide"):
         saved.restore(like={"params": {"adapter": jnp.ones(7)}}, partial=True, shardings=there)
     with pytest.raises(MismatchError, match="params/adapter: not in the checkpoint, and the template has no value"):
         saved.restore(like={"params": {"adapter": shape(8)}}, partial=True, shardings=there)

@@ -211,7 +211,7 @@ def test_what_differs_between_two_steps(saved: Checkpointer, tmp_path: Path, mes
     assert found.same == 9
     assert found.kinds == ("params/head: float32[64, 32] | float32[3]",)
     assert found.only_one == ("opt_state/mu",) and found.only_other == ("params/bias",)
-    assert "config.model.width: 32 | 64" in found.settings and "metrics.loss: 'nothing' | 1.0" in found.settings
+    assert "config.model.width: 32 | 64" in found.settings and "metrics.loss: nothing | 1.0" in found.settings
     again = compare(saved.describe(1), saved.describe(2))
     assert len(again.values) == 8 and "other values: 8" in str(again)
 
