@@ -24,6 +24,7 @@ from typing import Any, Literal
 from autoshard._shown import shown
 
 Platform = Literal["tpu", "cuda", "cpu"]
+Options = Mapping[str, str | bool | int | float]  # of XLA, by name
 
 GiB = 2**30
 GB = 1e9
@@ -74,7 +75,7 @@ class Chip:
     tile: int = 1
     flops_8bit: float = 0.0
     hides: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)  # parts of JAX's `device_kind` that mean this chip

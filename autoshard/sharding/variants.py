@@ -172,7 +172,7 @@ def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan,
         if found is not None:
             plans.append(_tabled(found, choice, made))
     plans = plans or [fastest(made)]
-    return asked.judge(plans, plans[0].limit_bytes)
+    return asked.judge(plans, plans[0].limit_bytes or math.inf)
 
 
 def unlike(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

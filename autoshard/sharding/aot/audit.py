@@ -28,6 +28,7 @@ from autoshard.sharding.aot.remarks import Remark, read_remarks
 from autoshard.sharding.aot.schedule import Runs, Schedule
 from autoshard.sharding.aot.whole import Whole, replicated
 from autoshard.sharding.aot.wire import Wires
+from autoshard.sharding.chips import Options
 from autoshard.sharding.targets import Target, TargetError, find_target
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _plain(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, Mapping) else asdict(thing)
 
 
-def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Mapping[str, str] | None = None) -> Audit:
+def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Options | None = None) -> Audit:
     """Compiles a plan's program for its target, in a process of its own, and compares it with the plan.
 
     Args:
