@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autoshard._shown import shown
+from autoshard._typed import shortly
 from autoshard.errors import AutoshardError
 from autoshard.sharding.chips import Options
 from autoshard.sharding.history import Searched
@@ -187,7 +188,13 @@ class Plan:
         return explain(self, path, wish)
 
     def diff(self, other: Plan) -> str:
-        """What another plan does differently, a line each."""
+        """What another plan does differently, a line each.
+
+        Raises:
+            PlanError: the other is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise PlanError(f"diff: {shortly(other)} is no plan; give one that plan(...) or Plan.from_json made")
         from autoshard.sharding.report import diff
 
         return diff(self, other)
@@ -200,7 +207,7 @@ class Plan:
                 the plan's own.
 
         Raises:
-            AuditError: the target's compiler is not installed, or it has none.
+            AuditError: the target's compiler is not installed, or it has none; an option that cannot be used.
         """
         from autoshard.sharding.aot import verify
 

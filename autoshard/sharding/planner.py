@@ -159,7 +159,7 @@ class Planner:
         elif isinstance(asked, str):
             layouts = [(asked, self._requested(asked))]
         else:
-            table = requests.Table({k: tuple([v] if isinstance(v, str) else v) for k, v in asked.items()})
+            table = requests.Table.read(asked)
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.held, self.fixed = held, fixed

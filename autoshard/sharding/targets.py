@@ -96,16 +96,14 @@ def find_target(name: str) -> Target:
     Raises:
         TargetError: it does not exist, or the file cannot be read.
     """
-    if not isinstance(name, str):
-        raise TargetError(
-            f"target is {shortly(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
-        )
+    check_name(name)
     if name.endswith(".toml"):
         return _read(Path(name))
-    match = re.fullmatch(r"([a-z0-9-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip().lower())
+    name = name.strip().lower()
+    match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:x[0-9]+)*)(?:\*([0-9]+))?", name)
     chip = match and CHIPS.get(key := ALIASES.get(match[1], match[1]))
     if not match or chip is None:
-        near = difflib.get_close_matches(name.partition(":")[0].lower(), CHIPS, n=1)
+        near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
         raise TargetError(
             f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the name of a "
             f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
@@ -131,6 +129,14 @@ def find_target(name: str) -> Target:
         )
     hosts = math.prod(shape) * slices // near
     return Target(name, chip, Topology(_switched(chip, hosts, near)))
+
+
+def check_name(name: Any) -> None:
+    """Refuses what is no text."""
+    if not isinstance(name, str):
+        raise TargetError(
+            f"target is {shortly(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
+        )
 
 
 def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:

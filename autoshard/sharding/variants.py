@@ -68,6 +68,8 @@ def rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> Iterator[l
         return
     if isinstance(variants, Mapping):
         for name, values in variants.items():
+            if not isinstance(name, str):
+                raise TypeError(f"variants: {name!r:.60} is no keyword; give {{keyword: values}}")
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise TypeError(f"variants: {name!r} is {values!r:.60}; give a list of its values")
         yield [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]

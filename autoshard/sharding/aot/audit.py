@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autoshard._shown import shown
+from autoshard._typed import finite, fit
 from autoshard.errors import AutoshardError
 from autoshard.sharding.aot import hlo
 from autoshard.sharding.aot.build import TIMEOUT_S, Compiled, build, missing_compiler, remarks
@@ -151,8 +152,14 @@ def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Options | None 
         options: compiler options; default: the plan's own.
 
     Raises:
-        AuditError: the target has no compiler (a TOML file, a topology that does not exist), or it is not installed.
+        AuditError: the target has no compiler (a TOML file, a topology that does not exist), or it is not installed;
+            an option that cannot be used.
     """
+    problems: list[str] = []
+    finite(timeout_s, "timeout_s", problems)
+    fit(options, Options | None, "options", problems)
+    if problems or not timeout_s > 0:
+        raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}, it must be above 0'}")
     target = compile_target(plan.target)
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")
