@@ -13,6 +13,8 @@ SHOWN: list[type] = []  # every class of which this holds
 def shown(cls: C) -> C:
     """A class decorator, above `@dataclass`: `repr` and `str` say what is missing instead of raising.
 
+    `format` takes any specification.
+
     >>> @shown
     ... class Pair:
     ...     def __repr__(self):
@@ -25,8 +27,17 @@ def shown(cls: C) -> C:
     for name in ("__repr__", "__str__"):
         if name in cls.__dict__:
             setattr(cls, name, _guarded(cls.__dict__[name]))
+    setattr(cls, "__format__", _format)  # noqa: B010  not a method of `type`'s
     SHOWN.append(cls)
     return cls
+
+
+def _format(self: Any, spec: str) -> str:
+    """The text, laid out as `str`'s own format has it; one that `str` does not have leaves it as it is."""
+    try:
+        return format(str(self), spec)
+    except ValueError:
+        return str(self)
 
 
 def _guarded(original: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -1,5 +1,7 @@
 """The command line: help without a device, one line for each mistake."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 
 from autoshard.ckpt import Checkpointer
 from autoshard.cli import COMMANDS, main
+from autoshard.commands.arguments import check_writable
 from autoshard.train.rundir import CHECKPOINTS, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +84,26 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
             ["train", "--data", __file__, "--run-dir", "/proc/no/such/folder"],
             "'/proc/no/such/folder' cannot be written to",
         ),
+        (["plan", "--batch-size", "0"], "error: batch_size is 0, it must be at least 1"),
+        (["plan", "--gpt.dropout", "nan"], "error: GPTConfig: dropout is nan"),
+        (["plan", "--optimizer.learning-rate", "nan"], "learning_rate is nan, it must be at least 0 and finite"),
+        (["plan", "--json", "no/such/plan.json"], "--json 'no/such/plan.json' cannot be written: No such file"),
+        (["plan", "gpt-tiny", "--html", "."], "--html '.' cannot be written: Is a directory"),
+        (["plan", "gpt-tiny", "--html", "-"], "a page goes to a file, such as plan.html"),
+        (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4, it must be at least 1"),
+        (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc', it must be a whole number"),
+        (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True, it must be a whole number"),
+        (
+            ["plan", "gpt-tiny", "--set", "bias=5", "--set", "remat=5"],
+            "bias is 5, it must be true or false; remat is 5",
+        ),
+        (["plan", "gpt-tiny", "--set", "norm_eps=NaN"], "norm_eps is nan; it must be a finite number above 0"),
+        (["plan", "gpt-tiny", "--set", "bogus=1"], "error: gpt-tiny: GPTConfig has no field 'bogus'"),
+        (["plan", "gpt-tiny", "--set", "layers=2", "--set", "layers=4"], "--set names 'layers' twice"),
+        (["plan", "moe-tiny", "--set", 'gpt={"layer": 3}'], "gpt: there is no 'layer'; there are vocab, layers"),
+        (["plan", "wide-resnet-tiny", "--set", 'stages=[1, "a"]'], "stages[1] is 'a', it must be a whole number"),
+        (["plan", "gpt-tiny", "--fixed", "x=-,tp", "--fixed", "x=tp,-"], "--fixed names 'x' twice: give it once"),
+        (["bench", "--calibrate", "no/such/here.toml"], "--calibrate 'no/such/here.toml' cannot be written"),
         (["plan", "--batch-size", "7", "--plan", "dp:8"], "batch 7 is not divisible by dp 8. Pad batch to 8"),
         (["bench", "--rounds", "0"], "--rounds is 0"),
     ],
@@ -93,6 +116,29 @@ def test_mistakes_are_one_line_and_code_2(
     error = capsys.readouterr().err
     assert error.startswith("autoshard") and complaint in error and len(error.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFixture) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["plan", "--gpt.layers", "abc"]) == 2
+    assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc', it must be a whole number\n"
+
+
+def test_a_path_that_is_not_there_is_told_before_the_search(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.plan", None)
+    assert main(["plan", "gpt-tiny", "--target", "cpu:8", "--explain", "0/params/embd"]) == 2
+    error = capsys.readouterr().err
+    assert "no input or result is called '0/params/embd'. Near it: " in error and len(error.splitlines()) == 1
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(tmp_path: Path) -> None:
+    there, absent = tmp_path / "there", tmp_path / "absent"
+    there.write_text("kept")
+    check_writable("--json", there)
+    check_writable("--json", absent)
+    assert there.read_text() == "kept" and not absent.exists()
 
 
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture) -> None:

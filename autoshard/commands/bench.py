@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard._shown import shown
+from autoshard.commands.arguments import cannot_write, check_writable
 from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config import TrainConfig
@@ -50,11 +51,12 @@ def _calibrate(path: Path) -> int:
 
     if path.suffix != ".toml":
         raise ConfigError(f"--calibrate {str(path)!r}: name a .toml file")
+    check_writable("--calibrate", path)
     target = calibrate()
     try:
         write_target(target, path)
     except OSError as error:
-        raise ConfigError(f"--calibrate {str(path)!r} cannot be written: {error.strerror}") from error
+        raise cannot_write("--calibrate", path, error) from error
     chip = target.chip
     print(f"{target.name}: {chip.flops / 1e12:.3g} TFLOP/s at 16 bits, {chip.flops_f32 / 1e12:.3g} at 32, "
           f"memory {chip.memory_bandwidth / 1e9:.3g} GB/s, links {chip.link_bandwidth / 1e9:.3g} GB/s")  # fmt: skip

@@ -6,14 +6,15 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autoshard._shown import shown
-from autoshard.commands.arguments import parser
+from autoshard.commands.arguments import cannot_write, check_writable, parser
 from autoshard.commands.settings import read_settings
-from autoshard.errors import ConfigError
+from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import TrainConfig
 
 _DESCRIPTION = """Show the plan of a train step: of a named model, or of the one that `autoshard train` would run
@@ -44,6 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         return _run_named(arguments)
     config = read_settings(arguments, PlanCommand, "plan", _DESCRIPTION)
+    _check_files(config.json, config.html)
     return show(plan_train_step(config), config.json, config.html)
 
 
@@ -57,13 +59,22 @@ def show(plan: Any, json_path: Path | None, html_path: Path | None, explain: Seq
             print("", plan.explain(*_wish(text)), sep="\n")
         for audit in plan.audits:
             print("", audit, sep="\n")
-    for path, write in ((json_path, lambda p: p.write_text(plan.to_json())), (html_path, plan.to_html)):
+    files = ("--json", json_path, lambda p: p.write_text(plan.to_json())), ("--html", html_path, plan.to_html)
+    for option, path, write in files:
         if path is not None and path != Path("-"):
             try:
                 write(path)
             except OSError as error:
-                raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+                raise cannot_write(option, path, error) from error
     return 0 if all(audit.ok for audit in plan.audits) else 1
+
+
+def _check_files(json_path: Path | None, html_path: Path | None) -> None:
+    """Refuses, before the search, files that cannot be written."""
+    if html_path == Path("-"):
+        raise ConfigError("--html '-': a page goes to a file, such as plan.html")
+    check_writable("--json", None if json_path == Path("-") else json_path)
+    check_writable("--html", html_path)
 
 
 def plan_train_step(config: TrainConfig):
@@ -85,6 +96,8 @@ def plan_train_step(config: TrainConfig):
 
 def _run_named(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
+    _check_files(given.json, given.html)
+    settings = _by_name("--set", map(_setting, given.set))
     import jax
 
     import autoshard
@@ -94,11 +107,12 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing that is attached is needed
-    settings = dict(map(_setting, given.set))
     named = {"context": given.context, "batch_size": given.batch_size}
     remat = {"remat": given.remat} if given.remat is not None else {}
     try:
         work = workload(given.model).with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
+    except AutoshardError:
+        raise
     except ValueError as error:  # a config says what is wrong with its fields
         raise ConfigError(f"{given.model}: {error}") from error
     options = {
@@ -106,14 +120,18 @@ def _run_named(arguments: Sequence[str]) -> int:
         "mesh": parse_mesh(given.mesh),
         "plan": given.plan,
         "memory_limit_bytes": given.memory_limit_bytes,
-        "fixed": dict(map(_pin, given.fixed)) or None,
+        "fixed": _by_name("--fixed", map(_pin, given.fixed)) or None,
     }
     chosen = {
         "remat": settings.get("remat") if given.remat is None else given.remat,
         "accumulation": given.accumulation,
     }
+    step, *shapes = workload_variants(work)
+    if given.explain:
+        _check_paths([_wish(text)[0] for text in given.explain], partial(step, remat="none", accumulation=1), shapes)
     plan = autoshard.plan(
-        *workload_variants(work),
+        step,
+        *shapes,
         donate_argnums=0,
         variants=search_of(
             variants_of(work, numerics=given.allow_numerics)
@@ -125,6 +143,29 @@ def _run_named(arguments: Sequence[str]) -> int:
         **{k: v for k, v in options.items() if v is not None},
     )
     return show(plan, given.json, given.html, given.explain)
+
+
+def _check_paths(asked: Sequence[str], step: Any, shapes: Sequence[Any]) -> None:
+    """Refuses, before the search, paths that neither an input nor a result of a step has."""
+    import jax
+
+    from autoshard.sharding.report.reasons import check_path
+    from autoshard.sharding.tracing import path_of
+
+    trees = (shapes, jax.eval_shape(step, *shapes))
+    paths = [path_of(keys) for tree in trees for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    for path in asked:
+        check_path(path, paths)
+
+
+def _by_name(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """What an option that may be given more than once says; each name once."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ConfigError(f"{option} names {name!r} twice: give it once")
+        found[name] = value
+    return found
 
 
 def _wish(text: str) -> tuple[str, Any] | tuple[str]:

@@ -114,6 +114,11 @@ class GPTConfig:
             problems.append("attention is cudnn, which takes dtype bfloat16 or float16, not float32")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}; it must be at least 0 and below 1")
+        problems += [
+            f"{name} is {getattr(self, name)}; it must be a finite number above 0"
+            for name in ("rotary_base", "norm_eps")
+            if not 0.0 < getattr(self, name) < float("inf")
+        ]
         if problems:
             raise ValueError("GPTConfig: " + "; ".join(problems))
 

@@ -100,16 +100,16 @@ class MoEConfig:
             if size is not None and size < 1:
                 problems.append(f"{name} is {size}; it must be at least 1")
         for name in ("shared_experts", "balance_weight", "z_weight"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)}; it must be at least 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
         if self.dispatch not in ("capacity", "dropless"):
             problems.append(f"dispatch is {self.dispatch!r}; choose one of capacity, dropless")
         if self.top_k > self.experts:
             problems.append(f"top_k {self.top_k} is more than the {self.experts} experts")
         if self.top_k == 1 and self.renormalize:
             problems.append("top_k is 1 and renormalize=True: gates of 1 teach the router nothing; set it to False")
-        if not self.capacity_factor > 0:
-            problems.append(f"capacity_factor is {self.capacity_factor}; it must be above 0")
+        if not 0 < self.capacity_factor < math.inf:
+            problems.append(f"capacity_factor is {self.capacity_factor}; it must be above 0 and finite")
         if self.moe_every > 0 and self.gpt.layers % self.moe_every:
             problems.append(f"layers {self.gpt.layers} is not a multiple of moe_every {self.moe_every}; change one")
         elif self.moe_every > 0:

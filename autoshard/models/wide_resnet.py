@@ -71,6 +71,8 @@ class WideResNetConfig:
         problems += remat_problems(self.remat, sum(self.stages), scan=False)
         if not 0.0 <= self.momentum < 1.0:
             problems.append(f"momentum is {self.momentum}; it must be at least 0 and below 1")
+        if not 0.0 < self.norm_eps < float("inf"):
+            problems.append(f"norm_eps is {self.norm_eps}; it must be a finite number above 0")
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 problems.append(f"{name} is {getattr(self, name)!r}; choose one of float32, bfloat16, float16")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard._shown import shown
+from autoshard._typed import fields_of, fit
 from autoshard.errors import AutoshardError
 from autoshard.models.gpt import GPT, GPTConfig
 from autoshard.models.llama import LLAMA
@@ -51,6 +52,11 @@ class Workload:
     config: Any
     batch_size: int
 
+    def __post_init__(self) -> None:
+        fit(self.batch_size, int, "batch_size", problems := [])
+        if problems or self.batch_size < 1:
+            raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}, it must be at least 1")
+
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the model, as `train.state.make_program` takes it."""
         return _MODELS[type(self.config)](self.config, rngs=rngs)
@@ -75,7 +81,7 @@ class Workload:
         """This workload with another batch size or other fields of its config, those of a MoE's `gpt` included.
 
         Raises:
-            AutoshardError: The config has no such field.
+            AutoshardError: The config has no such field, or one that takes values of another type; no such batch.
             ValueError: The config does not take such a value.
 
         >>> workload("llama2-7b").with_(context=2048, remat="dots").config.context
@@ -100,17 +106,19 @@ def workload(name: str) -> Workload:
 
 
 def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
-    own = {field.name for field in dataclasses.fields(config)}
-    inner = {field.name for field in dataclasses.fields(GPTConfig)} if isinstance(config, MoEConfig) else set()
+    own = fields_of(type(config))
+    inner = fields_of(GPTConfig) if isinstance(config, MoEConfig) else {}
     for field in changes:
         if field not in own | inner:
             kind = type(config).__name__
             raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known(field, [*own, *inner])}")
-    outer = {field: value for field, value in changes.items() if field in own}
-    if isinstance(config, MoEConfig):
-        gpt = outer.pop("gpt", config.gpt)
-        rest = {field: value for field, value in changes.items() if field not in own}
-        outer["gpt"] = dataclasses.replace(gpt, **rest)
+    problems: list[str] = []
+    fitting = {field: fit(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
+    if problems:
+        raise AutoshardError(f"{name}: {'; '.join(problems)}")
+    outer = {field: value for field, value in fitting.items() if field in own}
+    if rest := {field: value for field, value in fitting.items() if field not in own}:
+        outer["gpt"] = dataclasses.replace(outer.get("gpt", config.gpt), **rest)
     return dataclasses.replace(config, **outer)
 
 

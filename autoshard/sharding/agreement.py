@@ -15,6 +15,7 @@ import jax
 from autoshard import _compat
 from autoshard._processes import named
 from autoshard.sharding.plan import Plan, PlanError
+from autoshard.sharding.plan_json import plan_data
 
 TIMEOUT_S = 600.0
 _SAME = "same"
@@ -23,7 +24,7 @@ _numbers = itertools.count()
 
 def digest(plan: Plan) -> str:
     """What of a plan decides the program: the function, the mesh, where everything lies, the compiler's options."""
-    data = json.loads(plan.to_json())
+    data = plan_data(plan)
     kept = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "compiler_options", "fingerprint")
     return hashlib.sha256(json.dumps([data[k] for k in kept]).encode()).hexdigest()[:16]
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 
 from autoshard import _compat
+from autoshard._typed import shortly
 from autoshard.sharding.dispatch import Entry, GraphArguments, GraphFunction, PureFunction, born_sharded
 from autoshard.sharding.machine import MeshLike
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.planner import PlanLike, argnums
+from autoshard.sharding.request import Table
+from autoshard.sharding.targets import check_name
 from autoshard.sharding.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.variants import Variants
 
@@ -67,6 +71,8 @@ def auto_shard(
     """
     options = _checked(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
                        plan=plan, strict=strict)  # fmt: skip
+    if not isinstance(example, tuple | list | None):
+        raise PlanError(f"example is {shortly(example)}; give the arguments as a tuple, such as (state, batch)")
     if obj is None:
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
@@ -75,8 +81,6 @@ def auto_shard(
 
         given = dict(variants=variants, donate_argnums=donate_argnums, static_argnums=static_argnums)
         return shard_class(obj, options, example, [k for k, v in given.items() if v is not None and v not in ((), [])])
-    if not callable(obj):
-        raise PlanError(f"auto_shard takes a function or a Flax module class, got {type(obj).__name__} {obj!r:.60}")
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
 
 
@@ -157,6 +161,10 @@ class AutoSharded:
         static_argnums: int | Sequence[int] = (),
         example: tuple[Any, ...] | None = None,
     ):
+        if not callable(fn):
+            raise PlanError(
+                f"auto_shard takes a function or a Flax module class, got {type(fn).__name__} {shortly(fn)}"
+            )
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
@@ -296,14 +304,26 @@ def _numbers(given: int | Sequence[int], count: int, most: int | None, what: str
     Raises:
         PlanError: there is no such argument.
     """
-    numbers = [given] if isinstance(given, int) else list(given)
-    wrong = [n for n in numbers if not isinstance(n, int) or n < -count or (most is not None and n >= most)]
+    numbers = list(given) if isinstance(given, Iterable) else [given]
+    wrong = [n for n in numbers if not _is_whole(n) or n < -count or (most is not None and n >= most)]
     if wrong:
         raise PlanError(
-            f"{what} {wrong[0]!r}: the function has {count} positional arguments"
+            f"{what} {shortly(wrong[0])}: the function has {count} positional arguments"
             + (f", numbered 0 to {count - 1}" if count else "")
         )
-    return [n % count if n < 0 else n for n in numbers]
+    return list(dict.fromkeys(int(n % count if n < 0 else n) for n in numbers))
+
+
+def _is_whole(n: Any) -> bool:
+    return isinstance(n, Integral) and not isinstance(n, bool)
+
+
+def _is_positive(n: Any) -> bool:
+    """Whether this is a number above 0 of whatever type."""
+    try:
+        return not isinstance(n, str | bytes | bool) and float(n) > 0
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _checked(verify: int, measure: int, **options: Any) -> dict[str, Any]:
@@ -314,21 +334,28 @@ def _checked(verify: int, measure: int, **options: Any) -> dict[str, Any]:
     """
     for name, count, what in (("verify", verify, "compile for the target"), ("measure", measure, "run")):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise PlanError(f"{name} is {count!r:.60}; give the number of plans to {what}, 0 for none")
+            raise PlanError(f"{name} is {shortly(count)}; give the number of plans to {what}, 0 for none")
     if verify and measure:
         raise PlanError("verify and measure both choose among the best plans: give one of them")
-    made, limit = options["plan"], options["memory_limit_bytes"]
-    if made is not None and not isinstance(made, (str, Mapping, Plan)):
+    made, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
+    if target is not None:
+        check_name(target)
+    if not isinstance(options["strict"], bool):
+        raise PlanError(f"strict is {shortly(options['strict'])}; give True or False")
+    if isinstance(made, Mapping):
+        Table.read(made)
+    elif made is not None and not isinstance(made, (str, Plan)):
         raise PlanError(
-            f"plan is {made!r:.60}; give words such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, or a Plan"
+            f"plan is {shortly(made)}; give words such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, or a Plan"
         )
     if isinstance(made, Plan) and options["fixed"]:
         raise PlanError(
             "plan is a Plan, which says where every input lies, and fixed says it too. Drop one, or give the plan's "
             f"words with fixed: plan={made.chosen!r}"
         )
-    if limit is not None and (isinstance(limit, (str, bool)) or not hasattr(limit, "__float__") or not limit > 0):
+    if limit is not None and not _is_positive(limit):
         raise PlanError(
-            f"memory_limit_bytes is {limit!r:.60}; give a positive number of bytes on each device, such as 4 * 2**30"
+            f"memory_limit_bytes is {shortly(limit)}; give a positive number of bytes on each device, such as 4 * 2**30"
         )
+    options["memory_limit_bytes"] = limit if limit is None else float(limit)
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}

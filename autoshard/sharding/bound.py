@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
+from autoshard.sharding.chips import Options
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.lower import Lowering
 from autoshard.sharding.machine import device_mesh
@@ -75,7 +76,7 @@ class Bound:
         )
 
 
-def accepted(options: Mapping[str, str], device: Any) -> dict[str, str]:
+def accepted(options: Options, device: Any) -> dict[str, str | bool | int | float]:
     """The compiler options that may be given here: none inside another jit, and none that the compiler does not know.
 
     Warns of those that are left out.

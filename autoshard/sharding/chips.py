@@ -2,7 +2,9 @@
 
     TPU   Google Cloud's pages on each TPU version (peak, memory, memory bandwidth, torus, interconnect). A device of
           tpu7x is one of a chip's two dies; one of v4 is a whole chip (two cores, "megacore"). The memory of
-          v4 to v6e is what XLA lets a program have of it, by its own messages.
+          v4 to v6e is what XLA lets a program have of it, by its own messages. Chips of a pod: the same pages,
+          https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x ("TPU Pod size"; on v5p jobs are
+          scheduled on 6144 of them at most).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are dense.
           32-bit products run as TF32, which is what XLA does by default.
     CPU   stands for virtual devices on one host, which share its cores: measured by `calibrate` for 8 on 2 cores.
@@ -22,6 +24,7 @@ from typing import Any, Literal
 from autoshard._shown import shown
 
 Platform = Literal["tpu", "cuda", "cpu"]
+Options = Mapping[str, str | bool | int | float]  # of XLA, by name
 
 GiB = 2**30
 GB = 1e9
@@ -45,6 +48,7 @@ class Chip:
         network_latency_us: the same between hosts or slices.
         torus: dimensions of its torus; 0 where devices hang on a switch.
         wraps_at: a torus dimension is a ring where its size is a multiple of this, a line elsewhere.
+        pod: the most chips of one slice, whose torus is square where it has two dimensions; 0 if it has none.
         domain: the most devices behind one switch.
         cores: devices of a chip that a topology's shape counts once.
         tile: elements along a side of the matrix unit's tiles; 1 if it does not matter.
@@ -65,12 +69,13 @@ class Chip:
     network_latency_us: float = 20.0
     torus: int = 0
     wraps_at: int = 0
+    pod: int = 0
     domain: int = 0
     cores: int = 1
     tile: int = 1
     flops_8bit: float = 0.0
     hides: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)  # parts of JAX's `device_kind` that mean this chip
@@ -101,6 +106,7 @@ def _tpu(
     link_gb: float,
     *,
     torus: int,
+    pod: int,
     kinds: str,
     tile: int = 128,
     on_chip_mib: int = 128,
@@ -109,8 +115,8 @@ def _tpu(
     wraps_at = 16 if torus == 2 else 4  # a v5e or v6e dimension closes at 16; larger ones are built of 4 x 4 x 4 cubes
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, 6.25 * GB,
-        torus=torus, wraps_at=wraps_at, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
-        **more,
+        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
+        on_chip_bytes=on_chip_mib * 2**20, **more,
     )  # fmt: skip
 
 
@@ -122,13 +128,14 @@ def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float,
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": _tpu(275, 30.75, 1228, 45, torus=3, kinds="v4", clock_hz=1.05e9, options=_NO_RINGS),
+    "v4": _tpu(275, 30.75, 1228, 45, torus=3, pod=4096, kinds="v4", clock_hz=1.05e9, options=_NO_RINGS),
     "v5e": _tpu(
         197,
         15.75,
         819,
         45,
         torus=2,
+        pod=256,
         kinds="v5 lite|v5e|v5litepod",
         clock_hz=1.5e9,
         flops_8bit=394e12,
@@ -141,6 +148,7 @@ CHIPS: Mapping[str, Chip] = {
         2765,
         90,
         torus=3,
+        pod=8960,
         kinds="v5p|v5",
         clock_hz=1.75e9,
         flops_8bit=918e12,
@@ -153,6 +161,7 @@ CHIPS: Mapping[str, Chip] = {
         1640,
         90,
         torus=2,
+        pod=256,
         kinds="v6 lite|v6e",
         tile=256,
         clock_hz=1.75e9,
@@ -166,6 +175,7 @@ CHIPS: Mapping[str, Chip] = {
         3690,
         90,
         torus=3,
+        pod=9216,
         kinds="tpu7x|v7x",
         tile=256,
         cores=2,

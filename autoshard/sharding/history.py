@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autoshard._shown import shown
@@ -118,19 +118,3 @@ def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> Tried:
 def of_variants(made: Sequence[tuple[Mapping[str, Any], Plan]]) -> tuple[Searched, ...]:
     """The searches of all variants, each under its keywords."""
     return tuple(replace(each, variant=dict(variant)) for variant, plan in made for each in plan.history)
-
-
-def to_json(history: Sequence[Searched]) -> list[dict[str, Any]]:
-    """As `from_json` reads it: a row for each plan that was tried."""
-    return [
-        {**vars(each), "variant": dict(each.variant), "tried": [list(asdict(t).values()) for t in each.tried]}
-        for each in history
-    ]
-
-
-def from_json(data: Sequence[Mapping[str, Any]]) -> tuple[Searched, ...]:
-    """What `to_json` wrote."""
-    return tuple(
-        Searched(**{**each, "variant": dict(each["variant"]), "tried": tuple(Tried(*row) for row in each["tried"])})
-        for each in data
-    )

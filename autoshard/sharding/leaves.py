@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -66,39 +64,3 @@ class Padding:
     words: str
     step_time_us: float
     peak_memory_bytes: float
-
-
-def spec_json(spec: PartitionSpec) -> list[Any]:
-    """A spec as JSON has it."""
-    return [list(e) if isinstance(e, tuple) else e for e in tuple(spec)]
-
-
-def leaf_json(leaf: Leaf) -> dict[str, Any]:
-    """As `leaf_from_json` reads it."""
-    spec = spec_json(leaf.spec)
-    return {
-        "path": leaf.path,
-        "shape": leaf.shape,
-        "dtype": leaf.dtype,
-        "spec": spec,
-        "axes": leaf.axes,
-        "role": leaf.role,
-    }
-
-
-def leaf_from_json(data: Mapping[str, Any]) -> Leaf:
-    """What `leaf_json` wrote."""
-    entries = (tuple(e) if isinstance(e, list) else e for e in data["spec"])
-    return Leaf(data["path"], tuple(data["shape"]), data["dtype"], PartitionSpec(*entries), tuple(data["axes"]),
-                data["role"])  # fmt: skip
-
-
-def activation_json(one: Activation) -> dict[str, Any]:
-    """As `activation_from_json` reads it."""
-    return leaf_json(one) | {"line": one.line, "count": one.count, "held_bytes": one.held_bytes}
-
-
-def activation_from_json(data: Mapping[str, Any]) -> Activation:
-    """What `activation_json` wrote."""
-    return Activation(**vars(leaf_from_json(data)), line=data["line"], count=data["count"],
-                      held_bytes=data["held_bytes"])  # fmt: skip

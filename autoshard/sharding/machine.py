@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard._typed import fit, shortly
 from autoshard.sharding.plan import PlanError
-from autoshard.sharding.targets import Target, find_target, target_for
+from autoshard.sharding.targets import MOST_DEVICES, Target, find_target, target_for
 from autoshard.spmdrules.place import Spec, from_partition_spec
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
@@ -37,6 +38,8 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
         PlanError: the mesh does not fit the target, or what was given is no mesh.
     """
     sizes = mesh_sizes(mesh) if mesh is not None else None
+    if sizes is not None and math.prod(sizes.values()) > MOST_DEVICES:
+        raise PlanError(f"mesh {shortly(sizes)} has more than {MOST_DEVICES} devices; give a smaller one")
     concrete = mesh if isinstance(mesh, Mesh) else None
     if target is not None:
         found = find_target(target)
@@ -53,10 +56,11 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
     """Axis names and sizes, in order."""
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return dict(zip(map(str, mesh.axis_names), _sizes(mesh), strict=True))
-    if isinstance(mesh, Mapping) and mesh and all(isinstance(n, int) and n > 0 for n in mesh.values()):
-        return {str(k): int(v) for k, v in mesh.items()}
+    fit(mesh, Mapping[str, int], "mesh", problems := [])
+    if not problems and mesh and all(mesh) and all(n > 0 for n in mesh.values()):
+        return dict(mesh)
     raise PlanError(
-        f'mesh is {mesh!r}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}'
+        f'mesh is {shortly(mesh)}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}'
     )
 
 
@@ -86,11 +90,13 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
             they stand in that order, neighbours on the last axes.
 
     Raises:
-        PlanError: there are fewer devices than the mesh has places.
+        PlanError: there are fewer devices than the mesh has places, or they are none of JAX's.
     """
     if isinstance(devices, Mesh):
         devices = devices.devices.flat
-    have = list(jax.devices() if devices is None else devices)
+    have = list(jax.devices() if devices is None else devices if isinstance(devices, Iterable) else [devices])
+    if not have or not all(hasattr(device, "platform") for device in have):
+        raise PlanError(f"devices is {shortly(devices)}; give some of jax.devices(), or a Mesh")
     need = math.prod(sizes.values())
     if need > len(have):
         raise PlanError(

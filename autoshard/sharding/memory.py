@@ -43,7 +43,7 @@ class MemoryModel:
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # when an operator runs
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self.written[list(fusion.written)] = True
-        self.carried: list[int] = []  # a loop's carry inside it, which lies where its result does
+        self.carried: list[int] = []  # what of a loop's inside lies where the loop's own operand or result does
         self._scan(program.block)
         self.narrow = fusion.narrow
         self.whole = self._whole()
@@ -92,6 +92,8 @@ class MemoryModel:
                     self.death[v] = max(self.death[v], self.points)
             inside = {v for tie in op.ties if not tie.stacked for v in (tie.inner, tie.outer)}
             inside -= {*op.operands, *op.results}
+            if op.name == "scan" and op.eqn.params["length"] == 1:  # compiled as no loop: a stack of one is its slice
+                inside |= {tie.inner for tie in op.ties if tie.stacked}
             self.carried += [v for v in sorted(inside) if self.birth[v] >= start]
             for v in op.operands:
                 if v >= 0:

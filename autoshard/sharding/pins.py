@@ -219,14 +219,15 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
         asked = [names.get(n) for n in what]
         if unknown := [n for n in what if n is not None and n not in names]:
             raise PlanError(f"{where} names {unknown}, which is no logical axis; there are {sorted(names)}")
+        if len(what) > aval.ndim:
+            raise _too_long(what, aval, where)
         spec = layout.spec(value)
         return tuple(
             spec[d] if d < len(asked) and asked[d] is not None and asked[d] in axes.of_value[value][d] else ()
             for d in range(aval.ndim)
         )
     if len(what) > aval.ndim:
-        raise PlanError(f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}. "
-                        "Drop the last ones")  # fmt: skip
+        raise _too_long(what, aval, where)
     spec = from_partition_spec(what, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
@@ -242,3 +243,10 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
             raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
                             f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
     return spec
+
+
+def _too_long(what: Any, aval: Any, where: str) -> PlanError:
+    return PlanError(
+        f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}. Drop the last "
+        "ones"
+    )

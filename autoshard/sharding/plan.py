@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autoshard._shown import shown
+from autoshard._typed import shortly
 from autoshard.errors import AutoshardError
-from autoshard.sharding import history as histories
+from autoshard.sharding.chips import Options
 from autoshard.sharding.history import Searched
-from autoshard.sharding.leaves import (
-    Activation,
-    Leaf,
-    Padding,
-    activation_from_json,
-    activation_json,
-    leaf_from_json,
-    leaf_json,
-)
+from autoshard.sharding.leaves import Activation, Leaf, Padding
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
@@ -48,12 +39,6 @@ class Estimate:
     comm_bytes: float
     peak_memory_bytes: float
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raises TypeError where something is not a number."""
-        figures = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
-        if wrong := [k for k, v in {**figures, **self.memory_bytes}.items() if not isinstance(v, (int, float))]:
-            raise TypeError(f"estimate: {', '.join(wrong)} must be numbers")
 
 
 @shown
@@ -87,7 +72,7 @@ class Plan:
         history: the search: what was proposed, left out and priced, for each variant.
         function: the name of the function.
         axis_sizes: logical axis -> its size in elements.
-        limit_bytes: what one device may hold; 0 if unknown.
+        limit_bytes: what one device may hold; 0 if unknown or unlimited.
         alone: what the same step would cost on one device that holds everything; None if unknown.
         variant: the static keywords that were chosen among `variants=`, empty without such. A plan that was read is
             bound to `functools.partial(fn, **plan.variant)`.
@@ -110,7 +95,7 @@ class Plan:
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     padding: tuple[Padding, ...] = ()
-    compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    compiler_options: Mapping[str, Options] = field(default_factory=dict)
     fingerprint: str = ""
     chosen: str = ""
     candidates: tuple[tuple[str, float, float], ...] = ()
@@ -203,7 +188,13 @@ class Plan:
         return explain(self, path, wish)
 
     def diff(self, other: Plan) -> str:
-        """What another plan does differently, a line each."""
+        """What another plan does differently, a line each.
+
+        Raises:
+            PlanError: the other is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise PlanError(f"diff: {shortly(other)} is no plan; give one that plan(...) or Plan.from_json made")
         from autoshard.sharding.report import diff
 
         return diff(self, other)
@@ -216,7 +207,7 @@ class Plan:
                 the plan's own.
 
         Raises:
-            AuditError: the target's compiler is not installed, or it has none.
+            AuditError: the target's compiler is not installed, or it has none; an option that cannot be used.
         """
         from autoshard.sharding.aot import verify
 
@@ -241,38 +232,14 @@ class Plan:
         return table(self)
 
     def to_json(self) -> str:
-        """The plan as text that `from_json` reads on any machine."""
-        data = {
-            "format": FORMAT,
-            "mesh": dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True)),
-            "axis_rules": self.axis_rules,
-            "storage": self.storage,
-            "inputs": list(map(leaf_json, self.inputs)),
-            "outputs": list(map(leaf_json, self.outputs)),
-            "estimate": asdict(self.estimate),
-            "target": self.target,
-            "placing": self.placing,
-            "topology": self.topology,
-            "links": self.links,
-            "traffic": self.traffic,
-            "traffic_us": self.traffic_us,
-            "activations": list(map(activation_json, self.activations)),
-            "unknown": self.unknown,
-            "notes": self.notes,
-            "padding": list(map(asdict, self.padding)),
-            "compiler_options": self.compiler_options,
-            "fingerprint": self.fingerprint,
-            "chosen": self.chosen,
-            "candidates": self.candidates,
-            "history": histories.to_json(self.history),
-            "function": self.function,
-            "axis_sizes": self.axis_sizes,
-            "limit_bytes": self.limit_bytes,
-            "alone": self.alone and asdict(self.alone),
-            "variant": self.variant,
-            "variants": self.variants,
-        }
-        return _rows_on_a_line(json.dumps(data, indent=1, default=dict))
+        """The plan as text that `from_json` reads on any machine.
+
+        Raises:
+            PlanError: a value of its variant is of a kind that JSON does not have.
+        """
+        from autoshard.sharding.plan_json import plan_json
+
+        return plan_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -281,49 +248,9 @@ class Plan:
         Raises:
             PlanError: the text is not a plan, or of a format that this version does not know.
         """
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise PlanError(f"this plan has format {data['format']}, this version reads {FORMAT}: plan again")
-            plan = cls(
-                mesh=abstract_mesh(_mesh_from_json(data["mesh"])),
-                axis_rules={k: tuple(v) for k, v in data["axis_rules"].items()},
-                storage={k: tuple(v) for k, v in data["storage"].items()},
-                inputs=tuple(map(leaf_from_json, data["inputs"])),
-                outputs=tuple(map(leaf_from_json, data["outputs"])),
-                estimate=Estimate(**data["estimate"]),
-                target=data["target"],
-                placing={a: tuple((d, n, s) for d, n, s in pieces) for a, pieces in data["placing"].items()},
-                topology=tuple((name, size) for name, size in data["topology"]),
-                links={name: (kind, speed) for name, (kind, speed) in data["links"].items()},
-                traffic=tuple(tuple(t) for t in data["traffic"]),
-                traffic_us=tuple((us, waits) for us, waits in data["traffic_us"]),
-                activations=tuple(map(activation_from_json, data["activations"])),
-                unknown={k: tuple(v) for k, v in data["unknown"].items()},
-                notes=tuple(data["notes"]),
-                padding=tuple(Padding(**each) for each in data.get("padding", ())),
-                compiler_options=data["compiler_options"],
-                fingerprint=data["fingerprint"],
-                chosen=data["chosen"],
-                candidates=tuple(tuple(c) for c in data["candidates"]),
-                history=histories.from_json(data["history"]),
-                function=data["function"],
-                axis_sizes=data["axis_sizes"],
-                limit_bytes=data["limit_bytes"],
-                alone=Estimate(**data["alone"]) if data["alone"] else None,
-                variant=dict(data["variant"]),
-                variants=tuple((dict(v), words, time, peak) for v, words, time, peak in data["variants"]),
-            )
-            plan.estimate.check()
-        except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
-            raise PlanError(f"this is not a plan: {error!r}. Plan.to_json() writes one.") from error
-        for leaf in (*plan.inputs, *plan.outputs, *plan.activations):
-            if unknown := [a for a in _flat(leaf.spec) if a not in plan.mesh.axis_names]:
-                raise PlanError(
-                    f"this is not a plan: the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, "
-                    f"the mesh has {', '.join(plan.mesh.axis_names)}"
-                )
-        return plan
+        from autoshard.sharding.plan_json import plan_from_json
+
+        return plan_from_json(text)
 
     def __copy__(self) -> Plan:
         return _like(self, self.__dict__)
@@ -349,18 +276,3 @@ def _like(plan: Plan, attributes: Mapping[str, Any]) -> Plan:
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """An abstract mesh of Auto axes."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def _mesh_from_json(sizes: Mapping[str, Any]) -> dict[str, int]:
-    if not all(type(n) is int and n > 0 for n in sizes.values()):
-        raise TypeError(f"mesh {dict(sizes)}: sizes must be positive whole numbers")
-    return dict(sizes)
-
-
-def _flat(spec: PartitionSpec) -> list[Any]:
-    return [a for e in tuple(spec) if e is not None for a in (e if isinstance(e, tuple) else (e,))]
-
-
-def _rows_on_a_line(text: str) -> str:
-    """Indented JSON with its innermost lists on one line each: a plan that changes is a difference that can be read."""
-    return re.sub(r"\[\n *([^\[\]{}]*)\n *\]", lambda row: "[" + re.sub(r"\n *", " ", row[1]) + "]", text)

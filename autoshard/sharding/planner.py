@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -158,7 +159,7 @@ class Planner:
         elif isinstance(asked, str):
             layouts = [(asked, self._requested(asked))]
         else:
-            table = requests.Table({k: tuple([v] if isinstance(v, str) else v) for k, v in asked.items()})
+            table = requests.Table.read(asked)
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.held, self.fixed = held, fixed
@@ -302,7 +303,7 @@ class Planner:
             history=(searched(others, self.tally, hides),),
             function=self.traced.name,
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
-            limit_bytes=self.limit,
+            limit_bytes=self.limit if math.isfinite(self.limit) else 0.0,
             alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
             bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh, self),
         )
@@ -347,10 +348,11 @@ class Planner:
 
     def rebind(self, plan: Plan) -> Plan:
         """A plan that was made elsewhere, for this function."""
-        if plan.fingerprint != self.traced.fingerprint:
+        difference = _first_difference(plan, self.traced)
+        if difference or plan.fingerprint != self.traced.fingerprint:
             raise PlanError(
                 f"this plan was made for another program ({plan.fingerprint}, this is {self.traced.fingerprint}): "
-                f"{_first_difference(plan, self.traced)}. Plan again, or pass the arguments that it was made for."
+                f"{difference or 'the results differ'}. Plan again, or pass the arguments that it was made for."
             )
         for leaf, value in zip(plan.inputs, self.program.inputs, strict=True):
             here = self._leaf(value, leaf.path, self.program.avals[value], ((),) * len(leaf.shape), "").axes
@@ -382,7 +384,7 @@ class Planner:
         """Where a plan's mesh axes lie on this machine; as plainly as can be, if it was made for another."""
         topology = self.machine.target.topology
         numbers = {d.name: i for i, d in enumerate(topology.dims)}
-        if plan.topology != tuple((d.name, d.size) for d in topology.dims):
+        if not plan.placing or plan.topology != tuple((d.name, d.size) for d in topology.dims):
             return self.machine.target.lay(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)))
         pieces = {a: tuple(Piece(numbers[d], n, s) for d, n, s in found) for a, found in plan.placing.items()}
         return Laying(topology, pieces)
@@ -401,12 +403,15 @@ def _estimate(candidate: Candidate) -> Estimate:
 
 
 def _first_difference(plan: Plan, traced: Traced) -> str:
+    """What of the arrays of a plan and of a function differs first; empty where all are alike."""
     if len(plan.inputs) != len(traced.in_paths):
         return f"it has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
     for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):
         if (leaf.path, leaf.shape, leaf.dtype) != (path, tuple(aval.shape), str(aval.dtype)):
             return f"'{leaf.path}' {leaf.dtype}{list(leaf.shape)} there, '{path}' {aval.dtype}{list(aval.shape)} here"
-    return "the results differ"
+    if len(plan.outputs) != len(traced.out_paths):
+        return f"it has {len(plan.outputs)} results, this function {len(traced.out_paths)}"
+    return ""
 
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:

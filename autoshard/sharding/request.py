@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from autoshard._shown import shown
+from autoshard._typed import fit, shortly
 from autoshard.errors import AutoshardError
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
@@ -288,6 +289,24 @@ class Table:
     """A plan by its table: mesh axis -> names of logical axes in order; sizes where the mesh gives them."""
 
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, asked: Mapping[str, str | Sequence[str]]) -> Table:
+        """The table that a user wrote, in which one name may stand alone.
+
+        Raises:
+            PlanRequestError: it is empty, or something in it is no name.
+        """
+        read = {k: (v,) if isinstance(v, str) else v for k, v in asked.items()}
+        columns = fit(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
+        if not problems and not (columns and all(columns)):
+            problems.append(f"plan is {shortly(asked)}, it must name mesh axes")
+        if problems:
+            raise PlanRequestError(
+                f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "
+                "{'tp': ['heads', 'ffn'], 'fsdp': ['batch']}"
+            )
+        return cls(columns)
 
     def resolve(self, axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Layout:
         """The layout that this table means on a mesh.

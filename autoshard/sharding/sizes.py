@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.sharding.chips import ALIASES, CHIPS, Chip
-from autoshard.sharding.targets import Target, find_target
+from autoshard.sharding.targets import MOST_DEVICES, Target, find_target
 from autoshard.sharding.topology import Topology
 
 LONGEST = 16  # chips along a torus
@@ -29,7 +29,8 @@ def larger(target: Target) -> list[Target]:
         return [_stretched(target, 2**n) for n in range(1, MOST_TIMES.bit_length())]
     if "*" in shape:
         one, _, slices = shape.partition("*")
-        return [find_target(f"{name}:{one}*{int(slices) * 2**n}") for n in (1, 2, 3)]
+        times = [2**n for n in (1, 2, 3) if target.devices * 2**n <= MOST_DEVICES]
+        return [find_target(f"{name}:{one}*{int(slices) * n}") for n in times]
     return [t for t in map(find_target, sizes(key, CHIPS[key])) if t.devices > target.devices]
 
 

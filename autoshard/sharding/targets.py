@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard._shown import shown
+from autoshard._typed import Readers, fields_of, finite, fit, shortly
 from autoshard.errors import AutoshardError
 from autoshard.sharding.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.topology import Dim, Laying, Topology, lay
@@ -36,9 +37,15 @@ _SHAPE = (
     "options",
     "torus",
     "wraps_at",
+    "pod",
     "domain",
     "cores",
 )  # of a chip, by which names of targets are read
+
+
+MOST_DEVICES = 2**20  # of a machine; more than there are anywhere, and the search goes through their divisors
+
+_FINITE: Readers = {float: finite}
 
 
 class TargetError(AutoshardError):
@@ -89,12 +96,14 @@ def find_target(name: str) -> Target:
     Raises:
         TargetError: it does not exist, or the file cannot be read.
     """
+    check_name(name)
     if name.endswith(".toml"):
         return _read(Path(name))
-    match = re.fullmatch(r"([a-z0-9-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip().lower())
+    name = name.strip().lower()
+    match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:x[0-9]+)*)(?:\*([0-9]+))?", name)
     chip = match and CHIPS.get(key := ALIASES.get(match[1], match[1]))
     if not match or chip is None:
-        near = difflib.get_close_matches(name.partition(":")[0].lower(), CHIPS, n=1)
+        near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
         raise TargetError(
             f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the name of a "
             f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
@@ -103,10 +112,13 @@ def find_target(name: str) -> Target:
     slices = int(match[3] or 1)
     if min(*shape, slices, 1) < 1:
         raise TargetError(f"target '{name}' has no devices")
+    if math.prod(shape) * slices * chip.cores > MOST_DEVICES:
+        raise TargetError(f"target '{name}' has more than {MOST_DEVICES} devices; write a smaller one")
     if chip.torus:
         if len(shape) != chip.torus:
             example = f"{key}:{'x'.join(['4'] * chip.torus)}"
             raise TargetError(f"target '{name}': {key} is a torus of {chip.torus} dimensions; write {example}")
+        _check_pod(name, key, chip, shape)
         return Target(name, chip, Topology(_torus(chip, shape, slices)))
     if len(shape) > 2:
         raise TargetError(f"target '{name}': write {key}:HOSTSx{'GPUS' if chip.platform == 'cuda' else 'DEVICES'}")
@@ -117,6 +129,29 @@ def find_target(name: str) -> Target:
         )
     hosts = math.prod(shape) * slices // near
     return Target(name, chip, Topology(_switched(chip, hosts, near)))
+
+
+def check_name(name: Any) -> None:
+    """Refuses what is no text."""
+    if not isinstance(name, str):
+        raise TargetError(
+            f"target is {shortly(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
+        )
+
+
+def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:
+    """Refuses a slice that is larger than a pod."""
+    side = math.isqrt(chip.pod)
+    if math.prod(shape) > chip.pod:
+        largest = f"{side}x{side}" if chip.torus == 2 else f"{chip.pod} chips"
+    elif chip.torus == 2 and max(shape) > side:
+        largest = f"{side}x{side}"
+    else:
+        return
+    raise TargetError(
+        f"target '{name}' is larger than a pod of {key}, which is {largest}; several are written with their number "
+        f"behind a star, such as {key}:{'x'.join([str(side if chip.torus == 2 else 16)] * chip.torus)}*2"
+    )
 
 
 def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
@@ -174,20 +209,16 @@ def _read(path: Path) -> Target:
         data: dict[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
         raise TargetError(f"target '{path}' cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         raise TargetError(f"target '{path}' is not TOML: {error}") from error
     base = data.pop("chip", None)
     dims = data.pop("dims", None)
-    known = {f.name: f for f in fields(Chip) if f.name not in _SHAPE}
+    known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _SHAPE}
     problems = [f"unknown key '{k}'; known: chip, dims, {', '.join(known)}" for k in data if k not in known]
-    if base is not None and base not in CHIPS:
-        problems.append(f"unknown chip '{base}'; known: {', '.join(CHIPS)}")
-    problems += [
-        f"{k} is {v!r}; give a positive number" for k, v in data.items()
-        if k in known and k != "platform" and (isinstance(v, bool) or not isinstance(v, (int, float)) or v <= 0)
-    ]  # fmt: skip
-    if data.get("platform", "cpu") not in ("cpu", "cuda", "tpu"):
-        problems.append(f"platform is {data['platform']!r}; choose cpu, cuda or tpu")
+    if base is not None and (not isinstance(base, str) or base not in CHIPS):
+        problems.append(f"unknown chip {shortly(base)}; known: {', '.join(CHIPS)}")
+    figures = {k: fit(v, known[k], k, problems, _FINITE) for k, v in data.items() if k in known}
+    problems += [f"{k} is {v!r}; give a positive number" for k, v in figures.items() if _is_number(v) and not v > 0]
     needed = ("platform", "flops", "memory_bytes", "memory_bandwidth")
     if base is None:
         problems += [f"'{k}' is missing, and there is no chip to take it from" for k in needed if k not in data]
@@ -195,7 +226,7 @@ def _read(path: Path) -> Target:
     if problems:
         raise TargetError(f"target '{path}': {'; '.join(problems)}")
     near = read[-1]
-    given: dict[str, Any] = {"link_bandwidth": near.bandwidth, "link_latency_us": near.latency_us} | data
+    given: dict[str, Any] = {"link_bandwidth": near.bandwidth, "link_latency_us": near.latency_us} | figures
     if base is None:
         chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": read[0].bandwidth} | given)
     else:
@@ -203,21 +234,31 @@ def _read(path: Path) -> Target:
     return Target(str(path), chip, Topology(tuple(read)))
 
 
-def _read_dims(dims: Any, problems: list[str]) -> list[Dim]:
-    found: list[Dim] = []
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
     if not isinstance(dims, list) or not dims:
         problems.append("'dims' is missing: give the machine's dimensions, outermost first, such as "
                         '[{name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5}]')  # fmt: skip
-        return found
-    for number, entry in enumerate(dims):
-        try:
-            dim = Dim(**entry)
-            assert dim.kind in ("ring", "switch") and type(dim.size) is int and dim.size > 0
-            assert dim.bandwidth > 0 and dim.latency_us >= 0 and dim.each_us >= 0
-            found.append(dim)
-        except (TypeError, AssertionError):
-            problems.append(f"dims[{number}] is {entry!r}; write name, size, kind (ring or switch), bandwidth in bytes "
-                            "per second, latency_us, and for a ring that is closed wraps = true")  # fmt: skip
+        return ()
+    before = len(problems)
+    found: tuple[Dim, ...] = fit(dims, tuple[Dim, ...], "dims", problems, _FINITE)
+    if len(problems) > before:
+        return ()
+    for n, dim in enumerate(found):
+        for name, least in (("size", 1), ("latency_us", 0), ("each_us", 0)):
+            if getattr(dim, name) < least:
+                problems.append(f"dims[{n}].{name} is {getattr(dim, name)}, it must be at least {least}")
+        if not dim.bandwidth > 0:
+            problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}, it must be above 0 bytes per second")
+        if dim.name in [other.name for other in found[:n]]:
+            problems.append(
+                f"dims[{n}].name is {dim.name!r}, as that of another; give each dimension a name of its own"
+            )
+    if math.prod(dim.size for dim in found) > MOST_DEVICES:
+        problems.append(f"'dims' have more than {MOST_DEVICES} devices")
     return found
 
 

@@ -68,6 +68,8 @@ def rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> Iterator[l
         return
     if isinstance(variants, Mapping):
         for name, values in variants.items():
+            if not isinstance(name, str):
+                raise TypeError(f"variants: {name!r:.60} is no keyword; give {{keyword: values}}")
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise TypeError(f"variants: {name!r} is {values!r:.60}; give a list of its values")
         yield [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
@@ -172,7 +174,7 @@ def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan,
         if found is not None:
             plans.append(_tabled(found, choice, made))
     plans = plans or [fastest(made)]
-    return asked.judge(plans, plans[0].limit_bytes)
+    return asked.judge(plans, plans[0].limit_bytes or math.inf)
 
 
 def unlike(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from autoshard._shown import shown
+from autoshard._typed import fit
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
 from autoshard.train.optimizer import OptimizerConfig
@@ -136,7 +137,9 @@ class TrainConfig:
             "ema_spike",
         )
         problems += [
-            f"{name} is {getattr(self, name)}, it must not be negative" for name in counts if getattr(self, name) < 0
+            f"{name} is {getattr(self, name)}, it must not be negative"
+            for name in counts
+            if not getattr(self, name) >= 0
         ]
         if self.accumulation >= 1 and self.batch_size % self.accumulation:
             problems.append(f"batch_size {self.batch_size} does not divide into accumulation {self.accumulation}")
@@ -169,6 +172,7 @@ def merge(config: Any, changes: Mapping[str, Any], where: str) -> Any:
     known = [entry.name for entry in dataclasses.fields(config)]
     types = get_type_hints(type(config))
     values: dict[str, Any] = {}
+    problems: list[str] = []
     for name, value in changes.items():
         if name not in known:
             raise ConfigError(f"{where}: unknown setting {name!r}{near(name, known)}")
@@ -178,7 +182,9 @@ def merge(config: Any, changes: Mapping[str, Any], where: str) -> Any:
                 raise ConfigError(f"{where}: {name} is a table of settings, not {value!r}: write [{name}]")
             values[name] = merge(current, value, f"{where}: [{name}]")
         else:
-            values[name] = _convert(value, types[name], f"{where}: {name}")
+            values[name] = fit(value, types[name], name, problems)
+    if problems:
+        raise ConfigError(f"{where}: {'; '.join(problems)}")
     return replaced(config, where, **values)
 
 
@@ -243,28 +249,3 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = 
         elif a != b:
             found.append(f"{prefix}{name}: {a!r}, now {b!r}")
     return found
-
-
-def _convert(value: Any, kind: Any, where: str) -> Any:
-    """A TOML or JSON value as the type of its setting."""
-    kinds = [getattr(part, "__origin__", part) for part in getattr(kind, "__args__", ()) or ()]
-    origin = getattr(kind, "__origin__", kind)
-    if origin is Literal:
-        if value not in kind.__args__:
-            raise ConfigError(f"{where} is one of {', '.join(map(repr, kind.__args__))}, not {value!r}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ConfigError(f"{where} is a list, not {value!r}")
-        return tuple(value)
-    allowed = [part for part in kinds if isinstance(part, type)] or ([origin] if isinstance(origin, type) else [str])
-    if value is None and type(None) in allowed:
-        return None
-    if Path in allowed and isinstance(value, str):
-        return Path(value)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    # bool is an int to Python, and a mistake in a setting that counts something.
-    if any(isinstance(value, part) and (part is bool) == isinstance(value, bool) for part in allowed):
-        return value
-    raise ConfigError(f"{where} is {' or '.join(part.__name__ for part in allowed)}, not {value!r}")

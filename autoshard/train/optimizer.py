@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,6 +40,14 @@ class OptimizerConfig:
     """SGD: momentum."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no optimizer can use, all at once."""
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        if wrong := {name: value for name, value in numbers.items() if not 0 <= value < math.inf}:
+            raise ConfigError(
+                "; ".join(f"{name} is {v}, it must be at least 0 and finite" for name, v in wrong.items())
+            )
 
 
 def path_name(path: Sequence[Any]) -> str:

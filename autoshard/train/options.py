@@ -65,14 +65,21 @@ def in_our_words(complaint: str) -> str:
         if found := re.fullmatch(pattern, complaint):
             kind = "a whole number" if found["kind"].lower() == "int" else "a number"
             return f"{found['name']} is {found['value']}, it must be {kind}"
-    return complaint
+    return re.sub(r"^Error parsing [\w.]+: ", "", complaint)  # of a whole config, which says itself what is wrong
 
 
 def _one_line(box: str) -> str:
-    """What a box of tyro's says in its first section, where its complaint is."""
-    lines = [line.strip("│ ").rstrip() for line in box.splitlines() if line.startswith("│")]
-    first = itertools.takewhile(lambda line: not line.startswith("─"), lines)
-    return " ".join(first) or box.strip()
+    """What a box of tyro's says in its first section below the title, where its complaint is.
+
+    The title is in the box's upper border, or a line of its own where the output is not UTF-8.
+    """
+    lines = [line.strip("│ ").rstrip() for line in box.splitlines()[1:]]
+    ruled = itertools.dropwhile(_is_rule, lines)
+    return " ".join(itertools.takewhile(lambda line: not _is_rule(line), ruled)) or box.strip()
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("─-╭╮╰╯ ")
 
 
 def _shallow(config: TrainConfig) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import functools
 import json
+import math
 import pickle
 from functools import cache
 
@@ -15,6 +17,7 @@ import autoshard
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.leaves import Leaf
 from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
+from autoshard.sharding.report.page import page
 from tests.sharding.example_step import arrays, shapes, train_step
 
 
@@ -172,18 +175,101 @@ def with_leaf(**changes):
         (lambda: broken(estimate={"step_time_us": 1}), "not a plan"),
         (
             lambda: broken(estimate=dict.fromkeys(Estimate.__dataclass_fields__, "1") | {"memory_bytes": {}}),
-            "be numbers",
+            r"estimate.step_time_us is '1', it must be a finite number.*; and 2 more",
         ),
         (lambda: broken(axis_rules=["batch"]), "not a plan"),
         (lambda: broken(candidates=3), "not a plan"),
         (lambda: with_leaf(spec=["other"]), "names mesh axis 'other'"),
-        (lambda: with_leaf(spec=[3]), "names mesh axis 3"),
+        (lambda: with_leaf(spec=[3]), r"inputs\[0\].spec\[0\] is 3, it must be text or nothing or a list"),
         (lambda: with_leaf(spec=[{"tp": 4}]), "not a plan"),
     ],
 )
 def test_what_is_not_a_plan(text, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(text() if callable(text) else text)  # type: ignore[arg-type]
+
+
+OTHERS = [None, True, -1, 10**400, 1.5, math.nan, "x", [], [[1, "y"]], {"x": ["y"]}]
+
+
+def parts(data, path=()):
+    """The path of every part of JSON, one of those that stand in lists."""
+    yield path
+    pairs = data.items() if isinstance(data, dict) else list(enumerate(data))[-1:] if isinstance(data, list) else ()
+    for key, each in pairs:
+        yield from parts(each, (*path, key))
+
+
+def changed(data, path, part):
+    """JSON with another part at a path."""
+    if not path:
+        return part
+    made = copy.copy(data)
+    made[path[0]] = changed(data[path[0]], path[1:], part)
+    return made
+
+
+def edits(part):
+    """What may stand in the place of a part: other types, and less and more of it."""
+    yield from OTHERS
+    if isinstance(part, list):
+        yield from (part[1:], part[:-1], [*part, *part[:1]], [*part, 1], part[::-1])
+    if isinstance(part, dict):
+        yield from ({k: v for k, v in part.items() if k != out} for out in list(part)[:3])
+        yield from ({f"{k}x": v for k, v in part.items()}, part | {"new": 1})
+
+
+DATA = json.loads(searched().to_json())
+
+
+@pytest.mark.parametrize("path", list(parts(DATA)), ids=lambda path: "-".join(map(str, path)) or "all")
+def test_a_plan_with_a_part_changed_is_refused_or_can_be_used(path):
+    part = functools.reduce(lambda data, key: data[key], path, DATA)
+    for edit in edits(part):
+        try:
+            plan = Plan.from_json(json.dumps(changed(DATA, path, edit)))
+        except PlanError as error:
+            assert "plan" in str(error) and len(str(error)) < 700 and "\n" not in str(error)
+            continue
+        texts = [str(plan), repr(plan), plan.diff(searched()), searched().diff(plan), plan.to_json(), page(plan)]
+        assert all(texts) and plan.device_order and plan.logical_axes is not None
+        assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology": [["y", 4], ["y", 2]]}, "names must differ"),
+        ({"placing": {"fsdp": [["w", 8, 1]]}}, "placing does not lay the mesh"),
+        ({"placing": {"fsdp": [["y", 4, 2], ["x", 2, 1]]}}, "placing does not lay the mesh"),
+        ({"placing": {"other": []}}, "placing names mesh axis 'other', the mesh has"),
+        ({"axis_rules": {"other": ["batch"]}}, "axis_rules names mesh axis 'other', the mesh has"),
+        ({"storage": {"parameter": ["other"]}}, "storage names mesh axis 'other', the mesh has"),
+        ({"traffic_us": [[1, 2]] * 99}, "traffic has .* rows and traffic_us 99"),
+        ({"limit_bytes": None}, "limit_bytes is None, it must be a finite number"),
+    ],
+)
+def test_parts_of_a_plan_that_contradict_each_other(changes, message):
+    with pytest.raises(PlanError, match=f"not a plan.*{message}"):
+        Plan.from_json(json.dumps(DATA | changes))
+
+
+def test_a_plan_of_other_inputs_than_its_fingerprint_says_is_refused():
+    inputs = json.loads(planned().to_json())["inputs"][:-1]
+    with pytest.raises(PlanError, match="another program.*it has 18 inputs, this function 19"):
+        Plan.from_json(broken(inputs=inputs)).bind(train_step, *shapes(), donate_argnums=0)
+
+
+def test_what_json_has_no_numbers_for():
+    def no_constant(name):
+        raise AssertionError(name)
+
+    unlimited = autoshard.plan(train_step, *shapes(), plan="dp:8", memory_limit_bytes=math.inf)
+    assert unlimited.fits and json.loads(unlimited.to_json(), parse_constant=no_constant)["limit_bytes"] == 0
+    odd = planned().where(candidates=(("dp:8", math.inf, math.nan),))
+    assert json.loads(odd.to_json(), parse_constant=no_constant)["candidates"] == [["dp:8", None, None]]
+    with pytest.raises(PlanError, match="variant 'clip' is inf, which JSON has no word for"):
+        planned().where(variant={"clip": math.inf}).to_json()
 
 
 @pytest.mark.parametrize("bound", [True, False])

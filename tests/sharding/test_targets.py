@@ -54,6 +54,15 @@ def test_the_shape_of_a_machine(name, dims):
         ("h100:16", "at most 8 h100 hang on one switch; write h100:HOSTSx8"),
         ("h100:2x2x2", "write h100:HOSTSxGPUS"),
         ("missing.toml", "cannot be read: No such file"),
+        ("v5e:256x256", r"larger than a pod of v5e, which is 16x16; .* such as v5e:16x16\*2"),
+        ("v5e:17x17", "which is 16x16"),
+        ("v5e:4x32", "which is 16x16"),
+        ("v6e:32x32", "which is 16x16"),
+        ("v4:16x16x20", "larger than a pod of v4, which is 4096 chips"),
+        ("v5p:16x20x32", "which is 8960 chips"),
+        ("tpu7x:16x24x28", "which is 9216 chips"),
+        ("h100:99999999999999999x8", "more than 1048576 devices"),
+        (5, "target is 5; write its name as text, such as 'v5p:4x4x4'"),
     ],
 )
 def test_a_machine_that_does_not_exist(name, match):
@@ -78,6 +87,51 @@ def test_a_file_takes_what_it_leaves_out_from_its_chip(tmp_path):
     found = find_target(str(path))
     assert (found.devices, found.chip.memory_bytes, found.chip.link_bandwidth) == (4, 9e10, 1e11)
     assert found.chip.flops == CHIPS["h100"].flops
+
+
+@pytest.mark.parametrize("name", ["v4:16x16x16", "v5e:16x16", "v5p:16x20x28", "v6e:16x16*3", "tpu7x:16x24x24"])
+def test_a_whole_pod_is_a_machine(name):
+    assert find_target(name).devices % CHIPS[name.partition(":")[0]].pod == 0
+
+
+DIM = {"name": '"gpu"', "size": "8", "kind": '"switch"', "bandwidth": "1e11", "latency_us": "5"}
+
+
+def toml(*dims, **figures):
+    rows = ", ".join("{" + ", ".join(f"{k} = {v}" for k, v in dim.items()) + "}" for dim in dims)
+    return "\n".join(["chip = 'h100'", *(f"{k} = {v}" for k, v in figures.items()), f"dims = [{rows}]"])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (toml(DIM, DIM), r"dims\[1\].name is 'gpu', as that of another"),
+        (toml(DIM | {"wraps": '"no"'}), r"dims\[0\].wraps is 'no', it must be true or false"),
+        (toml(DIM | {"size": "true"}), r"dims\[0\].size is True, it must be a whole number"),
+        (toml(DIM | {"size": "0"}), r"dims\[0\].size is 0, it must be at least 1"),
+        (toml(DIM | {"size": "9999999999999999"}), "more than 1048576 devices"),
+        (toml(DIM | {"kind": '"torus"'}), r"dims\[0\].kind is 'torus', it must be 'ring' or 'switch'"),
+        (toml(DIM | {"bandwidth": "inf"}), r"dims\[0\].bandwidth is inf, it must be a finite number"),
+        (toml(DIM | {"bandwidth": "0"}), r"dims\[0\].bandwidth is 0, it must be above 0"),
+        (toml(DIM | {"latency_us": "nan"}), r"dims\[0\].latency_us is nan, it must be a finite number"),
+        (toml(DIM | {"latency_us": "-1"}), r"dims\[0\].latency_us is -1, it must be at least 0"),
+        (toml(DIM | {"hops": "1"}), r"dims\[0\]: there is no 'hops'; there are name, size, kind"),
+        (toml({"name": '"gpu"'}), r"dims\[0\]: 'size' is missing"),
+        ("chip = 'h100'\ndims = [5]", r"dims\[0\] is 5, it must be a table"),
+        (toml(DIM).replace("'h100'", "['h100']"), r"unknown chip \['h100'\]"),
+        (toml(DIM, flops="nan"), "flops is nan, it must be a finite number"),
+        (toml(DIM, flops="1" + "0" * 400), "flops is 10.*, it must be a finite number"),
+        (toml(DIM, flops="0"), "flops is 0; give a positive number"),
+        (toml(DIM, tile="1.5"), "tile is 1.5, it must be a whole number"),
+        (toml(DIM, platform='"tpus"'), "platform is 'tpus', it must be 'tpu' or 'cuda' or 'cpu'"),
+        (toml(DIM, flops="1" + "0" * 9999), "is not TOML"),
+    ],
+)
+def test_a_file_with_a_mistake_in_it(tmp_path, text, match):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(TargetError, match=match):
+        find_target(str(path))
 
 
 def test_a_file_says_all_that_is_wrong_with_it_at_once(tmp_path):

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autoshard._shown import shown
+from autoshard._typed import finite, fit
 from autoshard.errors import AutoshardError
 from autoshard.sharding.aot import hlo
 from autoshard.sharding.aot.build import TIMEOUT_S, Compiled, build, missing_compiler, remarks
@@ -28,6 +29,7 @@ from autoshard.sharding.aot.remarks import Remark, read_remarks
 from autoshard.sharding.aot.schedule import Runs, Schedule
 from autoshard.sharding.aot.whole import Whole, replicated
 from autoshard.sharding.aot.wire import Wires
+from autoshard.sharding.chips import Options
 from autoshard.sharding.targets import Target, TargetError, find_target
 
 if TYPE_CHECKING:
@@ -141,7 +143,7 @@ def _plain(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, Mapping) else asdict(thing)
 
 
-def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Mapping[str, str] | None = None) -> Audit:
+def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Options | None = None) -> Audit:
     """Compiles a plan's program for its target, in a process of its own, and compares it with the plan.
 
     Args:
@@ -150,8 +152,14 @@ def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Mapping[str, st
         options: compiler options; default: the plan's own.
 
     Raises:
-        AuditError: the target has no compiler (a TOML file, a topology that does not exist), or it is not installed.
+        AuditError: the target has no compiler (a TOML file, a topology that does not exist), or it is not installed;
+            an option that cannot be used.
     """
+    problems: list[str] = []
+    finite(timeout_s, "timeout_s", problems)
+    fit(options, Options | None, "options", problems)
+    if problems or not timeout_s > 0:
+        raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}, it must be above 0'}")
     target = compile_target(plan.target)
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")

@@ -34,6 +34,7 @@ from autoshard.sharding.aot.program import Job
 
 CHILD = Path(__file__).with_name("child.py")
 TIMEOUT_S = 900.0
+LONGEST_S = 1e6  # that a process can be waited for
 _PACKAGES = {"tpu": ("libtpu", "aot-tpu"), "cuda": ("jax_plugins.xla_cuda13", "aot-cuda")}
 
 
@@ -154,7 +155,7 @@ def _build(job: Job, timeout_s: float, folder: Path) -> Compiled:
         try:
             done = subprocess.run(  # -P: the folder of the child is no place to import from
                 [sys.executable, "-P", str(CHILD), str(given), str(out)],
-                capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
+                capture_output=True, text=True, errors="replace", timeout=min(timeout_s, LONGEST_S), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Compiled("timeout", f"the compiler was stopped after {timeout_s:g} s", seconds=timeout_s)

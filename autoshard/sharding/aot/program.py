@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from autoshard.sharding.chips import CHIPS
+from autoshard.sharding.chips import CHIPS, Options
 from autoshard.sharding.targets import Target, find_target
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Job:
     mesh: Mapping[str, int]
     devices: tuple[int, ...]
     donated: tuple[int, ...]
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
     def digest(self, *more: str) -> str:
         """A digest of the job and of `more` (versions of the compiler)."""
@@ -49,7 +49,7 @@ class Job:
         return hashlib.sha256(self.program + text).hexdigest()[:32]
 
 
-def export_plan(plan: Plan, options: Mapping[str, str] | None = None) -> Job:
+def export_plan(plan: Plan, options: Options | None = None) -> Job:
     """Lowers a bound plan over its abstract mesh for its target's platform; needs no device and no compiler.
 
     Args:

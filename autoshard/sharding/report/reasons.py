@@ -9,8 +9,10 @@ from __future__ import annotations
 import fnmatch
 import math
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoshard._typed import shortly
 from autoshard.sharding.nearby import SHOWN, few, near
 from autoshard.sharding.report.choices import choice_lines, wish_lines
 from autoshard.sharding.report.moves import traffic_of
@@ -67,6 +69,7 @@ def find_leaves(plan: Plan, path: str) -> list[Leaf]:
     """The inputs, else the results, that a path, its end or a glob means; see `explain`."""
     from autoshard.sharding.plan import PlanError
 
+    check_path(path, [leaf.path for leaf in (*plan.inputs, *plan.outputs)])
     path = path.strip("/")
     for leaves in (plan.inputs, plan.outputs):
         exact = [leaf for leaf in leaves if leaf.path == path]
@@ -83,9 +86,24 @@ def find_leaves(plan: Plan, path: str) -> list[Leaf]:
                             "Give more of it, or a glob for all of them")  # fmt: skip
         if chosen:
             return chosen
-    paths = [leaf.path for leaf in (*plan.inputs, *plan.outputs)]
-    hint = near(path, paths) if paths else "The plan has none at all"
-    raise PlanError(f"explain: no input or result is called '{path}'. {hint}")
+    raise AssertionError(path)
+
+
+def check_path(path: str, paths: Sequence[str]) -> None:
+    """Checks that one of `paths` is meant by a path, its end or a glob.
+
+    Raises:
+        PlanError: none is.
+    """
+    from autoshard.sharding.plan import PlanError
+
+    if not isinstance(path, str):
+        raise PlanError(f"explain: {shortly(path)} is no path; give one as text, such as '0/params/wq'")
+    wanted = path.strip("/")
+    if any(p == wanted or (wanted and p.endswith(f"/{wanted}")) or fnmatch.fnmatchcase(p, wanted) for p in paths):
+        return
+    hint = near(wanted, paths) if paths else "The plan has none at all"
+    raise PlanError(f"explain: no input or result is called '{wanted}'. {hint}")
 
 
 def why(plan: Plan, group: Group, names: AxisNames) -> list[str]:

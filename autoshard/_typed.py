@@ -1,0 +1,163 @@
+"""Values from outside (JSON, TOML, a command line) as the types that dataclasses declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Readers = Mapping[type, Callable[[Any, str, list[str]], Any]]
+
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "text",
+    bool: "true or false",
+    types.NoneType: "nothing",
+}
+
+
+def fit(value: Any, kind: Any, where: str, problems: list[str], readers: Readers = types.MappingProxyType({})) -> Any:
+    """A value as a type: lists as tuples, tables and rows as dataclasses, whole numbers as floats where those belong.
+
+    Args:
+        value: of JSON's or TOML's types.
+        kind: a type as an annotation has it.
+        where: what messages call the value.
+        problems: gets a sentence for each value that does not fit; what is returned then is of no use.
+        readers: how other types are read: `(value, where, problems) -> value`.
+
+    >>> wrong = []
+    >>> fit([1, 2.5], tuple[float, ...], "rates", wrong), wrong
+    ((1.0, 2.5), [])
+    >>> fit({"size": "8"}, Mapping[str, int], "mesh", wrong) and wrong
+    ["mesh 'size' is '8', it must be a whole number"]
+    """
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in readers:
+        return readers[origin](value, where, problems)
+    if origin in (Union, types.UnionType):
+        return _fit_one_of(value, arguments, where, problems, readers)
+    if origin is Literal:
+        return value if _is_choice(value, arguments) else _complain(value, kind, where, problems)
+    if origin is Any:
+        return value
+    if origin is tuple:
+        return _fit_tuple(value, kind, where, problems, readers)
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            return _complain(value, kind, where, problems)
+        named = [(fit(k, arguments[0], f"a key of {where}", problems), k) for k in value]
+        return {k: fit(value[old], arguments[1], f"{where} {k!r}", problems, readers) for k, old in named}
+    if dataclasses.is_dataclass(origin):
+        return _fit_dataclass(value, origin, where, problems, readers)
+    return _fit_plain(value, origin, where, problems)
+
+
+def finite(value: Any, where: str, problems: list[str]) -> Any:
+    """Reads a number that is neither infinite nor NaN, whole or not: a reader for `fit`."""
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if number and abs(value) <= sys.float_info.max:
+        return value
+    problems.append(f"{where} is {shortly(value)}, it must be a finite number")
+    return value
+
+
+def _fit_plain(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    # bool is an int to Python, and a mistake where something is counted.
+    if kind is float and isinstance(value, int) and abs(value) < sys.float_info.max and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
+        return value
+    return _complain(value, kind, where, problems)
+
+
+def _fit_one_of(value: Any, kinds: Sequence[Any], where: str, problems: list[str], readers: Readers) -> Any:
+    for kind in kinds:
+        found = fit(value, kind, where, wrong := [], readers)
+        if not wrong:
+            return found
+    inner = [kind for kind in kinds if kind is not types.NoneType]
+    if len(inner) == 1:  # what is wrong inside says more than what the whole is not
+        return fit(value, inner[0], where, problems, readers)
+    return _complain(value, Union[tuple(kinds)], where, problems)  # noqa: UP007  made of a tuple
+
+
+def _fit_tuple(value: Any, kind: Any, where: str, problems: list[str], readers: Readers) -> Any:
+    kinds = get_args(kind)
+    if not isinstance(value, list | tuple):
+        return _complain(value, kind, where, problems)
+    if kinds[-1:] == (...,):
+        kinds = (kinds[0],) * len(value)
+    elif len(kinds) != len(value):
+        return _complain(value, kind, where, problems)
+    pairs = enumerate(zip(value, kinds, strict=True))
+    return tuple(fit(each, one, f"{where}[{n}]", problems, readers) for n, (each, one) in pairs)
+
+
+def _fit_dataclass(value: Any, kind: Any, where: str, problems: list[str], readers: Readers) -> Any:
+    if isinstance(value, kind):
+        return value
+    declared = fields_of(kind)
+    if isinstance(value, list | tuple) and len(value) == len(declared):
+        value = dict(zip(declared, value, strict=True))
+    if not isinstance(value, Mapping):
+        return _complain(value, kind, where, problems)
+    before = len(problems)
+    problems += [f"{where}: there is no '{name}'; there are {', '.join(declared)}" for name in value
+                 if name not in declared]  # fmt: skip
+    problems += [f"{where}: '{name}' is missing" for name, (_, needed) in declared.items()
+                 if needed and name not in value]  # fmt: skip
+    found = {name: fit(value[name], declared[name][0], f"{where}.{name}", problems, readers) for name in value
+             if name in declared}  # fmt: skip
+    return kind(**found) if len(problems) == before else value
+
+
+@functools.cache
+def fields_of(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Each field of a dataclass: its type, and whether it has no default."""
+    types_of, missing = get_type_hints(kind), dataclasses.MISSING
+    return {
+        field.name: (types_of[field.name], field.default is missing and field.default_factory is missing)
+        for field in dataclasses.fields(kind)
+    }
+
+
+def _is_choice(value: Any, choices: Sequence[Any]) -> bool:
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def _complain(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
+    problems.append(f"{where} is {shortly(value)}, it must be {words(kind)}")
+    return value
+
+
+def shortly(value: Any) -> str:
+    """A value as messages show it: not more than 60 characters of it."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # Python does not write out numbers of thousands of digits, nor what is half-built
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def words(kind: Any) -> str:
+    """What messages call a type.
+
+    >>> words(int | None), words(tuple[str, ...]), words(Literal["ring", "switch"])
+    ('a whole number or nothing', 'a list', "'ring' or 'switch'")
+    """
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(words, arguments))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return "a list" if arguments[-1:] == (...,) else f"a list of {len(arguments)}"
+    return _WORDS.get(origin, "a table")
