@@ -145,9 +145,10 @@ class LogicalAxes:
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Whether a float type has every value of another one."""
-    both = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow))
-    return both and jnp.promote_types(wide, narrow) == wide
+    """Whether a float type has every value of another one, of 16 bits or more: not all backends move smaller ones."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in (wide, narrow)):
+        return False
+    return jnp.promote_types(wide, narrow) == wide
 
 
 def find_axes(program: Program) -> LogicalAxes:

@@ -44,7 +44,14 @@ def arguments(stored):
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize(
     ("stored", "compute", "bytes_each"),
-    [("float32", "float32", 4), ("float32", "bfloat16", 2), ("bfloat16", "float32", 2), ("float16", "bfloat16", 2)],
+    [
+        ("float32", "float32", 4),
+        ("float32", "bfloat16", 2),
+        ("bfloat16", "float32", 2),
+        ("float16", "bfloat16", 2),
+        ("float8_e4m3fn", "bfloat16", 2),  # JAX has no wider type of such a pair
+        ("float32", "float8_e5m2", 1),
+    ],
 )
 def test_each_layer_is_gathered_in_the_narrower_type(stored, compute, bytes_each, unrolled, monkeypatch):
     """Whatever casts it; a stack is never gathered for one layer of it."""
