@@ -256,7 +256,7 @@ def test_arguments_of_restore(saved: Path, argument: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (object(), "leaf 'a/1' is a object: only arrays"),
+        (ValueError("no array"), "leaf 'a/1' is a ValueError: only arrays"),
         (np.array(["a"]), "leaf 'a/1' is a ndarray of <U1: only arrays"),
         (np.array([None]), "leaf 'a/1' is a ndarray of object: only arrays"),
         (2**70, "leaf 'a/1' is an integer of 71 bits, and 64 can be saved"),
