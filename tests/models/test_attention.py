@@ -201,7 +201,7 @@ def test_scale_replaces_the_default():
     [
         ({"heads": 3}, "3 query heads are not a multiple of 2 kv heads"),
         ({"keys": 5}, "causal=True needs as many keys as queries"),
-        ({"impl": "flash"}, "choose 'auto', 'plain' or 'blockwise'"),
+        ({"impl": "flash"}, "choose one of auto, plain, blockwise, cudnn"),
         ({"block_size": 0}, "at least 1"),
         ({"mask": jnp.ones((2, 1, 4, 4))}, "mask must be boolean"),
         ({"mask": jnp.ones((2, 3, 4, 4), bool)}, "or 1 in any of them"),
