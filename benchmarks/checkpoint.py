@@ -5,27 +5,28 @@
 The state is float32 matrices, sharded over eight virtual devices, and moments of them. In one process, in turn:
 
     copy       one on-device copy of the state, waited for
-    blocking   until `save` returns, and until the devices are done with what it dispatched before the next step
+    blocking   until `save` returns
     total      until the step is committed
     digests    of the state, alone; behind the step they are part of the total
 
 Memory is that of a process of its own: the largest resident size during a save, a restore or an export, less that
 before it. A small state goes first: imports and XLA's first programs are some 60 to 100 MiB once a process.
-Steps are matrix products of some tenths of a second, with and without a save behind them.
+Steps change all of the state in place and multiply matrices for some tenths of a second, with and without a save
+behind them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ import common  # the devices are set up first
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt import Checkpointer, digest
+from autoshard.ckpt import Checkpointer, Keep, digest
 
-ROUNDS = 7
+ROUNDS = 15
+LARGE = 512  # MiB of the largest tensor of a model that is exported
 LEAVES = 24
 TIMES = 3
 MIB = 2**20
@@ -70,53 +73,75 @@ copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
 
 
+def saved(begin: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
+    """Seconds until a save returns, and until it is committed."""
+    begun = time.perf_counter()
+    pending = begin()
+    blocked = time.perf_counter() - begun
+    wait(pending)
+    return blocked, time.perf_counter() - begun
+
+
 def save_ours(folder: Path, state: Any) -> tuple[float, float]:
-    """Seconds until `save` returns, and until it is committed."""
+    """One save by a `Checkpointer` of its own."""
     with Checkpointer(folder) as checkpoints:
-        begun = time.perf_counter()
-        checkpoints.save(0, state)
-        blocked = time.perf_counter() - begun
-        checkpoints.wait()
-        return blocked, time.perf_counter() - begun
+        return saved(lambda: checkpoints.save(0, state), lambda _: checkpoints.wait())
 
 
 def save_orbax(folder: Path, state: Any) -> tuple[float, float]:
-    """The same of Orbax's own, by its defaults."""
-    begun = time.perf_counter()
-    pending = ocp.save_pytree_async(folder / "step", state)
-    blocked = time.perf_counter() - begun
-    pending.result()
-    return blocked, time.perf_counter() - begun
+    """One save by Orbax's function, by its defaults."""
+    return saved(lambda: ocp.save_async(folder / "step", state), lambda pending: pending.result())
+
+
+@contextlib.contextmanager
+def loops(root: Path, state: Any) -> Iterator[dict[str, Callable[[int], tuple[float, float]]]]:
+    """What a training loop would call at each step that is saved, kept open over the steps, one step on disk each."""
+    newest = ocp.training.preservation_policies.LatestN(1)
+    options = orbax.checkpoint.CheckpointManagerOptions(max_to_keep=1)
+    with (
+        Checkpointer(root / "ours", keep=Keep(last=1)) as ours,
+        ocp.training.Checkpointer(root / "training", preservation_policy=newest) as training,
+        orbax.checkpoint.CheckpointManager(root / "manager", options=options) as manager,
+    ):
+        args = orbax.checkpoint.args.StandardSave(state)
+        yield {
+            "ours": lambda step: saved(lambda: ours.save(step, state), lambda _: ours.wait()),
+            "Orbax's Checkpointer": lambda step: saved(
+                lambda: training.save_async(step, state), lambda pending: pending.result()
+            ),
+            "Orbax's CheckpointManager": lambda step: saved(
+                lambda: manager.save(step, args=args), lambda _: manager.wait_until_finished()
+            ),
+        }
 
 
 def times(mib: int) -> list[common.Row]:
     """Blocking and total times, all in turn."""
     state = make_state(mib, LEAVES)
-    found: dict[str, list[float]] = {
-        name: [] for name in ("copy", "digests", "blocking", "orbax blocking", "total", "orbax total")
-    }
-    sizes = {}
-    for number in range(ROUNDS + 1):
-        with tempfile.TemporaryDirectory() as root:
+    taken: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as root, loops(Path(root), state) as savers:
+        for number in range(ROUNDS + 1):
             one = {}
             one["copy"], copied = common.timed(lambda: jax.block_until_ready(copy(state)))
             del copied
             one["digests"], _ = common.timed(lambda: jax.block_until_ready(digest.digests(jax.tree.leaves(state))))
-            one["blocking"], one["total"] = save_ours(Path(root) / "ours", state)
-            one["orbax blocking"], one["orbax total"] = save_orbax(Path(root) / "orbax", state)
-            sizes = {name: folder_bytes(Path(root) / name) for name in ("ours", "orbax")}
-        if number:  # the first compiles
-            for name, value in one.items():
-                found[name].append(value)
-    ratio = {name: np.array(found[name]) for name in found}
-    whole = nbytes(state)
-    return [
-        *(common.measured(f"{name}", 1e3 * ratio[name], "ms") for name in found),
-        common.measured("blocking / one copy", ratio["blocking"] / ratio["copy"], "x", 1.3),
-        common.measured("blocking / Orbax's", ratio["blocking"] / ratio["orbax blocking"], "x", 0.5),
-        common.measured("total / Orbax's", ratio["total"] / ratio["orbax total"], "x", 1.05, "digests included"),
-        common.Row("bytes written / state", sizes["ours"] / whole, "x", note=f"Orbax: {sizes['orbax'] / whole:.3f}"),
-    ]
+            for who, save in savers.items():
+                one[f"blocking: {who}"], one[f"total: {who}"] = save(number)
+            if number:  # the first compiles
+                for name, value in one.items():
+                    taken.setdefault(name, []).append(value)
+        written = {folder.name: folder_bytes(folder) / nbytes(state) for folder in Path(root).iterdir()}
+    found = {name: np.array(values) for name, values in taken.items()}
+    rows = [common.measured(name, 1e3 * values, "ms") for name, values in found.items()]
+    rows.append(common.measured("blocking / one copy", found["blocking: ours"] / found["copy"], "x", 1.3))
+    for what, target, note in (("blocking", 0.5, ""), ("total", 1.05, "digests included")):
+        rows += [
+            common.measured(f"{what} / {who}", found[f"{what}: ours"] / found[f"{what}: {who}"], "x", target, note)
+            for who in savers
+            if who != "ours"
+        ]
+    others = ", ".join(f"{name}: {share:.3f}" for name, share in written.items() if name != "ours")
+    return [*rows, common.Row("bytes written / state", written["ours"], "x", note=others)]
 
 
 def slowdown(mib: int) -> list[common.Row]:
@@ -124,22 +149,32 @@ def slowdown(mib: int) -> list[common.Row]:
     state = make_state(mib, LEAVES)
     x = jnp.ones((1024, 1024))
     work = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ y), x))
-    jax.block_until_ready((work(x), copy(state)))
+
+    def step() -> float:
+        nonlocal state
+
+        def run() -> None:
+            nonlocal state
+            state = advance(state)  # donates what was just saved
+            jax.block_until_ready((state, work(x)))
+
+        return common.timed(run)[0]
+
+    step()
     ratios, held = [], []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as root, Checkpointer(Path(root)) as checkpoints:
-            plain = [common.timed(lambda: jax.block_until_ready(work(x)))[0] for _ in range(5)]
+            plain = float(np.median([step() for _ in range(5)]))
             begun = time.perf_counter()
             checkpoints.save(0, state)
-            state = advance(state)  # donates what was just saved
-            jax.block_until_ready(work(x))
-            held.append(time.perf_counter() - begun - float(np.median(plain)))
+            step()
+            held.append((time.perf_counter() - begun) / plain)
             beside = []
             while not checkpoints.steps():
-                beside.append(common.timed(lambda: jax.block_until_ready(work(x)))[0])
-            ratios.append(float(np.median(beside or plain)) / float(np.median(plain)))
+                beside.append(step())
+            ratios.append(float(np.median(beside or [plain])) / plain)
     return [
-        common.measured("a step with its save, less a step", 1e3 * np.array(held), "ms", note="copy and dispatch"),
+        common.measured("a step with its save / a step", np.array(held), "x"),
         common.measured("steps during a save / others", np.array(ratios), "x"),
     ]
 
@@ -198,11 +233,14 @@ def peak_of(action: Callable[[], Any]) -> int:
 
 def memory(what: str, mib: int, folder: Path) -> int:
     """Peak extra bytes of one kind of work, in this process."""
-    _warm(folder / f"warm {what}")
-    if what == "export":
-        with Checkpointer(folder / "ours") as checkpoints:
-            shutil.rmtree(folder / "out", ignore_errors=True)
-            return peak_of(lambda: checkpoints.export(None, folder / "out"))
+    _warm(Path(tempfile.mkdtemp(dir=folder)))
+    if what.startswith("export"):
+        saved_in = folder / ("ours" if what == "export" else "large")
+        with Checkpointer(saved_in) as checkpoints:
+            if not checkpoints.steps():
+                checkpoints.save(0, make_state(LARGE, 1) | {"small": jnp.ones((8, 256))}, block=True)
+                return 0
+            return peak_of(lambda: checkpoints.export(None, folder / f"out of {saved_in.name}"))
     state = make_state(mib, LEAVES)
     if what == "restore":
         with Checkpointer(folder / "ours") as checkpoints:
@@ -235,20 +273,21 @@ def _blocking(folder: Path, state: Any) -> None:
 def memories(mib: int) -> list[common.Row]:
     """Peaks, each of a process of its own."""
     rows = []
-    largest = mib * MIB / LEAVES
+    large = f"export of a tensor of {LARGE} MiB"
     with tempfile.TemporaryDirectory() as root:
         for what, over, target in (
             ("asynchronous save", mib * MIB, 1.1),
             ("Orbax's save", mib * MIB, None),
             ("blocking save", mib * MIB, None),
             ("restore", mib * MIB, None),
-            ("export", largest, 1.2),
+            ("export", mib * MIB, None),
+            (large, LARGE * MIB, None),  # which makes it, in a process of its own
+            (large, LARGE * MIB, 1.2),
         ):
             command = [sys.executable, __file__, "--mib", str(mib), "--memory", what, "--folder", root]
             extra = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-            unit = "x" if over != largest else "x largest"
-            rows.append(common.Row(f"peak memory: {what}", extra / over, unit, target, note=f"{extra / MIB:.0f} MiB"))
-    return rows
+            rows.append(common.Row(f"peak memory: {what}", extra / over, "x", target, note=f"{extra / MIB:.0f} MiB"))
+    return [row for row in rows if row.value]
 
 
 def main() -> None:
