@@ -80,6 +80,7 @@ def test_wheel_holds_exactly_the_package(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.whole
 def test_wheel_runs_outside_the_repository(wheel, tmp_path):
     """The wheel in an environment of its own, its dependencies those of this one."""
     python = empty_environment(tmp_path / "venv")

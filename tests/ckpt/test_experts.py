@@ -154,6 +154,7 @@ def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_o
             dense.save(1, {"w": jnp.ones((4, 2))}, expert_dims={"*": 2})
 
 
+@pytest.mark.whole
 def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
     """Every expert is the dense layer, its moments too: the model computes what the dense one did."""
     cfg = dataclasses.replace(TINY.config, gpt=dataclasses.replace(TINY.config.gpt, dtype="float32"))

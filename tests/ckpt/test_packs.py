@@ -177,6 +177,7 @@ def test_donated_at_once(tmp_path: Path, mesh8: Mesh) -> None:
         np.testing.assert_array_equal(restored[name], leaf)
 
 
+@pytest.mark.whole
 def test_an_unpacked_step_of_the_format_before(
     tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

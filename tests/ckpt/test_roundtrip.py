@@ -139,6 +139,7 @@ def test_the_manifest_tells_who_wrote(tmp_path: Path) -> None:
     assert body["written_by"]["devices"] == 8 and body["written_by"]["versions"]["jax"] == jax.__version__
 
 
+@pytest.mark.whole
 def test_eight_devices_to_four_to_one_in_fresh_processes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """Real device counts, as on another machine; the digests and the values are compared in each."""
     code = """

@@ -146,6 +146,7 @@ def test_remat_changes_neither_loss_nor_gradients(policy, scan):
     assert_close(grads, expected[1])
 
 
+@pytest.mark.whole
 def test_remat_policies_order_the_memory():
     def temp(policy, layers=8):
         cfg = dataclasses.replace(TINY, layers=layers, context=64, remat=policy)

@@ -54,6 +54,7 @@ def test_every_variant_with_every_plan(name, plan):
     compare(VARIANTS[name], plan)
 
 
+@pytest.mark.whole
 def test_two_key_value_heads_over_four_devices():
     made = run(VARIANTS["grouped-queries"], "dp:2 tp:4 seq").plan
     by_name = {leaf.path.rpartition("/")[2]: leaf for leaf in made.inputs if leaf.role == "parameter"}
@@ -62,6 +63,7 @@ def test_two_key_value_heads_over_four_devices():
     assert tuple(by_name["wq"].spec)[2] == tuple(tensor) and tuple(by_name["wk"].spec)[2] == tensor[0]
 
 
+@pytest.mark.whole
 def test_key_value_heads_that_take_all_devices_split_no_axis():
     """Each query head is beside its key-value head everywhere: nothing is left of the axis to share."""
     case = Case((("kv_heads", 4), ("scan_layers", True)))

@@ -89,6 +89,7 @@ def test_a_mixture_of_experts_writes_too(
     assert found == want and plan.mesh.size == jax.device_count()
 
 
+@pytest.mark.whole
 def test_its_tokenizer_comes_with_it(make_config: MakeConfig, tmp_path: Path) -> None:
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
@@ -124,6 +125,7 @@ def test_a_damaged_step_is_passed_over(make_config: MakeConfig, tmp_path: Path) 
         open_writer(folder, 4).write("the", 8)
 
 
+@pytest.mark.whole
 def test_folders_that_no_text_can_be_written_from(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoints: there is no such folder"):
         open_writer(tmp_path / "nowhere")

@@ -58,6 +58,7 @@ def test_a_run_learns_and_leaves_everything_behind(make_config: MakeConfig, caps
     assert load_trained(result.run_dir, step=20).step == 20
 
 
+@pytest.mark.whole
 def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     shape = dict(gpt=dict(width=32, heads=4, kv_heads=2, dropout=0.1), steps=3, accumulation=2)
     runs = []
@@ -81,6 +82,7 @@ def test_evaluation_leaves_training_as_it_is(make_config: MakeConfig, tmp_path: 
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.whole
 def test_what_is_written_and_how_often(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a learning rate of nothing two evaluations differ only by the batches that they take."""
     monkeypatch.setattr(loop, "peak_flops", lambda kind: 1e9)
@@ -283,6 +285,7 @@ def test_states_that_are_not_finite_take_no_place(make_config: MakeConfig) -> No
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
 
 
+@pytest.mark.whole
 def test_a_damaged_last_step_is_saved_anew(make_config: MakeConfig) -> None:
     config = make_config(steps=4, checkpoint_every=2)
     train(config)

@@ -61,6 +61,7 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
     assert not any(name.endswith(tuple(frozen)) for name in kept)
 
 
+@pytest.mark.whole
 def test_frozen_parameters_have_no_share_of_the_gradient_norm() -> None:
     """The norm is that of the gradient of what is trained, computed here with everything trained."""
     whole, part = gpt(), gpt(("embed",))

@@ -99,6 +99,7 @@ def test_the_rate_that_is_told_is_the_one_that_was_used() -> None:
         state = after
 
 
+@pytest.mark.whole
 def test_each_microbatch_has_its_own_dropout() -> None:
     """Two microbatches of the same rows: their loss is that of one of them only where nothing is dropped."""
     half = jax.tree.map(lambda rows: rows[:4], batch())
