@@ -8,12 +8,14 @@ operators (and those that only move or cut elements) run inside the kernels that
     writes(kernel) = its results that are written
 
 On TPU a contraction computes elementwise operands itself, unless several take the same one: that is written once, in 16
-bits, which is all that a product reads at its default precision. Nor is a contraction's result written where one chain
+bits, which is all that a product reads at its default precision. Convolutions compute it anew each, where it is made of
+no more than one activation (a norm and `relu` behind a convolution). Nor is a contraction's result written where one chain
 of elementwise operators leads from it to what is, with no loop on the way. Elsewhere contractions take their operands
 from memory.
 
 Elementwise kernels of one block that read something of their own shape in common (the moments and the parameter of an
-optimizer's update) are one. What several take is written where it is made of as much again (a residual stream). What is
+optimizer's update) are one. What several take is written where it is made of as much again (a residual stream), unless a
+function of it alone, its `relu`, is written for products. What is
 spread out from next to nothing (a mask) is made anew in every loop and kernel. A slice is read, not what it is cut
 from; what is updated in place costs the update.
 
@@ -35,6 +37,7 @@ from autoshard.sharding.roles import itemsize, nbytes
 from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.spmdrules.program import Block, Op, Program, inlined
 
+_CONVOLUTION = "conv_general_dilated"
 _SLICES = ("slice", "dynamic_slice")
 _IN_PLACE = ("dynamic_update_slice",)
 _WHOLE = (
@@ -130,7 +133,7 @@ class _Finder:
             if op.blocks or is_kernel(op) or op.name in _SLICES or outputs & set(op.results):
                 self.memory.update(op.results)
             elif op.rule is not None:
-                self.mark(op, [u for v in op.results for u in users.get(v, ())])
+                self.mark(op, users)
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
             if op.name in CONTRACTIONS and not outputs & set(op.results):
@@ -167,17 +170,29 @@ class _Finder:
         for v, (first, last, size) in lives.items():
             self.near[v] = size / most if (most := float(alive[first : last + 1].max())) else 1.0
 
-    def mark(self, op: Op, taken: Sequence[Op]) -> None:
+    def mark(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Notes whether the result of an elementwise operator is written for those that take it."""
+        taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
+        convolutions = sum(u.name == _CONVOLUTION for u in taken)
         if any(map(_reads_memory, taken)) or (products and not self.fuses_operands):
             if not self.is_light(op):
                 self.memory.update(op.results)
         elif len(taken) > 1 and self.is_heavy(op):
-            self.memory.update(op.results)
-        elif products > 1 and not self.is_light(op):
+            if not any(self.stands_for(u, op, users) for u in taken):
+                self.memory.update(op.results)
+        elif products > 1 and not self.is_light(op) and (products > convolutions or self.is_heavy(op)):
             self.memory.update(op.results)
             self.narrow.update({v: _BITS16 / n for v in op.results if (n := itemsize(self.program.avals[v])) > _BITS16})
+
+    def stands_for(self, user: Op, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
+        """Whether a function of this result alone, a sum's `relu`, is written for products: XLA does not write both."""
+        if user.blocks or user.rule is None or is_kernel(user) or len(user.results) != 1:
+            return False
+        size = op.eqn.outvars[0].aval.size
+        alone = all(v in op.results or self.program.avals[v].size < size for v in user.operands if v >= 0)
+        products = sum(u.name in CONTRACTIONS for u in users.get(user.results[0], ()))
+        return alone and products > 1 and user.eqn.outvars[0].aval.size == size
 
     def is_light(self, op: Op) -> bool:
         """Whether a result is spread out from next to nothing, such as a mask: XLA makes it anew in each loop."""

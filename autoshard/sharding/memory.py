@@ -7,7 +7,7 @@ inside lives until the loop ends. Values that XLA computes inside their users ar
 are made of lives as long. Each value counts by its shard; what an operator leaves to be scattered is there while it
 runs, and what several need gathered is gathered once and kept from the first to the last. State that is donated is
 updated in place, and so is what a loop carries. Arrays that the function closes over are constants: whole on every
-device.
+device. On a TPU an activation lies in tiles of 128 elements along one of its dimensions, the one that pads it least.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ from autoshard.sharding.roles import Roles, nbytes
 from autoshard.spmdrules.place import axes_of
 from autoshard.spmdrules.program import Block, inlined
 
+LANES = 128  # elements of a tile of a TPU's memory along its minor dimension
+
 
 class MemoryModel:
     """Prices layouts of one program; the live ranges are found once."""
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, fusion: Fusion, state: Sequence[tuple[int, int]] = ()):
-        self.axes, self.roles = axes, roles
+    def __init__(
+        self,
+        axes: LogicalAxes,
+        roles: Roles,
+        fusion: Fusion,
+        state: Sequence[tuple[int, int]] = (),
+        *,
+        is_tiled: bool = False,
+    ):
+        self.axes, self.roles, self.is_tiled = axes, roles, is_tiled
         program = axes.program
         n = len(program.avals)
         self.birth = np.full(n, -1)
@@ -151,10 +161,21 @@ class MemoryModel:
     def _local(self, layout: Layout) -> np.ndarray:
         """The bytes of each value on one device."""
         kinds = self.kinds(layout)
-        ways = np.array([layout.ways(axes_of(home(layout, v))) for v in kinds.examples])
+        parts = np.array([self._part(layout, v) for v in kinds.examples])
         local = np.zeros_like(self.whole)
-        local[kinds.values] = self.whole[kinds.values] / ways[kinds.numbers]
+        local[kinds.values] = self.whole[kinds.values] * parts[kinds.numbers]
         return local
+
+    def _part(self, layout: Layout, value: int) -> float:
+        """One device's part of a value, with what pads it."""
+        spec, shape = home(layout, value), self.axes.program.avals[value].shape
+        part = 1 / layout.ways(axes_of(spec))
+        if not self.is_tiled or not any(self.roles.batch in dim for dim in self.axes.of_value[value]):
+            return part  # dimensions of weights may lie together
+        if any(not over and n % LANES == 0 for n, over in zip(shape, spec, strict=True)):
+            return part
+        local = [n // layout.ways(over) for n, over in zip(shape, spec, strict=True)]
+        return part * min((-(-n // LANES) * LANES / n for n in local if n), default=1.0)
 
     def kinds(self, layout: Layout) -> Kinds:
         """The kinds of the values that have a size."""

@@ -135,7 +135,8 @@ class Planner:
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
         cost = CostModel(self.axes, self.roles, target, fusion, self.state)
-        return cost, MemoryModel(self.axes, self.roles, fusion, [(i, o) for i, o in self.state if i in donated])
+        state = [(i, o) for i, o in self.state if i in donated]
+        return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
 
     def complain_of_unknown(self, strict: bool) -> None:
         """Names the primitives that have no rule."""
