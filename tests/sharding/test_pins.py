@@ -153,6 +153,10 @@ BAD = {
     "fixed rank": (dict(mesh={"data": 8}, fixed={"0/b": P(None, "data")}), "has 2 entries, the array has 1"),
     "fixed twice": (dict(mesh={"data": 8}, fixed={"0/w": P("data", "data")}), "'data' twice"),
     "fixed names": (dict(fixed={"0/w": ("batch", "nothing")}), "is no logical axis"),
+    "fixed to another name": (
+        dict(fixed={"0/w": ("ffn", "batch")}),
+        r"'0/w' says \('ffn', 'batch'\): dim 0 is embed, not ffn, dim 1 is ffn, not batch. Name what a dimension is",
+    ),
     "memory": (dict(memory_limit_bytes=1000), "KiB too much .*would do"),
     "memory of a request": (dict(memory_limit_bytes=1000, plan="dp:8"), "plan asked for does not fit"),
     "verify": (dict(verify=-1), "verify is -1; give the number of plans"),
