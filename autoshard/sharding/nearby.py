@@ -1,11 +1,18 @@
-"""The paths that a mistyped one may have meant."""
+"""The paths that a path means, and those that a mistyped one may have meant."""
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable
 
 SHOWN = 6  # of anything that a long list would bury
+
+
+def means_any(path: str, paths: Iterable[str]) -> bool:
+    """Whether a path, the end of one, or a glob means one of `paths`."""
+    wanted = path.strip("/")
+    return any(p == wanted or (wanted and p.endswith(f"/{wanted}")) or fnmatch.fnmatchcase(p, wanted) for p in paths)
 
 
 def near(path: str, paths: Iterable[str]) -> str:
