@@ -135,7 +135,7 @@ BAD = {
     "unknown word": (dict(plan="fdsp:8"), r"unknown word 'fdsp:8'.*Did you mean 'fsdp'"),
     "no size": (dict(plan="tp"), "needs a number of devices, such as tp:8"),
     "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, cpu:8 has 8"),
-    "no such axis": (dict(plan="ep:8"), "the program has no axis for ep"),
+    "no such axis": (dict(plan="ep:8"), "no axis for ep, it has some for dp, zero1, fsdp, tp; its"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
     "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
     "plan of no kind": (dict(plan=8), "plan is 8; give words such as 'fsdp:8'"),
