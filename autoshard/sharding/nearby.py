@@ -29,7 +29,7 @@ def near(path: str, paths: Iterable[str]) -> str:
     return f"Near it: {', '.join(found)}" if found else f"There are {few(paths)}"
 
 
-def few(words: Iterable[str]) -> str:
+def few(words: Iterable[str], between: str = ", ") -> str:
     """The first few words, and how many there are besides."""
     words = list(words)
-    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+    return between.join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.nearby import near
+from autoshard.sharding.nearby import few, near
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.given import names_axes
@@ -79,11 +79,12 @@ class NoSuchAxisError(PlanError):
 class FixedError(PlanError):
     """Specs that were fixed and cannot hold, or contradict each other; `complaints` has one sentence for each.
 
-    `lacks_axis` says whether one of them is that the mesh lacks an axis.
+    The message has the first of them: one pattern may match hundreds of inputs. `lacks_axis` says whether one of them
+    is that the mesh lacks an axis.
     """
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
-        super().__init__(f"auto_shard({name}): " + "; ".join(complaints) + hint)
+        super().__init__(f"auto_shard({name}): {few(complaints, '; ')}{hint}")
         self.name, self.complaints, self.lacks_axis = name, tuple(complaints), lacks_axis
 
 

@@ -337,9 +337,10 @@ class Planner:
             )
         for one in found:
             size = self.axes.sizes[one.cls]
+            now = f"is cut into {one.cut}" if one.cut > 1 else "stays whole"
             notes.append(
                 f"{self.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
-                f"it is cut into {one.cut}; {multiple(size, one.ways)} would be cut into {one.ways}"
+                f"it {now}; {multiple(size, one.ways)} would be cut into {one.ways}"
             )
         own = {v: s for v, s in layout.pins.items() if v not in self.held}
         return (*notes, *disagreements(self.traced, self.axes, own))

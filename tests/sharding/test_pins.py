@@ -176,6 +176,14 @@ def test_every_fixed_spec_that_cannot_hold_is_named_at_once():
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
 
 
+def test_of_many_specs_that_cannot_hold_the_first_are_told():
+    params = {f"w{i}": jnp.ones((6, 6)) for i in range(9)}
+    with pytest.raises(FixedError) as caught:
+        plan(lambda p: sum(map(jnp.sum, p.values())), params, mesh={"data": 8}, fixed={"*": P("data")})
+    assert len(caught.value.complaints) == 9 and "'0/w5' dim 0 has size 6" in str(caught.value)
+    assert "'0/w6'" not in str(caught.value) and str(caught.value).endswith("from its spec and 3 more")
+
+
 CONTRARY = {
     "one axis twice": ({"0/w": P("data", "data")}, r"fixed '0/w': P\(.*\) uses mesh axis 'data' twice. Keep it on one"),
     "two patterns": (
@@ -239,6 +247,8 @@ def test_a_dimension_that_does_not_divide():
         plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
     made = plan(sgd_step, params, batch(), plan="tp:8")  # asked for by name: as far as it goes, and it says so
     assert any("(100) is not divisible by" in note and "104" in note for note in made.notes)
+    odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
+    assert "ffn (101) is not divisible by mesh axes tp (4): it stays whole; 104 would be cut into 4" in odd.notes
     assert_close(sgd_step(params, batch())[0], made.jit()(params, batch())[0])
 
 
