@@ -124,13 +124,23 @@ def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc', it must be a whole number\n"
 
 
-def test_a_path_that_is_not_there_is_told_before_the_search(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--explain 0/params/embd", "no input or result is called '0/params/embd'. Near it: "),
+        ("--explain 1/loss=tp", "'1/loss' is a result, which cannot be fixed"),
+        ("--explain embed=-,model", "no plan has a mesh axis 'model'; axes are called dp, zero1, fsdp, cp, ep, tp"),
+        ("--plan model=tp:8 --explain embed=-,modle", "no plan has a mesh axis 'modle'; axes are called dp, "),
+        ("--mesh data=8 --explain embed=-,tp", "'embed=-,tp': no plan has a mesh axis 'tp'; --mesh has data"),
+    ],
+)
+def test_what_cannot_be_explained_is_told_before_the_search(
+    options: str, complaint: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autoshard.plan", None)
-    assert main(["plan", "gpt-tiny", "--target", "cpu:8", "--explain", "0/params/embd"]) == 2
+    assert main(["plan", "gpt-tiny", "--target", "cpu:8", *options.split()]) == 2
     error = capsys.readouterr().err
-    assert "no input or result is called '0/params/embd'. Near it: " in error and len(error.splitlines()) == 1
+    assert complaint in error and len(error.splitlines()) == 1
 
 
 def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def _run_named(arguments: Sequence[str]) -> int:
     }
     step, *shapes = workload_variants(work)
     if given.explain:
-        _check_paths([_wish(text)[0] for text in given.explain], partial(step, remat="none", accumulation=1), shapes)
+        _check_asked(given.explain, partial(step, remat="none", accumulation=1), shapes, options["mesh"], given.plan)
     plan = autoshard.plan(
         step,
         *shapes,
@@ -145,17 +145,38 @@ def _run_named(arguments: Sequence[str]) -> int:
     return show(plan, given.json, given.html, given.explain)
 
 
-def _check_paths(asked: Sequence[str], step: Any, shapes: Sequence[Any]) -> None:
-    """Refuses, before the search, paths that neither an input nor a result of a step has."""
+def _check_asked(
+    asked: Sequence[str], step: Any, shapes: Sequence[Any], mesh: Mapping[str, int] | None, words: str | None
+) -> None:
+    """Refuses, before the search, what cannot be explained.
+
+    Raises:
+        PlanError: a path that neither an input nor a result of the step has; a sharding of a result.
+        ConfigError: a mesh axis that no plan has.
+    """
     import jax
 
+    from autoshard.sharding.report.choices import check_fixable
     from autoshard.sharding.report.reasons import check_path
+    from autoshard.sharding.request import KINDS, may_name
     from autoshard.sharding.tracing import path_of
+    from autoshard.spmdrules.place import axes_of, from_partition_spec
 
-    trees = (shapes, jax.eval_shape(step, *shapes))
-    paths = [path_of(keys) for tree in trees for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    for path in asked:
-        check_path(path, paths)
+    inputs, outputs = (
+        [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        for tree in (tuple(shapes), jax.eval_shape(step, *shapes))
+    )
+    for text in asked:
+        path, *wish = _wish(text)
+        check_path(path, [*inputs, *outputs])
+        if not wish:
+            continue
+        check_fixable(path, inputs)
+        over = axes_of(from_partition_spec(wish[0], len(wish[0])))
+        unknown = [axis for axis in over if not may_name(axis, mesh, words)]
+        if unknown:
+            there = f"--mesh has {', '.join(mesh)}" if mesh else f"axes are called {', '.join(KINDS)} without --mesh"
+            raise ConfigError(f"--explain {text!r}: no plan has a mesh axis {unknown[0]!r}; {there}")
 
 
 def _by_name(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

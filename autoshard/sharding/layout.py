@@ -70,34 +70,29 @@ class Layout:
 
     def _place(self, leaves: Leaves) -> Spec:
         given: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]  # for each dimension: place of a leaf -> axes
-        sizes = self.axes.sizes
-        if any(sizes[c] == 0 for dim in leaves for c in dim):  # nothing to save; XLA gives pieces of nothing odd shapes
+        whole = [[self.axes.sizes[c] for c in dim] for dim in leaves]  # what of each leaf is not cut yet
+        if any(0 in dim for dim in whole):  # nothing to save; XLA gives pieces of nothing odd shapes
             return ((),) * len(leaves)
+        here = {c for dim in leaves for c in dim}
         for axis, size in self.mesh.items():
             for cls in self.table.get(axis, ()):
-                spot = self._spot(leaves, given, cls, size, sizes)
+                spot = self._spot(leaves, whole, cls, size) if cls in here else None
                 if spot is not None:
                     dim, part = spot
                     given[dim][part] = (*given[dim].get(part, ()), axis)
+                    whole[dim][part] //= size
                     break
         return tuple(tuple(a for part in sorted(parts) for a in parts[part]) for parts in given)
 
-    def _spot(
-        self,
-        leaves: Leaves,
-        given: list[dict[int, tuple[str, ...]]],
-        cls: int,
-        size: int,
-        sizes: Sequence[int],
-    ) -> tuple[int, int] | None:
+    def _spot(self, leaves: Leaves, whole: list[list[int]], cls: int, size: int) -> tuple[int, int] | None:
         """Where a mesh axis of `size` can go on class `cls`: its size divides and the major parts are fully cut."""
         for d, dim in enumerate(leaves):
             for part, c in enumerate(dim):
                 if c == cls and len(dim) == 1 and c in self.axes.stacked:
                     break  # a loop runs over it
-                if c == cls and sizes[c] and sizes[c] % (self.ways(given[d].get(part, ())) * size) == 0:
+                if c == cls and whole[d][part] % size == 0:
                     return d, part
-                if self.ways(given[d].get(part, ())) != sizes[c]:
+                if whole[d][part] != 1:
                     break  # nothing behind a part that is not cut to single elements can be contiguous
         return None
 

@@ -1,11 +1,18 @@
-"""The paths that a mistyped one may have meant."""
+"""The paths that a path means, and those that a mistyped one may have meant."""
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable
 
 SHOWN = 6  # of anything that a long list would bury
+
+
+def means_any(path: str, paths: Iterable[str]) -> bool:
+    """Whether a path, the end of one, or a glob means one of `paths`."""
+    wanted = path.strip("/")
+    return any(p == wanted or (wanted and p.endswith(f"/{wanted}")) or fnmatch.fnmatchcase(p, wanted) for p in paths)
 
 
 def near(path: str, paths: Iterable[str]) -> str:
@@ -22,7 +29,7 @@ def near(path: str, paths: Iterable[str]) -> str:
     return f"Near it: {', '.join(found)}" if found else f"There are {few(paths)}"
 
 
-def few(words: Iterable[str]) -> str:
+def few(words: Iterable[str], between: str = ", ") -> str:
     """The first few words, and how many there are besides."""
     words = list(words)
-    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+    return between.join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
-from autoshard.sharding.nearby import near
+from autoshard.sharding.nearby import few, near
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.given import names_axes
@@ -23,8 +23,8 @@ from autoshard.spmdrules.program import Op
 Named = tuple[str, Layout]  # a candidate's words and its layout
 
 _EITHER = (
-    "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for what is free}, "
-    "such as {'0/*/kernel': PartitionSpec(None, 'model')} or {'0/*/kernel': (None, 'ffn')}"
+    "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for what stays "
+    "whole}, such as {'0/*/kernel': PartitionSpec(None, 'model')} or {'0/*/kernel': (None, 'ffn')}"
 )
 
 
@@ -79,11 +79,12 @@ class NoSuchAxisError(PlanError):
 class FixedError(PlanError):
     """Specs that were fixed and cannot hold, or contradict each other; `complaints` has one sentence for each.
 
-    `lacks_axis` says whether one of them is that the mesh lacks an axis.
+    The message has the first of them: one pattern may match hundreds of inputs. `lacks_axis` says whether one of them
+    is that the mesh lacks an axis.
     """
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
-        super().__init__(f"auto_shard({name}): " + "; ".join(complaints) + hint)
+        super().__init__(f"auto_shard({name}): {few(complaints, '; ')}{hint}")
         self.name, self.complaints, self.lacks_axis = name, tuple(complaints), lacks_axis
 
 
@@ -215,17 +216,7 @@ def says_something(what: Any) -> bool:
 
 def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
     if not isinstance(what, PartitionSpec):
-        names = {name: c for c, name in axes.names.items()}
-        asked = [names.get(n) for n in what]
-        if unknown := [n for n in what if n is not None and n not in names]:
-            raise PlanError(f"{where} names {unknown}, which is no logical axis; there are {sorted(names)}")
-        if len(what) > aval.ndim:
-            raise _too_long(what, aval, where)
-        spec = layout.spec(value)
-        return tuple(
-            spec[d] if d < len(asked) and asked[d] is not None and asked[d] in axes.of_value[value][d] else ()
-            for d in range(aval.ndim)
-        )
+        return _spec_of_names(what, aval, where, layout, axes, value)
     if len(what) > aval.ndim:
         raise _too_long(what, aval, where)
     spec = from_partition_spec(what, aval.ndim)
@@ -243,6 +234,25 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
             raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
                             f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
     return spec
+
+
+def _spec_of_names(
+    what: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
+) -> Spec:
+    """The dimensions that are named as the layout has them, the others whole."""
+    names = set(axes.names.values())
+    if unknown := [n for n in what if n is not None and n not in names]:
+        raise PlanError(f"{where} names {unknown}, which is no logical axis; there are {sorted(names)}")
+    if len(what) > aval.ndim:
+        raise _too_long(what, aval, where)
+    asked = [*what, *[None] * (aval.ndim - len(what))]
+    own = [[axes.name(c) for c in dim] for dim in axes.of_value[value]]
+    wrong = [d for d, name in enumerate(asked) if name is not None and name not in own[d]]
+    if wrong:
+        others = ", ".join(f"dim {d} is {' x '.join(own[d]) or 'of size 1'}, not {asked[d]}" for d in wrong)
+        raise PlanError(f"{where} says {tuple(what)}: {others}. Name what a dimension is, or None to keep it whole")
+    spec = layout.spec(value)
+    return tuple(() if name is None else spec[d] for d, name in enumerate(asked))
 
 
 def _too_long(what: Any, aval: Any, where: str) -> PlanError:

@@ -17,6 +17,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding import request as requests
 from autoshard.sharding.activations import activations
 from autoshard.sharding.axes import LogicalAxes, find_axes
+from autoshard.sharding.batches import join_batches
 from autoshard.sharding.bound import Bound
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.fusion import fuse
@@ -36,7 +37,7 @@ from autoshard.sharding.pins import (
 )
 from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
 from autoshard.sharding.report.units import bytes_text
-from autoshard.sharding.roles import Role, Roles, find_roles, name_axes
+from autoshard.sharding.roles import Role, Roles, batch_axis, find_roles, name_axes
 from autoshard.sharding.routing import part_routing
 from autoshard.sharding.search import Candidate, idle_layouts, laid_well, price, search
 from autoshard.sharding.state import complain_of_changes
@@ -109,7 +110,9 @@ class Planner:
         self.program = traced.program
         self.axes: LogicalAxes = find_axes(self.program)
         self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
-        self.roles: Roles = find_roles(self.program, self.axes, [i for i, _ in self.state])
+        state = [i for i, _ in self.state]
+        join_batches(self.axes, batch_axis(self.program, self.axes, frozenset(state)))
+        self.roles: Roles = find_roles(self.program, self.axes, state)
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
         self.tally = Tally()
@@ -232,8 +235,10 @@ class Planner:
         ]  # fmt: skip
         missing += ["seq"] if "seq" in asked.flags and not self.roles.sequence else []
         if missing:
-            raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}; its logical axes are "
-                            f"{', '.join(sorted(set(self.axes.names.values())))}")  # fmt: skip
+            able = [k for k in requests.KINDS if requests.classes_for(k, self.roles, asked.flags)]
+            names = sorted(set(self.axes.names.values()))
+            raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
+                            f"{', '.join(able) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
         return requests.lay_out(self.axes, self.roles, asked)
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
@@ -333,9 +338,10 @@ class Planner:
             )
         for one in found:
             size = self.axes.sizes[one.cls]
+            now = f"is cut into {one.cut}" if one.cut > 1 else "stays whole"
             notes.append(
                 f"{self.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
-                f"it is cut into {one.cut}; {multiple(size, one.ways)} would be cut into {one.ways}"
+                f"it {now}; {multiple(size, one.ways)} would be cut into {one.ways}"
             )
         own = {v: s for v, s in layout.pins.items() if v not in self.held}
         return (*notes, *disagreements(self.traced, self.axes, own))

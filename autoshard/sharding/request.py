@@ -148,6 +148,20 @@ def is_request(words: str) -> bool:
         return False
 
 
+def may_name(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
+    """Whether the mesh of a plan may have an axis of this name.
+
+    Args:
+        axis: the name.
+        mesh: the mesh if it is given; else axes are called after what they are for, and parts of one are numbered.
+        words: the plan that is asked for, which may name its axes itself.
+    """
+    if mesh is not None:
+        return axis in mesh
+    named = parse_request(words).sizes if words else {}
+    return axis in named or re.sub(r"_[1-9]\d*$", "", axis) in KINDS
+
+
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
     """The logical axes that a kind of parallelism shards, in order of preference."""
     if kind in ("dp", "zero1", "fsdp"):

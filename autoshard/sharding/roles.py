@@ -78,7 +78,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -
         axes: its logical axes.
         state: the inputs that come back as outputs (known from the pytree structure), which are never data.
     """
-    batch = _batch_axis(program, axes, frozenset(state))
+    batch = batch_axis(program, axes, frozenset(state))
     inputs, owner = _input_roles(program, axes, batch, frozenset(state))
     parameters = [v for v, role in inputs.items() if role == "parameter"]
     in_parameters = {c for v in parameters for dim in axes.of_value[v] for c in dim}
@@ -164,8 +164,10 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
     return frozenset(v for v in found if len(program.avals[v].shape) > 0)
 
 
-def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
+def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
     """Of the axes that nearly as many activation bytes carry as any, the one that stands foremost in an input.
+
+    Where state is all that comes in, the step makes its batch itself.
 
     Where no state is known, parameters are inputs like others, with axes that activations carry, too. What tells them
     from the batch is that the next weight sums over them; over the batch at most a gradient sums, later.
@@ -183,8 +185,9 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
             for c in dim:
                 position[c] = min(position.get(c, (99, 0)), (d, n))
     able = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
-    if not able and state:  # what looked like state was all there is
-        return _batch_axis(program, axes, frozenset())
+    if not able and state:
+        drawn = _drawn(program, axes, carried)
+        return drawn if drawn is not None else batch_axis(program, axes, frozenset())  # what looked like state was all
     if not able:
         return None
     most = max(carried[c] for c in able)
@@ -196,6 +199,21 @@ def _batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> i
         return dim, -summed.get(c, last), number, c
 
     return min((c for c in able if carried[c] >= 0.7 * most), key=order)
+
+
+def _drawn(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
+    """The batch of a step that makes its own: of the axes that no input has the one that most bytes carry.
+
+    A product keeps it where it meets a weight, and another one sums over it: that is the weight's gradient.
+    """
+    kept: set[int] = set()
+    summed: set[int] = set()
+    for op, factors in zip(program.ops(), axes.of_op, strict=True):
+        if op.rule is not None and op.name in CONTRACTIONS:
+            for f in op.rule.factors:
+                (summed if f.kind == "reduce" else kept).update(factors.get(f.name, ()))
+    given = {c for v in program.inputs for dim in axes.of_value[v] for c in dim}
+    return max((kept & summed) - given - axes.stacked, key=lambda c: (carried[c], -c), default=None)
 
 
 def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from autoshard._shown import shown
 from autoshard.sharding.cost import relaid
 from autoshard.sharding.layout import Layout
+from autoshard.sharding.nearby import few
 from autoshard.sharding.pins import FixedError, fixed_pins
 from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec, to_partition_spec
 
@@ -137,7 +138,7 @@ def _under(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
     try:
         pins = fixed_pins(bound.traced, old.axes, layout, fixed, "wish")
     except FixedError as error:
-        return Choice(fixed, refusal="; ".join(error.complaints))
+        return Choice(fixed, refusal=few(error.complaints, "; "))
     layout.pins = {**old.pins, **pins}
     means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
     cost = relaid(planner.cost(layout), bound.laying, planner.machine.target.chip)
@@ -150,5 +151,5 @@ def _anew(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
     try:
         best, _ = planner.search(planner.held, {**planner.fixed, **fixed})
     except FixedError as error:
-        return Choice(fixed, refusal="; ".join(error.complaints))
+        return Choice(fixed, refusal=few(error.complaints, "; "))
     return Choice(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)

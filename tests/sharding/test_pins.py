@@ -135,7 +135,7 @@ BAD = {
     "unknown word": (dict(plan="fdsp:8"), r"unknown word 'fdsp:8'.*Did you mean 'fsdp'"),
     "no size": (dict(plan="tp"), "needs a number of devices, such as tp:8"),
     "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, cpu:8 has 8"),
-    "no such axis": (dict(plan="ep:8"), "the program has no axis for ep"),
+    "no such axis": (dict(plan="ep:8"), "no axis for ep, it has some for dp, zero1, fsdp, tp; its"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
     "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
     "plan of no kind": (dict(plan=8), "plan is 8; give words such as 'fsdp:8'"),
@@ -153,6 +153,10 @@ BAD = {
     "fixed rank": (dict(mesh={"data": 8}, fixed={"0/b": P(None, "data")}), "has 2 entries, the array has 1"),
     "fixed twice": (dict(mesh={"data": 8}, fixed={"0/w": P("data", "data")}), "'data' twice"),
     "fixed names": (dict(fixed={"0/w": ("batch", "nothing")}), "is no logical axis"),
+    "fixed to another name": (
+        dict(fixed={"0/w": ("ffn", "batch")}),
+        r"'0/w' says \('ffn', 'batch'\): dim 0 is embed, not ffn, dim 1 is ffn, not batch. Name what a dimension is",
+    ),
     "memory": (dict(memory_limit_bytes=1000), "KiB too much .*would do"),
     "memory of a request": (dict(memory_limit_bytes=1000, plan="dp:8"), "plan asked for does not fit"),
     "verify": (dict(verify=-1), "verify is -1; give the number of plans"),
@@ -170,6 +174,14 @@ def test_every_fixed_spec_that_cannot_hold_is_named_at_once():
     fixed = {"0/zz": P(), "0/w": P("nope"), "1": P(None, None, "data")}
     with pytest.raises(AutoshardError, match="(?s)matches no input.*'nope'.*3 entries"):
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
+
+
+def test_of_many_specs_that_cannot_hold_the_first_are_told():
+    params = {f"w{i}": jnp.ones((6, 6)) for i in range(9)}
+    with pytest.raises(FixedError) as caught:
+        plan(lambda p: sum(map(jnp.sum, p.values())), params, mesh={"data": 8}, fixed={"*": P("data")})
+    assert len(caught.value.complaints) == 9 and "'0/w5' dim 0 has size 6" in str(caught.value)
+    assert "'0/w6'" not in str(caught.value) and str(caught.value).endswith("from its spec and 3 more")
 
 
 CONTRARY = {
@@ -235,6 +247,8 @@ def test_a_dimension_that_does_not_divide():
         plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
     made = plan(sgd_step, params, batch(), plan="tp:8")  # asked for by name: as far as it goes, and it says so
     assert any("(100) is not divisible by" in note and "104" in note for note in made.notes)
+    odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
+    assert "ffn (101) is not divisible by mesh axes tp (4): it stays whole; 104 would be cut into 4" in odd.notes
     assert_close(sgd_step(params, batch())[0], made.jit()(params, batch())[0])
 
 

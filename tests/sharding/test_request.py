@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
+from autoshard.sharding.request import may_name
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
@@ -46,3 +47,19 @@ def test_a_mesh_axis_is_split_where_only_a_part_of_it_divides():
     assert found["1"] == P(None, "tp") and found["3"] == P(None, ("tp", "tp_1"))
     given = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
     assert sizes(given) == {"tp": 8}  # never a mesh that was given
+
+
+@pytest.mark.parametrize(
+    ("axis", "mesh", "words", "may"),
+    [
+        ("tp", None, None, True),
+        ("tp_1", None, "fsdp:8", True),  # another plan may be asked for, and split where only a part divides
+        ("model", None, "model=tp:8", True),
+        ("model", None, "fsdp:8", False),
+        ("tp_x", None, None, False),
+        ("model", {"model": 8}, None, True),
+        ("tp", {"model": 8}, None, False),
+    ],
+)
+def test_which_mesh_axes_a_plan_may_have(axis, mesh, words, may):
+    assert may_name(axis, mesh, words) is may

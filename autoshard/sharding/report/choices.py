@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
+from autoshard.sharding.nearby import means_any
 from autoshard.sharding.report.summary import mesh_sizes
 from autoshard.sharding.report.text import INDENT, columns
 from autoshard.sharding.report.units import bytes_text, change_text, spec_text, time_text
@@ -54,9 +55,7 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
     if not says_something(wish):
         raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or names of logical axes and None for "
                         "what stays whole, such as ('ffn', None)")  # fmt: skip
-    if leaves[0] not in plan.inputs:
-        raise PlanError(f"explain: '{leaves[0].path}' is a result, which cannot be fixed: state comes back as its "
-                        "input is stored, other results as they are computed. Ask about an input")  # fmt: skip
+    check_fixable(leaves[0].path, [leaf.path for leaf in plan.inputs])
     text = spec_text(wish) if isinstance(wish, PartitionSpec) else str(tuple(wish))
     name = leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
     now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
@@ -82,6 +81,19 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
         if _feasible(plan, choice):
             lines.append(f"{INDENT}{what}: {_how(plan, choice, choice is here)}")
     return lines
+
+
+def check_fixable(path: str, inputs: Sequence[str]) -> None:
+    """Checks that a path, its end or a glob means an input.
+
+    Raises:
+        PlanError: it means none, so a result.
+    """
+    from autoshard.sharding.plan import PlanError
+
+    if not means_any(path, inputs):
+        raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: state comes back as its "
+                        "input is stored, other results as they are computed. Ask about an input")  # fmt: skip
 
 
 def _here(plan: Plan) -> Choice:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoshard._typed import shortly
-from autoshard.sharding.nearby import SHOWN, few, near
+from autoshard.sharding.nearby import SHOWN, few, means_any, near
 from autoshard.sharding.report.choices import choice_lines, wish_lines
 from autoshard.sharding.report.moves import traffic_of
 from autoshard.sharding.report.summary import (
@@ -99,11 +99,9 @@ def check_path(path: str, paths: Sequence[str]) -> None:
 
     if not isinstance(path, str):
         raise PlanError(f"explain: {shortly(path)} is no path; give one as text, such as '0/params/wq'")
-    wanted = path.strip("/")
-    if any(p == wanted or (wanted and p.endswith(f"/{wanted}")) or fnmatch.fnmatchcase(p, wanted) for p in paths):
-        return
-    hint = near(wanted, paths) if paths else "The plan has none at all"
-    raise PlanError(f"explain: no input or result is called '{wanted}'. {hint}")
+    if not means_any(path, paths):
+        hint = near(path.strip("/"), paths) if paths else "The plan has none at all"
+        raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
 
 
 def why(plan: Plan, group: Group, names: AxisNames) -> list[str]:

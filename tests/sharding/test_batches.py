@@ -1,0 +1,93 @@
+"""Batches that a step makes itself are cut as given ones are."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from tests.sharding.programs import assert_close
+
+ROWS = 1024  # many beside the weights, so that a plan which cuts them saves most of the work
+
+
+def weights(*sizes):
+    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
+    pairs = zip(keys, sizes, sizes[1:], strict=False)
+    return [0.1 * jax.random.normal(key, pair) for key, *pair in pairs]
+
+
+def perceptron(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def descent(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def adversarial_step(noise_rows):
+    """Real rows and a generator's meet in the loss alone; the generator is trained on noise drawn again."""
+
+    def step(state, x, key):
+        first, second = jax.random.split(key)
+
+        def judge_loss(judge):
+            made = perceptron(state["maker"], jax.random.normal(first, (noise_rows, 16)))
+            return jnp.mean(perceptron(judge, x) ** 2) - jnp.mean(perceptron(judge, made) ** 2)
+
+        loss, grads = jax.value_and_grad(judge_loss)(state["judge"])
+        judge = descent(state["judge"], grads)
+
+        def maker_loss(maker):
+            made = perceptron(maker, jax.random.normal(second, (noise_rows, 16)))
+            return jnp.mean(perceptron(judge, made) ** 2)
+
+        return {"judge": judge, "maker": descent(state["maker"], jax.grad(maker_loss)(state["maker"]))}, loss
+
+    state = {"judge": weights(64, 128, 8), "maker": weights(16, 128, 64)}
+    return step, (state, jnp.ones((ROWS, 64)), jax.random.key(1))
+
+
+def drawn_step():
+    """All that comes in is state and a key."""
+
+    def step(params, key):
+        x = jax.random.uniform(key, (ROWS, 16))
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((perceptron(p, x) - x[:, :1]) ** 2))(params)
+        return descent(params, grads), loss
+
+    return step, (weights(16, 64, 64, 1), jax.random.key(1))
+
+
+@pytest.mark.parametrize("make", [lambda: adversarial_step(ROWS), drawn_step])
+@pytest.mark.parametrize("words", ["dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2"])
+def test_rows_that_a_step_draws_are_cut_with_the_batch(make, words):
+    step, args = make()
+    made = plan(step, *args, target="cpu:8", plan=words)
+    single = plan(step, *args, target="cpu:1")
+    assert made.estimate.compute_us < single.estimate.compute_us / 4
+    assert_close(jax.jit(step)(*args), made.jit()(*args))
+
+
+def test_rows_that_meet_the_batch_are_other_rows():
+    def step(params, x, key):
+        def loss(params):
+            one, other = perceptron(params, x), perceptron(params, jax.random.normal(key, x.shape))
+            return jnp.mean(jax.nn.logsumexp(one @ other.T, axis=1))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return descent(params, grads), value
+
+    args = weights(16, 64, 8), jnp.ones((ROWS, 16)), jax.random.key(1)
+    made = plan(step, *args, target="cpu:8", plan="dp:8")
+    axes, batch = made.bound.planner.axes, made.bound.planner.roles.batch
+    assert not [leaves for leaves in axes.of_value if sum(batch in dim for dim in leaves) > 1]
+    assert_close(jax.jit(step)(*args), made.jit()(*args))
+
+
+def test_more_rows_than_the_batch_has_are_other_rows():
+    step, args = adversarial_step(2 * ROWS)
+    made = plan(step, *args, target="cpu:8", plan="dp:8")
+    assert made.bound.planner.axes.sizes[made.bound.planner.roles.batch] == ROWS
+    assert_close(jax.jit(step)(*args), made.jit()(*args))
