@@ -202,6 +202,25 @@ def test_a_run_that_cannot_go_on_here_changes_nothing(make_config: MakeConfig, c
     assert contents(config.run_dir) == before
 
 
+@pytest.mark.whole
+def test_a_run_goes_on_with_its_data_and_not_backwards(make_config: MakeConfig, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    config = make_config(steps=4, data=str(text))
+    train(config)
+    assert config.run_dir is not None
+    before = contents(config.run_dir)
+    again = replace(config, resume=True)
+    with pytest.raises(ConfigError, match="cannot go on: it is at step 4, and --steps is 3. Give"):
+        train(replace(again, steps=3))
+    text.write_text(text.read_text().replace("question", "answer..", 1))
+    with pytest.raises(ConfigError, match="cannot go on: it was trained on other data than .*/text' holds now"):
+        train(replace(again, steps=5))
+    assert contents(config.run_dir) == before
+    text.write_text(text.read_text().replace("answer..", "question", 1))
+    assert train(replace(again, steps=5)).step == 5
+
+
 def test_a_folder_with_something_else_is_left_alone(make_config: MakeConfig) -> None:
     config = make_config()
     assert config.run_dir is not None
