@@ -143,8 +143,10 @@ def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_o
     before = files_of(tmp_path)
     with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
         saved.restore(experts=[0, EXPERTS, -1])
-    with pytest.raises(CheckpointError, match="name some by their numbers"):
-        saved.restore(experts=[])
+    numbers: Any
+    for numbers in ([], [True], [0.0], np.array([[0, 1]])):
+        with pytest.raises(CheckpointError, match="name some by their numbers"):
+            saved.restore(experts=numbers)
     with pytest.raises(MismatchError, match="differ"):
         saved.restore(like=saved.restore(), experts=[0, 1])
     assert files_of(tmp_path) == before
@@ -157,6 +159,17 @@ def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_o
             dense.restore(experts=[0], expert_dims={"v": 0})
         with pytest.raises(CheckpointError, match=r"w: float32\[4, 2\] has no dimension 2"):
             dense.save(1, {"w": jnp.ones((4, 2))}, expert_dims={"*": 2})
+
+
+def test_nothing_to_make_experts_of(tmp_path: Path) -> None:
+    """Without a renaming the template's experts would stay as they are, and nobody would know."""
+    with Checkpointer(tmp_path) as dense:
+        dense.save(0, {"mlp": jnp.ones((4, 2)), "norm": jnp.ones(2)}, block=True)
+        like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
+        with pytest.raises(CheckpointError, match="'experts' matches no wanted leaf that was saved"):
+            dense.restore(like=like, upcycle={"experts": 0}, partial=True)
+        made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
+    np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))
 
 
 def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:

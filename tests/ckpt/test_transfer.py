@@ -119,6 +119,22 @@ def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"dtype": "int8"}, "dtype='int8': floating-point tensors are written as float16, bfloat16, float32"),
+        ({"dtype": "f32"}, "dtype='f32': "),
+        ({"shard_bytes": 0}, "shard_bytes=0: a file holds one byte at least"),
+        ({"shard_bytes": "1GB"}, "shard_bytes='1GB'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_an_export(saved: Checkpointer, tmp_path: Path, argument: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        saved.export(1, tmp_path / "out", **argument)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_export_that_its_dtype_cannot_hold(tmp_path: Path) -> None:
     """Largest is 65504: what is not finite already stays so, and a value that gets there is refused."""
     with Checkpointer(tmp_path / "run") as checkpoints:
