@@ -94,16 +94,18 @@ class Trainer:
             self._introduce(reporter, start, checkpoints.restored)
             interrupts = stack.enter_context(Interrupts())
             self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
-            step, state = self._steps(state, start, checkpoints, reporter, interrupts)
+            step, state, stopped = self._steps(state, start, checkpoints, reporter, interrupts)
+            # A signal that comes later ends nothing: the other processes would go on to what this one leaves out.
+            interrupted_by = interrupts.received if stopped else None
             evaluation = None
-            if interrupts.received is None:
+            if not stopped:
                 evaluation = self._evaluate(state, step, reporter, batches=0)
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
                     self._save(checkpoints, step, state, evaluation, block=True)
             reporter.close()
-            self._conclude(state, step, reporter, interrupts.received)
-        return Result(self.run_dir, step, evaluation, interrupts.received)
+            self._conclude(state, step, reporter, interrupted_by)
+        return Result(self.run_dir, step, evaluation, interrupted_by)
 
     def _check_run_dir(self) -> None:
         """Refuse a folder that holds another run; nothing is written before everything is known to fit."""
@@ -193,8 +195,9 @@ class Trainer:
         checkpoints: Checkpointer,
         reporter: Reporter,
         interrupts: Interrupts,
-    ) -> tuple[int, TrainState]:
-        config, done, last_loss = self.config, start, None
+    ) -> tuple[int, TrainState, bool]:
+        """Train; how many steps are done, the state after them, and whether all processes stop because of a signal."""
+        config, done, last_loss, stopped = self.config, start, None, False
         self._metrics: dict[str, jax.Array] = {}  # of the last step
         every = Every(
             config.checkpoint_every,
@@ -223,9 +226,10 @@ class Trainer:
                     with clock.paused(), self._watchdog.paused():
                         self._save(checkpoints, done, state, evaluation)
                     every.saved()
-                if self._should_stop(done, interrupts):
+                stopped = self._should_stop(done, interrupts)
+                if stopped:
                     break
-        return done, state
+        return done, state, stopped
 
     def _save(
         self,
@@ -249,7 +253,7 @@ class Trainer:
 
     def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
         # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.
-        if jax.process_count() > 1 and done % self.config.log_every:
+        if jax.process_count() > 1 and done % self.config.log_every and done < self.config.steps:
             return False
         mine = interrupts.number
         number = distributed.strongest(f"step {done}: whether to stop", mine)

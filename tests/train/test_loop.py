@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -154,6 +155,37 @@ def test_a_signal_saves_and_ends_the_run(make_config: MakeConfig, capsys: pytest
     assert load_trained(config.run_dir).step == result.step
     assert f"{name}: saved and stopped at step {result.step}" in capsys.readouterr().out
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.whole
+def test_a_signal_after_the_last_step_leaves_nothing_out(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others know nothing of it: they evaluate and sample, which one process cannot do without this one."""
+    whole = loop.evaluate
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "evaluate", interrupted)
+    result = train(make_config(steps=3, sample_tokens=2))
+    assert result.interrupted_by is None and result.evaluation is not None
+    assert load_trained(result.run_dir).step == 3 and (result.run_dir / "sample.txt").exists()
+
+
+def test_processes_agree_on_stopping_at_times_and_after_the_last_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(loop.distributed, "strongest", lambda what, mine: asked.append(what) or signal.SIGTERM)
+    trainer = Trainer.__new__(Trainer)
+    trainer.config = make_config(steps=7, log_every=3)
+    with Interrupts() as interrupts:
+        stopped = [step for step in range(1, 8) if trainer._should_stop(step, interrupts)]
+    assert stopped == [3, 6, 7] and len(asked) == 3
+    assert interrupts.received == "SIGTERM in another process"
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
