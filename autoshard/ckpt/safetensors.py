@@ -42,6 +42,7 @@ DTYPES: Mapping[str, str] = {
     "complex64": "C64",
 }
 INDEX = "model.safetensors.index.json"
+_METADATA = "__metadata__"
 
 
 @shown
@@ -80,7 +81,7 @@ def write(folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, metadata
         The files.
 
     Raises:
-        CheckpointError: there is no such dtype in the format, or two tensors have one name.
+        CheckpointError: there is no such dtype in the format, two tensors have one name, or one has that of the header.
     """
     wrong = [f"{one.name}: {one.dtype}" for one in tensors if one.dtype not in DTYPES]
     if wrong:
@@ -89,6 +90,10 @@ def write(folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, metadata
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise CheckpointError(f"two tensors have one name:\n{listing(twice)}")
+    if _METADATA in names:
+        raise CheckpointError(
+            f"a tensor is called {_METADATA}, as what safetensors files say of themselves: rename it."
+        )
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
         return [_write_file(folder / "model.safetensors", shards[0], metadata)]
@@ -116,7 +121,7 @@ def _shards(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
 
 
 def _write_file(file: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Path:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     # Larger elements first: every tensor is then aligned to its own element.
     ordered = sorted(tensors, key=lambda one: -np.dtype(one.dtype).itemsize)
     end = 0

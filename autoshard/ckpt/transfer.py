@@ -18,7 +18,7 @@ from autoshard._shown import shown
 from autoshard.ckpt import digest, storage
 from autoshard.ckpt.arguments import is_integer
 from autoshard.ckpt.directory import StepDirectory, is_committed
-from autoshard.ckpt.errors import CheckpointError, RemovedStepError
+from autoshard.ckpt.errors import CheckpointError, RemovedStepError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.restore import damaged, damaged_leaves, expected_digests, read_manifest, reading
 from autoshard.ckpt.safetensors import DTYPES, Tensor, write
@@ -193,7 +193,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
     """Which saved leaves are the model's, by their paths in it: of a train state, or else all that there are.
 
     Raises:
-        CheckpointError: there is no moving average.
+        CheckpointError: there is no moving average, it is one of other leaves, or there is no model.
     """
     specs = {key: spec for key, spec in specs.items() if not spec.is_text}
     if not any(key[:1] == ("params",) for key in specs):
@@ -205,7 +205,12 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
         means = {key[len(mean) :]: spec for key, spec in specs.items() if key[: len(mean)] == mean}
         if not means or weight not in specs:
             raise CheckpointError(f"{where} has no moving average of the parameters: leave out --use-ema.")
+        strange = ["/".join(spec.key) for key, spec in means.items() if ("params", *key) not in specs]
+        if strange:
+            raise CheckpointError(f"{where} has averages of what is no parameter:\n{listing(strange)}")
         found |= means
+    if not found:
+        raise CheckpointError(f"{where} has no arrays that could be a model's.")
     return found
 
 

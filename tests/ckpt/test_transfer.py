@@ -120,6 +120,27 @@ def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("state", "use_ema", "message"),
+    [
+        ({"params": {"__metadata__": 1.0}}, False, "a tensor is called __metadata__, as what safetensors files say of"),
+        ({"data": "a text"}, False, "step 1 in .* has no arrays that could be a model's"),
+        (
+            {"params": {"w": 1.0}, "ema": {"mean": {"w": 1.0, "v": 1.0}, "weight": 1.0}},
+            True,
+            "has averages of what is no parameter:\n  ema/mean/v$",
+        ),
+    ],
+    ids=["a name that is taken", "no model", "another average"],
+)
+def test_states_that_are_no_models(tmp_path: Path, state: Any, use_ema: bool, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state, block=True)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.export(1, tmp_path / "out", use_ema=use_ema)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
     ("argument", "message"),
     [
         ({"dtype": "int8"}, "dtype='int8': floating-point tensors are written as float16, bfloat16, float32"),

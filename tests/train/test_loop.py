@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError
 from autoshard.cli import main
@@ -20,6 +21,7 @@ from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
 from autoshard.train import loop
 from autoshard.train.config import TrainConfig
+from autoshard.train.ema import averaged
 from autoshard.train.interrupt import Interrupts
 from autoshard.train.loop import Trainer, train
 from autoshard.train.metrics import read_metrics
@@ -80,6 +82,30 @@ def test_evaluation_leaves_training_as_it_is(make_config: MakeConfig, tmp_path: 
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     states = [load_trained(tmp_path / name).state for name in ("with", "without")]
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.whole
+def test_the_average_is_sharded_evaluated_and_exported(make_config: MakeConfig, tmp_path: Path) -> None:
+    """It trains nothing: without it, or without asking for it, the held-out loss is the parameters'."""
+    shape = dict(steps=4, optimizer=dict(learning_rate=0.1))
+    runs = {"none": {}, "unused": dict(ema_decay=0.5, use_ema=False), "used": dict(ema_decay=0.5)}
+    found = {}
+    for name, settings in runs.items():
+        train(make_config(run_dir=tmp_path / name, **shape, **settings))
+        found[name] = validation(tmp_path / name)[-1]
+    assert found["none"] == found["unused"] != found["used"]
+    shapes = Trainer(make_config(run_dir=tmp_path / "used", resume=True, **shape, **runs["used"])).placed.state_shapes
+    for mean, leaf in zip(jax.tree.leaves(shapes.ema.mean), jax.tree.leaves(shapes.params), strict=True):
+        assert mean.sharding.spec == leaf.sharding.spec
+    assert any(any(leaf.sharding.spec) for leaf in jax.tree.leaves(shapes.ema.mean))
+    state = load_trained(tmp_path / "used").state
+    with Checkpointer(tmp_path / "used" / "checkpoints") as checkpoints:
+        checkpoints.export(None, tmp_path / "out", use_ema=True)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    for path, want in jax.tree_util.tree_leaves_with_path(averaged(state.ema, state.params)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        np.testing.assert_allclose(exported.pop(name), want, rtol=1e-6, err_msg=name)
+    assert not exported
 
 
 def test_what_is_written_and_how_often(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
