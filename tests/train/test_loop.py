@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -136,7 +137,9 @@ def test_a_checkpoint_is_due_after_some_time(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["data=4", "data=1"])
-def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, mesh: str) -> None:
+def test_a_run_resumes_on_another_mesh(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture, mesh: str
+) -> None:
     shape = dict(gpt=dict(dropout=0.1), ema_decay=0.5, steps=16, checkpoint_every=6)
     train(make_config(run_dir=tmp_path / "whole", **shape))
     config = make_config(run_dir=tmp_path / "parts", **shape)
@@ -144,6 +147,9 @@ def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, 
     trainer.config = replace(config, steps=6)  # the schedule stays that of sixteen steps
     trainer.run()
     train(replace(config, resume=True, plan=None, mesh=mesh))
+    told = capsys.readouterr().out
+    assert re.search(r"^restored step 6: .* read in [\d.]+ s, of which [\d.]+ s for digests$", told, re.M), told
+    assert f"parameters on {mesh.removeprefix('data=')} cpu devices; the run continues from step 6" in told
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert list(parts) == list(range(1, 17))
     np.testing.assert_allclose([*parts.values()], [*whole.values()], rtol=1e-5)
@@ -277,6 +283,28 @@ def test_a_run_goes_on_with_its_data_and_not_backwards(make_config: MakeConfig, 
     assert contents(config.run_dir) == before
     text.write_text(text.read_text().replace("answer..", "question", 1))
     assert train(replace(again, steps=5)).step == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{", "cannot be read: Expecting"),
+        ("[1]", "cannot be read: it holds no table of settings"),
+        ('{"gpt": 3}', "gpt is a table of settings, not 3"),
+        ('{"nonsense": 3}', "unknown setting 'nonsense'"),
+    ],
+)
+def test_a_run_whose_settings_are_damaged(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture, settings: str, message: str
+) -> None:
+    run_dir = make_config().run_dir
+    assert run_dir is not None
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(settings)
+    assert main(["train", "--run-dir", str(run_dir), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("error:") == 1, error
+    assert [path.name for path in run_dir.iterdir()] == ["config.json"]
 
 
 def test_a_folder_with_something_else_is_left_alone(make_config: MakeConfig) -> None:
