@@ -29,7 +29,7 @@ from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.processes import together
 from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
-from autoshard.ckpt.snapshot import check_texts, savable, take_snapshot
+from autoshard.ckpt.snapshot import check_alike, savable, take_snapshot
 from autoshard.ckpt.storage import Pending, Writer
 from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
 from autoshard.ckpt.wanted import Restored, Wanted
@@ -159,15 +159,12 @@ class Checkpointer:
         wrong += no_mapping("metrics", metrics, "{'val_loss': 1.9}")
         refuse(wrong + no_dims("expert_dims", expert_dims))
         told = plain(config, "config"), plain_metrics(metrics), plan_json(plan)
-        leaves, by_pattern = together(
-            f"save step {step}",
-            lambda: self._begin(step, state, expert_dims),
-            lambda who: CheckpointError(f"step {step} cannot be saved: {who}"),
-        )
-        self._damaged.clear()
-        check_texts(step, leaves)
+        leaves, by_pattern = self._together(step, lambda: _savable(state, expert_dims))
         with _compat.no_mesh():
             snapshot = take_snapshot(leaves, copy=not block)
+        check_alike(step, snapshot)
+        self._together(step, lambda: self._make_room(step))
+        self._damaged.clear()
 
         def described() -> Manifest:
             return Manifest(
@@ -189,15 +186,14 @@ class Checkpointer:
         if block:
             self.wait()
 
-    def _begin(
-        self, step: int, state: Any, expert_dims: Mapping[str, int]
-    ) -> tuple[list[tuple[LeafSpec, Any]], dict[Key, int]]:
-        """The leaves of a state that can be saved here, and those of experts; nothing is changed where it cannot.
+    def _together(self, step: int, action: Callable[[], T]) -> T:
+        return together(f"save step {step}", action, lambda who: CheckpointError(f"step {step} cannot be saved: {who}"))
+
+    def _make_room(self, step: int) -> None:
+        """Claims the directory, for a step that is not there yet; nothing is changed where it cannot be written.
 
         Damaged steps that were passed over make room for the run that goes on before them.
         """
-        leaves = savable(state)
-        by_pattern = dims_by(expert_dims, [spec for spec, _ in leaves]) if expert_dims else {}
         self._claim()
         if step not in self._damaged and self._directory.step_path(step).exists():
             raise CheckpointError(
@@ -208,8 +204,7 @@ class Checkpointer:
             self._directory.check_writable(step)
             for damaged in sorted(self._damaged & set(self.steps())):
                 name = self._directory.set_aside(damaged)
-                warnings.warn(f"step {damaged} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 5)
-        return leaves, by_pattern
+                warnings.warn(f"step {damaged} in {self.directory} is damaged: it is {name} now", CheckpointWarning, 6)
 
     def wait(self) -> None:
         """Waits until what was saved is committed, and removes the steps that do not stay (`keep`).
@@ -485,6 +480,12 @@ class Checkpointer:
             except (MismatchError, RemovedStepError):
                 continue
         return None
+
+
+def _savable(state: Any, expert_dims: Mapping[str, int]) -> tuple[list[tuple[LeafSpec, Any]], dict[Key, int]]:
+    """The leaves of a state, where all can be saved, and the dimensions of experts that patterns give them."""
+    leaves = savable(state)
+    return leaves, dims_by(expert_dims, [spec for spec, _ in leaves]) if expert_dims else {}
 
 
 def _advised(error: DamagedCheckpointError, advice: str) -> DamagedCheckpointError:

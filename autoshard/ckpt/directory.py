@@ -61,6 +61,10 @@ class StepDirectory:
             raise CheckpointError(f"{self.path} is a file: name a directory for the checkpoints.")
         marker = self.path / _MARKER
         if not marker.exists():
+            if (step := _STEP.fullmatch(self.path.name)) and (self.path.parent / _MARKER).exists():
+                raise CheckpointError(
+                    f"{self.path} is a single step: name {self.path.parent}, and step {int(step[1])} of it."
+                )
             foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}"))
             steps = [name for name in foreign if _STEP.fullmatch(name)]
             if steps:

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.ckpt.arguments import is_integer
 from autoshard.ckpt.errors import CheckpointError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.sharding.replicas import sharded_axes
@@ -109,8 +110,13 @@ def dims_of(plan: Any, specs: Sequence[LeafSpec]) -> dict[Key, int]:
     return found
 
 
-def dims_by(patterns: Mapping[str, int], specs: Sequence[LeafSpec]) -> dict[Key, int]:
+def dims_by(patterns: Mapping[str, int], specs: Sequence[LeafSpec], what: str = "leaf") -> dict[Key, int]:
     """The dimension of experts of each leaf whose path a pattern matches; the first that does says it.
+
+    Args:
+        patterns: of paths -> dimension.
+        specs: the leaves.
+        what: they are, for errors.
 
     Raises:
         CheckpointError: a pattern matches no leaf, or a leaf has no such dimension.
@@ -126,7 +132,7 @@ def dims_by(patterns: Mapping[str, int], specs: Sequence[LeafSpec]) -> dict[Key,
             wrong.append(f"{spec.name}: {spec} has no dimension {dim}")
         else:
             found[spec.key] = dim % len(spec.shape)
-    wrong += [f"{one!r} matches no leaf" for one in patterns if one not in used]
+    wrong += [f"{one!r} matches no {what}" for one in patterns if one not in used]
     if wrong:
         raise CheckpointError(f"dimensions of experts:\n{listing(wrong)}")
     return found
@@ -156,10 +162,9 @@ def changes(
     found: dict[Key, Change] = {}
     if experts is not None:
         found |= _taken(specs, dims, [*experts], where)
-    wanted = [LeafSpec(key, tuple(leaf.shape), "") for key, leaf in leaves.items() if hasattr(leaf, "shape")]
-    for key, dim in dims_by(upcycle, wanted).items() if upcycle else ():
-        if key in specs:
-            found[key] = Change(dim, None, leaves[key].shape[dim])
+    wanted = [LeafSpec(key, tuple(leaves[key].shape), "") for key in specs if hasattr(leaves.get(key), "shape")]
+    for key, dim in dims_by(upcycle, wanted, "wanted leaf that was saved").items() if upcycle else ():
+        found[key] = Change(dim, None, leaves[key].shape[dim])
     return found
 
 
@@ -169,7 +174,7 @@ def _taken(specs: Mapping[Key, LeafSpec], dims: Mapping[Key, int], experts: list
             f"experts={experts}: {where} does not say which dimension of its leaves is that of experts. Save with "
             "plan=, or say it by expert_dims={'*/experts/w_*': 0}."
         )
-    if not experts or any(isinstance(one, bool) or not hasattr(one, "__index__") for one in experts):
+    if not experts or not all(map(is_integer, experts)):
         raise CheckpointError(f"experts={experts}: name some by their numbers, as experts=[0, 3].")
     numbers = tuple(one.__index__() for one in experts)
     wrong = []

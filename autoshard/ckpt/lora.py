@@ -21,16 +21,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from autoshard._shown import shown
+from autoshard.ckpt import safetensors
 from autoshard.ckpt.errors import CheckpointError, MismatchError, listing
-from autoshard.ckpt.safetensors import DTYPES, INDEX, Tensor
+from autoshard.ckpt.safetensors import INDEX, Tensor
 from autoshard.ckpt.transfer import Model, cast_values
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
+_WRAPPERS = re.compile(r"\.(modules_to_save|base_layer)\b")  # of a module that is trained, of an embedding with a pair
 # What else would change values.
 _UNKNOWN = (
     "use_dora",
@@ -52,7 +54,7 @@ class Adapter:
     Attributes:
         where: its folder.
         pairs: module -> (A `[rank, in]`, B `[out, rank]`, whether it is an embedding's).
-        saved: module -> a weight that takes the base's place.
+        saved: module -> a weight that takes the base's place; where it has a pair as well, that is added to it.
         rank: of a module that `rank_pattern` does not name.
         alpha: of a module that `alpha_pattern` does not name.
         rslora: whether alpha is divided by the square root of the rank.
@@ -119,10 +121,10 @@ def read_adapter(folder: Path) -> Adapter:
     """
     try:
         config = json.loads((folder / CONFIG).read_text())
-        with safe_open(folder / WEIGHTS, framework="np") as file:
+        with safetensors.opened(folder / WEIGHTS) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is no LoRA adapter: it has no {Path(error.filename or '').name}") from error
+        raise CheckpointError(f"{folder} is no LoRA adapter: it has no {Path(error.filename).name}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"the adapter in {folder} cannot be read: {error}") from error
     _check(folder, config)
@@ -131,7 +133,7 @@ def read_adapter(folder: Path) -> Adapter:
     for name, values in tensors.items():
         found = _PAIR.fullmatch(name.removeprefix(_PREFIX))
         if found is None:
-            saved[name.removeprefix(_PREFIX).replace(".modules_to_save", "")] = values
+            saved[_WRAPPERS.sub("", name.removeprefix(_PREFIX))] = values
         else:
             halves.setdefault(found["module"], {})[found["side"]] = (values, bool(found["embedding"]))
     single = [module for module, sides in halves.items() if len(sides) < 2]
@@ -229,40 +231,15 @@ def read_model(folder: Path) -> Model:
         CheckpointError: there is none, or it cannot be read.
     """
     try:
-        if (folder / INDEX).exists():
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-            wrong = [name for name in names if Path(name).name != name]
-            if wrong:
-                raise CheckpointError(f"{folder / INDEX} names files that are not beside it:\n{listing(wrong)}")
-        else:
-            names = ["model.safetensors"]
-        tensors = [one for name in names for one in _tensors(folder / name)]
+        tensors = safetensors.read(folder)
         files = {
             file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != INDEX
         }
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no model: it has no {Path(error.filename or '').name}") from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} holds no model: it has no {Path(error.filename).name}") from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"the model in {folder} cannot be read: {error}") from error
     return Model(tuple(tensors), files, str(folder))
-
-
-def _tensors(path: Path) -> list[Tensor]:
-    kinds = {code: dtype for dtype, code in DTYPES.items()}
-    found = []
-    with safe_open(path, framework="np") as file:
-        for name in file.offset_keys():
-            part = file.get_slice(name)
-            found.append(Tensor(name, tuple(part.get_shape()), kinds[part.get_dtype()], _reader(path, name)))
-    return found
-
-
-def _reader(path: Path, name: str) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        with safe_open(path, framework="np") as file:
-            return file.get_tensor(name)
-
-    return read
 
 
 def merged(base: Model, adapter: Adapter) -> Model:
@@ -274,6 +251,12 @@ def merged(base: Model, adapter: Adapter) -> Model:
     by_name = {one.name: one for one in base.tensors}
     made = dict(by_name)
     wrong = []
+    for name, values in adapter.saved.items():
+        if name not in by_name or by_name[name].shape != values.shape:
+            have = list(by_name[name].shape) if name in by_name else "nothing of that name"
+            wrong.append(f"{name}: the base has {have}, the adapter {list(values.shape)}")
+            continue
+        made[name] = replace(by_name[name], read=_instead(by_name[name], values))
     for module in adapter.pairs:
         name = next((name for name in (f"{module}.weight", module) if name in by_name), None)
         if name is None:
@@ -283,13 +266,7 @@ def merged(base: Model, adapter: Adapter) -> Model:
         if unfit is not None:
             wrong.append(f"{module}: {unfit}")
             continue
-        made[name] = replace(by_name[name], read=_added(by_name[name], adapter, module))
-    for name, values in adapter.saved.items():
-        if name not in by_name or by_name[name].shape != values.shape:
-            have = list(by_name[name].shape) if name in by_name else "nothing of that name"
-            wrong.append(f"{name}: the base has {have}, the adapter {list(values.shape)}")
-            continue
-        made[name] = replace(by_name[name], read=_instead(by_name[name], values))
+        made[name] = replace(made[name], read=_added(made[name], adapter, module))
     if wrong:
         raise MismatchError(
             f"the adapter in {adapter.where} is for another base than {base.where}: {len(wrong)} of "

@@ -204,10 +204,13 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
 def differences(one: Any, other: Any, line: Callable[..., str]) -> list[str]:
     """The settings that differ, as `line(name=, one=, other=)` says it; NaN is equal to NaN."""
     have, want = dict(_flat(one)), dict(_flat(other))
+    # A table that is empty in one alone is told by what the other has in it.
+    filled = {path[:depth] for path in (*have, *want) for depth in range(len(path))}
     return [
         line(name=".".join(path), one=_shown(have, path), other=_shown(want, path))
         for path in sorted(have.keys() | want.keys())
-        if path not in have or path not in want or not _equal(have[path], want[path])
+        if not (path in filled and have.get(path, want.get(path)) == {})
+        and (path not in have or path not in want or not _equal(have[path], want[path]))
     ]
 
 

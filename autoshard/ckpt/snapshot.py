@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,13 +60,19 @@ class Snapshot:
         """Per group uint32 [devices, leaves + 1], computed where the leaves are; see `digest.digests`."""
         rows = {}
         for group, keys in self.groups.items():
-            single = [self.arrays[key] for key in keys if key not in self.places]
-            packs = [self.packs[name] for name in dict.fromkeys(self.places[key][0] for key in keys[len(single) :])]
-            if group == HOST:
-                rows[group] = host_rows([*single, *(leaf for pack in packs for leaf in pack)])
-            else:
-                rows[group] = digest.digests(single, packs)
+            rows[group] = self.host_row[None] if group == HOST else digest.digests(*self._of(keys))
         return rows
+
+    @functools.cached_property
+    def host_row(self) -> np.ndarray:
+        """That of the leaves in host memory, uint32 [leaves + 1]; several processes compare it before they write."""
+        single, packs = self._of(self.groups.get(HOST, []))
+        return host_rows([*single, *(leaf for pack in packs for leaf in pack)])[0]
+
+    def _of(self, keys: Sequence[Key]) -> tuple[list[Any], list[Any]]:
+        """The arrays of a group: single leaves, and packs."""
+        single = [self.arrays[key] for key in keys if key not in self.places]
+        return single, [self.packs[name] for name in dict.fromkeys(self.places[key][0] for key in keys[len(single) :])]
 
 
 def savable(state: Any) -> list[tuple[LeafSpec, Any]]:
@@ -122,22 +130,28 @@ def _writable(spec: LeafSpec) -> bool:
     return not spec.stored or spec.key_impl is not None or spec.is_text or spec.dtype in _WRITABLE
 
 
-def check_texts(step: int, leaves: Sequence[tuple[LeafSpec, Any]]) -> None:
-    """Refuses texts that are not the same in every process, of which the first one's alone would be saved.
+def check_alike(step: int, snapshot: Snapshot) -> None:
+    """Refuses leaves in host memory that are not the same in every process, of which the first one's would be saved.
 
     Raises:
         CheckpointError: naming each of them, in every process.
     """
-    texts = {spec.name: digest.host_digest(text_bytes(leaf)) for spec, leaf in leaves if spec.is_text}
-    if not texts or jax.process_count() == 1:
+    if jax.process_count() == 1:
         return
-    told = [json.loads(said) for said in exchange(f"compare the texts of step {step}", json.dumps(texts))]
-    wrong = [name for name in texts if any(other.get(name) != texts[name] for other in told)]
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} texts of the state are not the same in every process:\n{listing(wrong)}\n"
-            "Gather them, and save those of all processes in each."
-        )
+    specs = {spec.key: str(spec) for spec in snapshot.specs}
+    keys = snapshot.groups.get(HOST, [])
+    held = [(key, specs[key], part) for key, part in zip(keys, snapshot.host_row.tolist(), strict=False)]
+    what, told = f"compare what is in host memory of step {step}", json.dumps(held)
+    if len({*exchange(what, hashlib.sha256(told.encode()).hexdigest())}) == 1:
+        return
+    # Only now all of it: there may be thousands of leaves.
+    of_all = [{tuple(key): rest for key, *rest in json.loads(said)} for said in exchange(what, told)]
+    names = dict.fromkeys(key for each in of_all for key in each)
+    wrong = ["/".join(key) for key in names if any(each.get(key) != of_all[0].get(key) for each in of_all)]
+    raise CheckpointError(
+        f"{len(wrong)} leaves of the state are in each process's own memory, and not the same in every process:\n"
+        f"{listing(wrong)}\nGather them, and save those of all processes in each; or make them arrays on a mesh."
+    )
 
 
 @paused()

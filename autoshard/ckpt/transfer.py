@@ -16,11 +16,12 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.ckpt import digest, storage
+from autoshard.ckpt.arguments import is_integer
 from autoshard.ckpt.directory import StepDirectory, is_committed
-from autoshard.ckpt.errors import CheckpointError, RemovedStepError
+from autoshard.ckpt.errors import CheckpointError, RemovedStepError, listing
 from autoshard.ckpt.leaves import Key, LeafSpec
 from autoshard.ckpt.restore import damaged, damaged_leaves, expected_digests, read_manifest, reading
-from autoshard.ckpt.safetensors import Tensor, write
+from autoshard.ckpt.safetensors import DTYPES, Tensor, write
 
 PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that are the model's
 AVERAGE = ("ema", "mean"), ("ema", "weight")
@@ -121,11 +122,15 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
         dtype: of floating-point tensors; as they are saved by default.
 
     Raises:
-        CheckpointError: there is no moving average, or `inference.json` is damaged or of a newer version.
+        CheckpointError: the dtype is no floating-point one, there is no moving average, or `inference.json` is damaged
+            or of a newer version.
         DamagedCheckpointError: the step is not as it was written.
 
     A tensor that `dtype` cannot hold raises `CheckpointError` when it is read.
     """
+    floating = [name for name in DTYPES if "float" in name]
+    if dtype not in (None, *floating):
+        raise CheckpointError(f"dtype={dtype!r}: floating-point tensors are written as {', '.join(floating)}.")
     manifest = read_manifest(path, step)
     digests = expected_digests(path, step, manifest)
     specs = {spec.key: spec for spec in manifest.leaves}
@@ -171,9 +176,11 @@ def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -
         shard_bytes: of a file at most.
 
     Raises:
-        CheckpointError: the folder holds something, or cannot be written, or a tensor's dtype cannot hold its values;
-            nothing is left of what was written.
+        CheckpointError: the folder holds something, or cannot be written, a file may hold nothing, or a tensor's dtype
+            cannot hold its values; nothing is left of what was written.
     """
+    if not is_integer(shard_bytes) or shard_bytes < 1:
+        raise CheckpointError(f"shard_bytes={shard_bytes!r}: a file holds one byte at least.")
     with _new_folder(folder) as draft:
         files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "from": model.where})
         for name, content in model.files.items():
@@ -186,7 +193,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
     """Which saved leaves are the model's, by their paths in it: of a train state, or else all that there are.
 
     Raises:
-        CheckpointError: there is no moving average.
+        CheckpointError: there is no moving average, it is one of other leaves, or there is no model.
     """
     specs = {key: spec for key, spec in specs.items() if not spec.is_text}
     if not any(key[:1] == ("params",) for key in specs):
@@ -198,7 +205,12 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
         means = {key[len(mean) :]: spec for key, spec in specs.items() if key[: len(mean)] == mean}
         if not means or weight not in specs:
             raise CheckpointError(f"{where} has no moving average of the parameters: leave out --use-ema.")
+        strange = ["/".join(spec.key) for key, spec in means.items() if ("params", *key) not in specs]
+        if strange:
+            raise CheckpointError(f"{where} has averages of what is no parameter:\n{listing(strange)}")
         found |= means
+    if not found:
+        raise CheckpointError(f"{where} has no arrays that could be a model's.")
     return found
 
 

@@ -217,7 +217,7 @@ def check_leaves(
         if have is None:
             if not wanted.partial:
                 lines.append(f"{want.name}: not in the checkpoint, wanted {want}")
-            elif isinstance(given[key], jax.ShapeDtypeStruct):
+            elif not _has_value(given[key]):
                 lines.append(f"{want.name}: not in the checkpoint, and the template has no value to keep")
         elif have.dtype != want.dtype or (have.shape != want.shape and not have.is_text):
             fits = have.shape == want.shape and castable(have, want)
@@ -242,6 +242,11 @@ def check_leaves(
             f"{where} has none of the {len(asked)} wanted leaves among its {len(unread)}:\n{listing(saved + asks)}\n"
             "Nest the wanted state as the saved one is, or say other paths by rename={'saved': 'wanted'}."
         )
+
+
+def _has_value(leaf: Any) -> bool:
+    """Whether a leaf of a template is more than a description, and was not donated."""
+    return not isinstance(leaf, jax.ShapeDtypeStruct) and not (isinstance(leaf, jax.Array) and leaf.is_deleted())
 
 
 def _as(have: LeafSpec, want: LeafSpec) -> str:

@@ -347,8 +347,9 @@ def _merge(given: argparse.Namespace) -> int:
     else:
         place = find(given.base)
         base = place.checkpoints.model(place.step)
-    found = write_model(merged(base, adapter), given.out, shard_bytes=given.shard_bytes)
-    changed = len(adapter.pairs) + len(adapter.saved)
+    model = merged(base, adapter)
+    found = write_model(model, given.out, shard_bytes=given.shard_bytes)
+    changed = sum(one is not other for one, other in zip(base.tensors, model.tensors, strict=True))
     print(f"{changed} of {found.tensors} tensors changed; {bytes_text(found.nbytes)} in {found.folder}")
     return 0
 

@@ -9,15 +9,14 @@ operators (and those that only move or cut elements) run inside the kernels that
 
 On TPU a contraction computes elementwise operands itself, unless several take the same one: that is written once, in 16
 bits, which is all that a product reads at its default precision. Convolutions compute it anew each, where it is made of
-no more than one activation (a norm and `relu` behind a convolution). Nor is a contraction's result written where one chain
-of elementwise operators leads from it to what is, with no loop on the way. Elsewhere contractions take their operands
-from memory.
+no more than one activation (a norm and `relu` behind a convolution). Nor is a contraction's result written where one
+chain of elementwise operators leads from it to what is, with no loop on the way. Elsewhere contractions take their
+operands from memory.
 
 Elementwise kernels of one block that read something of their own shape in common (the moments and the parameter of an
-optimizer's update) are one. What several take is written where it is made of as much again (a residual stream), unless a
-function of it alone, its `relu`, is written for products. What is
-spread out from next to nothing (a mask) is made anew in every loop and kernel. A slice is read, not what it is cut
-from; what is updated in place costs the update.
+optimizer's update) are one. What several take is written where it is made of as much again (a residual stream), unless
+a function of it alone, its `relu`, is written for products. What is spread out from next to nothing (a mask) is made
+anew in every loop and kernel. A slice is read, not what it is cut from; what is updated in place costs the update.
 
 What is read soon after it was made, in one run of a block, may stay on the chip, if all such values that are alive with
 it have room there: which ones are is found once, and each one's part of their bytes tells it for every layout.

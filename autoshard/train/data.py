@@ -6,6 +6,7 @@ any number of devices and hosts, and each host makes only the rows that its own 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -36,6 +37,8 @@ class Source(Protocol):
 
     A batch is `{"inputs", "targets": int32, "mask": float32}`, each `[rows, context]`; the mask is 0 where a
     target is padding. Rows are a range of the global batch, so that a host makes only its own.
+
+    It may have a `digest` as well, a text that is another for other data: a run goes on with the same alone.
     """
 
     @property
@@ -98,6 +101,15 @@ class TokenSource:
                     f"the {name} text has {len(tokens)} tokens, but context {self.context} needs at least "
                     f"{needed}: give more text or a shorter context"
                 )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all tokens."""
+        found = hashlib.sha256()
+        for tokens in (self.train, self.held_out):
+            found.update(f"{tokens.dtype} {tokens.shape}".encode())
+            found.update(np.ascontiguousarray(tokens).data)
+        return found.hexdigest()
 
     @property
     def held_out_batches(self) -> int:

@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-from autoshard._processes import DEADLINE_S, exchange
+from autoshard._processes import DEADLINE_S, exchange, named
 from autoshard.errors import ConfigError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -71,9 +71,16 @@ def agree(value: int) -> int:
     return int(exchange("agree on a value", str(int(value)))[0])
 
 
-def barrier(name: str) -> None:
-    """Wait until every process has come here."""
-    exchange(name, "")
+def check_same(what: str, value: str) -> None:
+    """Wait until every process has come here, with the same value.
+
+    Raises:
+        ConfigError: In every process, where one has another.
+    """
+    found = exchange(what, value)
+    others = [process for process, one in enumerate(found) if one != found[0]]
+    if others:
+        raise ConfigError(f"{what}: not the same in {named(others)} as in process 0")
 
 
 def strongest(what: str, value: int) -> int:

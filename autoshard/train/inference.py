@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -174,6 +175,7 @@ class Writer:
         checkpoints: where its parameters are.
         step: which of them; None for the newest that is intact.
         use_ema: whether the moving average of the parameters writes.
+        or_parameters: whether before its first update they do themselves, as in the run's evaluations.
     """
 
     model: Any
@@ -182,6 +184,7 @@ class Writer:
     checkpoints: Checkpointer
     step: int | None
     use_ema: bool
+    or_parameters: bool = False
 
     def write(
         self, prompt: str, tokens: int, *, seed: int = 0, temperature: float | None = None, top_k: int | None = None
@@ -227,7 +230,7 @@ class Writer:
 
     def _parameters(self, like: Any) -> Any:
         """The parameters, straight onto their shardings."""
-        read = averaged_parameters if self.use_ema else parameters
+        read = partial(averaged_parameters, or_parameters=self.or_parameters) if self.use_ema else parameters
         if self.step is not None:
             return read(self.checkpoints, self.step, like)
         passed: set[int] = set()
@@ -255,8 +258,14 @@ def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
     return checkpoints.restore(step, {"params": like}, partial=True, rename=_others(told))["params"]
 
 
-def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
+def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any, *, or_parameters: bool = False) -> Any:
     """The moving average of a step's parameters, in the dtypes and on the shardings of `like`.
+
+    Args:
+        checkpoints: where the step is.
+        step: which.
+        like: the parameters' shapes, dtypes and shardings.
+        or_parameters: take the parameters themselves before the average's first update.
 
     Raises:
         ConfigError: The step has none.
@@ -275,6 +284,8 @@ def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
     wanted = {"params": jax.tree_util.tree_map_with_path(mean_like, like), "weight": jnp.float32(0)}
     state = checkpoints.restore(step, wanted, partial=True, rename=rename)
     weight = state["weight"]
+    if not float(weight) > 0 and or_parameters:
+        return parameters(checkpoints, step, like)
     if not float(weight) > 0:
         raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average yet: leave out --use-ema")
 
@@ -313,8 +324,9 @@ def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None =
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet")
     if step is not None:
         checkpoints.describe(step)
-    use_ema = bool(told.generation.get("use_ema")) if use_ema is None else use_ema
-    return Writer(model, told, _codec(folder, told), checkpoints, step, use_ema)
+    as_told = bool(told.generation.get("use_ema"))
+    codec, averages = _codec(folder, told), as_told if use_ema is None else use_ema
+    return Writer(model, told, codec, checkpoints, step, averages, or_parameters=use_ema is None)
 
 
 def _codec(folder: Path, told: Inference) -> Codec:

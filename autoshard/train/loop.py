@@ -94,16 +94,18 @@ class Trainer:
             self._introduce(reporter, start, checkpoints.restored)
             interrupts = stack.enter_context(Interrupts())
             self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
-            step, state = self._steps(state, start, checkpoints, reporter, interrupts)
+            step, state, stopped = self._steps(state, start, checkpoints, reporter, interrupts)
+            # A signal that comes later ends nothing: the other processes would go on to what this one leaves out.
+            interrupted_by = interrupts.received if stopped else None
             evaluation = None
-            if interrupts.received is None:
+            if not stopped:
                 evaluation = self._evaluate(state, step, reporter, batches=0)
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
                     self._save(checkpoints, step, state, evaluation, block=True)
             reporter.close()
-            self._conclude(state, step, reporter, interrupts.received)
-        return Result(self.run_dir, step, evaluation, interrupts.received)
+            self._conclude(state, step, reporter, interrupted_by)
+        return Result(self.run_dir, step, evaluation, interrupted_by)
 
     def _check_run_dir(self) -> None:
         """Refuse a folder that holds another run; nothing is written before everything is known to fit."""
@@ -125,7 +127,7 @@ class Trainer:
     def _claim_run_dir(self) -> Path:
         run_dir = self.config.run_dir or rundir.fresh(self.config.preset, distributed.agree(int(time.time())))
         # Every process has checked the folder by now, and found it as the others did.
-        distributed.barrier("claim run folder")
+        distributed.check_same("the data", self._data_digest or "")
         if distributed.is_main() and not self.config.resume:
             self._write_config(run_dir)
         return run_dir
@@ -133,10 +135,33 @@ class Trainer:
     def _write_config(self, run_dir: Path) -> None:
         rundir.write_config(run_dir, to_dict(replace(self.config, run_dir=run_dir, resume=False)))
 
+    @property
+    def _data_digest(self) -> str | None:
+        return getattr(self.source, "digest", None)
+
     def _first_state(self, checkpoints: Checkpointer) -> TrainState:
-        if self.config.resume and checkpoints.latest() is not None:
-            return checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
-        return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
+        if not self.config.resume or checkpoints.latest() is None:
+            return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
+        state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
+        assert checkpoints.restored is not None
+        self._check_goes_on(checkpoints.restored.step, checkpoints.config(checkpoints.restored.step))
+        return state
+
+    def _check_goes_on(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Refuse to go on with other data, or to an earlier step.
+
+        Raises:
+            ConfigError: Naming all that does not fit.
+        """
+        config, digest, problems = self.config, saved.get("data"), []
+        if None not in (digest, self._data_digest) and digest != self._data_digest:
+            problems.append(f"it was trained on other data than {config.data or 'the standard library'!r} holds now")
+        if step > config.steps:
+            problems.append(f"it is at step {step}, and --steps is {config.steps}")
+        if problems:
+            raise ConfigError(
+                f"{str(config.run_dir)!r} cannot go on: {'; '.join(problems)}. Give what it had, or another --run-dir"
+            )
 
     def _introduce(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
         reporter.say(str(self.placed.plan))
@@ -147,7 +172,7 @@ class Trainer:
         if restored is not None:
             reporter.say(f"restored {restored}")
         reporter.say(
-            f"{parameters:,} parameters on {jax.device_count()} {jax.devices()[0].platform} devices; "
+            f"{parameters:,} parameters on {self.placed.plan.mesh.size} {jax.devices()[0].platform} devices; "
             f"the run {origin} in {self.run_dir}"
         )
         if distributed.is_main():
@@ -170,8 +195,9 @@ class Trainer:
         checkpoints: Checkpointer,
         reporter: Reporter,
         interrupts: Interrupts,
-    ) -> tuple[int, TrainState]:
-        config, done, last_loss = self.config, start, None
+    ) -> tuple[int, TrainState, bool]:
+        """Train; how many steps are done, the state after them, and whether all processes stop because of a signal."""
+        config, done, last_loss, stopped = self.config, start, None, False
         self._metrics: dict[str, jax.Array] = {}  # of the last step
         every = Every(
             config.checkpoint_every,
@@ -200,9 +226,10 @@ class Trainer:
                     with clock.paused(), self._watchdog.paused():
                         self._save(checkpoints, done, state, evaluation)
                     every.saved()
-                if self._should_stop(done, interrupts):
+                stopped = self._should_stop(done, interrupts)
+                if stopped:
                     break
-        return done, state
+        return done, state, stopped
 
     def _save(
         self,
@@ -216,7 +243,7 @@ class Trainer:
         checkpoints.save(
             step,
             state,
-            config=checkpoint_config(self.config),
+            config=checkpoint_config(self.config) | {"data": self._data_digest},
             metrics=evaluation.metrics() if evaluation is not None else {},
             plan=self.placed.plan,
             block=block,
@@ -226,7 +253,7 @@ class Trainer:
 
     def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
         # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.
-        if jax.process_count() > 1 and done % self.config.log_every:
+        if jax.process_count() > 1 and done % self.config.log_every and done < self.config.steps:
             return False
         mine = interrupts.number
         number = distributed.strongest(f"step {done}: whether to stop", mine)
@@ -297,7 +324,7 @@ class Trainer:
         peak = peak_flops(jax.devices()[0].device_kind)
         if peak is None or self.config.model != "gpt":
             return None
-        return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * jax.device_count())
+        return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * self.placed.plan.mesh.size)
 
 
 def saved_plan(config: TrainConfig) -> Plan | None:

@@ -61,11 +61,14 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         ConfigError: The folder holds no run, or its settings are damaged.
     """
     try:
-        return json.loads((run_dir / CONFIG).read_text())
+        config = json.loads((run_dir / CONFIG).read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{str(run_dir)!r} holds no run: {CONFIG} is missing there") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(run_dir / CONFIG)!r} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{str(run_dir / CONFIG)!r} cannot be read: it holds no table of settings")
+    return config
 
 
 def is_taken(run_dir: Path) -> bool:

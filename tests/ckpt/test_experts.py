@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -15,13 +16,16 @@ import autoshard
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.models import workload
 from autoshard.models.moe import EXPERT_DIMS
-from autoshard.train.build import workload_step
+from autoshard.train.ema import EmaConfig, averaged
 from autoshard.train.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.placement import shardings
 from autoshard.train.state import make_program
+from autoshard.train.step import make_train_step
 
 TINY = workload("mixtral-tiny")
 EXPERTS = TINY.config.experts
+OPTIMIZER, AVERAGE = make_optimizer(OptimizerConfig(), 1000), EmaConfig(0.9)
+PROGRAM = make_program(TINY.build, OPTIMIZER, ema=AVERAGE)
 
 
 def is_expert(name: str) -> bool:
@@ -31,7 +35,7 @@ def is_expert(name: str) -> bool:
 @pytest.fixture(scope="module")
 def state() -> Any:
     """A train state of a MoE, of which no two leaves and no two experts are the same."""
-    made = make_program(TINY.build, make_optimizer(OptimizerConfig(), 1000)).create_state(jax.random.key(0))
+    made = PROGRAM.create_state(jax.random.key(0))
     rng = np.random.default_rng(0)
 
     def other(leaf: jax.Array) -> jax.Array:
@@ -44,7 +48,8 @@ def state() -> Any:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Any]:
-    return {words: autoshard.plan(*workload_step(TINY), plan=words) for words in ("dp:2 ep:4", "fsdp:4 ep:2")}
+    subject = make_train_step(PROGRAM, optax.constant_schedule(1e-3)), PROGRAM.abstract_state(), TINY.batch()
+    return {words: autoshard.plan(*subject, plan=words) for words in ("dp:2 ep:4", "fsdp:4 ep:2")}
 
 
 @pytest.fixture
@@ -73,11 +78,11 @@ def test_a_plan_says_where_the_weights_of_experts_are(plans: dict[str, Any], sta
 
 
 def test_a_model_says_where_its_experts_are(saved: Checkpointer, state: Any) -> None:
-    """Of weights, of their moments, and of the router's columns; of nothing else."""
+    """Of weights, of their moments and averages, and of the router's columns; of nothing else."""
     found = dims(saved)
     names = with_names(state)
     expected = {name for name in names if is_expert(name)}
-    assert set(found) == expected and len(expected) >= 3 * 4
+    assert set(found) == expected and len(expected) >= 4 * 4 and any(name.startswith("ema/") for name in expected)
     assert all(names[name].shape[dim] == EXPERTS for name, dim in found.items())
     assert f"{EXPERTS} experts" in str(saved.describe())
 
@@ -138,8 +143,10 @@ def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_o
     before = files_of(tmp_path)
     with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
         saved.restore(experts=[0, EXPERTS, -1])
-    with pytest.raises(CheckpointError, match="name some by their numbers"):
-        saved.restore(experts=[])
+    numbers: Any
+    for numbers in ([], [True], [0.0], np.array([[0, 1]])):
+        with pytest.raises(CheckpointError, match="name some by their numbers"):
+            saved.restore(experts=numbers)
     with pytest.raises(MismatchError, match="differ"):
         saved.restore(like=saved.restore(), experts=[0, 1])
     assert files_of(tmp_path) == before
@@ -154,17 +161,32 @@ def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_o
             dense.save(1, {"w": jnp.ones((4, 2))}, expert_dims={"*": 2})
 
 
+def test_nothing_to_make_experts_of(tmp_path: Path) -> None:
+    """Without a renaming the template's experts would stay as they are, and nobody would know."""
+    with Checkpointer(tmp_path) as dense:
+        dense.save(0, {"mlp": jnp.ones((4, 2)), "norm": jnp.ones(2)}, block=True)
+        like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
+        with pytest.raises(CheckpointError, match="'experts' matches no wanted leaf that was saved"):
+            dense.restore(like=like, upcycle={"experts": 0}, partial=True)
+        made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
+    np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))
+
+
 @pytest.mark.whole
 def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
-    """Every expert is the dense layer, its moments too: the model computes what the dense one did."""
+    """Every expert is the dense layer, its moments and averages too: the model computes what the dense one did."""
     cfg = dataclasses.replace(TINY.config, gpt=dataclasses.replace(TINY.config.gpt, dtype="float32"))
     dense_cfg = dataclasses.replace(cfg.gpt, ffn=cfg.expert_ffn or cfg.gpt.hidden)
     dense_work = dataclasses.replace(workload("llama-tiny"), config=dense_cfg)
     moe_work = dataclasses.replace(TINY, config=cfg)
-    optimizer = make_optimizer(OptimizerConfig(), 1000)
-    dense, moe = (make_program(work.build, optimizer) for work in (dense_work, moe_work))
+    dense, moe = (make_program(work.build, OPTIMIZER, ema=AVERAGE) for work in (dense_work, moe_work))
     first = dense.create_state(jax.random.key(1))
-    first = dataclasses.replace(first, opt_state=jax.tree.map(lambda leaf: leaf + 1, first.opt_state))
+    mean = jax.tree.map(lambda leaf: 3 * leaf, first.params)
+    first = dataclasses.replace(
+        first,
+        opt_state=jax.tree.map(lambda leaf: leaf + 1, first.opt_state),
+        ema=dataclasses.replace(first.ema, mean=mean, weight=jnp.float32(1)),
+    )
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, first)
         like = moe.create_state(jax.random.key(2))
@@ -177,13 +199,13 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
         )
         assert checkpoints.restored is not None
         kept = checkpoints.restored.kept
-    assert all("router" in name for name in kept) and len(kept) == 3
+    assert all("router" in name for name in kept) and len(kept) == 4
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
-    logits = [
-        program.model(state.params, state.frozen, state.variables, None)(tokens)
-        for program, state in ((dense, first), (moe, restored))
-    ]
-    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
-    for name, leaf in with_names(restored.opt_state).items():
-        if "/experts/w_" in name:
-            assert leaf.ndim == 4 and np.ptp(np.asarray(leaf), axis=1).max() == 0, name
+    for of in (lambda state: state.params, lambda state: averaged(state.ema, state.params)):
+        logits = [
+            program.model(of(state), state.frozen, state.variables, None)(tokens)
+            for program, state in ((dense, first), (moe, restored))
+        ]
+        np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    copies = {name: leaf for name, leaf in with_names(restored).items() if "/experts/w_" in name}
+    assert len(copies) == 4 * 3 and all(np.ptp(np.asarray(leaf), axis=1).max() == 0 for leaf in copies.values())

@@ -211,6 +211,36 @@ def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names files that are not beside it"):
         read_model(base)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_model\.safetensors"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([], "is not as HF writes it"),
+        ({"weight_map": ["w"]}, "is not as HF writes it"),
+        ({"weight_map": {"w": 1}}, "is not as HF writes it"),
+        ({"weight_map": {"w": "model.safetensors", "v": "gone.safetensors"}}, r"it has no gone\.safetensors$"),
+        ({"weight_map": {"w": "model.safetensors", "v": "model.safetensors"}}, r"model\.safetensors has no v$"),
+    ],
+    ids=str,
+)
+def test_an_index_that_its_files_do_not_fit(tmp_path: Path, index: Any, message: str) -> None:
+    base = write_base(tmp_path / "base", {"w": normal(2)})
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        read_model(base)
+
+
+def test_an_embedding_that_comes_with_its_table(tmp_path: Path) -> None:
+    """As PEFT saves one that has a pair: the adapter's table takes the base's place, and the pair is added to it."""
+    table, a, b = normal(VOCAB, OUT), normal(RANK, VOCAB), normal(OUT, RANK)
+    base = write_base(tmp_path / "base", {"embed.weight": normal(VOCAB, OUT)})
+    tensors = {"embed.base_layer.weight": table, "embed.lora_embedding_A": a, "embed.lora_embedding_B": b}
+    found = merge(base, write_adapter(tmp_path / "adapter", tensors), tmp_path / "out")
+    np.testing.assert_allclose(found["embed.weight"], table + 10 / RANK * (b @ a).T, atol=1e-5)
 
 
 def test_a_sum_that_the_base_cannot_hold(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.ckpt import Checkpointer
 
 WORKER = """
-import sys, jax, jax.numpy as jnp, numpy as np
+import os, sys, jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
@@ -73,12 +73,19 @@ with Checkpointer(directory, keep=None) as checkpoints:
         assert "has step 1 already" in str(error)
     else:
         raise AssertionError("a committed step was overwritten")
+    own = {
+        "text": f"of {index}", "array": np.full(3, index), "local": jnp.float32(index), "number": 0.5 + index,
+        "kind": np.zeros(2, np.int32 if index else np.float32), "empty": np.zeros(index),
+    }
+    before = os.listdir(directory)
     try:
-        checkpoints.save(9, {"data": {"all": "the same", "own": f"of {index}"}})
+        checkpoints.save(9, {"own": own, "all": {"text": "the same", "array": np.ones(3), "local": jnp.ones(2)}})
     except CheckpointError as error:
-        assert "1 texts of the state are not the same in every process:\\n  data/own" in str(error), error
+        assert "6 leaves of the state are in each process's own memory, and not the same in every" in str(error), error
+        assert all(f"\\n  own/{name}\\n" in str(error) for name in own) and "all/" not in str(error), error
     else:
-        raise AssertionError("the text of one process was saved for all")
+        raise AssertionError("what one process has was saved for all")
+    assert os.listdir(directory) == before
     checkpoints.save(9, {"data": "the same"}, block=True)
     assert checkpoints.restore(9) == {"data": "the same"}
     checkpoints._directory.remove(9) if index == 0 else None

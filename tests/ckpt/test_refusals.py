@@ -97,6 +97,22 @@ def test_a_config_is_compared_as_it_is(tmp_path: Path) -> None:
         assert compare(checkpoints.describe(1), checkpoints.describe(2)).settings == ()
 
 
+def test_an_empty_table_is_told_by_what_is_not_in_it(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE, config={"model": {}}, block=True)
+        with pytest.raises(MismatchError, match="differs in 1 keys:\n  model.width: saved nothing, wanted 8\n"):
+            checkpoints.restore(like=STATE, config={"model": {"width": 8}})
+        with pytest.raises(MismatchError, match="differs in 1 keys:\n  model: saved {}, wanted 8\n"):
+            checkpoints.restore(like=STATE, config={"model": 8})
+
+
+def test_a_single_step_is_no_directory_of_them(saved: Path, files_of: Callable[[Path], Any]) -> None:
+    before = files_of(saved)
+    with pytest.raises(CheckpointError, match=f"is a single step: name {saved}, and step 1 of it"):
+        Checkpointer(saved / "step_00000001")
+    assert files_of(saved) == before
+
+
 def test_tuples_in_a_config_are_the_lists_they_become(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, STATE, config={"model": {"shape": (1, 2)}})

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
 
 from autoshard.ckpt import Checkpointer, CheckpointError, snapshot
 
@@ -123,12 +124,21 @@ def test_the_newest_steps_stay(tmp_path: Path) -> None:
 
 
 def test_plain_orbax_reads_the_arrays(tmp_path: Path) -> None:
-    from orbax.checkpoint import v1 as ocp
-
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"params": {"w": jnp.arange(4.0)}}, config={"a": 1}, block=True)
     loaded = ocp.load_checkpointables(str(tmp_path / "step_00000001"))["state"]
     np.testing.assert_array_equal(loaded["params"]["w"], np.arange(4.0))
+
+
+def test_each_replica_writes_its_share(tmp_path: Path, mesh8: Mesh) -> None:
+    """Of an array that all devices have whole each writes an eighth; of one that is cut in two, a quarter of a half."""
+    cuts = {"whole": (), "halves": ("data",), "pieces": ("data", "model")}
+    state = {name: jax.device_put(np.ones((64, 32)), NamedSharding(mesh8, PartitionSpec(*cuts[name]))) for name in cuts}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, block=True)
+    found = ocp.checkpointables_metadata(str(tmp_path / "step_00000000")).metadata["state"]
+    written = {name: np.prod(found[name].storage_metadata.write_shape) for name in cuts}
+    assert written == dict.fromkeys(cuts, 64 * 32 / 8)
 
 
 def test_the_manifest_tells_who_wrote(tmp_path: Path) -> None:

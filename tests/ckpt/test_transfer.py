@@ -119,6 +119,43 @@ def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("state", "use_ema", "message"),
+    [
+        ({"params": {"__metadata__": 1.0}}, False, "a tensor is called __metadata__, as what safetensors files say of"),
+        ({"data": "a text"}, False, "step 1 in .* has no arrays that could be a model's"),
+        (
+            {"params": {"w": 1.0}, "ema": {"mean": {"w": 1.0, "v": 1.0}, "weight": 1.0}},
+            True,
+            "has averages of what is no parameter:\n  ema/mean/v$",
+        ),
+    ],
+    ids=["a name that is taken", "no model", "another average"],
+)
+def test_states_that_are_no_models(tmp_path: Path, state: Any, use_ema: bool, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state, block=True)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.export(1, tmp_path / "out", use_ema=use_ema)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"dtype": "int8"}, "dtype='int8': floating-point tensors are written as float16, bfloat16, float32"),
+        ({"dtype": "f32"}, "dtype='f32': "),
+        ({"shard_bytes": 0}, "shard_bytes=0: a file holds one byte at least"),
+        ({"shard_bytes": "1GB"}, "shard_bytes='1GB'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_an_export(saved: Checkpointer, tmp_path: Path, argument: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        saved.export(1, tmp_path / "out", **argument)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_export_that_its_dtype_cannot_hold(tmp_path: Path) -> None:
     """Largest is 65504: what is not finite already stays so, and a value that gets there is refused."""
     with Checkpointer(tmp_path / "run") as checkpoints:

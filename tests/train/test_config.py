@@ -129,3 +129,9 @@ def test_what_is_trained_may_not_change_when_a_run_is_resumed() -> None:
     trained = {"model", "data", "tokenizer", "batch_size", "accumulation", "seed", "freeze", "gpt"}
     averaged = {"ema_decay", "ema_every", "ema_spike"}
     assert identity(config).keys() == trained | averaged | {"optimizer"}
+
+
+def test_a_sample_continues_something() -> None:
+    with pytest.raises(ConfigError, match="prompt is empty, and a sample continues it"):
+        TrainConfig(prompt="")
+    assert TrainConfig(prompt="", sample_tokens=0).prompt == ""

@@ -90,6 +90,18 @@ def test_a_mixture_of_experts_writes_too(
 
 
 @pytest.mark.whole
+def test_an_average_that_was_not_updated_yet(make_config: MakeConfig) -> None:
+    """The parameters write where nobody asked for the average, as they are evaluated in the run."""
+    config = make_config(ema_decay=0.5, ema_every=100, steps=3)
+    train(config)
+    assert config.run_dir is not None
+    want = open_writer(config.run_dir, use_ema=False).write("the", 8, temperature=0.0)[0]
+    assert open_writer(config.run_dir).write("the", 8, temperature=0.0)[0] == want
+    with pytest.raises(ConfigError, match="has no moving average yet: leave out --use-ema"):
+        open_writer(config.run_dir, use_ema=True).write("the", 8)
+
+
+@pytest.mark.whole
 def test_its_tokenizer_comes_with_it(make_config: MakeConfig, tmp_path: Path) -> None:
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]

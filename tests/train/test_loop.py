@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointError
 from autoshard.cli import main
@@ -19,6 +22,7 @@ from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
 from autoshard.train import loop
 from autoshard.train.config import TrainConfig
+from autoshard.train.ema import averaged
 from autoshard.train.interrupt import Interrupts
 from autoshard.train.loop import Trainer, train
 from autoshard.train.metrics import read_metrics
@@ -83,6 +87,30 @@ def test_evaluation_leaves_training_as_it_is(make_config: MakeConfig, tmp_path: 
 
 
 @pytest.mark.whole
+def test_the_average_is_sharded_evaluated_and_exported(make_config: MakeConfig, tmp_path: Path) -> None:
+    """It trains nothing: without it, or without asking for it, the held-out loss is the parameters'."""
+    shape = dict(steps=4, optimizer=dict(learning_rate=0.1))
+    runs = {"none": {}, "unused": dict(ema_decay=0.5, use_ema=False), "used": dict(ema_decay=0.5)}
+    found = {}
+    for name, settings in runs.items():
+        train(make_config(run_dir=tmp_path / name, **shape, **settings))
+        found[name] = validation(tmp_path / name)[-1]
+    assert found["none"] == found["unused"] != found["used"]
+    shapes = Trainer(make_config(run_dir=tmp_path / "used", resume=True, **shape, **runs["used"])).placed.state_shapes
+    for mean, leaf in zip(jax.tree.leaves(shapes.ema.mean), jax.tree.leaves(shapes.params), strict=True):
+        assert mean.sharding.spec == leaf.sharding.spec
+    assert any(any(leaf.sharding.spec) for leaf in jax.tree.leaves(shapes.ema.mean))
+    state = load_trained(tmp_path / "used").state
+    with Checkpointer(tmp_path / "used" / "checkpoints") as checkpoints:
+        checkpoints.export(None, tmp_path / "out", use_ema=True)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    for path, want in jax.tree_util.tree_leaves_with_path(averaged(state.ema, state.params)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        np.testing.assert_allclose(exported.pop(name), want, rtol=1e-6, err_msg=name)
+    assert not exported
+
+
+@pytest.mark.whole
 def test_what_is_written_and_how_often(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a learning rate of nothing two evaluations differ only by the batches that they take."""
     monkeypatch.setattr(loop, "peak_flops", lambda kind: 1e9)
@@ -111,7 +139,9 @@ def test_a_checkpoint_is_due_after_some_time(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["data=4", "data=1"])
-def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, mesh: str) -> None:
+def test_a_run_resumes_on_another_mesh(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture, mesh: str
+) -> None:
     shape = dict(gpt=dict(dropout=0.1), ema_decay=0.5, steps=16, checkpoint_every=6)
     train(make_config(run_dir=tmp_path / "whole", **shape))
     config = make_config(run_dir=tmp_path / "parts", **shape)
@@ -119,6 +149,9 @@ def test_a_run_resumes_on_another_mesh(make_config: MakeConfig, tmp_path: Path, 
     trainer.config = replace(config, steps=6)  # the schedule stays that of sixteen steps
     trainer.run()
     train(replace(config, resume=True, plan=None, mesh=mesh))
+    told = capsys.readouterr().out
+    assert re.search(r"^restored step 6: .* read in [\d.]+ s, of which [\d.]+ s for digests$", told, re.M), told
+    assert f"parameters on {mesh.removeprefix('data=')} cpu devices; the run continues from step 6" in told
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert list(parts) == list(range(1, 17))
     np.testing.assert_allclose([*parts.values()], [*whole.values()], rtol=1e-5)
@@ -156,6 +189,37 @@ def test_a_signal_saves_and_ends_the_run(make_config: MakeConfig, capsys: pytest
     assert load_trained(config.run_dir).step == result.step
     assert f"{name}: saved and stopped at step {result.step}" in capsys.readouterr().out
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.whole
+def test_a_signal_after_the_last_step_leaves_nothing_out(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others know nothing of it: they evaluate and sample, which one process cannot do without this one."""
+    whole = loop.evaluate
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "evaluate", interrupted)
+    result = train(make_config(steps=3, sample_tokens=2))
+    assert result.interrupted_by is None and result.evaluation is not None
+    assert load_trained(result.run_dir).step == 3 and (result.run_dir / "sample.txt").exists()
+
+
+def test_processes_agree_on_stopping_at_times_and_after_the_last_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(loop.distributed, "strongest", lambda what, mine: asked.append(what) or signal.SIGTERM)
+    trainer = Trainer.__new__(Trainer)
+    trainer.config = make_config(steps=7, log_every=3)
+    with Interrupts() as interrupts:
+        stopped = [step for step in range(1, 8) if trainer._should_stop(step, interrupts)]
+    assert stopped == [3, 6, 7] and len(asked) == 3
+    assert interrupts.received == "SIGTERM in another process"
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
@@ -202,6 +266,47 @@ def test_a_run_that_cannot_go_on_here_changes_nothing(make_config: MakeConfig, c
     error = capsys.readouterr().err
     assert "batch 8 is not divisible by data 3" in error and error.count("error:") == 1, error
     assert contents(config.run_dir) == before
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_with_its_data_and_not_backwards(make_config: MakeConfig, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    config = make_config(steps=4, data=str(text))
+    train(config)
+    assert config.run_dir is not None
+    before = contents(config.run_dir)
+    again = replace(config, resume=True)
+    with pytest.raises(ConfigError, match="cannot go on: it is at step 4, and --steps is 3. Give"):
+        train(replace(again, steps=3))
+    text.write_text(text.read_text().replace("question", "answer..", 1))
+    with pytest.raises(ConfigError, match="cannot go on: it was trained on other data than .*/text' holds now"):
+        train(replace(again, steps=5))
+    assert contents(config.run_dir) == before
+    text.write_text(text.read_text().replace("answer..", "question", 1))
+    assert train(replace(again, steps=5)).step == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{", "cannot be read: Expecting"),
+        ("[1]", "cannot be read: it holds no table of settings"),
+        ('{"gpt": 3}', "gpt is a table of settings, not 3"),
+        ('{"nonsense": 3}', "unknown setting 'nonsense'"),
+    ],
+)
+def test_a_run_whose_settings_are_damaged(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture, settings: str, message: str
+) -> None:
+    run_dir = make_config().run_dir
+    assert run_dir is not None
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(settings)
+    assert main(["train", "--run-dir", str(run_dir), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("error:") == 1, error
+    assert [path.name for path in run_dir.iterdir()] == ["config.json"]
 
 
 def test_a_folder_with_something_else_is_left_alone(make_config: MakeConfig) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import ConfigError
+from autoshard.train import distributed
 from autoshard.train.config import TrainConfig, to_dict
 from autoshard.train.distributed import initialize, set_virtual_devices
 from autoshard.train.loop import train
@@ -112,6 +113,12 @@ def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     for name in ("loss", "val_loss", "grad_norm"):
         values = [[line[name] for line in lines if name in line] for lines in (one, two)]
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+
+def test_data_that_differs_between_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "exchange", lambda what, value: [value, value, "another"])
+    with pytest.raises(ConfigError, match="^the data: not the same in process 2 as in process 0"):
+        distributed.check_same("the data", "one")
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
