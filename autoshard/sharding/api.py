@@ -115,7 +115,9 @@ def plan(
             first none) to the keywords to try next: the best of them all is planned.
         donate_argnums: arguments whose buffers the results may take.
         static_argnums: arguments that are not arrays.
-        verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest.
+        verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest. From
+            two on one more is compiled that by the estimate takes up to a quarter more memory than there is, if it
+            would be faster than all that fit: XLA computes again what does not fit.
         measure: how many of the best plans to run for some steps on the attached devices, to keep the fastest. Values
             are made up; each plan has the devices' memory for itself. Which wins may differ from run to run. Not
             measured are programs with side effects (`jax.debug.print`, `io_callback`) and with loops whose end depends

@@ -264,7 +264,9 @@ class Planner:
         """Of the best candidates the one that wins a contest."""
         rest = [c for c in others if c.layout is not best.layout and c.fits(self.limit)]  # one laid anew is the same
         ranked = unlike([(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SEEN * asked.count]])
-        return asked.judge([self.describe(c, others) for *_, c in ranked[: asked.count]], self.limit)
+        every = [(c.cost.step_time_us, c.peak_bytes, c) for c in others]
+        beyond = asked.beyond(every, self.limit, best.cost.step_time_us if best.fits(self.limit) else math.inf)
+        return asked.judge([self.describe(c, others) for *_, c in [*ranked[: asked.count], *beyond]], self.limit)
 
     def describe(self, best: Candidate, others: Sequence[Candidate]) -> Plan:
         """The candidate as a plan."""

@@ -16,13 +16,18 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.history import of_variants
 from autoshard.sharding.plan import Plan
-from autoshard.sharding.report.units import time_text, variant_text
+from autoshard.sharding.report.units import bytes_text, time_text, variant_text
 from autoshard.sharding.request import is_request
 
 Made = tuple[dict[str, Any], Plan]
+Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and what they are of
 
 ALIKE = 0.001
 """Difference in time and in memory up to which two plans are taken for one program."""
+
+OVER = 1.25
+"""How many times the memory that there is a plan may take by the estimate to be compiled all the same, if it is faster
+than all that fit: XLA computes again what does not fit, and by a policy of its own."""
 
 SEEN = 4
 """How many times as many candidates as are compiled or run are looked at for those that are not alike."""
@@ -136,10 +141,17 @@ class Contest:
     Attributes:
         count: how many of them.
         judge: the best of their plans, the best by the estimate first, given what a device's memory holds.
+        over: how many times that memory the fastest of all may take by the estimate; it comes on top of them, last.
     """
 
     count: int
     judge: Callable[[Sequence[Plan], float], Plan]
+    over: float = 1.0
+
+    def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
+        """Of candidates `(time, bytes, ...)` the fastest of those that hardly do not fit, if one takes less time."""
+        found = [each for each in ranked if limit < each[1] <= self.over * limit and each[0] < most_us]
+        return sorted(found, key=lambda each: each[0])[:1]
 
 
 def contest(verify: int, measure: int) -> Contest | None:
@@ -148,7 +160,9 @@ def contest(verify: int, measure: int) -> Contest | None:
 
     if measure:
         return Contest(measure, fastest_measured)
-    return Contest(verify, fastest_compiled) if verify else None
+    return (
+        Contest(verify, fastest_compiled, OVER if verify > 1 else 1.0) if verify else None
+    )  # one is looked at, as it is
 
 
 def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan, str], Plan | None]) -> Plan:
@@ -159,22 +173,31 @@ def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan,
         asked: the contest.
         replan: plans the program of a plan by a candidate's words; None where words that were asked for are refused.
     """
-    pool: list[tuple[float, float, int, str | None]] = []
+    limit = made[0][1].limit_bytes or math.inf  # one machine's
+    pool: list[Ranked] = []
+    every: list[Ranked] = []
     for n, (_, plan) in enumerate(made):
-        found = [c for c in plan.candidates if c[2] <= (plan.limit_bytes or c[2]) and is_request(c[0])]
-        pool += [(time, peak, n, words) for words, time, peak in found if words != plan.chosen]
-        time, peak = plan.estimate.step_time_us, plan.estimate.peak_memory_bytes
-        pool.append((time if plan.fits else math.inf, peak, n, None))
+        found = [(time, peak, n, words) for words, time, peak in plan.candidates if is_request(words)]
+        every += found
+        pool += [each for each in found if each[1] <= limit and each[-1] != plan.chosen]
+        pool.append((plan.estimate.step_time_us if plan.fits else math.inf, plan.estimate.peak_memory_bytes, n, None))
+    ranked = sorted(pool, key=lambda each: each[0])
     plans: list[Plan] = []
-    for _, _, n, words in unlike(sorted(pool, key=lambda each: each[0])[: SEEN * asked.count]):
-        if len(plans) == asked.count:
-            break
+
+    def add(n: int, words: str | None) -> None:
         choice, plan = made[n]
         found = plan if words is None else replan(plan, words)
         if found is not None:
             plans.append(_tabled(found, choice, made))
+
+    for *_, n, words in unlike(ranked[: SEEN * asked.count]):
+        if len(plans) == asked.count:
+            break
+        add(n, words)
+    for *_, n, words in asked.beyond(every, limit, ranked[0][0]):
+        add(n, words)
     plans = plans or [fastest(made)]
-    return asked.judge(plans, plans[0].limit_bytes or math.inf)
+    return asked.judge(plans, limit)
 
 
 def unlike(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -211,10 +234,19 @@ def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
         return plans[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
     times = {n: audits[n].step_time_us or 0.0 for n in able}
     winner = min(able, key=lambda n: times[n])
-    note = f"the fastest of {len(able)} compiled for {plans[0].target}: " + ", ".join(
-        f"{_name(plans[n])} {time_text(times[n])}" for n in able
+    best, told = plans[winner], []
+    if not best.fits:
+        told.append(
+            f"by the estimate {_name(best)} takes {bytes_text(best.estimate.peak_memory_bytes)} of a device, compiled "
+            f"{bytes_text(audits[winner].peak_bytes or 0)}: XLA computes again what does not fit"
+        )
+    told.append(
+        f"the fastest of {len(able)} compiled for {best.target}: "
+        + ", ".join(f"{_name(plans[n])} {time_text(times[n])}" for n in able)
     )
-    return plans[winner].where(audits=tuple(audits), notes=(*plans[winner].notes, note))
+    # That one does not compile of which the estimate says so is nothing to complain of.
+    kept = tuple(audit for n, audit in enumerate(audits) if n in able or plans[n].fits)
+    return best.where(audits=kept, notes=(*best.notes, *told))
 
 
 def _name(plan: Plan) -> str:

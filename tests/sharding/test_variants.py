@@ -173,6 +173,36 @@ def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
     assert made.estimate.step_time_us >= ranked[0]
 
 
+@pytest.mark.parametrize("compiled", [0.9, 1.1])
+def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
+    """XLA computes again what does not fit: a variant that is faster may do all the same, or not."""
+    variants = {"remat": ["none", "full"], "accumulation": [1]}
+    peaks = {choice["remat"]: peak for choice, _, _, peak in tiny(variants=variants).variants}
+    limit = peaks["none"] / 1.1
+    assert peaks["full"] < limit
+
+    class Audit:
+        message = ""
+
+        def __init__(self, made: Plan):
+            part = 0.5 if made.fits else compiled
+            self.ok, self.kind = part < 1, "ok" if part < 1 else "oom"
+            self.peak_bytes, self.step_time_us = part * limit, made.estimate.step_time_us
+            asked.append(made)
+
+    asked: list[Plan] = []
+    monkeypatch.setattr(aot, "verify", Audit)
+    made = tiny(verify=2, variants=variants, memory_limit_bytes=limit)
+    assert [each.fits for each in asked] == [True, True, False]
+    if compiled < 1:
+        assert made.variant["remat"] == "none" and not made.fits and len(made.audits) == 3
+        assert "XLA computes again what does not fit" in made.notes[-2]
+        assert "as it was compiled, not by the estimate" in str(made)
+    else:
+        assert made.variant["remat"] == "full" and made.fits
+        assert len(made.audits) == 2 and all(audit.ok for audit in made.audits)
+
+
 def test_a_variant_can_be_called():
     """What is run is the variant that was chosen."""
 

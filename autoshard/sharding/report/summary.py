@@ -202,19 +202,18 @@ def verdict(plan: Plan) -> Verdict:
     name = plan.chosen or "this plan"
     others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
     limit = plan.limit_bytes or math.inf
+    compiled = any(audit.ok and (audit.peak_bytes or 0) <= limit for audit in plan.audits)
+    said = "fits {} as it was compiled, not by the estimate" if compiled else "does not fit {}"
     if not others:
         asked = f"{name}, as asked" if plan.chosen else name
-        return Verdict(asked if plan.fits else f"{asked}; it does not fit {bytes_text(limit)}", ())
+        return Verdict(asked if plan.fits else f"{asked}; it {said.format(bytes_text(limit))}", ())
     count, fitting = len(plan.candidates), [c for c in others if c[2] <= limit]
     different = {(c[1], c[2]): c for c in reversed(fitting or others)}  # two names can mean one layout
     best = sorted(different.values(), key=lambda c: c[1])[:3]
     rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
     if not plan.fits:
-        why = (
-            f"which does not fit {bytes_text(limit)}"
-            if fitting
-            else f"the smallest of {count} plans: none fits {bytes_text(limit)}"
-        )
+        smallest = f"the smallest of {count} plans: none fits {bytes_text(limit)}"
+        why = f"which {said.format(bytes_text(limit))}" if fitting or compiled else smallest
         return Verdict(f"{name}, {why}", rivals)
     large = count - len(fitting) - 1
     among = f"the {count - large} that fit {bytes_text(limit)}, of {count}" if large else f"{count} plans"
