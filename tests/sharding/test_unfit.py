@@ -76,7 +76,7 @@ def test_the_least_memory_and_what_takes_it():
     parts = dict(part.split(" ", 1) for part in kinds[1].split(", "))
     assert {"parameters", "optimizer", "activations"} <= set(parts)
     sizes_there = [size.split() for size in parts.values()]
-    total = sum(float(n) * {"B": 1, "KiB": 1024}[unit] for n, unit in sizes_there)
+    total = sum(float(n) * {"B": 1, "KiB": 1024, "MiB": 1024**2}[unit] for n, unit in sizes_there)
     assert total == pytest.approx(least, rel=0.01)
     assert "Not even v5e:16x16 would do. " in text
 
