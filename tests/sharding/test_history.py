@@ -115,7 +115,8 @@ def test_activations_are_the_batchs_with_their_axes_and_shardings():
     held = sum(one.held_bytes for one in plan.activations)
     assert 0 < held <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
     sizes = mesh_sizes(plan)
-    assert all(one.held_bytes <= one.count * local_bytes(one, sizes) for one in found.values())
+    tiles = 128 / 16  # at most: the sequence has 16
+    assert all(one.held_bytes <= one.count * local_bytes(one, sizes) * tiles for one in found.values())
 
 
 def test_links_say_how_devices_are_joined():
