@@ -20,7 +20,7 @@ from autoshard.train.optimizer import OptimizerConfig
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants virtual_devices log_every "
     "eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens "
-    "prompt prefetch use_ema deadline_seconds".split()
+    "prompt prefetch use_ema deadline_seconds allow_other_data".split()
 )
 """Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
 
@@ -38,6 +38,8 @@ class TrainConfig:
     """Folder of the run: metrics, checkpoints, plot, sample. Default: a new one, runs/PRESET-TIME."""
     resume: bool = False
     """Continue the run in --run-dir (default: the newest of this preset) from its last checkpoint."""
+    allow_other_data: bool = False
+    """With --resume: go on although the data are not those that the run was trained on."""
 
     model: str = "gpt"
     """`gpt` (see --gpt.*), or package.module:factory. It is called with those of rngs, vocab and context that

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 import jax
 
@@ -83,9 +85,10 @@ def check_same(what: str, value: str) -> None:
         raise ConfigError(f"{what}: not the same in {named(others)} as in process 0")
 
 
-def strongest(what: str, value: int) -> int:
-    """The largest value of all processes; every process must ask at the same step."""
-    return max(map(int, exchange(what, str(value))))
+def largest(what: str, values: Sequence[float]) -> list[float]:
+    """The largest of each value over all processes; every process must ask at the same step."""
+    found = exchange(what, json.dumps(list(values)))
+    return [max(each) for each in zip(*map(json.loads, found), strict=True)]
 
 
 def _silence() -> None:

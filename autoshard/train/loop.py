@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from autoshard.train.config import TrainConfig, checkpoint_config, differences, 
 from autoshard.train.data import Source
 from autoshard.train.evaluate import Evaluation, evaluate
 from autoshard.train.inference import write_inference
-from autoshard.train.interrupt import Interrupts
+from autoshard.train.interrupt import Interrupts, Stopping
 from autoshard.train.metrics import Reporter, peak_flops, read_metrics
 from autoshard.train.placement import PlacedEvalStep, PlacedStep, place_eval_step, place_step, search_variants
 from autoshard.train.plot import plot_loss
@@ -133,7 +132,8 @@ class Trainer:
         return run_dir
 
     def _write_config(self, run_dir: Path) -> None:
-        rundir.write_config(run_dir, to_dict(replace(self.config, run_dir=run_dir, resume=False)))
+        kept = replace(self.config, run_dir=run_dir, resume=False, allow_other_data=False)
+        rundir.write_config(run_dir, to_dict(kept))
 
     @property
     def _data_digest(self) -> str | None:
@@ -154,8 +154,12 @@ class Trainer:
             ConfigError: Naming all that does not fit.
         """
         config, digest, problems = self.config, saved.get("data"), []
-        if None not in (digest, self._data_digest) and digest != self._data_digest:
-            problems.append(f"it was trained on other data than {config.data or 'the standard library'!r} holds now")
+        other = None not in (digest, self._data_digest) and digest != self._data_digest
+        if other and not config.allow_other_data:
+            problems.append(
+                f"it was trained on other data than {config.data or 'the standard library'!r} holds now "
+                "(--allow-other-data goes on with these)"
+            )
         if step > config.steps:
             problems.append(f"it is at step {step}, and --steps is {config.steps}")
         if problems:
@@ -206,6 +210,7 @@ class Trainer:
             asked_every=config.log_every if jax.process_count() > 1 else 1,
         )
         clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
+        stopping = Stopping(interrupts, start, at_least_every=config.log_every)
         reporter.start()
         with self._batches(start) as batches:
             for step, batch in batches:
@@ -226,7 +231,7 @@ class Trainer:
                     with clock.paused(), self._watchdog.paused():
                         self._save(checkpoints, done, state, evaluation)
                     every.saved()
-                stopped = self._should_stop(done, interrupts)
+                stopped = stopping.after(done, last=done >= config.steps)
                 if stopped:
                     break
         return done, state, stopped
@@ -250,16 +255,6 @@ class Trainer:
         )
         if distributed.is_main():
             write_inference(self.run_dir / rundir.CHECKPOINTS, self.config, self.program)
-
-    def _should_stop(self, done: int, interrupts: Interrupts) -> bool:
-        # Processes must stop at the same step: they ask each other, at times only, as it costs a round trip.
-        if jax.process_count() > 1 and done % self.config.log_every and done < self.config.steps:
-            return False
-        mine = interrupts.number
-        number = distributed.strongest(f"step {done}: whether to stop", mine)
-        if number and not mine:
-            interrupts.received = f"{signal.Signals(number).name} in another process"
-        return number > 0
 
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointErr
 from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
-from autoshard.train import loop
+from autoshard.train import interrupt, loop
 from autoshard.train.config import TrainConfig
 from autoshard.train.ema import averaged
-from autoshard.train.interrupt import Interrupts
+from autoshard.train.interrupt import Interrupts, Stopping
 from autoshard.train.loop import Trainer, train
 from autoshard.train.metrics import read_metrics
 from autoshard.train.restore import load_trained
@@ -208,18 +208,36 @@ def test_a_signal_after_the_last_step_leaves_nothing_out(
     assert load_trained(result.run_dir).step == 3 and (result.run_dir / "sample.txt").exists()
 
 
-def test_processes_agree_on_stopping_at_times_and_after_the_last_step(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
+def test_processes_agree_on_stopping_at_times_and_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short steps: seldom. Long ones of any process: after each. A signal to another: both stop after the same step."""
+    now, told = [0.0], {"signal": 0, "pace": 0.0}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(loop.distributed, "strongest", lambda what, mine: asked.append(what) or signal.SIGTERM)
-    trainer = Trainer.__new__(Trainer)
-    trainer.config = make_config(steps=7, log_every=3)
-    with Interrupts() as interrupts:
-        stopped = [step for step in range(1, 8) if trainer._should_stop(step, interrupts)]
-    assert stopped == [3, 6, 7] and len(asked) == 3
-    assert interrupts.received == "SIGTERM in another process"
+    monkeypatch.setattr(interrupt.time, "perf_counter", lambda: now[0])
+    asked: list[Any] = []
+
+    def largest(what: str, values: Sequence[float]) -> list[float]:
+        asked.append(int(what.split()[1].rstrip(":")))
+        return [max(values[0], told["signal"]), max(values[1], told["pace"])]
+
+    monkeypatch.setattr(interrupt.distributed, "largest", largest)
+
+    def run(steps: int, seconds: float) -> list[Any]:
+        asked.clear()
+        with Interrupts() as interrupts:
+            stopping = Stopping(interrupts, 0, at_least_every=10)
+            for step in range(1, steps + 1):
+                now[0] += seconds
+                if stopping.after(step, last=step == steps):
+                    return [*asked, interrupts.received]
+        return asked
+
+    assert run(25, 0.01) == [1, 11, 21, 25]
+    assert run(14, 0.3) == [1, 7, 13, 14]  # 2 s are 6 such steps
+    assert run(4, 30.0) == [1, 2, 3, 4]
+    told["pace"] = 1.0
+    assert run(6, 0.01) == [1, 3, 5, 6]
+    told["signal"] = signal.SIGTERM
+    assert run(6, 0.01) == [1, "SIGTERM in another process"]
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
@@ -283,8 +301,11 @@ def test_a_run_goes_on_with_its_data_and_not_backwards(make_config: MakeConfig, 
     with pytest.raises(ConfigError, match="cannot go on: it was trained on other data than .*/text' holds now"):
         train(replace(again, steps=5))
     assert contents(config.run_dir) == before
+    assert train(replace(again, steps=5, allow_other_data=True)).step == 5
+    assert train(replace(again, steps=6)).step == 6  # of the same data again, and not asked for by the run itself
     text.write_text(text.read_text().replace("answer..", "question", 1))
-    assert train(replace(again, steps=5)).step == 5
+    with pytest.raises(ConfigError, match="other data"):
+        train(replace(again, steps=7))
 
 
 @pytest.mark.parametrize(
