@@ -40,6 +40,7 @@ COLLECTIVES = {
 }  # fmt: skip
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
+MOVES = ("copy", "convert", "transpose")  # each number of the result is one of the operand
 PASSES = {"high": 3, "highest": 6}
 
 
@@ -146,6 +147,8 @@ def _taken(module: Module, where: Computation, value: Instruction, whole: float)
             total += user.leaves[0].elements * bits_of(value.leaves[0].dtype) / 8
         elif user.opcode in UPDATES and first and user.operands.count(value.name) == 1:
             continue  # written in place: `_written` counts it
+        elif _moves(module, user) and user is not where.root:  # laid out anew, and only then cut
+            total += _taken(module, where, user, user.leaves[0].bytes) / user.leaves[0].bytes * whole
         elif user.called and user.opcode != "custom-call":
             inside = module.computations[user.called[0]]
             places = [number for number, name in enumerate(user.operands) if name == value.name]
@@ -153,6 +156,15 @@ def _taken(module: Module, where: Computation, value: Instruction, whole: float)
         elif not (is_free(user) or user.opcode in COLLECTIVES):
             return whole
     return min(total, whole)
+
+
+def _moves(module: Module, one: Instruction) -> bool:
+    """Whether an instruction in a fusion only gives the numbers of its one operand another place or type."""
+    if one.opcode != "fusion":
+        return one.opcode in MOVES
+    inside = module.computations[one.called[0]]
+    rest = [each for each in inside.instructions if each.opcode not in ("parameter", "bitcast", "reshape")]
+    return len(one.operands) == 1 and all(each.opcode in MOVES for each in rest)
 
 
 def _written(module: Module, inside: Computation, leaves: Sequence[Array]) -> list[tuple[int, float]]:

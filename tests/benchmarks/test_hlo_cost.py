@@ -201,6 +201,27 @@ def test_nested_fusion():
     assert (found.flops, found.hbm_bytes) == (2 * 16**3, 2 * KB)
 
 
+@pytest.mark.parametrize(("whole", "size"), [(False, 1.5 * KB), (True, 36 * KB)])
+def test_what_is_laid_out_anew_before_it_is_cut(whole, size):
+    """A fusion keeps nothing of it: of the stack it reads one layer, and of one that it returns all."""
+    cut = "" if whole else "\n  ROOT %s = bf16[1,16,16]{1,2,0} dynamic-slice(%n, %i, %i, %i)"
+    inside = f"""%inner (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  %b = {STACK} bitcast(%p)
+  ROOT %c = {STACK.replace("2,1,0", "1,2,0")} copy(%b)
+}}
+
+%outer (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  %a = {STACK.replace("2,1,0", "1,2,0")} fusion(%p), kind=kLoop, calls=%inner
+  {"ROOT " if whole else ""}%n = bf16[24,16,16]{{1,2,0}} convert(%a){cut}
+}}"""
+    result = "bf16[24,16,16]{1,2,0}" if whole else "bf16[1,16,16]{1,2,0}"
+    found = cost_of(f"{result} fusion(%p, %i), kind=kLoop, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
+    assert found.hbm_bytes == size
+
+
 @pytest.mark.parametrize(
     ("line", "shapes", "hbm", "host"),
     [
