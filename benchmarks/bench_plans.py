@@ -36,7 +36,7 @@ from autoshard import plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.aot import Job
 from autoshard.sharding.aot.program import export, export_plan
-from autoshard.sharding.variants import OVER, Attempt, rounds
+from autoshard.sharding.variants import Attempt, contest, rounds
 from autoshard.train.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
@@ -162,9 +162,11 @@ def run_planner(case: Case, store: Store, clock: Clock) -> None:
 def candidates(case: Case) -> tuple[list[Planned], float]:
     """What `verify` would compile of the planner's candidates over all variants, and how long it took to find.
 
-    The best by its own estimate, best first; then the fastest that hardly does not fit, if that is faster.
+    The best by its own estimate, best first; then those that hardly do not fit, if they are faster.
     """
     start, found, beyond = time.perf_counter(), [], []
+    asked = contest(CANDIDATES, 0)
+    assert asked is not None
     search = search_of(variants_of(case.work), layers_of(case.work.config))
     step, state, batch = workload_variants(case.work)
     limit = find_target(case.target).chip.memory_bytes
@@ -175,14 +177,14 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
         variants = ()
     seconds = time.perf_counter() - start
     for choice, _, _, peak in variants:
-        if peak <= OVER * limit:
+        most = max(asked.over) * limit
+        if peak <= most:
             how = choice["remat"], choice["accumulation"]
-            made = planned(case, *how, limit_bytes=None if peak <= limit else OVER * limit)
+            made = planned(case, *how, limit_bytes=None if peak <= limit else most)
             found += [(c, *how) for c in [c for c in made.candidates if c[2] <= limit][:CANDIDATES]]
-            beyond += [(c, *how) for c in made.candidates if limit < c[2] <= OVER * limit]
+            beyond += [(time_us, held, (words, time_us, held), *how) for words, time_us, held in made.candidates]
     found.sort(key=lambda each: each[0][1])
-    beyond = [each for each in beyond if not found or each[0][1] < found[0][0][1]]
-    extra = sorted(beyond, key=lambda each: each[0][1])[:1]
+    extra = [each[2:] for each in asked.beyond(beyond, limit, found[0][0][1] if found else math.inf)]
     return [_candidate(case, *each) for each in [*found[:CANDIDATES], *extra]], seconds
 
 

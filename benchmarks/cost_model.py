@@ -8,7 +8,9 @@ compiled), for the peak of memory and for the bytes sent; the median error of ea
 step times: of all rows; of plans, each with the compiler options that serve it best; and of those of them that the
 compiler kept to, whose bytes sent are within 10 % of the plan's. The planner's estimate knows nothing of options: rows
 that differ in them alone are a pair that it cannot rank. Nor does it know what the compiler sends beyond a plan: an
-expert's constraints leave that to it, and the audit tells it of the planner's own.
+expert's constraints leave that to it, and the audit tells it of the planner's own. Programs that do not fit are among
+the rows where a compiler makes them all the same (a GPU's, which then computes much of them twice): those that fit have
+a line of their own.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ def predicted(stores: Sequence[Store]) -> Table:
         taus = (f"{tau(plans):.2f}", f"{tau(kept):.2f} ({len(kept)} of {len(plans)})")
         table.add_row(store.case, *_errors(rows), f"{tau(rows):.2f}", *taus)
     table.add_row("all", *_errors(everything), "", "", "")
+    table.add_row("that fit", *_errors([row for row in everything if row.ok]), "", "", "")
     table.add_row("as planned", *_errors([row for row in everything if _as_planned(row)]), "", "", "")
     return table
 

@@ -116,8 +116,8 @@ def plan(
         donate_argnums: arguments whose buffers the results may take.
         static_argnums: arguments that are not arrays.
         verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest. From
-            two on one more is compiled that by the estimate takes up to a quarter more memory than there is, if it
-            would be faster than all that fit: XLA computes again what does not fit.
+            two on up to two more are compiled that by the estimate take up to a quarter and up to half more memory than
+            there is, if they would be faster than all that take less: XLA computes again what does not fit.
         measure: how many of the best plans to run for some steps on the attached devices, to keep the fastest. Values
             are made up; each plan has the devices' memory for itself. Which wins may differ from run to run. Not
             measured are programs with side effects (`jax.debug.print`, `io_callback`) and with loops whose end depends

@@ -45,7 +45,7 @@ class LogicalAxes:
 
     @cached_property
     def held(self) -> dict[int, int]:
-        """Values that are a program input, or one loop step's slice of it, but for casts: value -> the input.
+        """Values that are a program input, or one loop step's slice of it, but for casts and turns: value -> the input.
 
         What a loop stacks of such slices is the input again: a cast parameter that is kept for the backward pass. A
         stack that is split into groups, and what is taken out of a group, is held as well: loops over groups of layers.
@@ -98,7 +98,7 @@ class LogicalAxes:
                     if tie.stacked and tie.outer in held and tie.outer in op.operands:
                         held[tie.inner] = held[tie.outer]
                 source, where = held.get(op.operands[0], (-1, ())) if op.operands else (-1, ())
-                if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p"):
+                if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
                     held[op.results[0]] = source, where
                 elif source >= 0 and op.name == "reshape":
                     leaves = self.of_value[op.results[0]]

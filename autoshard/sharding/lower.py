@@ -30,6 +30,7 @@ from autoshard.sharding.decide import (
     wanted,
 )
 from autoshard.sharding.layout import Layout
+from autoshard.sharding.products import folded, is_product, product, unfolded
 from autoshard.spmdrules.operator import run_sharded
 from autoshard.spmdrules.place import Spec, to_partition_spec
 from autoshard.spmdrules.program import Block, Op
@@ -47,6 +48,7 @@ class Lowering:
         self.mesh = mesh
         self.flops_per_byte = flops_per_byte
         self.constraints = 0
+        self._around: dict[int, tuple[Op, Any]] = {}  # a parameter turned around -> how, and what it was
 
     def __call__(self, *args: Any) -> list[Any]:
         """The program's flat results from its flat inputs."""
@@ -60,9 +62,18 @@ class Lowering:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, to_partition_spec(spec)))
 
     def moved(self, x: Any, spec: Spec, value: int) -> Any:
-        """An operand taken to `spec`: a parameter that was cast to a wider type in the one that it was cast from."""
+        """An operand taken to `spec`: a parameter that was cast to a wider type in the one that it was cast from.
+
+        One that was turned around (a kernel, for the gradient of its convolution) is so behind the move, which others
+        of its convolutions share then.
+        """
         narrow = self.layout.axes.narrow.get(value)
-        if narrow is None or home(self.layout, value) == spec:
+        if home(self.layout, value) == spec:
+            return self.constrain(x, spec)
+        if value in self._around:
+            op, before = self._around[value]
+            return _compat.bind(op.eqn, op.eqn.params, self.moved(before, spec, op.operands[0]))[0]
+        if narrow is None:
             return self.constrain(x, spec)
         return self.constrain(x.astype(narrow), spec).astype(x.dtype)
 
@@ -88,6 +99,8 @@ class Lowering:
         if op.name == "sharding_constraint":
             return self.own_constraint(op, args[0])
         if not decides(op):
+            if op.name == "rev" and op.results[0] in self.layout.held:
+                self._around[op.results[0]] = op, args[0]
             results = _compat.bind(op.eqn, op.eqn.params, *args)
             return self.near_state(op, results)
         rule = op.rule
@@ -105,6 +118,8 @@ class Lowering:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
             args = [self.moved(x, plan.spec(d), v) for x, d, v in zip(args, rule.operands, op.operands, strict=True)]
+        if is_product(op) and wants[0] != plan.spec(rule.results[0]):
+            return [unfolded(op, self.constrain(product(op, *args), folded(op, wants[0])))]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         if op.name not in REDUCTIONS:
             results = [

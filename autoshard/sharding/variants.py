@@ -25,9 +25,9 @@ Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and what they
 ALIKE = 0.001
 """Difference in time and in memory up to which two plans are taken for one program."""
 
-OVER = 1.25
-"""How many times the memory that there is a plan may take by the estimate to be compiled all the same, if it is faster
-than all that fit: XLA computes again what does not fit, and by a policy of its own."""
+OVER = (1.25, 1.5)
+"""How many times the memory that there is a plan may take by the estimate to be compiled all the same, one up to each
+of these, if it is faster than all that take less: XLA computes again what does not fit, by a policy of its own."""
 
 SEEN = 4
 """How many times as many candidates as are compiled or run are looked at for those that are not alike."""
@@ -141,17 +141,24 @@ class Contest:
     Attributes:
         count: how many of them.
         judge: the best of their plans, the best by the estimate first, given what a device's memory holds.
-        over: how many times that memory the fastest of all may take by the estimate; it comes on top of them, last.
+        over: how many times that memory one more may take by the estimate, and one more still; they come last.
     """
 
     count: int
     judge: Callable[[Sequence[Plan], float], Plan]
-    over: float = 1.0
+    over: tuple[float, ...] = ()
 
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
-        """Of candidates `(time, bytes, ...)` the fastest of those that hardly do not fit, if one takes less time."""
-        found = [each for each in ranked if limit < each[1] <= self.over * limit and each[0] < most_us]
-        return sorted(found, key=lambda each: each[0])[:1]
+        """Of candidates `(time, bytes, ...)` that hardly do not fit those which take less time than what takes less."""
+        found: list[Ranked] = []
+        every, least = list(ranked), limit
+        for most in (over * limit for over in self.over):
+            within = [each for each in every if least < each[1] <= most and each[0] < most_us]
+            if within:
+                found.append(min(within, key=lambda each: each[0]))
+                most_us = found[-1][0]
+            least = most
+        return found
 
 
 def contest(verify: int, measure: int) -> Contest | None:
@@ -160,9 +167,9 @@ def contest(verify: int, measure: int) -> Contest | None:
 
     if measure:
         return Contest(measure, fastest_measured)
-    return (
-        Contest(verify, fastest_compiled, OVER if verify > 1 else 1.0) if verify else None
-    )  # one is looked at, as it is
+    if not verify:
+        return None
+    return Contest(verify, fastest_compiled, OVER if verify > 1 else ())  # one is looked at, as it is
 
 
 def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan, str], Plan | None]) -> Plan:

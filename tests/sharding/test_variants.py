@@ -15,7 +15,7 @@ from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models.workloads import workload
 from autoshard.sharding import aot
 from autoshard.sharding.plan import PlanError
-from autoshard.sharding.variants import unlike
+from autoshard.sharding.variants import contest, unlike
 from autoshard.train.build import search_of, variants_of, workload_step, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)
@@ -171,6 +171,18 @@ def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
     assert len(made.audits) == 4 and made.notes[-1].startswith("the fastest of 4 compiled for cpu:8: ")
     ranked = sorted(us for _, _, us, _ in tiny(variants=variants_of(TINY) | {"accumulation": [1]}).variants)
     assert made.estimate.step_time_us >= ranked[0]
+
+
+def test_what_hardly_does_not_fit():
+    """The fastest that takes up to a quarter more, and one up to half more where that is faster still."""
+    asked, one, measured = contest(2, 0), contest(1, 0), contest(0, 2)
+    assert asked is not None and one is not None and measured is not None
+    near, far, slow, huge = (8.0, 1.2, "near"), (7.0, 1.4, "far"), (8.5, 1.1, "slow"), (1.0, 1.6, "huge")
+    assert asked.beyond([slow, near, far, huge], 1.0, 9.0) == [near, far]
+    assert asked.beyond([slow, (6.0, 1.2, "near"), far], 1.0, 9.0) == [(6.0, 1.2, "near")]
+    assert asked.beyond([slow, near, far], 1.0, 7.5) == [far]
+    assert asked.beyond([slow, near, far], 2.0, 9.0) == []
+    assert one.beyond([near, far], 1.0, 9.0) == measured.beyond([near, far], 1.0, 9.0) == []
 
 
 @pytest.mark.parametrize("compiled", [0.9, 1.1])
