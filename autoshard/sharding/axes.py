@@ -89,6 +89,18 @@ class LogicalAxes:
         return found
 
     @cached_property
+    def kernels(self) -> dict[Leaves, int]:
+        """Of inputs that are kernels of convolutions: their classes -> the output features' dimension, from behind."""
+        found: dict[Leaves, int] = {}
+        for op in self.program.ops():
+            if op.name == "conv_general_dilated":
+                source = self._held.get(op.operands[1], (-1, ()))[0]
+                if source >= 0:
+                    numbers, kernel = op.eqn.params["dimension_numbers"], op.eqn.invars[1].aval
+                    found.setdefault(self.of_value[source], numbers.rhs_spec[0] - kernel.ndim)
+        return found
+
+    @cached_property
     def _held(self) -> dict[int, tuple[int, tuple[int, ...]]]:
         held: dict[int, tuple[int, tuple[int, ...]]] = {v: (v, ()) for v in self.program.inputs}
 

@@ -22,6 +22,7 @@ from autoshard.sharding.roles import Role, Roles, is_float, nbytes
 from autoshard.spmdrules.place import Spec
 
 EARLY_BYTES = 1 << 16  # a message of so few bytes is all latency
+FEWEST = 16  # input features of a shard of a kernel: as many 16-bit rows as a tile of a TPU has
 
 
 @shown
@@ -155,7 +156,11 @@ class Layout:
         return [v for v in dict.fromkeys(self.held.values()) if self.early(v)]
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
-        """The spec of a tensor of state, with the storage axes of its role on its largest free dimensions."""
+        """The spec of a tensor of state, with the storage axes of its role on its largest free dimensions.
+
+        Of a kernel of a convolution input features come before output features: its gradient is scattered there, and
+        along output features XLA:TPU reduces some shapes whole.
+        """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
         if not free or 0 in shape:
@@ -166,11 +171,14 @@ class Layout:
         def local(d: int) -> int:
             return shape[d] // self.ways(out[d])
 
+        features = self.axes.kernels.get(leaves, 0) + len(shape)
+
         while free:
             for count in range(len(free), 0, -1):  # as many as possible on one dimension
                 fits = [d for d in able if local(d) % self.ways(free[:count]) == 0]
                 if fits:
-                    best = max(fits, key=lambda d: (local(d), -d))
+                    rows = [d for d in fits if d != features and local(d) >= FEWEST * self.ways(free[:count])]
+                    best = max(rows if features in fits and rows else fits, key=lambda d: (local(d), -d))
                     out[best] += free[:count]
                     free = free[count:]
                     break

@@ -69,3 +69,31 @@ def test_a_gradient_goes_to_its_own_state_not_to_that_of_a_weight_with_its_axes_
     stored = {leaf.path: leaf.spec for leaf in step.plan(*given).inputs}
     assert stored["0/0/w"] == P("fsdp", "tp") and stored["0/0/v"] == P(("tp", "fsdp"))
     assert "all-to-all" not in step.lower(*given).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "spec"),
+    [
+        ((3, 3, 128, 256), P(None, None, "fsdp")),  # input features, though there are more output features
+        ((3, 3, 64, 256), P(None, None, None, "fsdp")),  # too few of them for rows of 16
+        ((3, 3, 100, 256), P(None, None, None, "fsdp")),  # not divisible
+        ((1, 1, 256, 128), P(None, None, "fsdp")),
+    ],
+)
+def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
+    """And its momentum like it: XLA:TPU scatters a gradient there, and reduces some whole along output features."""
+
+    def step(state, x):
+        w, m = state
+
+        def loss(w):
+            y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return (y**2).mean()
+
+        m = 0.9 * m + jax.grad(loss)(w)
+        return w - 0.1 * m, m
+
+    w = jax.ShapeDtypeStruct(kernel, jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 8, 8, kernel[2]), jnp.float32)
+    made = plan(step, (w, w), x, target="v5e:4x2", plan="fsdp:8")
+    assert [leaf.spec for leaf in made.inputs[:2]] == [spec, spec]
