@@ -1,5 +1,6 @@
 """The wheel holds exactly the package and runs where nothing else is; the lock holds all that is needed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +22,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a command that has to succeed and returns what it printed."""
-    ran = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+    """Runs a command that has to succeed and returns what it printed; what lies on our own path is not on its."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, f"{' '.join(map(str, command))}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
 
