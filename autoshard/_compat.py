@@ -192,7 +192,7 @@ def expanded(eqn: Any) -> Any | None:
         with source_of(eqn):
             lowered = functools.partial(eqn.primitive.to_lojax, **eqn.params)
             return jax.make_jaxpr(lowered)(*map(stand_in, eqn.invars))
-    except NotImplementedError:  # of the base class: the operator does not say what it is made of
+    except NotImplementedError:  # the base class raises it for an operator that does not say what it is made of
         return None
 
 

@@ -45,7 +45,7 @@ def _guarded(original: Callable[[Any], str]) -> Callable[[Any], str]:
     def text(self: Any) -> str:
         try:
             return original(self)
-        except Exception:  # whatever a part raises: one that looks at an object wants to see what there is of it
+        except Exception:  # a part may be missing or raise anything: a debugger shows what there is of the object
             there = ", ".join(getattr(self, "__dict__", ())) or "nothing yet"
             return f"<{type(self).__name__}, half-built: {there}>"
 

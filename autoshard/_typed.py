@@ -143,7 +143,7 @@ def shortly(value: Any) -> str:
     """A value as messages show it: not more than 60 characters of it."""
     try:
         return f"{value!r:.60}"
-    except Exception:  # Python does not write out numbers of thousands of digits, nor what is half-built
+    except Exception:  # a user's value, whose `repr` may raise anything: the message about it must not fail
         return f"a {type(value).__name__} that cannot be shown"
 
 

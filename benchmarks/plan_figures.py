@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from math import exp, log
+from math import exp, inf, log
 
 from cost_model import predicted
 from plan_rows import Row, Store, best
@@ -50,7 +49,7 @@ def _against(stores: Sequence[Store]) -> Table:
 def winners(store: Store) -> tuple[Row | None, Row | None, Row | None, Row | None]:
     """The expert's best, the planner's best, the planner's own choice without a compiler, and today's practice."""
     side = {name: [row for row in store.rows if row.side == name] for name in ("expert", "plan", "today")}
-    fitting = [row for row in side["plan"] if row.predicted.get("memory_bytes", 0.0) <= (row.limit_bytes or math.inf)]
+    fitting = [row for row in side["plan"] if row.predicted.get("memory_bytes", 0.0) <= (row.limit_bytes or inf)]
     chosen = min(fitting, key=lambda row: (row.predicted.get("step", 1e9), row.seconds), default=None)
     return best(side["expert"]), best(side["plan"]), chosen, next(iter(side["today"]), None)
 

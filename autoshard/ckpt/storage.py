@@ -144,7 +144,7 @@ class Leaves:
             self._last = None  # only one in memory
             try:
                 self._last = pack, _read_one(self._path, pack)
-            except Exception as error:  # kept, so that a damaged pack is not read again for each leaf
+            except Exception as error:  # any: raised below, for this leaf and the pack's others, which read it once
                 self._last = pack, error
         found = self._last[1]
         if isinstance(found, Exception):

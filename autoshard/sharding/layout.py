@@ -171,14 +171,16 @@ class Layout:
         def local(d: int) -> int:
             return shape[d] // self.ways(out[d])
 
-        features = self.axes.kernels.get(leaves, 0) + len(shape)
+        outputs = self.axes.kernels.get(leaves, 0) + len(shape)  # no dimension where it is no kernel
 
         while free:
             for count in range(len(free), 0, -1):  # as many as possible on one dimension
                 fits = [d for d in able if local(d) % self.ways(free[:count]) == 0]
                 if fits:
-                    rows = [d for d in fits if d != features and local(d) >= FEWEST * self.ways(free[:count])]
-                    best = max(rows if features in fits and rows else fits, key=lambda d: (local(d), -d))
+                    if outputs in fits:
+                        least = FEWEST * self.ways(free[:count])
+                        fits = [d for d in fits if d != outputs and local(d) >= least] or fits
+                    best = max(fits, key=lambda d: (local(d), -d))
                     out[best] += free[:count]
                     free = free[count:]
                     break

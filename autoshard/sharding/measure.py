@@ -155,7 +155,7 @@ def _attempt(run: _Run, action: Callable[[], Sequence[float]]) -> None:
         found = action()
     except MissingProcessError:
         raise
-    except Exception as error:  # whatever it is, other plans may run, and the estimate has one
+    except Exception as error:  # compiler, device or user's callback: the plan is out, with its words; others may run
         first = (str(error).strip().splitlines() or [""])[0]
         run.failed = " ".join(first.split())[:160] or type(error).__name__
     if _spans_processes(run.devices):

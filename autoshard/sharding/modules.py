@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from flax.errors import FlaxError
 
 from autoshard import _compat
 from autoshard.errors import AutoshardError, AutoshardWarning
@@ -349,6 +350,6 @@ def _entry_for_init(
             return calls.entry(variables, args, {**kwargs, **way})
         except (AutoshardError, AutoshardWarning):
             raise
-        except Exception:  # flax has no one error for a missing stream or collection; the last way raises it
+        except FlaxError:  # a stream or a collection that this way does not give; the last way raises it
             continue
     return calls.entry(variables, args, {**kwargs, **ways[-1]})

@@ -61,7 +61,7 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
         told = told or tells(whole)
         try:
             pieces = _run_pieces(case, rule, name, axes, operands)
-        except Exception:  # an operator may refuse pieces with any error: no strategy then
+        except Exception:  # any operator is tried, and refuses pieces with any error: then they cannot be joined
             return None
         if any(len(piece) != len(whole) for piece in pieces):
             return None

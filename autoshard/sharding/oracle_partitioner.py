@@ -154,7 +154,7 @@ def _faults(
         compiled = jitted.lower(*copies).compile(compiler_options=QUICK)
         placed = [[_place(x, sharded(spec)) for x, spec in zip(arrays, s.operands, strict=True)] for s in strategies]
         results = compiled(*placed)
-    except Exception as error:  # whatever the compiler raises is the finding
+    except Exception as error:  # JAX and XLA refuse a partitioning with many types: each is a finding of the oracle
         return [f"the partitioner failed: {brief(error)}"]
     faults = []
     for outputs in results:

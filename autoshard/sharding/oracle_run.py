@@ -40,7 +40,7 @@ def run_strategies(
             outcomes.append(
                 _run_mapped(case, rule, trials, counts) if mapped else _traced(case, rule, trials[0], counts)
             )
-        except Exception as error:  # whatever an operator raises on its shards is the outcome
+        except Exception as error:  # of any operator or body, with any error: it is the outcome, told by the oracle
             outcomes.append(error)
     waiting = [i for i, outcome in enumerate(outcomes) if outcome is None]
     try:

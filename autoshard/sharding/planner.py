@@ -111,8 +111,9 @@ class Planner:
         self.axes: LogicalAxes = find_axes(self.program)
         self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
         state = [i for i, _ in self.state]
-        join_batches(self.axes, batch_axis(self.program, self.axes, frozenset(state)))
-        self.roles: Roles = find_roles(self.program, self.axes, state)
+        batch = batch_axis(self.program, self.axes, frozenset(state))
+        join_batches(self.axes, batch)
+        self.roles: Roles = find_roles(self.program, self.axes, state, batch=batch)
         part_routing(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
         self.tally = Tally()

@@ -6,6 +6,7 @@ product it scatters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax import lax
@@ -19,41 +20,35 @@ def is_product(op: Op) -> bool:
     if op.name != "conv_general_dilated":
         return False
     params, (lhs, rhs), out = op.eqn.params, (v.aval for v in op.eqn.invars), op.eqn.outvars[0].aval
-    numbers = params["dimension_numbers"]
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or set(params["lhs_dilation"]) - {1}:
         return False
-    return all(
-        out.shape[o] == 1 and low <= 0 and (rhs.shape[r] - 1) * apart + 1 - low <= lhs.shape[x]
-        for x, r, o, (low, _), apart in zip(
-            numbers.lhs_spec[2:],
-            numbers.rhs_spec[2:],
-            numbers.out_spec[2:],
-            params["padding"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    )
+    one_position = all(out.shape[dim] == 1 for dim in params["dimension_numbers"].out_spec[2:])
+    return one_position and all(0 <= start and end <= lhs.shape[dim] for dim, start, end, _ in _taken(params, rhs))
 
 
 def product(op: Op, lhs: Any, rhs: Any) -> Any:
     """What such a convolution computes, without the dimensions of its window: two dimensions in their order."""
     params = op.eqn.params
     numbers = params["dimension_numbers"]
-    start, end, step = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
-    for x, r, (low, _), apart in zip(
-        numbers.lhs_spec[2:], numbers.rhs_spec[2:], params["padding"], params["rhs_dilation"], strict=True
-    ):
-        start[x], step[x] = -low, apart
-        end[x] = -low + (rhs.shape[r] - 1) * apart + 1
-    summed = (numbers.lhs_spec[1:], numbers.rhs_spec[1:])
+    starts, ends, steps = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
+    for dim, *what in _taken(params, rhs):
+        starts[dim], ends[dim], steps[dim] = what
     found = lax.dot_general(
-        lax.slice(lhs, start, end, step),
+        lax.slice(lhs, starts, ends, steps),
         rhs,
-        (summed, ((), ())),
+        ((numbers.lhs_spec[1:], numbers.rhs_spec[1:]), ((), ())),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
     return found if numbers.out_spec[0] < numbers.out_spec[1] else found.T
+
+
+def _taken(params: Mapping[str, Any], rhs: Any) -> Iterator[tuple[int, int, int, int]]:
+    """What a window's one position takes of each of its dimensions: (dimension of `lhs`, start, end, step)."""
+    numbers = params["dimension_numbers"]
+    window = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], params["padding"], params["rhs_dilation"], strict=True)
+    for dim, of_rhs, (low, _), step in window:
+        yield dim, -low, -low + (rhs.shape[of_rhs] - 1) * step + 1, step
 
 
 def unfolded(op: Op, found: Any) -> Any:

@@ -70,15 +70,16 @@ def is_float(aval: Any) -> bool:
     return _compat.is_floating(aval.dtype)
 
 
-def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = ()) -> Roles:
+def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *, batch: int | None = None) -> Roles:
     """Finds the roles.
 
     Args:
         program: the program.
         axes: its logical axes.
         state: the inputs that come back as outputs (known from the pytree structure), which are never data.
+        batch: its batch (`batch_axis`), where that was asked for already.
     """
-    batch = batch_axis(program, axes, frozenset(state))
+    batch = batch_axis(program, axes, frozenset(state)) if batch is None else batch
     inputs, owner = _input_roles(program, axes, batch, frozenset(state))
     parameters = [v for v, role in inputs.items() if role == "parameter"]
     in_parameters = {c for v in parameters for dim in axes.of_value[v] for c in dim}
