@@ -151,13 +151,12 @@ class Contest:
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
         """Of candidates `(time, bytes, ...)` that hardly do not fit those which take less time than what takes less."""
         found: list[Ranked] = []
-        every, least = list(ranked), limit
-        for most in (over * limit for over in self.over):
-            within = [each for each in every if least < each[1] <= most and each[0] < most_us]
+        every = list(ranked)
+        for over in self.over:
+            within = [each for each in every if limit < each[1] <= over * limit and each[0] < most_us]
             if within:
                 found.append(min(within, key=lambda each: each[0]))
                 most_us = found[-1][0]
-            least = most
         return found
 
 

@@ -19,9 +19,9 @@ def convolutions(fn: Callable[..., Any], *args: Any) -> list[Op]:
     return [op for op in program.ops() if op.name == "conv_general_dilated"]
 
 
-def conv(x: jax.Array, w: jax.Array, stride: int = 1, layout: str = "NHWC", **more: Any) -> jax.Array:
+def conv(x: jax.Array, w: jax.Array, stride: int = 1, layout: str = "NHWC", kernel: str = "", **more: Any) -> jax.Array:
     spatial = layout.replace("N", "").replace("C", "")
-    numbers = (layout, spatial + "IO", layout)
+    numbers = (layout, kernel or spatial + "IO", layout)
     return lax.conv_general_dilated(x, w, (stride,) * len(spatial), "SAME", dimension_numbers=numbers, **more)
 
 
@@ -34,6 +34,7 @@ CASES = {
     "every second pixel": ((4, 6, 6, 3), (1, 1, 3, 5), {"stride": 2}),
     "every third of seven": ((4, 7, 7, 3), (1, 1, 3, 5), {"stride": 3}),
     "channels first": ((4, 3, 6, 5), (1, 1, 3, 5), {"layout": "NCHW"}),
+    "output features first": ((4, 6, 6, 3), (5, 3, 1, 1), {"kernel": "OIHW", "stride": 2}),
     "one dimension": ((4, 8, 3), (1, 3, 5), {"layout": "NWC", "stride": 2}),
     "three dimensions": ((2, 4, 4, 6, 3), (1, 1, 1, 3, 5), {"layout": "NDHWC"}),
     "another precision": ((4, 6, 6, 3), (1, 1, 3, 5), {"precision": lax.Precision.HIGHEST}),

@@ -20,7 +20,7 @@ from autoshard.ckpt import Checkpointer, CheckpointWarning, DamagedCheckpointErr
 from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
-from autoshard.train import interrupt, loop
+from autoshard.train import interrupt, loop, rundir
 from autoshard.train.config import TrainConfig
 from autoshard.train.ema import averaged
 from autoshard.train.interrupt import Interrupts, Stopping
@@ -302,7 +302,8 @@ def test_a_run_goes_on_with_its_data_and_not_backwards(make_config: MakeConfig, 
         train(replace(again, steps=5))
     assert contents(config.run_dir) == before
     assert train(replace(again, steps=5, allow_other_data=True)).step == 5
-    assert train(replace(again, steps=6)).step == 6  # of the same data again, and not asked for by the run itself
+    assert not rundir.read_config(config.run_dir)["allow_other_data"]  # asked for once, not by the run itself
+    assert train(replace(again, steps=6)).step == 6  # of the same data again
     text.write_text(text.read_text().replace("answer..", "question", 1))
     with pytest.raises(ConfigError, match="other data"):
         train(replace(again, steps=7))
