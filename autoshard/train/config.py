@@ -149,6 +149,8 @@ class TrainConfig:
             problems.append(f"deadline_seconds is {self.deadline_seconds}, it must be positive")
         if not 0 <= self.ema_decay < 1:
             problems.append(f"ema_decay is {self.ema_decay}, it must be at least 0 and below 1")
+        if self.allow_other_data and not self.resume:
+            problems.append("allow_other_data is for a run that goes on: give --resume, or leave it out")
         if self.sample_tokens and not self.prompt:
             problems.append("prompt is empty, and a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:

@@ -61,7 +61,11 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine to the minimum at the last step; never zero."""
+    """Linear warm-up to the peak, then a cosine to the minimum at the last step; never zero.
+
+    Raises:
+        ConfigError: The warm-up is as long as the run.
+    """
     if config.warmup_steps >= steps > 0:
         raise ConfigError(
             f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: use fewer warm-up steps"
@@ -70,7 +74,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, 1),
+        decay_steps=max(steps, config.warmup_steps + 1),
         end_value=config.min_learning_rate,
     )
 

@@ -58,6 +58,7 @@ def test_presets_know_their_names(name: str) -> None:
         (["--steps", "-1"], "steps is -1"),
         (["--gpt.heads", "3"], "width 128 is not a multiple of heads 3"),
         (["--accumulation", "3"], "batch_size 64 does not divide"),
+        (["--allow-other-data"], "allow_other_data is for a run that goes on: give --resume"),
         (["stray"], "stray"),
         (["--config", "nowhere.toml"], "'nowhere.toml' cannot be read"),
         (["--resume", "--run-dir", "nowhere"], "'nowhere' holds no run"),

@@ -240,6 +240,14 @@ def test_processes_agree_on_stopping_at_times_and_after_the_last_step(monkeypatc
     assert run(6, 0.01) == [1, "SIGTERM in another process"]
 
 
+@pytest.mark.whole
+def test_a_run_of_no_steps_is_evaluated_and_saved(make_config: MakeConfig) -> None:
+    """With a warm-up, which is longer than it."""
+    result = train(make_config(steps=0, optimizer=dict(warmup_steps=25)))
+    assert result.step == 0 and result.evaluation is not None
+    assert load_trained(result.run_dir).step == 0
+
+
 def test_a_second_ctrl_c_stops_at_once() -> None:
     with Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
