@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from autoshard.sharding.discover import discover as discover
     from autoshard.sharding.oracle import check_rule as check_rule
     from autoshard.sharding.plan import Plan as Plan
-    from autoshard.spmdrules.operator import operator as operator
-    from autoshard.spmdrules.propagate import Propagation as Propagation
-    from autoshard.spmdrules.propagate import propagate as propagate
-    from autoshard.spmdrules.registry import rule as rule
-    from autoshard.spmdrules.rule import Factor as Factor
-    from autoshard.spmdrules.rule import Rule as Rule
+    from autoshard.spmdrules.core.registry import rule as rule
+    from autoshard.spmdrules.core.rule import Factor as Factor
+    from autoshard.spmdrules.core.rule import Rule as Rule
+    from autoshard.spmdrules.custom_ops.operator import operator as operator
+    from autoshard.spmdrules.propagation.propagate import Propagation as Propagation
+    from autoshard.spmdrules.propagation.propagate import propagate as propagate
 
 _PLACES = {
     "AutoshardError": "errors",
@@ -35,12 +35,12 @@ _PLACES = {
     "discover": "sharding.discover",
     "Plan": "sharding.plan",
     "plan": "sharding.api",
-    "operator": "spmdrules.operator",
-    "Propagation": "spmdrules.propagate",
-    "propagate": "spmdrules.propagate",
-    "rule": "spmdrules.registry",
-    "Factor": "spmdrules.rule",
-    "Rule": "spmdrules.rule",
+    "operator": "spmdrules.custom_ops.operator",
+    "Propagation": "spmdrules.propagation.propagate",
+    "propagate": "spmdrules.propagation.propagate",
+    "rule": "spmdrules.core.registry",
+    "Factor": "spmdrules.core.rule",
+    "Rule": "spmdrules.core.rule",
 }
 
 __all__ = ["__version__", *_PLACES]  # pyright: ignore[reportUnsupportedDunderAll]

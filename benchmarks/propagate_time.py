@@ -15,7 +15,7 @@ from common import GPTConfig, Row, gpt_step, report, timed
 from jax.sharding import PartitionSpec as P
 
 from autoshard import propagate
-from autoshard.spmdrules.program import build
+from autoshard.spmdrules.ir.program import build
 
 SIZES: dict[str, Any] = {"layers": 48, "heads": 8, "width": 512, "vocab": 8192, "context": 128, "scan_layers": False}
 MODELS = {

@@ -93,11 +93,11 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("autoshard.spmdrules.rule", "from autoshard.sharding import cost"),
-        ("autoshard.spmdrules.rule", "from autoshard import plan"),
+        ("autoshard.spmdrules.core.rule", "from autoshard.sharding import cost"),
+        ("autoshard.spmdrules.core.rule", "from autoshard import plan"),
         ("autoshard.sharding.cost", "from ..models.gpt import GPT"),
         ("autoshard.models.gpt", "import autoshard.ckpt"),
-        ("autoshard._compat", "from autoshard.spmdrules.rule import Rule"),
+        ("autoshard._compat", "from autoshard.spmdrules.core.rule import Rule"),
         ("autoshard.train.loop", "def f():\n    from autoshard.cli import main"),
     ],
 )

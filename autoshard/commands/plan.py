@@ -160,7 +160,7 @@ def _check_asked(
     from autoshard.sharding.report.reasons import check_path
     from autoshard.sharding.request import KINDS, may_name
     from autoshard.sharding.tracing import path_of
-    from autoshard.spmdrules.place import axes_of, from_partition_spec
+    from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
     inputs, outputs = (
         [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

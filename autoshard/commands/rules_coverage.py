@@ -33,7 +33,7 @@ class Coverage:
         return "\n".join([head, *(self._told(name, lines) for name, lines in sorted(self.missing.items()))])
 
     def _told(self, name: str, lines: list[str]) -> str:
-        from autoshard.spmdrules.coverage import EXEMPT, NO_RULE
+        from autoshard.spmdrules.reference.coverage import EXEMPT, NO_RULE
 
         reason = NO_RULE.get(name) or EXEMPT.get(name, "")
         counted = {line or "(line unknown)": lines.count(line) for line in lines}
@@ -53,7 +53,7 @@ def coverage_of(target: str) -> Coverage:
     fn, args = _example(target)
     import jax
 
-    from autoshard.spmdrules import program
+    from autoshard.spmdrules.ir import program
 
     closed = _tried(target, "the function cannot be traced", lambda: jax.make_jaxpr(fn)(*args))
     found = program.build(closed)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.spmdrules.operator import operator
+from autoshard.spmdrules.custom_ops.operator import operator
 
 _TOKENS = "b s d, b s k, b s k, e"
 _GELU, _SWIGLU = "e d f, e f d", "e d f, e d f, e f d"

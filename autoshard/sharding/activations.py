@@ -17,7 +17,7 @@ from autoshard.sharding.decide import home
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.leaves import Activation
 from autoshard.sharding.memory import MemoryModel
-from autoshard.spmdrules.place import to_partition_spec
+from autoshard.spmdrules.core.placement import to_partition_spec
 
 SHOWN = 40
 

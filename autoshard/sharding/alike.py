@@ -20,8 +20,8 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import decides
 from autoshard.sharding.fusion import Fusion, Kernel
 from autoshard.sharding.roles import Roles, itemsize
-from autoshard.spmdrules.place import Spec
-from autoshard.spmdrules.program import Block, Op
+from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.ir.program import Block, Op
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from autoshard._shown import shown
-from autoshard.spmdrules.joint import Joined, join
-from autoshard.spmdrules.program import Block, Program
+from autoshard.spmdrules.ir.dimension_classes import Joined, join
+from autoshard.spmdrules.ir.program import Block, Program
 
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
 

@@ -46,9 +46,9 @@ from autoshard.sharding.targets import Target
 from autoshard.sharding.topology import Laying, layings
 from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.sharding.work import products
-from autoshard.spmdrules.place import ReshardKind, Spec, sent, ways
-from autoshard.spmdrules.program import Op
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.placement import ReshardKind, Spec, sent, ways
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.ir.program import Op
 
 HIDING = 0.9  # the part of a step's compute that can hide traffic
 MOST_LAYINGS = 64  # tried for each order of the axes

@@ -16,11 +16,11 @@ from autoshard.sharding.roles import Roles, nbytes
 from autoshard.sharding.strategy import Arrays, Strategy, choose
 from autoshard.sharding.uses import CONTRACTIONS
 from autoshard.sharding.work import flops_of
-from autoshard.spmdrules.opaque import is_operator
-from autoshard.spmdrules.place import Spec, axes_of, sent
-from autoshard.spmdrules.program import Op
-from autoshard.spmdrules.rule import Dims, Rule
-from autoshard.spmdrules.vendor import KERNELS
+from autoshard.spmdrules.core.placement import Spec, axes_of, sent
+from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.families.cudnn import KERNELS
+from autoshard.spmdrules.ir.program import Op
 
 ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # XLA does not gather what these need whole: the compiled program fails, or counts an initial value on every shard.

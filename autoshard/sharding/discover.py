@@ -27,8 +27,8 @@ from autoshard.sharding.oracle import _check_shards
 from autoshard.sharding.oracle_cases import Case
 from autoshard.sharding.oracle_missing import _additive, _possible_groups, _surely_additive
 from autoshard.sharding.oracle_values import trials
-from autoshard.spmdrules.opaque import apply, make_primitive
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.opaque_primitive import apply, make_primitive
 
 __all__ = ["Discovery", "DiscoveryError", "Evidence", "Refusal", "discover"]
 

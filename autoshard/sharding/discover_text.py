@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.sharding.discover_cuts import Part
-from autoshard.spmdrules.rule import Factor, Reduction, Rule
+from autoshard.spmdrules.core.rule import Factor, Reduction, Rule
 
 Span = tuple[int, int]  # in a dimension: behind so many parts of it, and into so many it is cut
 

@@ -34,7 +34,7 @@ import numpy as np
 from autoshard.sharding.decide import decides
 from autoshard.sharding.roles import itemsize, nbytes
 from autoshard.sharding.uses import CONTRACTIONS
-from autoshard.spmdrules.program import Block, Op, Program, inlined
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
 _SLICES = ("slice", "dynamic_slice")

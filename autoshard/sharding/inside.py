@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.sharding.fusion import Fusion, fuse
 from autoshard.sharding.roles import nbytes
 from autoshard.sharding.work import Shapes, inner_program
-from autoshard.spmdrules.program import Block, Program, inlined
+from autoshard.spmdrules.ir.program import Block, Program, inlined
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.roles import Role, Roles, is_float, nbytes
-from autoshard.spmdrules.place import Spec
+from autoshard.spmdrules.core.placement import Spec
 
 EARLY_BYTES = 1 << 16  # a message of so few bytes is all latency
 FEWEST = 16  # input features of a shard of a kernel: as many 16-bit rows as a tile of a TPU has

@@ -31,10 +31,10 @@ from autoshard.sharding.decide import (
 )
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.products import folded, is_product, product, unfolded
-from autoshard.spmdrules.operator import run_sharded
-from autoshard.spmdrules.place import Spec, to_partition_spec
-from autoshard.spmdrules.program import Block, Op
-from autoshard.spmdrules.shards import body_of, on_shards
+from autoshard.spmdrules.core.placement import Spec, to_partition_spec
+from autoshard.spmdrules.custom_ops.operator import run_sharded
+from autoshard.spmdrules.custom_ops.sharded_execution import body_of, on_shards
+from autoshard.spmdrules.ir.program import Block, Op
 
 # Calls whose jaxpr holds no constants: they are the first operands, and this parameter counts them.
 _COUNTED = {"linear_call": "num_callee_consts", "remat_opt": "num_consts"}

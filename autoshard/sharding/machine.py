@@ -16,7 +16,7 @@ from autoshard._shown import shown
 from autoshard._typed import fit, shortly
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.targets import MOST_DEVICES, Target, find_target, target_for
-from autoshard.spmdrules.place import Spec, from_partition_spec
+from autoshard.spmdrules.core.placement import Spec, from_partition_spec
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 

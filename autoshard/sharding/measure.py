@@ -25,7 +25,7 @@ from autoshard import _compat
 from autoshard._processes import MissingProcessError, gathered
 from autoshard.sharding.plan import Plan, PlanError
 from autoshard.sharding.report.units import time_text, variant_text
-from autoshard.spmdrules.program import Op, Program
+from autoshard.spmdrules.ir.program import Op, Program
 
 TURNS, FINAL = 3, 4
 """How many times each plan is run, and how many more times those that are close."""

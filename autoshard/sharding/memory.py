@@ -25,8 +25,8 @@ from autoshard.sharding.decide import home
 from autoshard.sharding.fusion import Fusion
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Roles, nbytes
-from autoshard.spmdrules.place import axes_of
-from autoshard.spmdrules.program import Block, inlined
+from autoshard.spmdrules.core.placement import axes_of
+from autoshard.spmdrules.ir.program import Block, inlined
 
 LANES = 128  # elements of a tile of a TPU's memory along its minor dimension
 

@@ -14,7 +14,7 @@ from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.decide import beside_state, home, is_gradient
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Roles
-from autoshard.spmdrules.place import Spec
+from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
 Sizes = Mapping[str, int]

@@ -28,12 +28,12 @@ from autoshard.sharding.oracle_partitioner import check_partitioner
 from autoshard.sharding.oracle_run import run_strategies
 from autoshard.sharding.oracle_shards import Disagreement, Grid, join
 from autoshard.sharding.oracle_values import difference, trials
-from autoshard.spmdrules.brought import communicates
-from autoshard.spmdrules.given import needs_function
-from autoshard.spmdrules.opaque import is_operator
-from autoshard.spmdrules.program import build
-from autoshard.spmdrules.registry import rule_for
-from autoshard.spmdrules.rule import POSITIONS, Rule, Shard
+from autoshard.spmdrules.core.registry import rule_for
+from autoshard.spmdrules.core.rule import POSITIONS, Rule, Shard
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.families.manual_sharding import communicates
+from autoshard.spmdrules.ir.program import build
+from autoshard.spmdrules.propagation.input_specs import needs_function
 
 FindingKind = Literal["wrong", "missing", "partitioner", "unknown"]
 _ADVICE = {

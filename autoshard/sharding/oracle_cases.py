@@ -12,8 +12,8 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.spmdrules.opaque import defined_at
-from autoshard.spmdrules.program import called
+from autoshard.spmdrules.custom_ops.opaque_primitive import defined_at
+from autoshard.spmdrules.ir.program import called
 
 
 @shown

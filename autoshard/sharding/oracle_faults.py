@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autoshard.spmdrules.indexing import is_window
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.families.indexing import is_window
 
 Effect = Literal["wrong", "crash", "fail", "dear"]
 When = Callable[["Cut"], bool]

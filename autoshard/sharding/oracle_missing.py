@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.sharding.oracle_cases import Case, is_key
 from autoshard.sharding.oracle_shards import reduce_pieces
 from autoshard.sharding.oracle_values import difference, random_like, trials
-from autoshard.spmdrules.rule import Rule, Shard
+from autoshard.spmdrules.core.rule import Rule, Shard
 
 _NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
 _NARROW = 5  # fewer bits of mantissa hold no quarters of numbers that large

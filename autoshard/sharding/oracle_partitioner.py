@@ -22,9 +22,9 @@ from autoshard.sharding.oracle_cases import Case, brief, is_key, plain, typed
 from autoshard.sharding.oracle_faults import Cut, known_fault
 from autoshard.sharding.oracle_run import QUICK, device_mesh
 from autoshard.sharding.oracle_values import difference
-from autoshard.spmdrules.opaque import is_operator
-from autoshard.spmdrules.operator import run_sharded
-from autoshard.spmdrules.rule import POSITIONS, Dims, Rule
+from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.custom_ops.operator import run_sharded
 
 _COLLECTIVE = re.compile(
     r"= (?P<type>.*?) (?P<op>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"

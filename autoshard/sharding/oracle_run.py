@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autoshard.sharding.oracle_cases import Case, plain, typed
 from autoshard.sharding.oracle_shards import Disagreement, Grid, cut, places
-from autoshard.spmdrules.opaque import flat
-from autoshard.spmdrules.rule import Rule, Shard
+from autoshard.spmdrules.core.rule import Rule, Shard
+from autoshard.spmdrules.custom_ops.opaque_primitive import flat
 
 # The oracle compiles much and runs it once.
 QUICK: Any = {"xla_backend_optimization_level": 0}

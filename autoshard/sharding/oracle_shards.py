@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle_values import difference
-from autoshard.spmdrules.rule import POSITIONS, Dims, Rule, Shard
+from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule, Shard
 
 Grid = dict[tuple[int, ...], Any]  # place along each cut factor -> what that shard holds
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle_cases import Case, is_key, plain
-from autoshard.spmdrules.opaque import is_operator
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 
 # Integer operands that have a meaning which random values would break: recorded values are kept.
 _KEPT = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}

@@ -26,9 +26,9 @@ from autoshard.sharding.leaves import Padding
 from autoshard.sharding.memory import MemoryModel
 from autoshard.sharding.roles import nbytes
 from autoshard.sharding.search import Candidate, laid_well, price
-from autoshard.spmdrules.place import axes_of
-from autoshard.spmdrules.program import Block, Op, Program
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.placement import axes_of
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.ir.program import Block, Op, Program
 
 RIVALS_PRICED = 2  # for each number of ways in which they would cut a class
 PROGRAMS_PRICED = 4  # axes and sizes to which they are padded

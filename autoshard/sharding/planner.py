@@ -14,7 +14,7 @@ import jax
 from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding import request as requests
+from autoshard.sharding import request
 from autoshard.sharding.activations import activations
 from autoshard.sharding.axes import LogicalAxes, find_axes
 from autoshard.sharding.batches import join_batches
@@ -44,7 +44,7 @@ from autoshard.sharding.state import complain_of_changes
 from autoshard.sharding.topology import Laying, Piece
 from autoshard.sharding.tracing import Traced
 from autoshard.sharding.variants import SEEN, Contest, unlike
-from autoshard.spmdrules.place import Spec, from_partition_spec, to_partition_spec
+from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
 
 LARGE_CONSTANTS_BYTES = 2**20
 
@@ -164,7 +164,7 @@ class Planner:
         elif isinstance(asked, str):
             layouts = [(asked, self._requested(asked))]
         else:
-            table = requests.Table.read(asked)
+            table = request.Table.read(asked)
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
             layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.held, self.fixed = held, fixed
@@ -220,7 +220,7 @@ class Planner:
         )
 
     def _requested(self, text: str) -> Layout:
-        asked = requests.parse_request(text)
+        asked = request.parse_request(text)
         sizes = self.machine.sizes
         if sizes is not None and dict(asked.sizes) != dict(sizes):
             raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what its axes are for, such as "
@@ -232,15 +232,15 @@ class Planner:
                             f"{self.machine.target.devices}")  # fmt: skip
         missing = [
             k for a, k in asked.kinds.items()
-            if asked.sizes[a] > 1 and not requests.classes_for(k, self.roles, asked.flags)
+            if asked.sizes[a] > 1 and not request.classes_for(k, self.roles, asked.flags)
         ]  # fmt: skip
         missing += ["seq"] if "seq" in asked.flags and not self.roles.sequence else []
         if missing:
-            able = [k for k in requests.KINDS if requests.classes_for(k, self.roles, asked.flags)]
+            able = [k for k in request.KINDS if request.classes_for(k, self.roles, asked.flags)]
             names = sorted(set(self.axes.names.values()))
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
                             f"{', '.join(able) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
-        return requests.lay_out(self.axes, self.roles, asked)
+        return request.lay_out(self.axes, self.roles, asked)
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
         """Every way to spread the devices over named axes."""
@@ -375,7 +375,7 @@ class Planner:
         numbers = {name: c for c, name in self.axes.names.items()}
         table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
         storage: dict[Role, tuple[str, ...]] = {
-            role: plan.storage[role] for role in requests.STATE if role in plan.storage
+            role: plan.storage[role] for role in request.STATE if role in plan.storage
         }
         layout = Layout(self.axes, self.roles, sizes, table, storage)
         specs = {

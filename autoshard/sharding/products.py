@@ -11,8 +11,8 @@ from typing import Any
 
 from jax import lax
 
-from autoshard.spmdrules.place import Spec
-from autoshard.spmdrules.program import Op
+from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.ir.program import Op
 
 
 def is_product(op: Op) -> bool:

@@ -24,7 +24,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.uses import CONTRACTIONS, Uses, find_uses
-from autoshard.spmdrules.program import Program
+from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
 FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)

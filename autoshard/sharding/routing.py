@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from autoshard.sharding.axes import Leaves, LogicalAxes
 from autoshard.sharding.roles import Roles
 from autoshard.sharding.uses import CONTRACTIONS
-from autoshard.spmdrules.program import Op
+from autoshard.spmdrules.ir.program import Op
 
 
 def part_routing(axes: LogicalAxes, roles: Roles) -> None:

@@ -19,7 +19,7 @@ from autoshard._shown import shown
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.roles import find_roles
-from autoshard.spmdrules.program import Program
+from autoshard.spmdrules.ir.program import Program
 
 if TYPE_CHECKING:
     from autoshard.sharding.tracing import Traced

@@ -20,9 +20,9 @@ from functools import cached_property
 from typing import Literal
 
 from autoshard._shown import shown
-from autoshard.spmdrules.place import Spec, axes_of, sent, ways
-from autoshard.spmdrules.rule import Dims, Rule
-from autoshard.spmdrules.settle import project
+from autoshard.spmdrules.core.conflict_resolution import project
+from autoshard.spmdrules.core.placement import Spec, axes_of, sent, ways
+from autoshard.spmdrules.core.rule import Dims, Rule
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
 

@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from autoshard._shown import shown
-from autoshard.spmdrules.place import ReshardKind
+from autoshard.spmdrules.core.placement import ReshardKind
 
 
 @shown

@@ -19,7 +19,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.state import Drift, match
-from autoshard.spmdrules.program import Program, build
+from autoshard.spmdrules.ir.program import Program, build
 
 # Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
 OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from autoshard import _compat
 from autoshard.sharding.axes import LogicalAxes
-from autoshard.spmdrules.opaque import is_operator
-from autoshard.spmdrules.program import Op, Program
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.ir.program import Op, Program
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

@@ -21,7 +21,7 @@ from autoshard.sharding.cost import relaid
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.nearby import few
 from autoshard.sharding.pins import FixedError, fixed_pins
-from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec, to_partition_spec
+from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec, to_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.sharding.leaves import Leaf

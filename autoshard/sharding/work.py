@@ -20,10 +20,10 @@ import jax
 from autoshard import _compat
 from autoshard.sharding.roles import itemsize
 from autoshard.sharding.uses import CONTRACTIONS
-from autoshard.spmdrules.opaque import flat, is_operator
-from autoshard.spmdrules.program import Op, Program, build
-from autoshard.spmdrules.rule import Dims
-from autoshard.spmdrules.vendor import KERNELS, kernel_flops
+from autoshard.spmdrules.core.rule import Dims
+from autoshard.spmdrules.custom_ops.opaque_primitive import flat, is_operator
+from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops
+from autoshard.spmdrules.ir.program import Op, Program, build
 
 Shapes = tuple[tuple[tuple[int, ...], Any], ...]  # of operands: shape and dtype
 

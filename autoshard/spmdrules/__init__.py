@@ -3,8 +3,8 @@
 if __name__ != "autoshard.spmdrules":  # reached through the link at the repository root: no second copy
     raise ImportError("'spmdrules' at the repository root is a link for people: import autoshard.spmdrules")
 
-from autoshard.spmdrules.registry import rule, rule_for
-from autoshard.spmdrules.rule import Factor, Rule, RuleError, Shard
-from autoshard.spmdrules.table import TableRow, table
+from autoshard.spmdrules.core.registry import rule, rule_for
+from autoshard.spmdrules.core.rule import Factor, Rule, RuleError, Shard
+from autoshard.spmdrules.reference.rule_table import TableRow, table
 
 __all__ = ["Factor", "Rule", "RuleError", "Shard", "TableRow", "rule", "rule_for", "table"]

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 from autoshard import auto_shard, operator, plan
 from autoshard.sharding.plan import PlanError
-from autoshard.spmdrules import registry
+from autoshard.spmdrules.core import registry
 from tests.sharding.programs import (
     OPTIMIZER,
     adamw_step,

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import plan
 from autoshard.models import GPT, GPTConfig, cross_entropy
 from autoshard.sharding.axes import find_axes
-from autoshard.spmdrules.program import build
+from autoshard.spmdrules.ir.program import build
 from tests.sharding.programs import batch, mlp_state
 
 

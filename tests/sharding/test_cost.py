@@ -13,7 +13,7 @@ from autoshard.sharding.plan import Estimate
 from autoshard.sharding.request import parse_request
 from autoshard.sharding.strategy import Strategy
 from autoshard.sharding.targets import find_target
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.rule import Rule
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, whole_bytes
 
 H100 = CHIPS["h100"]

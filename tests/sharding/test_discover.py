@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 import autoshard
 from autoshard import Discovery, Rule, check_rule, discover, operator
 from autoshard.sharding.discover import DiscoveryError
-from autoshard.spmdrules import catalogue, registry
-from autoshard.spmdrules.derive import derive
+from autoshard.spmdrules import catalogue
+from autoshard.spmdrules.core import registry
+from autoshard.spmdrules.reference.derive import derive
 
 
 def f32(*shape):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.sharding.fusion import fuse
-from autoshard.spmdrules.program import build
+from autoshard.spmdrules.ir.program import build
 
 B, D, F = 64, 32, 128
 X, W, V = (jax.ShapeDtypeStruct(s, "float32") for s in ((B, D), (D, F), (F, D)))

@@ -10,8 +10,8 @@ from jax.experimental import hijax
 from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard, check_rule, propagate
-from autoshard.spmdrules.derive import derive
-from autoshard.spmdrules.program import build
+from autoshard.spmdrules.ir.program import build
+from autoshard.spmdrules.reference.derive import derive
 
 BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009  its older name
 EDGES = jnp.linspace(-2, 2, 9)

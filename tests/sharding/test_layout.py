@@ -9,7 +9,7 @@ from autoshard import auto_shard, plan
 from autoshard.sharding.axes import find_axes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import find_roles
-from autoshard.spmdrules.program import build
+from autoshard.spmdrules.ir.program import build
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 

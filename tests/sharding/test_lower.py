@@ -21,9 +21,9 @@ from autoshard.sharding.decide import comes_out_as
 from autoshard.sharding.pins import own_specs
 from autoshard.sharding.strategy import Strategy
 from autoshard.sharding.tracing import trace
-from autoshard.spmdrules.place import to_partition_spec
-from autoshard.spmdrules.program import build, walk
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.placement import to_partition_spec
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.ir.program import build, walk
 from tests.sharding.programs import assert_close, batch
 
 SCAN = ("length", "reverse", "unroll", "_split_transpose")

@@ -10,8 +10,8 @@ from autoshard import _compat
 from autoshard.sharding import oracle, oracle_partitioner
 from autoshard.sharding.oracle import Finding, check_rule
 from autoshard.sharding.oracle_cases import Case, collect
-from autoshard.spmdrules import registry
-from autoshard.spmdrules.rule import Factor, Rule
+from autoshard.spmdrules.core import registry
+from autoshard.spmdrules.core.rule import Factor, Rule
 
 A = np.arange(24, dtype=np.float32).reshape(4, 6) / 7 - 1.5
 B = np.arange(48, dtype=np.float32).reshape(6, 8) % 5 - 2.25

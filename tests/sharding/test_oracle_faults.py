@@ -17,9 +17,9 @@ from autoshard.sharding.oracle_faults import KNOWN_PARTITIONER_FAULTS, Cut, know
 from autoshard.sharding.oracle_partitioner import check_partitioner
 from autoshard.sharding.oracle_run import device_mesh
 from autoshard.sharding.oracle_values import difference, trials
-from autoshard.spmdrules.place import to_partition_spec
-from autoshard.spmdrules.registry import rule_for
-from autoshard.spmdrules.shards import body_of, on_shards
+from autoshard.spmdrules.core.placement import to_partition_spec
+from autoshard.spmdrules.core.registry import rule_for
+from autoshard.spmdrules.custom_ops.sharded_execution import body_of, on_shards
 
 COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 

@@ -15,7 +15,7 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.pins import FixedError
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.state import StateChangedError
-from autoshard.spmdrules.place import to_partition_spec
+from autoshard.spmdrules.core.placement import to_partition_spec
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
 
 MESH = {"data": 2, "model": 4}

@@ -11,7 +11,7 @@ from jax import lax
 
 import autoshard
 from autoshard.sharding.products import folded, is_product, product, unfolded
-from autoshard.spmdrules.program import Op, build
+from autoshard.spmdrules.ir.program import Op, build
 
 
 def convolutions(fn: Callable[..., Any], *args: Any) -> list[Op]:

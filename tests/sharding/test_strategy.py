@@ -8,8 +8,8 @@ from jax import lax
 from autoshard.sharding.roles import CONTRACTIONS
 from autoshard.sharding.strategy import Arrays, choose
 from autoshard.sharding.work import flops_of
-from autoshard.spmdrules.program import build
-from autoshard.spmdrules.rule import Rule
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.ir.program import build
 
 
 def convolution(groups, stride, padding):

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.sharding.targets import find_target
 from autoshard.sharding.topology import Dim, Laying, Piece, Topology, lay, layings
-from autoshard.spmdrules.place import ReshardKind
+from autoshard.spmdrules.core.placement import ReshardKind
 
 RING = Dim("x", 16, "ring", 10.0, 1.0, wraps=True)
 LINE = Dim("y", 4, "ring", 10.0, 1.0)

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-from autoshard.spmdrules.place import Place, Spec
+from autoshard.spmdrules.core.placement import Place, Spec
 
 Made = Callable[..., Any]
 Draw = Callable[..., Any]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from autoshard.sharding.oracle import check_case
 from autoshard.sharding.oracle_cases import Case, collect, is_key
-from autoshard.spmdrules.rule import Dims, Factor, Reduction, Rule, RuleError
+from autoshard.spmdrules.core.rule import Dims, Factor, Reduction, Rule, RuleError
 from tests.spmdrules.rows import Row, all_rows
 
 OTHER_OP: dict[Reduction, Reduction] = {

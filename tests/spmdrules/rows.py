@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.spmdrules import Rule, rule_for
-from autoshard.spmdrules.table import FAMILIES
+from autoshard.spmdrules.reference.rule_table import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,6 @@ def all_rows() -> list[Row]:
     rows: list[Row] = []
     for family in FAMILIES:
         name = f"test_{family.__name__.rpartition('.')[2]}"
-        if (Path(__file__).parent / f"{name}.py").exists():
-            rows += importlib.import_module(f"tests.spmdrules.{name}").ROWS
+        if (Path(__file__).parent / "families" / f"{name}.py").exists():
+            rows += importlib.import_module(f"tests.spmdrules.families.{name}").ROWS
     return rows

@@ -18,12 +18,13 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.sharding.oracle_shards import join_positions
-from autoshard.spmdrules import Shard, control
-from autoshard.spmdrules.place import Place, Spec
-from autoshard.spmdrules.program import Block, Op, build
-from autoshard.spmdrules.rule import POSITIONS
-from autoshard.spmdrules.settle import Settled, project
-from autoshard.spmdrules.walk import Walk
+from autoshard.spmdrules import Shard
+from autoshard.spmdrules.core.conflict_resolution import Settled, project
+from autoshard.spmdrules.core.placement import Place, Spec
+from autoshard.spmdrules.core.rule import POSITIONS
+from autoshard.spmdrules.ir.program import Block, Op, build
+from autoshard.spmdrules.propagation import control_flow
+from autoshard.spmdrules.propagation.walk import Walk
 
 Device = tuple[int, ...]
 Shards = dict[Device, Any]
@@ -39,7 +40,9 @@ class Simulation(Walk):
         """Cuts the arguments as they are given; partial ones into uneven terms of mixed signs."""
         self.env: dict[int, Shards] = {}
         self.used: dict[tuple[int, int], Shards] = {}
-        self.loops = {id(op.blocks[-1]): (op, control.Loop.of(op)) for op in self.program.ops() if op.name == "scan"}
+        self.loops = {
+            id(op.blocks[-1]): (op, control_flow.Loop.of(op)) for op in self.program.ops() if op.name == "scan"
+        }
         self.devices = list(itertools.product(*(range(n) for n in self.mesh.values())))
         self.arrays = [np.asarray(x) for x in arrays]
 

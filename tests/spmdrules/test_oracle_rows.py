@@ -4,9 +4,9 @@ import pytest
 
 from autoshard.sharding.oracle import Finding, check_case, strategies
 from autoshard.sharding.oracle_cases import collect
-from autoshard.spmdrules.brought import communicates
-from autoshard.spmdrules.opaque import is_operator
-from autoshard.spmdrules.registry import registered
+from autoshard.spmdrules.core.registry import registered
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.families.manual_sharding import communicates
 from tests.spmdrules.rows import Row, all_rows
 
 ALL = all_rows()

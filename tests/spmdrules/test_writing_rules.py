@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.spmdrules import registry
+from autoshard.spmdrules.core import registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-rules.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

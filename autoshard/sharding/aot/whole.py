@@ -17,7 +17,7 @@ from autoshard._shown import shown
 from autoshard.sharding.aot.compare import place
 from autoshard.sharding.aot.hlo import Computation, Instruction, Program
 from autoshard.sharding.decide import decides, home, strategy
-from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
+from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.sharding.leaves import Leaf

@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.sharding.aot.collectives import Collective
 from autoshard.sharding.aot.groups import Groups
 from autoshard.sharding.topology import Piece, Pieces, Topology
-from autoshard.spmdrules.place import ReshardKind
+from autoshard.spmdrules.core.placement import ReshardKind
 
 # What `Topology` prices a kind as; what is not here as a gathering.
 KINDS: Mapping[str, ReshardKind] = {

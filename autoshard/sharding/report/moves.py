@@ -10,7 +10,7 @@ from autoshard.sharding.alike import in_loops
 from autoshard.sharding.cost import collective
 from autoshard.sharding.decide import decides, regathers, strategy
 from autoshard.sharding.report.units import line_text
-from autoshard.spmdrules.place import sent
+from autoshard.spmdrules.core.placement import sent
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan

@@ -29,7 +29,7 @@ from autoshard.sharding.report.summary import (
 )
 from autoshard.sharding.report.text import INDENT, WIDTH
 from autoshard.sharding.report.units import bytes_text, spec_text
-from autoshard.spmdrules.place import axes_of, to_partition_spec
+from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.sharding.leaves import Leaf

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 
 from autoshard.sharding.report.text import cut_middle
 from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text, time_text
-from autoshard.spmdrules.place import Spec, axes_of, from_partition_spec
+from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
     from autoshard.sharding.leaves import Leaf

@@ -1,0 +1,271 @@
+"""How one operator is cut, given where its operands are: its rule applied, and conflicts settled.
+
+Each mesh axis cuts one factor of the operator, passes a partial of its operands on to its results, or does neither
+(every device of that axis then does the same). What the operands say is taken where they agree. Where they do not,
+every combination is priced, and the one that moves the fewest bytes wins:
+
+    bytes = sum over operands of what takes them from where they are to where the choice needs them
+          + sum over results of what making them whole will take, where the choice leaves them partial
+          + what takes each result to where it is wanted, where that is known
+
+Ties go to what was found first: passing a partial on, then factors in the order of operands, then nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.spmdrules.core.placement import Place, Spec, axes_of, cost
+from autoshard.spmdrules.core.rule import Dims, Rule
+
+IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
+_MOST_COMBINATIONS = 256
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand as it comes.
+
+    Attributes:
+        place: where it is.
+        nbytes: its bytes, whole.
+        zero: whether it is all zeros, and so a partial sum over anything.
+        twin: the first operand that is the same value; its own number if there is none before it.
+    """
+
+    place: Place
+    nbytes: float
+    zero: bool
+    twin: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where an operator takes its operands, and where it leaves its results."""
+
+    operands: tuple[Place, ...]
+    results: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A mesh axis cuts a factor."""
+
+    factor: str
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A mesh axis over which some operands are partial, and so the results."""
+
+    operands: tuple[int, ...]
+    op: str
+
+
+Choice = Cut | Pass | None
+
+
+def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict[str, str]:
+    """Which factor each mesh axis of a spec cuts; axes that cut none that can be cut evenly are left out."""
+    found: dict[str, str] = {}
+    factors = rule.by_name
+    for dim, axes in zip(dims, spec, strict=True):
+        parts, cut = list(dim), 1
+        for axis in axes:
+            while parts and cut == factors[parts[0]].size and mesh[axis] > 1:
+                parts, cut = parts[1:], 1
+            if not parts or not factors[parts[0]].cuts_into(cut * mesh[axis]):
+                break  # what is minor to a part that is not cut to single elements is not contiguous
+            found[axis] = parts[0]
+            cut *= mesh[axis]
+    return found
+
+
+def settle(
+    rule: Rule,
+    operands: Sequence[Operand],
+    result_bytes: Sequence[float],
+    wanted: Sequence[Spec | None],
+    mesh: Mapping[str, int],
+) -> Settled:
+    """The cut of one operator.
+
+    Args:
+        rule: its rule, sizes bound.
+        operands: where its operands are.
+        result_bytes: bytes of each whole result.
+        wanted: where each result should be, None where nothing says so.
+        mesh: mesh axis -> size.
+    """
+    return _Settling(rule, operands, result_bytes, wanted, mesh).best()
+
+
+class _Settling:
+    def __init__(
+        self,
+        rule: Rule,
+        operands: Sequence[Operand],
+        result_bytes: Sequence[float],
+        wanted: Sequence[Spec | None],
+        mesh: Mapping[str, int],
+    ):
+        self.rule = rule
+        self.operands = operands
+        self.result_bytes = result_bytes
+        self.wanted = wanted
+        self.mesh = mesh
+        self.factors = rule.by_name
+        # Where operands cut a factor by the same axes in another order, the largest one keeps its order.
+        ranked = sorted(enumerate(operands), key=lambda pair: -pair[1].nbytes)
+        self.cuts = {i: project(rule, rule.operands[i], o.place.spec, mesh) for i, o in ranked}
+        self.goals = [
+            {} if spec is None else project(rule, dims, spec, mesh)
+            for dims, spec in zip(rule.results, wanted, strict=True)
+        ]
+
+    def best(self) -> Settled:
+        """What the operands say where they agree, else the cheapest combination."""
+        options = {axis: self.options(axis) for axis in self.mesh}
+        if all(len(found) <= 1 for found in options.values()) and not self.reduces(options):
+            settled = self.build({axis: found[0] for axis, found in options.items() if found})
+            if settled is not None:
+                return settled
+        if math.prod(len(found) + 1 for found in options.values()) > _MOST_COMBINATIONS:
+            return self.greedy(options)
+        axes = list(options)
+        combinations = itertools.product(*([*options[a], None] for a in axes))
+        return self.cheapest(dict(zip(axes, choices, strict=True)) for choices in combinations)
+
+    def options(self, axis: str) -> list[Choice]:
+        """What a mesh axis could do here, besides nothing."""
+        found: list[Choice] = list(self.passes(axis))
+        partial = any(axis == a for o in self.operands for a, _ in o.place.partial)
+        found += [Cut(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
+        if not found or partial:
+            found += [Cut(goal[axis]) for goal in self.goals if axis in goal]
+        return list(dict.fromkeys(found))
+
+    def reduces(self, options: Mapping[str, Sequence[Choice]]) -> bool:
+        """Whether making a partial whole here may be cheaper: its axis cuts a factor, or what it makes is larger."""
+        partial = {a for o in self.operands for a, _ in o.place.partial}
+        if any(isinstance(c, Cut) for a in partial for c in options.get(a, ())):
+            return True
+        largest = max(self.result_bytes, default=0.0)
+        passed = [c for found in options.values() for c in found if isinstance(c, Pass)]
+        return any(largest > sum(self.operands[i].nbytes for i in c.operands) for c in passed)
+
+    def passes(self, axis: str) -> Iterator[Pass]:
+        """The ways in which a partial over `axis` can pass through."""
+        held = {i: op for i, o in enumerate(self.operands) for a, op in o.place.partial if a == axis}
+        if len(set(held.values())) != 1:
+            return
+        op = next(iter(held.values()))
+        if self.aligned:
+            yield Pass(tuple(held), op)
+            return
+        found = set()
+        if op == "sum":
+            for group in self.rule.linear:
+                if held.keys() & set(group) and all(i in held or self.operands[i].zero for i in group):
+                    found.add(tuple(i for i in group if i in held))
+        moved = tuple(i for i in self.rule.moves if i in held)
+        rest = [i for i in self.rule.moves if i not in held]
+        if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].zero for i in rest)) or not rest):
+            found.add(moved)
+        for group in sorted(found):
+            yield Pass(group, op)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each result is the operand of the same number, moved (`optimization_barrier`)."""
+        rule = self.rule
+        return 1 < len(rule.operands) == len(rule.moves) and rule.operands == rule.results
+
+    def greedy(self, options: Mapping[str, Sequence[Choice]]) -> Settled:
+        """One axis after the other, where there are too many combinations."""
+        chosen: dict[str, Choice] = {}
+        for axis, found in options.items():
+            trials = [{**chosen, axis: choice} for choice in [*found, None]]
+            priced = [(self.price(s), k) for k, t in enumerate(trials) if (s := self.build(t)) is not None]
+            chosen = trials[min(priced)[1]]
+        return self.cheapest([chosen])
+
+    def cheapest(self, combinations: Iterator[dict[str, Choice]] | list[dict[str, Choice]]) -> Settled:
+        """The feasible combination with the lowest price; of equals the first."""
+        best: tuple[float, Settled] | None = None
+        for chosen in combinations:
+            settled = self.build(chosen)
+            if settled is None:
+                continue
+            price = self.price(settled)
+            if best is None or price < best[0] * (1 - 1e-9):
+                best = (price, settled)
+        assert best is not None, "cutting nothing is always feasible"
+        return best[1]
+
+    def build(self, chosen: Mapping[str, Choice]) -> Settled | None:
+        """Where operands and results are under these choices, None where a dimension cannot be cut like that."""
+        axes: dict[str, list[str]] = {}
+        for i, cut in self.cuts.items():
+            self.collect(axes, chosen, cut, self.operands[i].place.spec)
+        for goal, spec in zip(self.goals, self.wanted, strict=True):
+            self.collect(axes, chosen, goal, spec or ())
+        if not self.feasible(axes):
+            return None
+        rule = self.rule
+        passing = [(a, c) for a, c in chosen.items() if isinstance(c, Pass)]
+        operands = tuple(
+            Place(_spec(dims, axes), tuple((a, c.op) for a, c in passing if i in c.operands))
+            for i, dims in enumerate(rule.operands)
+        )
+        results = []
+        for j, dims in enumerate(rule.results):
+            passed = [(a, c.op) for a, c in passing if not self.aligned or j in c.operands]
+            cut = [(a, op) for f, over in axes.items() if (op := rule.partial(f, j)) for a in over]
+            results.append(Place(_spec(dims, axes), tuple(sorted([*passed, *cut]))))
+        return Settled(operands, tuple(results))
+
+    def collect(
+        self, axes: dict[str, list[str]], chosen: Mapping[str, Choice], cut: Mapping[str, str], spec: Spec
+    ) -> None:
+        """Adds the chosen axes of one array's spec to their factors, in its order."""
+        for axis in axes_of(spec):
+            choice = chosen.get(axis)
+            if isinstance(choice, Cut) and cut.get(axis) == choice.factor:
+                over = axes.setdefault(choice.factor, [])
+                if axis not in over:
+                    over.append(axis)
+
+    def feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
+        """Whether each factor is cut evenly, and what is minor in a dimension only where its majors are fully cut."""
+        pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
+        if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
+            return False
+        for dims in (*self.rule.operands, *self.rule.results):
+            for dim in dims:
+                open_part = False
+                for f in dim:
+                    if open_part and axes.get(f):
+                        return False
+                    open_part = open_part or pieces.get(f, 1) != self.factors[f].size
+        return True
+
+    def price(self, settled: Settled) -> float:
+        """Bytes moved under a choice; see the module's head."""
+        total = 0.0
+        for i, (o, target) in enumerate(zip(self.operands, settled.operands, strict=True)):
+            if o.twin < i and target == settled.operands[o.twin]:
+                continue  # moved already
+            total += cost(o.place, target, o.nbytes, self.mesh)
+        for place, nbytes, spec in zip(settled.results, self.result_bytes, self.wanted, strict=True):
+            if place.partial or spec is not None:
+                goal = place.whole if spec is None else Place(spec)
+                total += cost(place, goal, nbytes, self.mesh)
+        return total
+
+
+def _spec(dims: Dims, axes: Mapping[str, Sequence[str]]) -> Spec:
+    return tuple(tuple(a for f in dim for a in axes.get(f, ())) for dim in dims)

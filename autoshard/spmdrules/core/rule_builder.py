@@ -1,0 +1,101 @@
+"""What the families share: giving dimensions their factors, and what many do to parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import dtypes
+
+from autoshard.spmdrules.core.rule import Body, Dims, Factor, Kind, LocalParams, Reduction, Rule, Shard
+
+Dim = tuple[str, ...]
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Build:
+    """Makes the factors of one rule, each with a name of its own."""
+
+    def __init__(self) -> None:
+        self.factors: dict[str, Factor] = {}
+        self.lettered = 0
+
+    def dim(self, stem: str, size: int, kind: Kind = "pass", op: Reduction | None = None) -> Dim:
+        """A new dimension of one factor: `stem`, or `stem1`, ... where that is taken.
+
+        A dimension of size 1 has no factor; one of size 0 cannot be cut, whatever its kind.
+        """
+        if size == 1:
+            return ()
+        if size == 0:
+            kind, op = "whole", None
+        name, tries = stem, 0
+        while name in self.factors:
+            tries += 1
+            name = f"{stem}{tries}"
+        self.factors[name] = Factor(name, size, kind, op)
+        return (name,)
+
+    def whole(self, size: int, stem: str = "w") -> Dim:
+        """A new dimension that the operator needs whole."""
+        return self.dim(stem, size, "whole")
+
+    def next(self, size: int, kind: Kind = "pass") -> Dim:
+        """A new dimension, called by the next free letter."""
+        dim = self.dim(_LETTERS[self.lettered % 26], size, kind)
+        self.lettered += len(dim)
+        return dim
+
+    def dims(self, shape: Sequence[int]) -> Dims:
+        """New pass-through dimensions, called by letters in order."""
+        return tuple(self.next(size) for size in shape)
+
+    def rule(
+        self,
+        operands: Sequence[Dims],
+        results: Sequence[Dims],
+        linear: Sequence[tuple[int, ...]] = (),
+        moves: tuple[int, ...] = (),
+        local: LocalParams | None = None,
+        body: Body | None = None,
+    ) -> Rule:
+        """The rule over these dimensions, its factors in order of first appearance."""
+        arrays = (*operands, *results)
+        names = dict.fromkeys(f for array in arrays for dim in array for f in dim)
+        factors = tuple(self.factors[name] for name in names)
+        return Rule(tuple(operands), tuple(results), factors, tuple(linear), moves, local, body)
+
+
+def like(shape: Sequence[int]) -> tuple[Build, Dims]:
+    """A builder, and pass-through dimensions for `shape`."""
+    build = Build()
+    return build, build.dims(shape)
+
+
+def along(shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None) -> tuple[Build, Dims]:
+    """A builder, and dimensions for `shape` of which `axes` are of another kind than pass."""
+    build = Build()
+    stem = "r" if kind == "reduce" else "w"
+    rest = iter(build.dims([n for d, n in enumerate(shape) if d not in axes]))
+    return build, tuple(build.dim(stem, n, kind, op) if d in axes else next(rest) for d, n in enumerate(shape))
+
+
+def put(dims: Dims, axis: int, dim: Dim) -> Dims:
+    """`dims` with another dimension at `axis`."""
+    return (*dims[:axis], dim, *dims[axis + 1 :])
+
+
+def without_sharding(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
+    """Parameters without the sharding of the whole result, which a shard of it does not have."""
+    return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
+
+
+def drops_sharding(*shardings: Any) -> LocalParams | None:
+    """`without_sharding` where there is one to drop."""
+    return without_sharding if any(s is not None for s in shardings) else None
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether arrays of this type can be added up: not truth values, not random keys."""
+    return not jnp.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.number)

@@ -1,0 +1,1 @@
+"""Opaque code with a declared rule, and running an operator on shards."""

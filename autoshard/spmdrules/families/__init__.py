@@ -1,0 +1,1 @@
+"""The rules of JAX's primitives, family by family."""

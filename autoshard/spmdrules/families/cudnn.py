@@ -1,0 +1,208 @@
+"""Kernels of a vendor's library that JAX calls: cuDNN's attention and its products of scaled blocks.
+
+They run on NVIDIA's GPUs only, so that no CPU can try their rules as they are; the same maps are tried on what they
+compute. JAX binds the primitives named `..._wrapper`, and binds the others inside of them, on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard._compat import primitives
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Dims, Kind, Reduction, Rule
+from autoshard.spmdrules.core.rule_builder import Build, Dim
+
+_CAUSAL, _PADDED_CAUSAL = 2, 3  # of JAX's `MaskType`
+_HEADS_FIRST = 1  # the layout `batch heads sequence features`; the other is `batch sequence heads features`
+
+KERNELS = frozenset(
+    f"{kernel}{end}"
+    for kernel in ("scaled_matmul", *(f"dot_product_attention_{kind}" for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")))
+    for end in ("", "_wrapper")
+)
+"""Names of their primitives."""
+
+
+@rule(*primitives("scaled_matmul", "scaled_matmul_wrapper"))
+def scaled_matmul(x: Any, y: Any, x_scale: Any, y_scale: Any, **_: Any) -> Rule:
+    """``b m (k x), b n (k x), b m k, b n k -> b m n; reduce k x``: products of scaled blocks.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.nn.scaled_matmul.html
+    """
+    build = Build()
+    batch, m, n = build.dim("b", x.shape[0]), build.dim("m", x.shape[1]), build.dim("n", y.shape[1])
+    blocks = build.dim("k", x_scale.shape[2], "reduce", "sum")
+    full = blocks + build.dim("x", x.shape[2] // x_scale.shape[2], "reduce", "sum")
+    operands = [(batch, m, full), (batch, n, full), (batch, m, blocks), (batch, n, blocks)]
+    return build.rule(operands, [(batch, m, n)])
+
+
+class _Attention:
+    """The dimensions of one call: batch and key heads pass, the query heads that share a key head go with it."""
+
+    def __init__(self, query: Any, key: Any, value: Any, layout: int, kind: Kind = "pass", op: Reduction | None = None):
+        self.build = build = Build()
+        self.layout = layout
+        heads, seq = (1, 2) if layout == _HEADS_FIRST else (2, 1)
+        self.size = query.shape[0]
+        self.batch = build.dim("b", self.size, kind, op)
+        self.heads = build.dim("h", key.shape[heads], kind, op)
+        self.grouped = self.heads + build.whole(query.shape[heads] // key.shape[heads], "g")
+        self.seq, self.keys = build.whole(query.shape[seq], "t"), build.whole(key.shape[seq], "s")
+        self.features, self.valued = build.whole(key.shape[3], "d"), build.whole(value.shape[3], "d")
+        paged = key.shape[0] != self.size  # blocks of all sequences: none belongs to one of them
+        self.held = build.whole(key.shape[0]) if paged else self.batch
+
+    def array(self, batch: Dim, heads: Dim, seq: Dim, features: Dim) -> Dims:
+        """These dimensions in the order of the layout."""
+        return (batch, heads, seq, features) if self.layout == _HEADS_FIRST else (batch, seq, heads, features)
+
+    @property
+    def operands(self) -> list[Dims]:
+        """Query, key, value."""
+        query = self.array(self.batch, self.grouped, self.seq, self.features)
+        return [
+            query,
+            self.array(self.held, self.heads, self.keys, self.features),
+            self.array(self.held, self.heads, self.keys, self.valued),
+        ]
+
+    @property
+    def result(self) -> Dims:
+        """What attention gives."""
+        return self.array(self.batch, self.grouped, self.seq, self.valued)
+
+    def statistics(self, segments: int = 1) -> Dims:
+        """One number for each row of the softmax, by segments of a sequence if it is packed."""
+        return (self.batch + self.build.whole(segments), self.grouped, self.seq)
+
+    def bias(self, bias: Any) -> Dims:
+        """What is added to the scores: broadcast where its size is 1, nothing where it has no elements."""
+        if len(bias.shape) != 4:
+            return tuple(map(self.build.whole, bias.shape))
+        full = (self.batch, self.grouped, self.seq, self.keys)
+        return tuple(dim if n > 1 else () for n, dim in zip(bias.shape, full, strict=True))
+
+    def by_row(self, array: Any) -> Dims:
+        """Lengths, offsets and page tables: a row for each sequence, nothing where there are no elements."""
+        first, *rest = array.shape
+        return (self.batch if first == self.size else self.build.whole(first), *map(self.build.whole, rest))
+
+
+def _segments(q_offsets: Any) -> int:
+    return q_offsets.shape[1] - 1 if len(q_offsets.shape) == 2 else 1
+
+
+def _cuttable(q_offsets: Any, dropout_rate: float) -> bool:
+    """Packed sequences are one after the other in memory; which elements are dropped depends on where they stand."""
+    return _segments(q_offsets) == 1 and not dropout_rate
+
+
+@rule(*primitives("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"))
+def attention(
+    query: Any, key: Any, value: Any, bias: Any, *rows: Any,
+    layout: int, dropout_rate: float, is_training: bool, **_: Any,
+) -> Rule:  # fmt: skip
+    """``b t (h g) d, b s h d, b s h d1, w, w1, w2, w3, w4, w5, w6 -> b t (h g) d1;
+    whole t g d s d1 w w1 w2 w3 w4 w5 w6``: batch and heads pass.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
+    """  # noqa: D205  the map takes two lines
+    offsets = rows[2]
+    made = _Attention(query, key, value, layout, "pass" if _cuttable(offsets, dropout_rate) else "whole")
+    results = [made.result, *([made.statistics(_segments(offsets))] if is_training else [])]
+    return made.build.rule([*made.operands, made.bias(bias), *map(made.by_row, rows)], results)
+
+
+@rule(*primitives("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"))
+def attention_gradient(
+    query: Any, key: Any, value: Any, bias: Any, *others: Any,
+    layout: int, dropout_rate: float, variadic_args: Sequence[bool], **_: Any,
+) -> Rule:  # fmt: skip
+    """``b t (h g) d, b s h d, b s h d1, w, w1, w2, w3, w4, w5, w6, b (h g) t, b t (h g) d1, b t (h g) d1 ->
+    b t (h g) d, b s h d, b s h d1; whole t g d s d1 w w1 w2 w3 w4 w5 w6; linear 12``: batch and heads pass.
+
+    The gradient of a bias that is broadcast is a partial sum over what it is broadcast along.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
+    """  # noqa: D205  the map takes two lines
+    *rows, _statistics, _forward, _cotangent = others
+    offsets, with_bias = rows[2], variadic_args[1]
+    if not _cuttable(offsets, dropout_rate):
+        made = _Attention(query, key, value, layout, "whole")
+    else:
+        made = _Attention(query, key, value, layout, *(("reduce", "sum") if with_bias else ("pass", None)))
+    q, k, v = made.operands
+    added = made.bias(bias)
+    statistics = made.statistics(_segments(offsets))
+    operands = [q, k, v, added, *map(made.by_row, rows), statistics, made.result, made.result]
+    return made.build.rule(operands, [q, k, v, *([added] if with_bias else [])], ((len(operands) - 1,),))
+
+
+@rule(*primitives("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"))
+def narrow_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int, is_training: bool, **_: Any) -> Rule:
+    """``b t (h g) d, b s h d, b s h d1, 1, 1, 1, 1, 1, 1 -> b t (h g) d1, 1 1 1 1, 1 1 1 1, b (h g) t;
+    reduce b:max h:max; whole t g d s d1``: attention, and the largest scores and results that a shard has seen.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
+    """  # noqa: D205  the map takes two lines
+    made = _Attention(query, key, value, layout, "reduce", "max")
+    largest = [((),) * 4] * 2
+    results = [made.result, *largest, *([made.statistics()] if is_training else [])]
+    return made.build.rule([*made.operands, *_ones(scales)], results)
+
+
+@rule(*primitives("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper"))
+def narrow_attention_gradient(
+    query: Any, key: Any, value: Any, forward: Any, cotangent: Any, statistics: Any, *scales: Any, layout: int, **_: Any
+) -> Rule:
+    """``b t (h g) d, b s h d, b s h d1, b t (h g) d1, b t (h g) d1, b (h g) t, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 ->
+    b t (h g) d, b s h d, b s h d1, 1 1 1 1, 1 1 1 1, 1 1 1 1, 1 1 1 1; reduce b:max h:max; whole t g d s d1``: its
+    gradient, and the largest elements of each.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
+    """  # noqa: D205  the map takes two lines
+    made = _Attention(query, key, value, layout, "reduce", "max")
+    q, k, v = made.operands
+    operands = [q, k, v, made.result, made.result, made.statistics(), *_ones(scales)]
+    return made.build.rule(operands, [q, k, v, *[((),) * 4] * 4])
+
+
+def _ones(scales: Sequence[Any]) -> list[Dims]:
+    """Arrays of one element, whatever their rank."""
+    return [((),) * len(scale.shape) for scale in scales]
+
+
+def kernel_flops(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> float:
+    """Operations of a kernel's products; 0 of a primitive that is none of them.
+
+    Forward attention has two products over the pairs of queries and keys, its gradient five, one of them again what
+    the forward pass made; of a causal mask half of the pairs count, of a window those in it.
+
+    Args:
+        name: the primitive's.
+        operands: what has their shapes.
+        params: the equation's.
+    """
+    if name.startswith("scaled_matmul"):
+        x, y = operands[:2]
+        return 2.0 * x.shape[0] * x.shape[1] * y.shape[1] * x.shape[2]
+    if not name.startswith("dot_product_attention"):
+        return 0.0
+    query, key, value = operands[:3]
+    heads, seq = (1, 2) if params["layout"] == _HEADS_FIRST else (2, 1)
+    length, keys = query.shape[seq], key.shape[seq]
+    mask = params.get("mask_type", _CAUSAL if params.get("use_causal_mask") else 0)
+    seen = keys / 2 if getattr(mask, "value", mask) in (_CAUSAL, _PADDED_CAUSAL) else keys
+    seen = min(seen, params.get("sliding_window_length") or seen)
+    of_keys, of_values = (3, 2) if "_bwd" in name else (1, 1)
+    return (
+        2.0
+        * query.shape[0]
+        * query.shape[heads]
+        * length
+        * seen
+        * (of_keys * query.shape[3] + of_values * value.shape[3])
+    )

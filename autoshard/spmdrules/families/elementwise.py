@@ -1,0 +1,261 @@
+"""Operators on each element by itself. Operands of rank 0 and dimensions of size 1 are broadcast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes, lax
+
+from autoshard import _compat
+from autoshard._compat import primitive, primitives
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Body, Dims, LocalParams, Rule
+from autoshard.spmdrules.core.rule_builder import Build, drops_sharding, like
+
+_UNARY = (
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clz", "cos",
+    "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "is_finite", "lgamma", "log", "log1p",
+    "log2", "logistic", "not", "one_minus_square", "population_count", "reduce_precision", "round", "rsqrt", "sign",
+    "sin", "sinh", "sqrt", "square", "tan", "tanh",
+)  # fmt: skip
+_MOVED = ("copy", "stop_gradient", "name", "xla_metadata_value")
+_PLACED = ("with_memory_space_constraint", "relayout")
+_CONSTRAINTS = ("sharding_constraint", "reshard", "layout_constraint")
+_LINEAR = ("neg", "real", "imag", "conj")
+_SEVERAL = (
+    "atan2", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma", "igammac",
+    "igamma_grad_a", "max", "min", "mulhi", "nextafter", "polygamma", "pow", "regularized_incomplete_beta", "rem",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta", "polynomial",
+)  # fmt: skip
+
+
+def pointwise(
+    *avals: Any,
+    results: int = 1,
+    linear: tuple[tuple[int, ...], ...] = (),
+    moves: tuple[int, ...] = (),
+    local: LocalParams | None = None,
+    body: Body | None = None,
+) -> Rule:
+    """The rule of an operator on each element, its operands broadcast against each other."""
+    shape = np.broadcast_shapes(*(a.shape for a in avals if a.shape))
+    build, dims = like(shape)
+    operands = [_broadcast(a.shape, shape, dims) for a in avals]
+    return build.rule(operands, (dims,) * results, linear, moves, local, body)
+
+
+def _broadcast(shape: tuple[int, ...], full: tuple[int, ...], dims: Dims) -> Dims:
+    if not shape:
+        return ()
+    return tuple(dim if size == whole else () for size, whole, dim in zip(shape, full, dims, strict=True))
+
+
+@rule(*primitives(*_UNARY))
+def unary(x: Any, **_: Any) -> Rule:
+    """``a b -> a b``: a function of each element.
+
+    https://openxla.org/stablehlo/spec#exponential
+    """
+    return pointwise(x)
+
+
+@rule(*primitives(*_MOVED))
+def moved(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: the same elements.
+
+    https://openxla.org/stablehlo/spec#optimization_barrier
+    """
+    return pointwise(x, linear=((0,),), moves=(0,))
+
+
+@rule(*primitives(*_PLACED))
+def placed(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: the same elements in a memory, or in an order in it, of the program's choice.
+
+    https://docs.jax.dev/en/latest/pallas/tpu/details.html
+    """
+    return pointwise(x, linear=((0,),), moves=(0,), body=lambda shard, x: x)
+
+
+@rule(*primitives(*_CONSTRAINTS))
+def constraint(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: the same elements; what it says of shardings is the planner's to read.
+
+    https://openxla.org/shardy/sdy_dialect#sdysharding_constraint_sdyshardingconstraintop
+    """
+    return pointwise(x, linear=((0,),), moves=(0,), body=lambda shard, x: x)
+
+
+@rule(*primitives(*_LINEAR))
+def linear_unary(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0``: a linear function of each element.
+
+    https://openxla.org/stablehlo/spec#negate
+    """
+    return pointwise(x, linear=((0,),))
+
+
+@rule(lax.integer_pow_p)
+def integer_pow(x: Any, *, y: int, **_: Any) -> Rule:
+    """``a b -> a b``: each element to a constant power; linear where that is 1.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.integer_pow.html
+    """
+    return pointwise(x, linear=((0,),) if y == 1 else ())
+
+
+@rule(*primitives(*_SEVERAL))
+def several(*xs: Any, **_: Any) -> Rule:
+    """``a b, a b -> a b``: a function of the elements at one place.
+
+    https://openxla.org/stablehlo/spec#compare
+    """
+    return pointwise(*xs)
+
+
+@rule(lax.add_p, lax.sub_p, lax.complex_p, *primitives("add_any"))
+def add(x: Any, y: Any, **_: Any) -> Rule:
+    """``a b, a b -> a b; linear 0 1``: linear in both operands together.
+
+    https://openxla.org/stablehlo/spec#add
+    """
+    return pointwise(x, y, linear=((0, 1),))
+
+
+@rule(lax.mul_p)
+def mul(x: Any, y: Any, **_: Any) -> Rule:
+    """``a b, a b -> a b; linear 0; linear 1``: linear in either operand while the other is whole.
+
+    https://openxla.org/stablehlo/spec#multiply
+    """
+    return pointwise(x, y, linear=((0,), (1,)))
+
+
+@rule(lax.div_p)
+def div(x: Any, y: Any, **_: Any) -> Rule:
+    """``a b, a b -> a b; linear 0``: linear in the numerator; of integers, which are rounded, in neither.
+
+    https://openxla.org/stablehlo/spec#divide
+    """
+    return pointwise(x, y, linear=((0,),) if jnp.issubdtype(x.dtype, jnp.inexact) else ())
+
+
+@rule(lax.select_n_p)
+def select_n(which: Any, *cases: Any, **_: Any) -> Rule:
+    """``a b, a b, a b -> a b; linear 1 2; moves 1 2``: linear in all cases together; `which` may be a scalar.
+
+    https://openxla.org/stablehlo/spec#select
+    """
+    taken = tuple(range(1, len(cases) + 1))
+    return pointwise(which, *cases, linear=(taken,), moves=taken)
+
+
+@rule(lax.clamp_p)
+def clamp(low: Any, x: Any, high: Any, **_: Any) -> Rule:
+    """``[], a b, [] -> a b``: the bounds may be scalars.
+
+    https://openxla.org/stablehlo/spec#clamp
+    """
+    return pointwise(low, x, high)
+
+
+@rule(lax.convert_element_type_p)
+def convert_element_type(x: Any, *, new_dtype: Any, sharding: Any = None, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: linear where no value of the old type is rounded in the new one.
+
+    So are complex numbers from real ones, and the real parts of complex ones; these only add up, they are not ordered.
+
+    https://openxla.org/stablehlo/spec#convert
+    """
+    exact = _holds(new_dtype, x.dtype)
+    ordered = _is_complex(new_dtype) == _is_complex(x.dtype)
+    linear = ((0,),) if exact else ()
+    return pointwise(x, linear=linear, moves=(0,) if exact and ordered else (), local=drops_sharding(sharding))
+
+
+def _holds(new: Any, old: Any) -> bool:
+    """Whether every value and every sum of `old` is one of `new`: the same type, or a wider float."""
+    if new == old:
+        return True
+    if any(jnp.issubdtype(t, dtypes.extended) for t in (new, old)):
+        return False
+    if not (jnp.issubdtype(new, jnp.inexact) and jnp.issubdtype(old, jnp.inexact)):
+        return False
+    wide, narrow = jnp.finfo(new), jnp.finfo(old)
+    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp
+
+
+def _is_complex(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+@rule(lax.bitcast_convert_type_p)
+def bitcast_convert_type(x: Any, *, new_dtype: Any, **_: Any) -> Rule:
+    """``a b -> a b``: a narrower type adds a last dimension, a wider one takes it; that is whole.
+
+    https://openxla.org/stablehlo/spec#bitcast_convert
+    """
+    old, new = (dtypes.itemsize_bits(np.dtype(t)) for t in (x.dtype, new_dtype))
+    if old == new:
+        return pointwise(x)
+    build, dims = like(x.shape if old > new else x.shape[:-1])
+    packed = (*dims, build.whole(max(old, new) // min(old, new)))
+    return build.rule([dims], [packed]) if old > new else build.rule([packed], [dims])
+
+
+@rule(primitive("to_edtype"))
+def to_edtype(x: Any, *, edtype: Any, **_: Any) -> Rule:
+    """``a w -> a; whole w``: an extended type's elements from what they are made of, in the last dimensions if in any.
+
+    https://docs.jax.dev/en/latest/jax.dtypes.html
+    """
+    build, dims = like(x.shape[: len(x.shape) - len(_compat.element_shape(edtype))])
+    return build.rule([(*dims, *map(build.whole, x.shape[len(dims) :]))], [dims])
+
+
+@rule(primitive("from_edtype"))
+def from_edtype(x: Any, **_: Any) -> Rule:
+    """``a -> a w; whole w``: what an extended type's elements are made of.
+
+    https://docs.jax.dev/en/latest/jax.dtypes.html
+    """
+    build, dims = like(x.shape)
+    return build.rule([dims], [(*dims, *map(build.whole, _compat.element_shape(x.dtype)))])
+
+
+@rule(lax.optimization_barrier_p)
+def optimization_barrier(*xs: Any, **_: Any) -> Rule:
+    """``a b, c, [] -> a b, c, []; linear 0 1 2; moves 0 1 2``: each operand as it is.
+
+    https://openxla.org/stablehlo/spec#optimization_barrier
+    """
+    return _each(xs)
+
+
+@rule(primitive("device_put"))
+def device_put(*xs: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: each operand as it is; where it goes is the planner's to decide.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.device_put.html
+    """
+    return _each(xs).where(body=lambda shard, *xs: list(xs))
+
+
+def _each(xs: tuple[Any, ...]) -> Rule:
+    build = Build()
+    dims = [build.dims(x.shape) for x in xs]
+    everything = tuple(range(len(xs)))
+    return build.rule(dims, dims, (everything,) if xs else (), everything)
+
+
+@rule(primitive("tie"))
+def tie(x: Any, y: Any, **_: Any) -> Rule:
+    """``a, b c -> b c; linear 1; linear 0 1; moves 1``: the second operand, once the first is there.
+
+    https://openxla.org/stablehlo/spec#optimization_barrier
+    """
+    build = Build()
+    first, second = build.dims(x.shape), build.dims(y.shape)
+    return build.rule([first, second], [second], ((1,), (0, 1)), (1,))

@@ -1,0 +1,115 @@
+"""Products of two arrays in groups of rows, each group with a matrix of its own: experts without a capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autoshard._compat import bind_primitive, primitive
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Body, Dims, Rule, Shard
+from autoshard.spmdrules.core.rule_builder import Build, Dim, drops_sharding
+from autoshard.spmdrules.families.contraction import EITHER, place_dims
+
+GROUPS = "v"  # the factor of the groups; their sizes, which are needed whole, are another one
+_RAGGED_DOT = primitive("ragged_dot_general")
+
+
+@rule(_RAGGED_DOT)
+def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
+    """``m k, v k n, w -> m n; reduce k; whole w; index v; offset m; linear 0; linear 1``: rows in groups.
+
+    A shard of the rows has fewer of each group, or none; one of the groups has zeros for rows that are not in them.
+    Where rows are contracted, ``k m, k n, w -> v m n; reduce k; whole w; offset v``, the result has the groups. A
+    ragged batch passes. The sizes of the groups are needed whole.
+
+    https://openxla.org/stablehlo/spec#ragged_dot
+    """
+    numbers = params["ragged_dot_dimension_numbers"]
+    (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    build = Build()
+    batch = [build.dim("b", x.shape[d]) for d in x_batch]
+    summed = [build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract]
+    placed = [(x_batch, batch), (x_contract, summed)]
+    if ragged not in (*x_batch, *x_contract):
+        placed.append(([ragged], [build.dim("m", x.shape[ragged], "offset")]))
+    lhs, _ = place_dims(build, "m", x.shape, placed)
+    free = [dim for d, dim in enumerate(lhs) if d not in (*x_batch, *x_contract)]
+    groups = [build.dim(GROUPS, y.shape[d], "index") for d in numbers.rhs_group_dimensions]
+    rhs, y_free = place_dims(
+        build, "n", y.shape, [(y_batch, batch), (y_contract, summed), (numbers.rhs_group_dimensions, groups)]
+    )
+    before = [lhs[d] for d in _before_ragged(numbers, len(x.shape))] if len(sizes.shape) > 1 else []
+    if ragged in x_batch:  # which rows are whose changes nothing: every one has a matrix of its own
+        counts = (*before, build.next(sizes.shape[-1]))
+        return build.rule(
+            [lhs, rhs, counts], [(*batch, *free, *y_free)], EITHER, local=drops_sharding(params["out_sharding"])
+        )
+    if ragged in x_contract:
+        groups = [build.dim(GROUPS, sizes.shape[-1], "offset")]
+        result = (*groups, *batch, *free, *y_free)
+    else:
+        result = (*batch, *free, *y_free)
+    counts = (*before, build.whole(sizes.shape[-1]))
+    return build.rule([lhs, rhs, counts], [result], EITHER, body=_body(params, ragged, lhs, groups[0]))
+
+
+def _before_ragged(numbers: Any, rank: int) -> list[int]:
+    """The dimensions of the left operand of which every element has group sizes of its own."""
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    free = [d for d in range(rank) if d not in (*contract, *batch)]
+    own = next(list(dims) for dims in (batch, contract, free) if ragged in dims)
+    return [*(batch if own != list(batch) else ()), *own[: own.index(ragged)]]
+
+
+def _body(params: Mapping[str, Any], ragged: int, lhs: Dims, groups: Dim) -> Body:
+    """The product of this shard's rows in this shard's groups.
+
+    Rows of earlier groups are turned behind those of its own, where they belong to none and are not computed.
+    """
+    numbers = params["ragged_dot_dimension_numbers"]
+    (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
+    free = [d for d in range(len(lhs)) if d not in (*x_contract, *x_batch)]
+    before = _before_ragged(numbers, len(lhs))
+    partners = dict(zip((*x_batch, *x_contract), (*y_batch, *y_contract), strict=True))
+    in_result = {d: i for i, d in enumerate((*x_batch, *free))}
+
+    def body(shard: Shard, x: Any, y: Any, sizes: Any) -> Any:
+        ends = jnp.cumsum(sizes, -1)
+        start = shard.offset(lhs[ragged][0]) if lhs[ragged] else 0
+        first, last = (jnp.clip(edge - start, 0, x.shape[ragged]) for edge in (ends - sizes, ends))
+        here = (last - first).astype(sizes.dtype)
+        if not groups or shard.count(groups[0]) == 1:
+            return _bound(params, x, y, here)
+        own = shard.offset(groups[0]) + jnp.arange(shard.size(groups[0]))
+        skipped, here = jnp.take(first, own[0], -1), jnp.take(here, own, -1)
+        x = _turned(x, skipped, before, ragged)
+        if ragged in x_contract:
+            return _bound(params, x, _turned(y, skipped, [partners[d] for d in before], partners[ragged]), here)
+        out = _bound(params, x, y, here)
+        return _turned(out, -skipped, [in_result[d] for d in before], in_result[ragged])
+
+    return body
+
+
+def _bound(params: Mapping[str, Any], x: Any, y: Any, sizes: Any) -> Any:
+    (out,) = bind_primitive(_RAGGED_DOT, {**params, "out_sharding": None}, x, y, sizes)
+    return out
+
+
+def _turned(x: Any, by: Any, before: Sequence[int], axis: int) -> Any:
+    """`x` turned along `axis`, so that its element `by` comes first; by another number for each place in `before`."""
+    if not by.ndim:
+        return jnp.roll(x, -by, axis)
+    at = (by[..., None] + jnp.arange(x.shape[axis])) % x.shape[axis]
+    return jnp.take_along_axis(x, _standing(at, (*before, axis), x.ndim), axis)
+
+
+def _standing(x: Any, where: Sequence[int], rank: int) -> Any:
+    """`x` with its dimensions at `where` of an array of `rank` dimensions, the others of size 1."""
+    order = sorted(range(len(where)), key=lambda i: where[i])
+    return jnp.expand_dims(jnp.transpose(x, order), tuple(d for d in range(rank) if d not in where))

@@ -1,0 +1,51 @@
+"""What a program says to its host and to its compiler: prints, callbacks without results, marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard._compat import primitive, primitives
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.core.rule_builder import Build
+
+
+@rule(*primitives("debug_callback", "debug_print"))
+def told(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
+    """``w w1 ->; whole w w1``: arrays go whole to one host, or each shard to its own.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.debug.callback.html
+    """
+    build = Build()
+    if partitioned:
+        return build.rule([build.dims(x.shape) for x in xs], [])
+    return build.rule([tuple(map(build.whole, x.shape)) for x in xs], [])
+
+
+@rule(primitive("inspect_sharding"))
+def inspect_sharding(x: Any, **_: Any) -> Rule:
+    """``a b ->``: the host is told how an array lies.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.debug.inspect_array_sharding.html
+    """
+    build = Build()
+    return build.rule([build.dims(x.shape)], [], body=lambda shard, x: [])
+
+
+@rule(primitive("dce_sink"))
+def dce_sink(x: Any, **_: Any) -> Rule:
+    """``a b ->``: what makes an array is kept though nobody uses it.
+
+    https://docs.jax.dev/en/latest/jax.lax.html
+    """
+    build = Build()
+    return build.rule([build.dims(x.shape)], [])
+
+
+@rule(primitive("platform_index"))
+def platform_index(**_: Any) -> Rule:
+    """``-> []``: which of several platforms the program is compiled for.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.platform_dependent.html
+    """
+    return Build().rule([], [()])

@@ -1,0 +1,152 @@
+"""Operators that fold a dimension away, and those that run along one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Reduction, Rule, Shard
+from autoshard.spmdrules.core.rule_builder import along, drops_sharding
+
+
+def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
+    """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum, or of one element."""
+    build, kept = along(x.shape, axes, "reduce", op)
+    result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
+    linear, moves = ((0,),) if op == "sum" else (), _of_one(x, axes)
+    return build.rule([kept], [result], () if moves else linear, moves, local=drops_sharding(sharding))
+
+
+def _of_one(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+    """What only moves where each fold is of one element: operand 0."""
+    return (0,) if all(x.shape[d] == 1 for d in axes) else ()
+
+
+@rule(lax.reduce_sum_p)
+def reduce_sum(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r; linear 0``: the sum over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "sum", out_sharding)
+
+
+@rule(lax.reduce_max_p)
+def reduce_max(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``r a -> a; reduce r:max``: the largest element over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "max", out_sharding)
+
+
+@rule(lax.reduce_min_p)
+def reduce_min(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:min``: the smallest element over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "min", out_sharding)
+
+
+@rule(lax.reduce_prod_p)
+def reduce_prod(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:mul``: the product over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "mul", out_sharding)
+
+
+@rule(lax.reduce_and_p)
+def reduce_and(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:and``: the bitwise or logical and over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "and", out_sharding)
+
+
+@rule(lax.reduce_or_p)
+def reduce_or(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:or``: the bitwise or logical or over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "or", out_sharding)
+
+
+@rule(lax.reduce_xor_p)
+def reduce_xor(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
+    """``a r -> a; reduce r:xor``: the bitwise exclusive or over some dimensions.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    return reduced(x, axes, "xor", out_sharding)
+
+
+@rule(lax.argmax_p)
+def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
+    """``a r -> a; reduce r:argmax``: where the largest element is, each shard's own in the whole dimension.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmax.html
+    """
+    return _position(lax.argmax, x, axes, index_dtype, "argmax")
+
+
+@rule(lax.argmin_p)
+def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
+    """``r a -> a; reduce r:argmin``: where the smallest element is, each shard's own in the whole dimension.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmin.html
+    """
+    return _position(lax.argmin, x, axes, index_dtype, "argmin")
+
+
+def _position(find: Callable[..., Any], x: Any, axes: Sequence[int], index_dtype: Any, op: Reduction) -> Rule:
+    made = reduced(x, axes, op).where(moves=())  # what it gives are positions
+    (axis,) = axes
+    searched = made.operands[0][axis]
+
+    def body(shard: Shard, x: Any) -> Any:
+        here = find(x, axis, index_dtype)
+        return here + jnp.asarray(shard.offset(searched[0]), index_dtype) if searched else here
+
+    return made.where(body=body)
+
+
+@rule(lax.reduce_p)
+def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
+    """``a w, a w, [], [] -> a, a; whole w``: a fold by a function of the user's own.
+
+    https://openxla.org/stablehlo/spec#reduce
+    """
+    arrays = len(avals) // 2
+    build, dims = along(avals[0].shape, dimensions, "whole")
+    result = tuple(dim for d, dim in enumerate(dims) if d not in dimensions)
+    return build.rule([dims] * arrays + [()] * arrays, [result] * arrays)
+
+
+@rule(lax.cumsum_p)
+def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
+    """``a w -> a w; whole w; linear 0``: running sums.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
+    """
+    build, dims = along(x.shape, (axis,), "whole")
+    moves = _of_one(x, (axis,))
+    return build.rule([dims], [dims], () if moves else ((0,),), moves)
+
+
+@rule(lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p)
+def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
+    """``a w -> a w; whole w``: running products, extremes, log-sum-exps.
+
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
+    """
+    build, dims = along(x.shape, (axis,), "whole")
+    return build.rule([dims], [dims], moves=_of_one(x, (axis,)))

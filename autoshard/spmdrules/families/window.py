@@ -1,0 +1,144 @@
+"""Operators on windows that slide over some dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax import lax
+
+from autoshard._compat import primitive, primitives
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.core.rule_builder import Build, Dim
+
+
+def window_count(
+    size: int, window: int, stride: int = 1, padding: Sequence[int] = (0, 0), base: int = 1, dilation: int = 1
+) -> int:
+    """How many windows fit into a dimension of `size`: the result's size."""
+    padded = ((size - 1) * base + 1 if size else 0) + sum(padding)
+    extent = (window - 1) * dilation + 1
+    return 0 if padded < extent else (padded - extent) // stride + 1
+
+
+def slide(
+    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int, stem: str = "w"
+) -> tuple[Dim, Dim, Dim]:
+    """A dimension over which windows slide, the window's own, and the one that counts windows.
+
+    Where the dimension and the windows make blocks, as many elements and as many windows in each, and no window takes
+    an element of another block, the blocks pass: patches, ``(t x) -> t``, and their gradient, ``t -> (t x)``. All
+    others need it whole.
+    """
+    counted = window_count(size, window, stride, padding, base, dilation)
+    ends = math.lcm(stride, base)  # the blocks', in steps of the dilated dimension
+    elements, windows = ends // base, ends // stride
+    starts = [step * stride - padding[0] for step in range(windows)]
+    if size * base != counted * stride or not size or not _local(starts, window, dilation, ends, base):
+        return build.whole(size, stem), build.whole(window, "x"), build.whole(counted, "t")
+    blocks = build.next(size) if elements == windows else build.dim("t", size // elements)
+    taken, given = build.whole(elements, "x"), build.whole(windows, "x")
+    patches = (window, dilation, base, padding[0]) == (elements, 1, 1, 0)
+    return blocks + taken, taken if patches else build.whole(window, "x"), blocks + given
+
+
+def _local(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
+    """Whether windows that begin at `starts` take no element but those from 0 to `end`.
+
+    Elements stand at the multiples of `base`, nothing between them.
+    """
+    taken = (start + place * dilation for start in starts for place in range(window))
+    return all(0 <= position < end for position in taken if position % base == 0)
+
+
+def _windows(
+    shape: Sequence[int],
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    base_dilation: Sequence[int] | None = None,
+    window_dilation: Sequence[int] | None = None,
+) -> tuple[Build, Dims, Dims]:
+    """A builder, the dimensions that the windows slide over, and those that count the windows."""
+    ones = (1,) * len(shape)
+    build = Build()
+    slid = [
+        slide(build, *along)
+        for along in zip(
+            shape, window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones,
+            strict=True,
+        )
+    ]  # fmt: skip
+    return build, tuple(full for full, _, _ in slid), tuple(counted for _, _, counted in slid)
+
+
+@rule(primitive("reduce_window_sum"))
+def reduce_window_sum(x: Any, **params: Any) -> Rule:
+    """``a w b -> a t b; whole w t; linear 0``: sums over windows.
+
+    https://openxla.org/stablehlo/spec#reduce_window
+    """
+    build, dims, counted = _windows(x.shape, **params)
+    return build.rule([dims], [counted], ((0,),))
+
+
+@rule(*primitives("reduce_window_max", "reduce_window_min"))
+def reduce_window_extreme(x: Any, **params: Any) -> Rule:
+    """``a w b -> a t b; whole w t``: the largest or smallest elements of windows.
+
+    https://openxla.org/stablehlo/spec#reduce_window
+    """
+    build, dims, counted = _windows(x.shape, **params)
+    return build.rule([dims], [counted])
+
+
+@rule(lax.reduce_window_p)
+def reduce_window(*avals: Any, jaxpr: Any = None, consts: Any = (), **params: Any) -> Rule:
+    """``a w b, [] -> a t b; whole w t``: folds of windows by the user's own function.
+
+    https://openxla.org/stablehlo/spec#reduce_window
+    """
+    arrays = len(avals) // 2
+    build, dims, counted = _windows(avals[0].shape, **params)
+    return build.rule([dims] * arrays + [()] * arrays, [counted] * arrays)
+
+
+@rule(primitive("select_and_scatter"))
+def select_and_scatter(
+    operand: Any,
+    source: Any,
+    init: Any,
+    *,
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    **_: Any,
+) -> Rule:
+    """``a w b, a t b, [] -> a w b; whole w t``: what is at the windows goes, folded, to the elements they select.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    build, dims, counted = _windows(operand.shape, window_dimensions, window_strides, padding)
+    return build.rule([dims, counted, ()], [dims])
+
+
+@rule(primitive("select_and_scatter_add"))
+def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
+    """``a t b, a w b -> a w b; whole t w; linear 0``: the gradient of pooling by the largest element.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    build, dims, counted = _windows(operand.shape, **params)
+    return build.rule([counted, dims], [dims], ((0,),))
+
+
+@rule(primitive("select_and_gather_add"))
+def select_and_gather_add(tangents: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
+    """``a w b, a w b -> a t b; whole w t; linear 0``: the tangent of pooling by the largest element.
+
+    https://openxla.org/stablehlo/spec#select_and_scatter
+    """
+    build, dims, counted = _windows(operand.shape, **params)
+    return build.rule([dims, dims], [counted], ((0,),))

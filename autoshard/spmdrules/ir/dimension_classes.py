@@ -1,0 +1,145 @@
+"""Dimensions of a program's values that its rules join: union-find over (value, dimension).
+
+A node is a whole dimension or a factor of one; where a reshape splits a dimension of size 128 into (8, 16), its node
+gets two children, and whatever is joined to it is split too. What is left undivided are the leaves: a value's dimension
+is a sequence of them, major to minor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.spmdrules.families.grouped_matmul import GROUPS
+from autoshard.spmdrules.ir.program import Op, Program
+
+_JOINED_BY_NOTHING = 0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The nodes of a program.
+
+    Attributes:
+        nodes: the union-find.
+        dims: for each value the node of each dimension.
+        factors: for each operator (in the order of `program.ops()`) the node of each factor of its rule.
+        stacked: nodes that count loop steps.
+    """
+
+    nodes: Nodes
+    dims: list[tuple[int, ...]]
+    factors: list[dict[str, int]]
+    stacked: list[int]
+
+
+def join(program: Program) -> Joined:
+    """Joins the dimensions that the rules of `program` say are cut alike."""
+    nodes = Nodes()
+    dims: list[tuple[int, ...]] = [tuple(nodes.new(s) for s in a.shape) for a in program.avals]
+    factors: list[dict[str, int]] = []
+    stacked: list[int] = []
+    counted: dict[int, int] = {}  # a value that holds the sizes of groups -> the groups
+    for op in program.ops():
+        factors.append(_join_factors(nodes, dims, op))
+        if op.name == "ragged_dot_general" and GROUPS in factors[-1]:
+            groups = factors[-1][GROUPS]
+            nodes.join(counted.setdefault(op.operands[2], groups), groups)
+        steps: int | None = None
+        for tie in op.ties:
+            outer = dims[tie.outer]
+            if tie.stacked:
+                steps = outer[0] if steps is None else steps
+                nodes.join(steps, outer[0])
+                stacked.append(outer[0])
+                outer = outer[1:]
+            for a, b in zip(outer, dims[tie.inner], strict=True):
+                nodes.join(a, b)
+    return Joined(nodes, dims, factors, stacked)
+
+
+def _join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str, int]:
+    """Joins every dimension of an operator's operands and results to the factors that it is made of."""
+    made: dict[str, int] = {}
+    if op.rule is None:
+        return made
+    sizes = {f.name: f.size for f in op.rule.factors}
+    arrays = [
+        *zip(op.operands, op.rule.operands, strict=True),
+        *zip(op.results, op.rule.results, strict=True),
+    ]
+    for value, array in arrays:
+        if value < 0:
+            continue
+        for node, dim in zip(dims[value], array, strict=True):
+            if len(dim) == 1:
+                if dim[0] in made:
+                    nodes.join(made[dim[0]], node)
+                else:
+                    made[dim[0]] = node
+            elif dim:
+                parts = [made.setdefault(f, nodes.new(sizes[f] or 1)) if f not in made else made[f] for f in dim]
+                nodes.join_all([node], parts)
+    return made
+
+
+class Nodes:
+    """Union-find whose nodes can be split into children; node 0 stands for every dimension of size 1."""
+
+    def __init__(self):
+        self.parent = [0]
+        self.size = [1]
+        self.children: list[tuple[int, ...]] = [()]
+
+    def new(self, size: int) -> int:
+        """A new node of so many elements."""
+        if size == 1:
+            return _JOINED_BY_NOTHING
+        self.parent.append(len(self.parent))
+        self.size.append(size)
+        self.children.append(())
+        return len(self.parent) - 1
+
+    def find(self, node: int) -> int:
+        """The node that stands for all those joined to `node`."""
+        parent = self.parent
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    def join(self, a: int, b: int) -> None:
+        """Makes two nodes one, if they are of one size."""
+        a, b = self.find(a), self.find(b)
+        if a == b or self.size[a] != self.size[b]:
+            return
+        a, b = min(a, b), max(a, b)
+        left, right = self.children[a], self.children[b]
+        self.parent[b] = a
+        self.children[a] = left or right
+        if left and right:
+            self.join_all(left, right)
+
+    def leaves(self, node: int) -> list[int]:
+        """The undivided nodes that a node is made of, major to minor."""
+        node = self.find(node)
+        kids = self.children[node]
+        return [leaf for kid in kids for leaf in self.leaves(kid)] if kids else ([node] if node else [])
+
+    def join_all(self, left: tuple[int, ...] | list[int], right: tuple[int, ...] | list[int]) -> None:
+        """Joins two spellings of one dimension, splitting the coarser where the finer one has a boundary."""
+        a = [leaf for node in left for leaf in self.leaves(node)]
+        b = [leaf for node in right for leaf in self.leaves(node)]
+        while a and b:
+            x, y = self.find(a[0]), self.find(b[0])
+            if self.children[x] or self.children[y]:  # split by an earlier step of this very walk
+                a[:1], b[:1] = self.leaves(x), self.leaves(y)
+                continue
+            small = min(self.size[x], self.size[y])
+            if self.size[x] == self.size[y]:
+                self.join(x, y)
+                del a[0], b[0]
+            elif max(self.size[x], self.size[y]) % max(small, 1) or small == 0:
+                return  # boundaries that do not nest: the rest stays apart
+            else:
+                big = x if self.size[x] > small else y
+                self.children[big] = (self.new(small), self.new(self.size[big] // small))

@@ -1,0 +1,269 @@
+"""A jaxpr with its nested ones as one list of operators over numbered values.
+
+Calls (`jit`, `remat`, `custom_jvp_call`, ...) are transparent: their inner values are the outer ones. Loops and
+branches get values of their own, joined to the outer ones by ties: `Tie(outer, inner, stacked=True)` says that the
+outer value is the inner one with a leading dimension of loop steps. Operators that mean more than they show are
+written otherwise here: gathers and scatters that count along a position (`batching`), gradients of pooling (`pooling`).
+Every pass (propagation, logical axes, cost, lowering) walks this one structure in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.spmdrules.core.registry import check_fit, replicated, rule_for
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.ir.index_batching import Numbers
+from autoshard.spmdrules.ir.pooling_gradient import joined
+
+
+@shown
+@dataclass(frozen=True)
+class Tie:
+    """Two values that are sharded alike; if `stacked`, the outer one has one more, leading dimension (loop steps)."""
+
+    outer: int
+    inner: int
+    stacked: bool = False
+
+
+@shown
+@dataclass(eq=False)
+class Op:
+    """One equation at one place of the program.
+
+    Attributes:
+        eqn: the equation.
+        operands: numbers of the values that it takes; -1 for a literal scalar.
+        results: numbers of the values that it gives.
+        rule: its rule; None for control flow, whose meaning is in `blocks` and `ties`.
+        blocks: the nested programs.
+        ties: what joins the values of loops and branches to the outer ones.
+        trips: how often it runs each time the whole program runs.
+        name: the primitive's name.
+    """
+
+    eqn: Any
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: Rule | None
+    trips: float
+    blocks: tuple[Block, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.eqn.primitive.name
+
+
+@shown
+@dataclass(eq=False)
+class Block:
+    """A jaxpr at one place: its operators in order, the numbers of its inputs and outputs.
+
+    `param` says which parameter of the equation holds it (and `position` where in that, for branches).
+    """
+
+    jaxpr: Any
+    param: str
+    inputs: tuple[int, ...]
+    ops: list[Op] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    position: int | None = None
+    loop: bool = False
+
+
+@shown
+@dataclass(eq=False)
+class Program:
+    """A whole program: its outermost block, and the aval of every value."""
+
+    block: Block
+    avals: list[Any]
+    unknown: dict[str, list[str]] = field(default_factory=dict)  # primitive without a rule -> where it stands
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers of the program's inputs (constants not among them)."""
+        return self.block.inputs
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Numbers of the program's results."""
+        return self.block.outputs
+
+    def ops(self) -> Iterator[Op]:
+        """Every operator, nested ones after the one that holds them."""
+        yield from walk(self.block)
+
+
+def walk(block: Block) -> Iterator[Op]:
+    """Every operator of a block, depth first."""
+    for op in block.ops:
+        yield op
+        for inner in op.blocks:
+            yield from walk(inner)
+
+
+def inlined(block: Block) -> Iterator[Op]:
+    """The operators of a block, those of calls in the calls' place: XLA inlines them and fuses across their borders."""
+    for op in block.ops:
+        if len(op.blocks) == 1 and op.results == op.blocks[0].outputs:
+            yield from inlined(op.blocks[0])
+        else:
+            yield op
+
+
+# Calls, which mean what their jaxpr means, and control flow. `run_state` is none: its jaxpr works on references.
+CALLS = frozenset({
+    "call", "call_hi_primitive", "closed_call", "composite", "custom_jvp_call", "custom_linear_solve",
+    "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "remat2", "remat_opt",
+    "xla_metadata_call",
+})  # fmt: skip
+CONTROL = frozenset({"scan", "while", "cond"})
+
+
+def build(closed: Any) -> Program:
+    """Numbers the values of a closed jaxpr and finds the rule of every equation.
+
+    Args:
+        closed: what `jax.make_jaxpr` gives.
+    """
+    program = Program(Block(closed, "", ()), [])
+    builder = _Builder(program)
+    jaxpr = _compat.open_jaxpr(closed)
+    env: dict[Any, int] = {}
+    inputs = tuple(builder.fresh(v, env) for v in jaxpr.invars)
+    program.block.inputs = inputs
+    builder.fill(program.block, env, 1.0)
+    return program
+
+
+class _Builder:
+    def __init__(self, program: Program):
+        self.program = program
+        self.numbers = Numbers()
+        self.fitting: dict[int, Rule] = {}  # rules that were compared with an equation, by identity
+
+    def new(self, aval: Any) -> int:
+        self.program.avals.append(aval)
+        return len(self.program.avals) - 1
+
+    def fresh(self, var: Any, env: dict[Any, int]) -> int:
+        env[var] = self.new(var.aval)
+        return env[var]
+
+    def fill(self, block: Block, env: dict[Any, int], trips: float) -> None:
+        """Walks the equations of `block`, whose inputs `env` numbers already."""
+        jaxpr = _compat.open_jaxpr(block.jaxpr)
+        for var in jaxpr.constvars:
+            if var not in env:
+                self.fresh(var, env)
+        for var, array in zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=False):  # an open one has none
+            self.numbers.constant(env[var], array)
+
+        def read(atom: Any) -> int:
+            return -1 if isinstance(atom, _compat.Literal) else env[atom]
+
+        for eqn in joined(jaxpr):
+            for each in self.numbers.equations(eqn, tuple(map(read, eqn.invars))):
+                op = self.op(each, tuple(map(read, each.invars)), trips)
+                block.ops.append(op)
+                env.update(zip(each.outvars, op.results, strict=True))
+                self.numbers.note(each, op.operands, op.results)
+        block.outputs = tuple(self.new(v.aval) if (n := read(v)) < 0 else n for v in jaxpr.outvars)
+
+    def nested(self, closed: Any, param: str, inputs: Sequence[int], trips: float, **place: Any) -> Block:
+        """A block over `closed` with these inputs; a literal among them becomes a value."""
+        jaxpr = _compat.open_jaxpr(closed)
+        variables = jaxpr.invars
+        numbers = tuple(self.new(v.aval) if n < 0 else n for v, n in zip(variables, inputs, strict=True))
+        block = Block(closed, param, numbers, **place)
+        self.fill(block, dict(zip(variables, numbers, strict=True)), trips)
+        return block
+
+    def op(self, eqn: Any, operands: tuple[int, ...], trips: float) -> Op:
+        name = eqn.primitive.name
+        if call := called(eqn):
+            param, closed = call
+            block = self.nested(closed, param, operands, trips)
+            return Op(eqn, operands, block.outputs, None, trips, (block,))
+        results = tuple(self.new(v.aval) for v in eqn.outvars)
+        if name in CONTROL:
+            return getattr(self, f"{name}_op")(eqn, operands, results, trips)
+        avals = tuple(v.aval for v in eqn.invars)
+        rule = rule_for(eqn.primitive, avals, eqn.params)
+        if rule is None:
+            self.program.unknown.setdefault(name, []).append(_compat.source_line(eqn))
+            rule = replicated(avals, tuple(v.aval for v in eqn.outvars))
+        elif id(rule) not in self.fitting:
+            check_fit(eqn.primitive, rule, avals, [v.aval for v in eqn.outvars], _compat.source_line(eqn))
+            self.fitting[id(rule)] = rule
+        return Op(eqn, operands, results, rule, trips)
+
+    def scan_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
+        consts, carry = _compat.scan_arity(eqn.params)
+        body = eqn.params["jaxpr"]
+        steps = eqn.params["length"]
+        inner = (*operands[:consts], *(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[consts:]))
+        block = self.nested(body, "jaxpr", inner, trips * steps, loop=True)
+        ties = _loop_ties(operands[consts : consts + carry], block.inputs[consts : consts + carry],
+                          block.outputs[:carry], results[:carry])  # fmt: skip
+        ties += _pairs(operands[consts + carry :], block.inputs[consts + carry :], stacked=True)
+        ties += _pairs(results[carry:], block.outputs[carry:], stacked=True)
+        return Op(eqn, operands, results, None, trips, (block,), tuple(ties))
+
+    def while_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
+        cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        init = operands[n_cond + n_body :]
+        carry = tuple(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[n_body:])
+        test = self.nested(cond, "cond_jaxpr", (*operands[:n_cond], *carry), trips, loop=True)
+        block = self.nested(body, "body_jaxpr", (*operands[n_cond : n_cond + n_body], *carry), trips, loop=True)
+        ties = _loop_ties(init, carry, block.outputs, results)
+        return Op(eqn, operands, results, None, trips, (test, block), tuple(ties))
+
+    def cond_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
+        branches = eqn.params["branches"]
+        share = trips / len(branches)
+        blocks = tuple(
+            self.nested(branch, "branches", operands[1:], share, position=i) for i, branch in enumerate(branches)
+        )
+        ties = [tie for block in blocks for tie in _pairs(results, block.outputs)]
+        return Op(eqn, operands, results, None, trips, blocks, tuple(ties))
+
+
+def called(eqn: Any) -> tuple[str, Any] | None:
+    """The parameter of a transparent call that holds its jaxpr, and the jaxpr; None of any other equation."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    if eqn.primitive.name == "custom_linear_solve":
+        return "jaxprs", _solver(eqn)
+    if eqn.primitive.name == "call_hi_primitive":
+        made_of = _compat.expanded(eqn)
+        return None if made_of is None else ("_prim", made_of)
+    for key, value in eqn.params.items():
+        if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
+            return key, value
+    return None
+
+
+def _solver(eqn: Any) -> Any:
+    """What computes the result of a `custom_linear_solve`, as a jaxpr that takes all of its operands."""
+    solve, taken = _compat.call_of(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
+    return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in taken)))(*map(_compat.stand_in, eqn.invars))
+
+
+def _pairs(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[Tie]:
+    return [Tie(o, i, stacked) for o, i in zip(outer, inner, strict=True) if o >= 0 and i >= 0]
+
+
+def _loop_ties(init: Sequence[int], inside: Sequence[int], out: Sequence[int], results: Sequence[int]) -> list[Tie]:
+    """A carry keeps its sharding from step to step: initial value, inner value, its next value, final value."""
+    return [*_pairs(init, inside), *_pairs(results, inside), *_pairs(out, inside)]

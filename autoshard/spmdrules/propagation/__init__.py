@@ -1,0 +1,1 @@
+"""Walks over a program that find the sharding of every value."""

@@ -1,0 +1,94 @@
+"""What a walk remembers of an operator: what it is on its own, and how it was cut last.
+
+A walk comes by every operator several times, and mostly finds its operands where they were: nothing has to be
+weighed again then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.spmdrules.core.conflict_resolution import Operand, Settled, settle
+from autoshard.spmdrules.core.placement import Place, Spec
+from autoshard.spmdrules.families.manual_sharding import mapped_specs
+from autoshard.spmdrules.ir.program import Op
+
+CONSTRAINTS = ("sharding_constraint", "reshard")
+
+
+@dataclass(eq=False, slots=True)
+class Seen:
+    """An operator as a walk knows it.
+
+    Attributes:
+        fixed: how it is cut, where nothing else can be (`shard_map`).
+        constrains: whether it is a user's constraint.
+        twins: for each operand the first that is the same value.
+        zeros: for each operand whether it is a literal zero.
+        places, zero, wanted: what decided how it was cut last.
+        settled: how it was cut last.
+        still: whether that leaves its operands where they were.
+        rests: whether, moreover, none of them is partial: no other operator can move them later in a walk.
+        gives_zero: whether its results are all zeros.
+    """
+
+    fixed: Settled | None
+    constrains: bool
+    twins: tuple[int, ...]
+    zeros: list[bool]
+    places: list[Place] | None = None
+    zero: list[bool] | None = None
+    wanted: list[Spec | None] | None = None
+    settled: Settled | None = None
+    still: bool = False
+    rests: bool = False
+    gives_zero: bool = False
+
+    @classmethod
+    def of(cls, op: Op, mesh: dict[str, int]) -> Seen:
+        """Looks at an operator."""
+        mapped = mapped_specs(op.eqn, mesh)
+        fixed = None if mapped is None else Settled(*(tuple(map(Place, side)) for side in mapped))
+        zeros = [v < 0 and literal_zero(atom) for v, atom in zip(op.operands, op.eqn.invars, strict=True)]
+        return cls(fixed, op.name in CONSTRAINTS, tuple([op.operands.index(v) for v in op.operands]), zeros)
+
+    def note(
+        self, op: Op, places: list[Place], zero: list[bool], wanted: list[Spec | None], settled: Settled
+    ) -> Settled:
+        """Remembers how the operator is cut, and what decided that."""
+        self.places, self.zero, self.wanted = places, zero, wanted
+        self.settled, self.still = settled, settled.operands == tuple(places)
+        self.rests = self.still and not any([place.partial for place in places])
+        moved = op.rule.moves if op.rule is not None else ()
+        self.gives_zero = bool(moved) and all([zero[i] for i in moved])
+        return settled
+
+
+class Settlements:
+    """How operators are cut on a mesh, found once for all that are alike."""
+
+    def __init__(self, mesh: dict[str, int], nbytes: list[float]):
+        self.mesh = mesh
+        self.nbytes = nbytes
+        self.found: dict[Any, Settled] = {}
+
+    def of(
+        self, op: Op, twins: tuple[int, ...], places: list[Place], zero: list[bool], wanted: list[Spec | None]
+    ) -> Settled:
+        """How an operator is cut; its arguments are those of `settle`, by operand and result."""
+        key = (id(op.rule), tuple(places), tuple(zero), twins, tuple(wanted))
+        found = self.found.get(key)
+        if found is None:
+            assert op.rule is not None
+            sizes = [0.0 if v < 0 else self.nbytes[v] for v in op.operands]
+            operands = [Operand(*each) for each in zip(places, sizes, zero, twins, strict=True)]
+            found = settle(op.rule, operands, [self.nbytes[r] for r in op.results], wanted, self.mesh)
+            self.found[key] = found
+        return found
+
+
+def literal_zero(atom: Any) -> bool:
+    """Whether an operand of an equation is a literal zero."""
+    value = getattr(atom, "val", None)
+    return value is not None and getattr(value, "shape", ()) == () and bool(value == 0)

@@ -1,0 +1,368 @@
+"""The walks over a program that place every value.
+
+Three of them make a propagation:
+
+1. What is open (arguments that the caller left to choose, constants, results with dimensions of their own: iota,
+   broadcasts, random bits) learns from those that use it, forwards through the program and backwards from its
+   results, until nothing more is learnt.
+2. The last of these walks, with all of that known, finds which partials some operator needs whole; in the next they are
+   made whole before their first use, so that none is reduced twice, and every reshard is recorded.
+3. Results are taken to where they are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard import _compat
+from autoshard.spmdrules.core.conflict_resolution import Settled
+from autoshard.spmdrules.core.placement import (
+    Place,
+    Spec,
+    axes_of,
+    bytes_of,
+    extend,
+    from_partition_spec,
+    replicated_place,
+    steps,
+    to_partition_spec,
+)
+from autoshard.spmdrules.core.reshard import Reshard
+from autoshard.spmdrules.core.rule import POSITIONS
+from autoshard.spmdrules.ir.liveness import live_ops
+from autoshard.spmdrules.ir.program import Block, Op, Program
+from autoshard.spmdrules.propagation import control_flow
+from autoshard.spmdrules.propagation.open_shardings import Learnt, find_open
+from autoshard.spmdrules.propagation.resolution_cache import Seen, Settlements, literal_zero
+
+_ROUNDS = 4
+
+
+@dataclass(eq=False)
+class Walk:
+    """The walks over one program.
+
+    Attributes:
+        program: the program.
+        mesh: mesh axis -> size.
+        inputs: where its arguments are.
+        chosen: the arguments that may be anywhere.
+        reshards: what has been recorded.
+        recording: whether this walk is the one that counts; others only look where things end.
+        zeros: values that are all zeros, and so partial sums over anything.
+    """
+
+    program: Program
+    mesh: dict[str, int]
+    inputs: Sequence[Place]
+    chosen: set[int]
+    reshards: list[Reshard] = field(default_factory=list)
+    recording: bool = False
+    zeros: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.places: list[Place | None] = []
+        self.nbytes = [bytes_of(a) for a in self.program.avals]
+        self.learnt = Learnt(find_open(self.program, self.chosen))
+        # Where users want values that are decided already: a partial on its way there is reduced to shards.
+        self._hints = Learnt(set(range(len(self.nbytes))) - self.learnt.open)
+        self.learning = False
+        self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
+        self._made: set[tuple[int, Place]] = set()  # copies that an earlier reshard has made
+        self._settlements = Settlements(self.mesh, self.nbytes)
+        self._seen: dict[Op, Seen] = {}
+        self._live = live_ops(self.program)
+        self._whole: dict[int, Place] = {}  # partials that some use needs whole, and where they are then
+        self._callers: list[Any] = []  # the equations that hold the block being walked
+
+    def run(self, goals: Sequence[Spec | None]) -> list[Place]:
+        """All walks.
+
+        Args:
+            goals: where the results are wanted, None where nothing says so.
+
+        Returns:
+            Where the results are.
+        """
+        if not self.learn(goals):
+            self._whole.clear()
+            self.start()
+            self.forward(self.program.block)
+        self.recording = True
+        self.start()
+        self.forward(self.program.block)
+        return [self.output(k, v, goal) for k, (v, goal) in enumerate(zip(self.program.outputs, goals, strict=True))]
+
+    def learn(self, goals: Sequence[Spec | None]) -> bool:
+        """Lets open values learn, until nothing more is learnt; whether that came to an end.
+
+        The last walk forwards is then one with all of that known, which finds what some operator needs whole.
+        """
+        self.learning = True
+        for _ in range(_ROUNDS):
+            self.learnt.changed = self._hints.changed = False
+            self._whole.clear()
+            self.start()
+            self.forward(self.program.block)
+            for v, goal in zip(self.program.outputs, goals, strict=True):
+                if goal is not None:
+                    self.learn_of(v, goal)
+            self.backward(self.program.block)
+            if not self.learnt.changed and not self._hints.changed:
+                break
+        self.learning = False
+        return not self.learnt.changed and not self._hints.changed
+
+    def start(self) -> None:
+        """Puts the arguments where they are given or learnt."""
+        self.places = [*[None] * len(self.program.avals), Place(())]  # the last is that of literals, number -1
+        for v, place in zip(self.program.inputs, self.inputs, strict=True):
+            self.places[v] = Place(self.learnt.specs.get(v, place.spec), place.partial)
+
+    def forward(self, block: Block) -> None:
+        """Places every value of a block, in order; what nobody uses asks for nothing."""
+        live, apply = self._live, self.apply
+        for op in block.ops:
+            if op not in live:
+                continue
+            if op.rule is not None:
+                apply(op)
+                continue
+            self._callers.append(op.eqn)
+            if op.name in ("scan", "while"):
+                control_flow.loop(self, op)
+            elif op.name == "cond":
+                control_flow.branches(self, op)
+            else:
+                self.enter(op, op.blocks[0])
+                self.forward(op.blocks[0])
+            self._callers.pop()
+
+    def enter(self, op: Op, block: Block, first: int = 0) -> None:
+        """Notes which literals among the operands from `first` on are zeros: inside a block they are values.
+
+        Args:
+            op: the operator.
+            block: one of its blocks, whose inputs start with these operands.
+            first: the number of the operand that is the block's first input.
+        """
+        for i, inner in enumerate(block.inputs, first):
+            if i < len(op.operands) and op.operands[i] < 0:
+                self.mark_zero(inner, self.is_zero(op, i))
+
+    def backward(self, block: Block) -> None:
+        """Lets open values learn from what uses them, in reverse order.
+
+        The walk forwards has just been here: where it found all at rest, and nothing is known of what an operator takes
+        and gives, there is nothing to learn.
+        """
+        live, seen_of, learnt, hints = self._live, self._seen, self.learnt.specs.keys(), self._hints.specs.keys()
+        for op in reversed(block.ops):
+            if op not in live:
+                continue
+            if op.rule is not None:
+                seen, values = seen_of.get(op), (*op.operands, *op.results)
+                if seen is None or not seen.rests or not learnt.isdisjoint(values) or not hints.isdisjoint(values):
+                    self.learn_operands(op, self.settle(op))
+                continue
+            self.tie(op)
+            for inner in reversed(op.blocks):
+                self.backward(inner)
+            self.tie(op)
+
+    def learn_operands(self, op: Op, seen: Seen) -> None:
+        """Lets the open operands of an operator follow what it takes."""
+        known = self.learnt.specs.keys(), self._hints.specs.keys()
+        if seen.settled is None or (seen.still and all([specs.isdisjoint(op.operands) for specs in known])):
+            return  # they are there
+        for value, target in zip(op.operands, seen.settled.operands, strict=True):
+            if value >= 0:
+                self.learn_of(value, target.spec)
+
+    def learn_of(self, value: int, spec: Spec) -> None:
+        """Lets a value follow where some use wants it, or notes the wish if it is decided already."""
+        here = self.place(value)
+        if value in self.learnt.open:
+            self.learnt.add(value, here.spec, spec, here.partial)
+        else:
+            self._hints.add(value, here.spec, spec)
+
+    def tie(self, op: Op) -> None:
+        """Lets what a loop or branch joins learn from each other."""
+        for tie in op.ties:
+            head: Spec = ((),) if tie.stacked else ()
+            outer, inner = self.learnt.specs.get(tie.outer), self.learnt.specs.get(tie.inner)
+            if outer is not None:
+                here = self.place(tie.inner)
+                self.learnt.add(tie.inner, here.spec, outer[len(head) :], here.partial)
+            if inner is not None:
+                here = self.place(tie.outer)
+                self.learnt.add(tie.outer, here.spec, head + inner, here.partial)
+
+    def place(self, value: int) -> Place:
+        """Where a value is now."""
+        found = self.places[value]
+        if found is None:  # a constant
+            here = replicated_place(len(self.program.avals[value].shape))
+            found = self.places[value] = Place(self.learnt.specs.get(value, here.spec))
+        return found
+
+    def settle(self, op: Op) -> Seen:
+        """How an operator is cut: `settled` of what it returns says so."""
+        seen = self._seen.get(op)
+        if seen is None:
+            seen = self._seen[op] = Seen.of(op, self.mesh)
+        here, zeros, specs = self.places, self.zeros, self.learnt.specs
+        places = [here[v] or self.place(v) for v in op.operands]
+        zero = seen.zeros
+        if not zeros.isdisjoint(op.operands):
+            zero = [v in zeros or said for v, said in zip(op.operands, zero, strict=True)]
+        fixed = seen.fixed
+        if seen.constrains and (pinned := self.constraint(op)) is not None:
+            fixed = Settled((Place(pinned),), (Place(pinned),))
+        if fixed is not None:
+            seen.note(op, places, zero, [], fixed)
+            return seen
+        hints = self._hints.specs if any([place.partial for place in places]) else {}
+        wanted = [specs.get(r, hints.get(r)) for r in op.results]
+        if places != seen.places or wanted != seen.wanted or zero != seen.zero:
+            seen.note(op, places, zero, wanted, self._settlements.of(op, seen.twins, places, zero, wanted))
+        return seen
+
+    def constraint(self, op: Op) -> Spec | None:
+        """The spec that the user's own constraint gives a value, if it speaks of this mesh."""
+        spec = getattr(op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding")), "spec", None)
+        if spec is None:
+            return None
+        here = self.place(op.operands[0])
+        said = from_partition_spec(spec, len(here.spec))
+        taken = set(axes_of(said))
+        if not taken <= self.mesh.keys():
+            return None
+        free = {d for d, entry in enumerate(tuple(spec)) if entry is PartitionSpec.UNCONSTRAINED}
+        free |= set(op.eqn.params.get("unconstrained_dims") or ())
+        return tuple(
+            tuple(a for a in now if a not in taken) if d in free else dim
+            for d, (dim, now) in enumerate(zip(said, here.spec, strict=True))
+        )
+
+    def is_zero(self, op: Op, operand: int) -> bool:
+        """Whether an operand is all zeros."""
+        value = op.operands[operand]
+        return value in self.zeros if value >= 0 else literal_zero(op.eqn.invars[operand])
+
+    def mark_zero(self, value: int, zero: bool) -> None:
+        """Notes whether a value is all zeros."""
+        (self.zeros.add if zero else self.zeros.discard)(value)
+
+    def apply(self, op: Op) -> Settled:
+        """Takes the operands where an operator needs them, and places its results; says how it is cut."""
+        if self._whole and not self.learning:
+            self.make_whole(op)
+        seen = self.settle(op)
+        settled = seen.settled
+        assert settled is not None
+        if self.learning:
+            self.learn_operands(op, seen)
+        if self.recording or not seen.still:
+            for i, (value, target) in enumerate(zip(op.operands, settled.operands, strict=True)):
+                self.move(op, i, value, target)
+        zeros = self.zeros
+        for j, (result, place) in enumerate(zip(op.results, settled.results, strict=True)):
+            self.places[result] = place
+            if seen.gives_zero:
+                zeros.add(result)
+            elif zeros:
+                zeros.discard(result)
+            if place.partial:
+                self.decide_positions(op, j, place)
+        return settled
+
+    def decide_positions(self, op: Op, result: int, place: Place) -> None:
+        """Makes positions whole at once: they mean nothing without their values."""
+        lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
+        if lasting != place.partial:
+            self.move(op, -1 - result, op.results[result], Place(place.spec, lasting))
+
+    def make_whole(self, op: Op) -> None:
+        """Makes those operands whole now that some later operator needs whole."""
+        for i, value in enumerate(op.operands):
+            later = self._whole.get(value)
+            if later is not None and set(later.partial) < set(self.place(value).partial):
+                self.move(op, i, value, later)
+
+    def move(self, op: Op, operand: int, value: int, target: Place, times: float | None = None) -> None:
+        """Takes a value to where it is needed, and records what that moves.
+
+        Args:
+            op: the operator that needs it.
+            operand: which of its operands, or `-1 - number` of its results.
+            value: the value.
+            target: where it is needed; partial over no axis over which it is not.
+            times: how often, by default as often as the operator runs.
+        """
+        if value < 0:
+            return
+        if self.recording and value in self._uses:
+            self._uses[value].add(target.spec)
+        place = self.place(value)
+        if place == target:
+            return
+        if self.recording and (value, target) not in self._made:
+            self._made.add((value, target))
+            self.record(op.name, operand, value, target, op.trips if times is None else times, op.eqn)
+        if set(place.partial) - set(target.partial):  # made whole once, it is whole for all later uses
+            home = Place(extend(place.spec, target.spec, dict(target.partial)), target.partial)
+            self.places[value] = self._whole[value] = home
+
+    @contextmanager
+    def apart(self, values: Sequence[int]) -> Iterator[None]:
+        """What happens to `values` in here may not happen: after it they are where they were, nothing made of them."""
+        before = {v: self.place(v) for v in values}
+        made, whole = {m for m in self._made if m[0] in before}, {v: self._whole.get(v) for v in values}
+        yield
+        for v, here in before.items():
+            self.places[v] = here
+        self._made = {m for m in self._made if m[0] not in before} | made
+        for v, place in whole.items():
+            if place is None:
+                self._whole.pop(v, None)
+            else:
+                self._whole[v] = place
+
+    def record(self, name: str, operand: int, value: int, target: Place, times: float, eqn: Any) -> None:
+        """Notes every step that takes a value to `target`."""
+        place = self.place(value)
+        found = steps(place, target, self.nbytes[value], self.mesh)
+        if not found:
+            return
+        source = self.source(eqn)
+        specs = to_partition_spec(place.spec), to_partition_spec(target.spec)
+        for step in found:
+            self.reshards.append(Reshard(name, operand, *specs, step.kind, step.axis, step.nbytes, times, source))
+
+    def source(self, eqn: Any) -> str:
+        """The user's line of an equation; inside library code, the line that called it."""
+        if eqn is None:
+            return ""
+        return next(filter(None, map(_compat.source_line, (eqn, *reversed(self._callers)))), "")
+
+    def output(self, number: int, value: int, goal: Spec | None) -> Place:
+        """Takes a result of the function where it is wanted."""
+        target = self.place(value) if goal is None else Place(goal)
+        if value in self._uses:
+            self._uses[value].add(target.spec)
+        self.record("output", number, value, target, 1.0, None)
+        return target
+
+    def corrected(self, value: int) -> Spec:
+        """The spec of an argument: what all of its uses want, else where it is."""
+        found = self._uses[value]
+        if len(found) == 1:
+            return next(iter(found))
+        return self.learnt.specs.get(value, self.inputs[self.program.inputs.index(value)].spec)

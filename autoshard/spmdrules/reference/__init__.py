@@ -1,0 +1,1 @@
+"""What is known of every operator, for people: derived rules, tables, coverage."""

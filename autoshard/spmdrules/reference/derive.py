@@ -1,0 +1,265 @@
+"""The rule of a function, derived from the primitives that it is made of.
+
+Dimensions of arguments and results that the primitives' rules join (`joint`) are one factor. Each factor is cut on a
+mesh axis by itself, what stands before it in a dimension being cut to the end, and a walk over the program sees what
+that asks for:
+
+    pass      nothing; results that have the factor are cut in the same way
+    reduce    nothing; results that lack it are partial
+    offset    nothing, but a shard needs to know where it starts (positions, random bits)
+    index     as pass and reduce; the factor is addressed by values on the way
+    inside    partial terms are reduced inside, nothing else moves, results that have the factor are cut
+    halo      neighbours would have to exchange borders, which no plan does yet
+    whole     something is gathered or moved from one dimension to another
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard.spmdrules.catalogue.entry import Operator
+from autoshard.spmdrules.core.placement import Place, Spec
+from autoshard.spmdrules.ir.dimension_classes import Joined, join
+from autoshard.spmdrules.ir.program import Program, build
+from autoshard.spmdrules.propagation.walk import Walk
+from autoshard.spmdrules.reference.derived_rule import KINDS, Derived, DerivedFactor, DerivedKind, has_factor
+
+Leaf = tuple[int, int]  # a node of the union-find, and which of its occurrences in one array
+Leaves = tuple[tuple[Leaf, ...], ...]  # of an array, by dimension, major to minor
+
+_AXIS = "cut"
+
+
+def derive(fn: Any, *args: Any) -> Derived:
+    """The rule of a function of arrays, from the primitives that it is made of.
+
+    Args:
+        fn: any traceable function.
+        *args: pytrees of arrays or `ShapeDtypeStruct`s; every leaf is an operand. Dimensions that have nothing to do
+            with each other stay apart, whatever their size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, scale = jax.ShapeDtypeStruct((8, 4, 16), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.float32)
+        >>> derive(lambda x, scale: x / jnp.sqrt((x * x).mean(-1, keepdims=True)) * scale, x, scale).text
+        'a b c, c -> a b c; inside c'
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    program = build(closed)
+    return _Derivation(closed, program, join(program)).derived()
+
+
+def derive_gradient(op: Operator) -> Derived:
+    """The rule of an operator's gradient: its arguments and the cotangents of its results, to their gradients.
+
+    A cotangent has the dimensions of its result and a gradient those of its argument, even where the program itself
+    makes nothing of the argument but its shape.
+
+    Args:
+        op: an operator that has a gradient.
+    """
+    gradient = op.gradient
+    assert gradient is not None, f"{op.name} has no gradient"
+    closed = jax.make_jaxpr(gradient.fn)(*gradient.args)
+    program = build(jax.make_jaxpr(lambda *given: (gradient.fn(*given), _floats(op, given)))(*gradient.args))
+    joined = join(program)
+    starts = [0, *itertools.accumulate(len(jax.tree.leaves(arg)) for arg in op.args)]
+    primals = [k for i in op.wrt for k in range(starts[i], starts[i + 1])]
+    cotangents = range(starts[-1], len(program.inputs))
+    for k, result in zip([*primals, *cotangents], program.outputs, strict=True):
+        for left, right in zip(joined.dims[program.inputs[k]], joined.dims[result], strict=True):
+            joined.nodes.join(left, right)
+    return _Derivation(closed, program, joined).derived()
+
+
+def _floats(op: Operator, args: Sequence[Any]) -> list[Any]:
+    """The results of an operator that have a gradient."""
+    results = jax.tree.leaves(op.fn(*args[: len(op.args)]))
+    return [x for x in results if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+
+
+@dataclass(eq=False)
+class _Watch(Walk):
+    """A walk that also notes which operation each reshard reduces by."""
+
+    terms: list[str | None] = field(default_factory=list)
+
+    def record(self, name: str, operand: int, value: int, target: Place, times: float, eqn: Any) -> None:
+        """Notes every step that takes a value to `target`."""
+        held, known = dict(self.place(value).partial), len(self.reshards)
+        super().record(name, operand, value, target, times, eqn)
+        self.terms += [held.get(step.axis) for step in self.reshards[known:]]
+
+
+class _Derivation:
+    """Of a closed jaxpr; its dimensions are joined by a program that may do more, and gives further results."""
+
+    def __init__(self, closed: Any, program: Program, joined: Joined):
+        self.program = build(_compat.dce(closed))  # what nobody uses asks for nothing
+        self.joined = joined
+        self.kinds = _kinds(program, joined)
+        self.count = len(program.inputs)
+        outputs = program.outputs[: len(self.program.outputs)]
+        self.arrays = [_leaves(joined, v) for v in (*program.inputs, *outputs)]
+        used = {v for op in self.program.ops() for v in op.operands} | set(self.program.outputs)
+        self.used = [v in used for v in self.program.inputs]
+
+    def derived(self) -> Derived:
+        """The rule."""
+        leaves = list(dict.fromkeys(leaf for array in self.arrays for dim in array for leaf in dim))
+        found = {leaf: self.judge(leaf) for leaf in leaves}
+        while pair := self.twins(found):
+            self.merge(found, *pair)
+        self.simplify(found)
+        names = {leaf: _letter(k) for k, leaf in enumerate(found)}
+        arrays = [tuple(tuple(names[leaf] for leaf in dim) for dim in array) for array in self.arrays]
+        factors = tuple(replace(f, name=names[leaf]) for leaf, f in found.items())
+        return Derived(tuple(arrays[: self.count]), tuple(arrays[self.count :]), factors)
+
+    def judge(self, leaf: Leaf) -> DerivedFactor:
+        """What cutting a factor means: the better of letting results follow and of asking them to be cut as well."""
+        size = self.joined.nodes.size[leaf[0]]
+        plain = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.count))
+        if plain.ways < 2:
+            return plain
+        found = self.cut(leaf, plain, True)
+        if found.kind not in ("pass", "reduce"):
+            found = min(found, self.cut(leaf, plain, False), key=lambda f: KINDS.index(f.kind))
+        return replace(found, kind=self.said(leaf, found))
+
+    def said(self, leaf: Leaf, found: DerivedFactor) -> DerivedKind:
+        """The kind of a factor, more precise by the kinds that it has in the program's operators."""
+        kinds = self.kinds.get(leaf[0], set())
+        if found.kind == "whole" and "halo" in kinds and "whole" not in kinds:
+            return "halo"
+        if found.kind not in ("pass", "reduce"):
+            return found.kind
+        pairs = zip(found.partial, self.arrays[self.count :], strict=True)
+        summed = all(op == (None if has_factor(dims, leaf) else "sum") for op, dims in pairs)
+        if "index" in kinds and "reduce" not in kinds and summed:
+            return "index"
+        return "offset" if found.kind == "pass" and "offset" in kinds else found.kind
+
+    def cut(self, leaf: Leaf, plain: DerivedFactor, asked: bool) -> DerivedFactor:
+        """What one walk sees, the factor cut in all arguments that have it."""
+        majors = self.majors(leaf)
+        axes = {leaf: _AXIS} | {major: f"major{k}" for k, major in enumerate(majors)}
+        mesh = {_AXIS: plain.ways} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
+        specs = [_spec(array, axes) for array in self.arrays]
+        inputs, results = specs[: self.count], specs[self.count :]
+        walk = _Watch(self.program, mesh, list(map(Place, inputs)), set())
+        has = [has_factor(array, leaf) for array in self.arrays]
+        ends = walk.run([spec if asked and h else None for spec, h in zip(results, has[self.count :], strict=True)])
+        follows = [end.spec == s for end, s, h in zip(ends, results, has[self.count :], strict=True) if h]
+        given = any(h and used for h, used in zip(has, self.used, strict=False))
+        return _judged(plain, walk, ends, all(follows), given)
+
+    def majors(self, leaf: Leaf) -> list[Leaf]:
+        """What stands before a factor in its dimensions: contiguous pieces of it exist only where that is cut up."""
+        found: dict[Leaf, None] = {}
+        open_ones = [leaf]
+        while open_ones:
+            wanted = open_ones.pop()
+            dims = [dim for array in self.arrays for dim in array if wanted in dim]
+            before = {other: None for dim in dims for other in dim[: dim.index(wanted)] if other != leaf}
+            open_ones += [other for other in before if other not in found]
+            found |= before
+        return list(found)
+
+    def twins(self, found: Mapping[Leaf, DerivedFactor]) -> tuple[Leaf, Leaf] | None:
+        """Two factors that always stand side by side and mean the same, for all that anybody can see one factor."""
+        dims = [dim for array in self.arrays for dim in array]
+        after: dict[Leaf, set[Leaf | None]] = {}
+        before: dict[Leaf, set[Leaf | None]] = {}
+        for dim in dims:
+            for left, right in zip((None, *dim), (*dim, None), strict=True):
+                if left is not None:
+                    after.setdefault(left, set()).add(right)
+                if right is not None:
+                    before.setdefault(right, set()).add(left)
+        for leaf, following in after.items():
+            other = next(iter(following))
+            if len(following) == 1 and other is not None and before[other] == {leaf}:
+                if replace(found[leaf], size=1) == replace(found[other], size=1):
+                    return leaf, other
+        return None
+
+    def merge(self, found: dict[Leaf, DerivedFactor], left: Leaf, right: Leaf) -> None:
+        """Makes two factors one."""
+        found[left] = replace(found[left], size=found[left].size * found.pop(right).size)
+        self.arrays = [tuple(tuple(leaf for leaf in dim if leaf != right) for dim in array) for array in self.arrays]
+
+    def simplify(self, found: dict[Leaf, DerivedFactor]) -> None:
+        """Makes a dimension one factor if each of its parts is whole wherever it stands."""
+        dims = [dim for array in self.arrays for dim in array]
+        mixed = {leaf for dim in dims if any(found[leaf].kind != "whole" for leaf in dim) for leaf in dim}
+        parts: dict[tuple[Leaf, ...], Leaf] = {
+            dim: dim[0] for dim in dims if len(dim) > 1 and not mixed.intersection(dim)
+        }
+        for number, dim in enumerate(parts):
+            factors = [found[leaf] for leaf in dim]
+            because = tuple(dict.fromkeys(name for f in factors for name in f.because))
+            parts[dim] = -1 - number, 0
+            found[parts[dim]] = replace(factors[0], size=math.prod(f.size for f in factors), because=because)
+        self.arrays = [tuple((parts[dim],) if dim in parts else dim for dim in array) for array in self.arrays]
+        order = dict.fromkeys(leaf for array in self.arrays for dim in array for leaf in dim)
+        left = {leaf: found[leaf] for leaf in order}
+        found.clear()
+        found.update(left)
+
+
+def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Place], follows: bool, given: bool) -> DerivedFactor:
+    """What a walk's reshards and the places of its results say of a cut.
+
+    Args:
+        plain: the factor.
+        walk: the walk.
+        ends: where it leaves the results.
+        follows: whether the results that have the factor are cut.
+        given: whether an argument in use has it; if none does, a slice means that something is made whole first.
+    """
+    steps = list(zip(walk.reshards, walk.terms, strict=True))
+    moved = [r for r, op in steps if op is None and (r.kind != "slice" or r.operator == "output" or not given)]
+    if moved or not follows:
+        return replace(plain, because=tuple(dict.fromkeys(r.operator for r in moved if r.operator != "output")))
+    partial = tuple(dict(end.partial).get(_AXIS) for end in ends)
+    inside = tuple(dict.fromkeys(op for r, op in steps if op is not None and r.axis == _AXIS))
+    kind: DerivedKind = "inside" if inside else "reduce" if any(partial) else "pass"
+    return replace(plain, kind=kind, partial=partial, inside=inside)
+
+
+def _leaves(joined: Joined, value: int) -> Leaves:
+    """The leaves of a value's dimensions; one that it has twice becomes two, as a rule cannot cut both."""
+    seen: dict[int, int] = {}
+
+    def number(node: int) -> Leaf:
+        seen[node] = seen.get(node, -1) + 1
+        return node, seen[node]
+
+    return tuple(tuple(map(number, joined.nodes.leaves(node))) for node in joined.dims[value])
+
+
+def _kinds(program: Program, joined: Joined) -> dict[int, set[str]]:
+    """For each leaf the kinds of the factors that it is in the program's operators."""
+    found: dict[int, set[str]] = {}
+    for op, factors in zip(program.ops(), joined.factors, strict=True):
+        for f in op.rule.factors if op.rule is not None else ():
+            for leaf in joined.nodes.leaves(factors.get(f.name, 0)):
+                found.setdefault(leaf, set()).add(f.kind)
+    return found
+
+
+def _spec(array: Leaves, axes: Mapping[Leaf, str]) -> Spec:
+    return tuple(tuple(axes[leaf] for leaf in dim if leaf in axes) for dim in array)
+
+
+def _letter(number: int) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return letters[number % 26] + (str(number // 26) if number >= 26 else "")

@@ -1,0 +1,68 @@
+"""The registered rules as a table for people. Importing this module registers every family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoshard.spmdrules.core.registry import RuleFn, registered
+from autoshard.spmdrules.families import (
+    contraction,
+    cudnn,
+    data_movement,
+    elementwise,
+    grouped_matmul,
+    host_callbacks,
+    indexing,
+    linalg,
+    manual_sharding,
+    random,
+    reduction,
+    sorting,
+    window,
+)
+
+FAMILIES = (
+    elementwise, reduction, window, contraction, grouped_matmul, data_movement, indexing, random, sorting, linalg, host_callbacks, manual_sharding, cudnn,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One primitive in the table of rules.
+
+    Attributes:
+        primitive: its name.
+        family: the module that its rule stands in.
+        text: the factor map of an example.
+        note: what it does.
+    """
+
+    primitive: str
+    family: str
+    text: str
+    note: str
+
+
+def table() -> list[TableRow]:
+    """Every registered primitive with an example of its rule, by family and name.
+
+    Example:
+        >>> next(row.text for row in table() if row.primitive == "dot_general")
+        'b m k, b k n -> b m n; reduce k; linear 0; linear 1'
+    """
+    return sorted(_rows(), key=lambda row: (row.family, row.primitive))
+
+
+def _rows() -> Iterator[TableRow]:
+    for primitive, fn in registered():
+        text, note = _documented(fn)
+        yield TableRow(primitive.name, fn.__module__.rpartition(".")[2], text, note)
+
+
+def _documented(fn: RuleFn) -> tuple[str, str]:
+    """The factor map and the sentence that the first paragraph of a rule's docstring holds: ``map``: sentence."""
+    head = " ".join((fn.__doc__ or "").strip().split("\n\n", 1)[0].split())
+    _, marked, rest = head.partition("``")
+    text, closed, note = rest.partition("``")
+    return (text, note.lstrip(": ")) if marked and closed else ("", head)

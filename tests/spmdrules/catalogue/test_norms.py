@@ -1,0 +1,149 @@
+"""Normalisation against Flax's, statistics in float32, and what batch norm moves where the batch is sharded."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.spmdrules.catalogue import norms
+from autoshard.spmdrules.propagation.propagate import propagate
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+BATCH, SPACE, CHANNELS = 8, (4, 6), 12
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(BATCH, *SPACE, CHANNELS)) * 2 + 3, jnp.float32)
+SCALE, BIAS, MEAN = (jnp.asarray(RNG.normal(size=CHANNELS), jnp.float32) for _ in range(3))
+VARIANCE = jnp.asarray(RNG.uniform(0.5, 2, CHANNELS), jnp.float32)
+PARAMS = {"params": {"scale": SCALE, "bias": BIAS}, "batch_stats": {"mean": MEAN, "var": VARIANCE}}
+STATE = (SCALE, BIAS, MEAN, VARIANCE)
+
+
+def close(a, b, tolerance=2e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
+
+
+def flax(module, x):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return module.apply(PARAMS, x, mutable=["batch_stats"])
+
+
+@pytest.mark.parametrize("name, module", [
+    ("layer_norm", nn.LayerNorm(1e-5, use_fast_variance=False)),
+    ("instance_norm", nn.InstanceNorm(epsilon=1e-5, use_fast_variance=False)),
+    ("group_norm", nn.GroupNorm(4, epsilon=1e-5, use_fast_variance=False)),
+])  # fmt: skip
+def test_like_flax(name, module):
+    keywords = {"groups": 4} if name == "group_norm" else {}
+    close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
+
+
+def test_rms_norm_is_like_flax():
+    close(norms.rms_norm(X, SCALE), flax(nn.RMSNorm(epsilon=1e-5), X)[0])
+
+
+def test_training_batch_norm_is_like_flax_with_its_gradient_and_running_statistics():
+    module = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
+    expected, pull = jax.vjp(lambda x: flax(module, x)[0], X)
+    found, pull_found = jax.vjp(lambda x: norms.batch_norm(x, *STATE)[0], X)
+    close((found, pull_found(SPREAD)), (expected, pull(SPREAD)))
+    state = flax(module, X)[1]["batch_stats"]
+    close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
+
+
+SPREAD = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
+
+
+def test_batch_norm_at_inference_is_like_flax():
+    close(norms.batch_norm_inference(X, *STATE), flax(nn.BatchNorm(use_running_average=True), X)[0])
+
+
+def test_ghost_batch_norm_is_batch_norm_of_each_part():
+    found, mean, _ = norms.ghost_batch_norm(X, *STATE, groups=4)
+    parts = [norms.batch_norm(part, *STATE) for part in jnp.split(X, 4)]
+    close(found, jnp.concatenate([part[0] for part in parts]))
+    close(mean, sum(part[1] for part in parts) / 4)
+    assert not np.allclose(found, norms.batch_norm(X, *STATE)[0], atol=1e-2)
+
+
+def test_batch_renorm_is_batch_norm_where_nothing_may_be_corrected():
+    close(norms.batch_renorm(X, *STATE, max_ratio=1.0, max_shift=0.0, epsilon=1e-5), norms.batch_norm(X, *STATE))
+
+
+def test_batch_renorm_uses_running_statistics_where_everything_may_be_corrected():
+    found = norms.batch_renorm(X, *STATE, max_ratio=1e6, max_shift=1e6, epsilon=1e-5)[0]
+    close(found, norms.batch_norm_inference(X, *STATE), 1e-3)
+
+
+def test_statistics_of_bfloat16_are_float32():
+    x = (jnp.asarray(RNG.normal(size=(4, 1024))) + 100).astype(jnp.bfloat16)
+    ones, zeros = jnp.ones(1024), jnp.zeros(1024)
+    exact = np.asarray(x, np.float64)
+    exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
+    found = norms.layer_norm(x, ones, zeros)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2, atol=1e-2)
+
+
+def test_local_response_norm_sums_neighbours():
+    padded = np.pad(np.square(X), [(0, 0)] * 3 + [(2, 2)])
+    total = sum(padded[..., i : i + CHANNELS] for i in range(5))
+    close(norms.local_response_norm(X, alpha=0.1), X / (1 + 0.1 * total) ** 0.75)
+
+
+def test_weights():
+    kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
+    close(jnp.linalg.norm(norms.weight_norm(kernel, SCALE), axis=0), jnp.abs(SCALE))
+    whole = norms.weight_standardization(kernel, epsilon=0.0)
+    close((whole.mean(0), whole.std(0)), (jnp.zeros(CHANNELS), jnp.ones(CHANNELS)))
+
+
+def test_spectral_norm_reaches_the_largest_singular_value():
+    kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
+    left = jnp.ones(6)
+    for _ in range(200):
+        normal, left = norms.spectral_norm(kernel, left)
+    close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
+
+
+def test_l2_normalize_of_zeros_has_a_gradient_of_its_own():
+    gradient = jax.grad(lambda x: norms.l2_normalize(x)[0])(jnp.zeros(4))
+    assert np.isfinite(gradient).all()
+
+
+def test_a_sharded_batch_stays_and_only_statistics_are_reduced():
+    found = propagate(norms.batch_norm, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
+    assert found.out_specs == (P("data"), P(), P())
+    assert {r.kind for r in found.reshards} == {"all-reduce"}
+    assert found.bytes_moved == 2 * (2 * 3 / 4 * 4 * CHANNELS)  # a mean and a variance, 1.5 times their bytes each
+
+    def gradient(x, scale, bias, d_y):
+        return jax.vjp(lambda x, s, b: norms.batch_norm(x, s, b, MEAN, VARIANCE)[0], x, scale, bias)[1](d_y)
+
+    found = propagate(gradient, X, SCALE, BIAS, X, in_specs=(P("data"), P(), P(), P("data")), mesh={"data": 4})
+    assert found.out_specs[0] == P("data")
+    assert found.out_partial[1:] == ({"data": "sum"}, {"data": "sum"})
+    assert "all-gather" not in {r.kind for r in found.reshards}
+
+
+def test_groups_that_lie_on_one_device_reduce_their_running_statistics_only():
+    fn = lambda *args: norms.ghost_batch_norm(*args, groups=4)  # noqa: E731
+    found = propagate(fn, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
+    assert found.out_specs == (P("data"), P(), P())
+    assert found.bytes_moved == 2 * (2 * 3 / 4 * 4 * CHANNELS)
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "ghost_batch_norm"])
+def test_one_result_on_every_mesh(name, mesh_of):
+    keywords = {"groups": 4} if name == "ghost_batch_norm" else {}
+
+    def run(x, d_y):
+        y, pull = jax.vjp(lambda x, *p: getattr(norms, name)(x, *p, *STATE[2:], **keywords)[0], x, *STATE[:2])
+        return y, pull(d_y)
+
+    expected = run(X, SPREAD)
+    for ways in (2, 8):
+        sharding = NamedSharding(mesh_of(data=ways), P("data"))
+        close(jax.jit(run)(*jax.device_put((X, SPREAD), sharding)), expected, 1e-4)

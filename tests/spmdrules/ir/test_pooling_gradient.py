@@ -1,0 +1,74 @@
+"""The gradient of pooling by sums is one operator: the same values, cut along space without communication."""
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from autoshard import plan
+from autoshard.sharding.oracle_partitioner import _COLLECTIVE
+from autoshard.spmdrules.core.placement import Place
+from autoshard.spmdrules.ir.program import build
+from tests.spmdrules.rows import f32, numbers
+from tests.spmdrules.simulate import simulate
+
+
+def _pool(window, stride, padding="VALID"):
+    return lambda x: lax.reduce_window(x, 0.0, lax.add, (1, window, 1), (1, stride, 1), padding)
+
+
+def _gradient(*how):
+    pool = _pool(*how)
+    return lambda x, g: jax.vjp(pool, x)[1](g)[0]
+
+
+def _operators(fn, *args):
+    return [op for op in build(jax.make_jaxpr(fn)(*args)).ops() if op.name in ("pad", "reduce_window_sum")]
+
+
+X, WINDOWS = numbers(4, 8, 3), numbers(4, 4, 3)
+
+
+def test_padding_is_a_part_of_the_sum_that_alone_takes_it():
+    ops = _operators(_gradient(2, 2), X, WINDOWS)
+    rules = [str(op.rule) for op in ops if op.operands != (0,)]  # the pooling itself takes the first argument
+    assert rules == ["a t b -> a (t x) b; whole x; linear 0; where t=4 x=2"]
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize(("window", "stride", "count"), [(2, 2, 4), (1, 2, 4), (3, 4, 2), (3, 1, 6), (4, 2, 3)])
+def test_values_are_kept(window, stride, count, cut):
+    fn, g = _gradient(window, stride), WINDOWS[:, :1].repeat(count, 1) * np.arange(1, count + 1)[:, None]
+    spec = tuple(("data",) if d == cut else () for d in range(3))
+    places = [Place(spec if x.shape[cut] % 2 == 0 else ((), (), ())) for x in (X, g)]
+    (found,) = simulate(fn, (X, g), places, {"data": 2})
+    np.testing.assert_allclose(found, fn(X, g), 1e-5)
+
+
+def _kept(x):
+    padded = lax.pad(x, 0.0, ((0, 0, 0), (1, 1, 1), (0, 0, 0)))
+    return padded, _pool(2, 1)(padded)
+
+
+OTHERWISE = {
+    "used twice": _kept,
+    "not of zeros": lambda x: _pool(2, 1)(lax.pad(x, 1.0, ((0, 0, 0), (1, 1, 1), (0, 0, 0)))),
+    "by an argument": lambda x: _pool(2, 1)(lax.pad(x, x[0, 0, 0], ((0, 0, 0), (1, 1, 1), (0, 0, 0)))),
+    "negative": lambda x: _pool(2, 1)(lax.pad(x, 0.0, ((0, 0, 0), (-1, 2, 1), (0, 0, 0)))),
+    "of padded windows": lambda x: _pool(3, 2, "SAME")(lax.pad(x, 0.0, ((0, 0, 0), (1, 1, 1), (0, 0, 0)))),
+}
+
+
+@pytest.mark.parametrize("fn", OTHERWISE.values(), ids=OTHERWISE)
+def test_other_padding_stays(fn):
+    assert [op.name for op in _operators(fn, f32(4, 8, 3))] == ["pad", "reduce_window_sum"]
+
+
+def test_cut_space_moves_nothing():
+    fn = _gradient(2, 2)
+    made = plan(fn, X, WINDOWS, mesh={"space": 4}, fixed={"0": P(None, "space"), "1": P(None, "space")})
+    jitted = made.jit(jax.devices()[:4])
+    np.testing.assert_allclose(jitted(X, WINDOWS), fn(X, WINDOWS), 1e-6)
+    text = jitted.lower(X, WINDOWS).compile().as_text()
+    assert not [m["op"] for m in _COLLECTIVE.finditer(text or "")]

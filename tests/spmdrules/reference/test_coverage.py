@@ -1,0 +1,103 @@
+"""Every primitive that JAX has is accounted for: found alive in a process of its own, not by a list."""
+
+import json
+
+import jax
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+
+from autoshard.spmdrules.reference.coverage import EXEMPT, NO_RULE, STRUCTURE, UNRUN, standing, standings
+from tests.spmdrules.rows import all_rows, exists
+
+MOST_WITHOUT_RULE = 15
+# Rows that the other end of the supported versions needs.
+EARLIER = {"call", "closed_call", "reduced_vary_cast_p", "hijax", "flax.nnx.variablelib"}
+LATER = {"xla_metadata_call", "reduced_vary_cast"}
+
+LISTING = """
+import gc, importlib, json, pkgutil
+
+def load(name):
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return
+    if name == "jax.scipy" or name.startswith("jax.scipy."):
+        for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
+            load(f"{name}.{found.name}")
+
+for name in ("jax", "jax.lax", "jax.nn", "jax.scipy", "jax.experimental.shard_map", "jax.experimental.pallas",
+             "jax.experimental.custom_partitioning", "jax.experimental.sparse", "flax.nnx", "flax.linen", "optax"):
+    load(name)
+
+from jax.extend.core import Primitive
+alive = [x for x in gc.get_objects() if isinstance(x, Primitive)]
+from autoshard.spmdrules.reference.coverage import standings
+for primitive, found in standings(alive).items():
+    print(json.dumps([primitive.name, *([found.kind, found.reason, found.row] if found else [None, "", ""])]))
+"""
+
+
+@pytest.fixture(scope="module")
+def listed(run_python):
+    """(name, kind, reason, row) of every primitive."""
+    ran = run_python(LISTING)
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def counted(values):
+    found: dict[str, int] = {}
+    for value in values:
+        found[value] = found.get(value, 0) + 1
+    return found
+
+
+def test_every_primitive_is_accounted_for(listed):
+    assert len(listed) > 250
+    kinds = counted(kind for _, kind, _, _ in listed)
+    print(f"\n{len(listed)} primitives of JAX {jax.__version__}: {kinds}")
+    for reason, count in counted(reason for _, kind, reason, _ in listed if kind == "exempt").items():
+        print(f"  exempt, {count}: {reason}")
+    unknown = [name for name, kind, _, _ in listed if kind is None]
+    assert not unknown, f"no rule and no reason: {', '.join(unknown)}. Write a rule, or a row in coverage.py"
+
+
+def test_few_have_no_rule(listed):
+    without = {name: reason for name, kind, reason, _ in listed if kind == "no rule"}
+    print("\n" + "\n".join(f"  {name}: {reason}" for name, reason in without.items()))
+    assert len(NO_RULE) <= MOST_WITHOUT_RULE
+    assert all(without.values()) and without.keys() <= NO_RULE.keys()
+
+
+def test_no_row_is_stale(listed):
+    used = {row for _, _, _, row in listed} | {name for name, kind, _, _ in listed if kind == "structure"}
+    stale = {*STRUCTURE, *NO_RULE, *EXEMPT} - used
+    version = jax.__version_info__
+    if version < (0, 11):
+        assert stale == LATER
+    elif version >= (0, 12):
+        assert stale == EARLIER
+    else:
+        assert stale <= EARLIER | LATER
+
+
+def test_rows_do_not_contradict_each_other():
+    assert not STRUCTURE & NO_RULE.keys() and not (STRUCTURE | NO_RULE.keys()) & EXEMPT.keys()
+
+
+def test_where_some_stand():
+    found = {p.name: standing(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
+    assert {name: s and s.kind for name, s in found.items()} == {
+        "dot_general": "rule", "scan": "structure", "psum": "exempt",
+    }  # fmt: skip
+    mine = Primitive("nobody_knows_me")
+    assert standing(mine) is None and standings([mine, lax.add_p])[mine] is None
+
+
+def test_what_no_test_runs_is_said():
+    rows = all_rows()
+    run = {row.primitive for row in rows if not row.unchecked}
+    assert {row.primitive for row in rows} - run <= UNRUN.keys()
+    assert {name for name in UNRUN if exists(name)} & run <= {"with_memory_space_constraint"}  # a newer JAX runs it
