@@ -10,9 +10,10 @@ from importlib.metadata import version
 from typing import Any
 
 from autoshard import spmdrules
+from autoshard.spmdrules.families import FAMILIES
 from autoshard.spmdrules.reference.coverage import NO_RULE, UNRUN
 from autoshard.spmdrules.reference.operator_table import OperatorRow, operator_table
-from autoshard.spmdrules.reference.rule_table import FAMILIES, TableRow
+from autoshard.spmdrules.reference.rule_table import TableRow
 
 _OWN = {family.__name__.rpartition(".")[2] for family in FAMILIES}
 _INTRODUCTION = """# Rules

@@ -16,9 +16,8 @@ from autoshard.sharding.layout import Layout
 from autoshard.sharding.nearby import few, near
 from autoshard.sharding.plan import PlanError
 from autoshard.sharding.tracing import Traced
-from autoshard.spmdrules.core.placement import Spec, from_partition_spec
+from autoshard.spmdrules.core.placement import Spec, from_partition_spec, names_axes
 from autoshard.spmdrules.ir.program import Op
-from autoshard.spmdrules.propagation.input_specs import names_axes
 
 Named = tuple[str, Layout]  # a candidate's words and its layout
 

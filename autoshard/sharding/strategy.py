@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Literal
 
 from autoshard._shown import shown
-from autoshard.spmdrules.core.conflict_resolution import project
+from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, sent, ways
 from autoshard.spmdrules.core.rule import Dims, Rule
 

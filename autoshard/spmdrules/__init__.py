@@ -3,6 +3,7 @@
 if __name__ != "autoshard.spmdrules":  # reached through the link at the repository root: no second copy
     raise ImportError("'spmdrules' at the repository root is a link for people: import autoshard.spmdrules")
 
+import autoshard.spmdrules.families  # noqa: F401  registers every rule
 from autoshard.spmdrules.core.registry import rule, rule_for
 from autoshard.spmdrules.core.rule import Factor, Rule, RuleError, Shard
 from autoshard.spmdrules.reference.rule_table import TableRow, table

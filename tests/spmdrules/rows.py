@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.spmdrules import Rule, rule_for
-from autoshard.spmdrules.reference.rule_table import FAMILIES
+from autoshard.spmdrules.families import FAMILIES
 
 
 @dataclass(frozen=True)

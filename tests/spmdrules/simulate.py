@@ -19,7 +19,8 @@ import numpy as np
 from autoshard import _compat
 from autoshard.sharding.oracle_shards import join_positions
 from autoshard.spmdrules import Shard
-from autoshard.spmdrules.core.conflict_resolution import Settled, project
+from autoshard.spmdrules.core.conflict_resolution import Settled
+from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Place, Spec
 from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.ir.program import Block, Op, build

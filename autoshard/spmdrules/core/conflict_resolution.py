@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Place, Spec, axes_of, cost
 from autoshard.spmdrules.core.rule import Dims, Rule
 
@@ -66,22 +67,6 @@ class Pass:
 
 
 Choice = Cut | Pass | None
-
-
-def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict[str, str]:
-    """Which factor each mesh axis of a spec cuts; axes that cut none that can be cut evenly are left out."""
-    found: dict[str, str] = {}
-    factors = rule.by_name
-    for dim, axes in zip(dims, spec, strict=True):
-        parts, cut = list(dim), 1
-        for axis in axes:
-            while parts and cut == factors[parts[0]].size and mesh[axis] > 1:
-                parts, cut = parts[1:], 1
-            if not parts or not factors[parts[0]].cuts_into(cut * mesh[axis]):
-                break  # what is minor to a part that is not cut to single elements is not contiguous
-            found[axis] = parts[0]
-            cut *= mesh[axis]
-    return found
 
 
 def settle(

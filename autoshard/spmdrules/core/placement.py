@@ -194,3 +194,9 @@ def from_partition_spec(spec: Any, rank: int) -> Spec:
     entries = [() if e is None or e is PartitionSpec.UNCONSTRAINED else (e,) if isinstance(e, str) else tuple(e)
                for e in getattr(spec, "partitions", spec)]  # fmt: skip
     return tuple([*entries, *[()] * (rank - len(entries))])
+
+
+def names_axes(entry: Any) -> bool:
+    """Whether an entry of a `PartitionSpec` is one."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return entry is None or entry is PartitionSpec.UNCONSTRAINED or all(isinstance(name, str) for name in names)

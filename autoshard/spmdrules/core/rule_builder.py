@@ -13,6 +13,8 @@ from autoshard.spmdrules.core.rule import Body, Dims, Factor, Kind, LocalParams,
 Dim = tuple[str, ...]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
+GROUPS = "v"  # the factor of the groups of a grouped matmul; their sizes are another factor
+
 
 class Build:
     """Makes the factors of one rule, each with a name of its own."""

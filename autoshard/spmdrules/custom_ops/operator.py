@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from autoshard import _compat
-from autoshard.spmdrules.core.conflict_resolution import Operand, project, settle
+from autoshard.spmdrules.core.conflict_resolution import Operand, settle
+from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Place, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard

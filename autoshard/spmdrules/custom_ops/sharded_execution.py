@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.spmdrules.core.conflict_resolution import project
+from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Place, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import flat, same_axes

@@ -1,1 +1,33 @@
-"""The rules of JAX's primitives, family by family."""
+"""The rules of JAX's primitives, family by family. Importing this package registers them all."""
+
+from autoshard.spmdrules.families import (
+    contraction,
+    cudnn,
+    data_movement,
+    elementwise,
+    grouped_matmul,
+    host_callbacks,
+    indexing,
+    linalg,
+    manual_sharding,
+    random,
+    reduction,
+    sorting,
+    window,
+)
+
+FAMILIES = (
+    elementwise,
+    reduction,
+    window,
+    contraction,
+    grouped_matmul,
+    data_movement,
+    indexing,
+    random,
+    sorting,
+    linalg,
+    host_callbacks,
+    manual_sharding,
+    cudnn,
+)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from autoshard._compat import bind_primitive, primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Build, Dim, drops_sharding
+from autoshard.spmdrules.core.rule_builder import GROUPS, Build, Dim, drops_sharding
 from autoshard.spmdrules.families.contraction import EITHER, place_dims
 
-GROUPS = "v"  # the factor of the groups; their sizes, which are needed whole, are another one
 _RAGGED_DOT = primitive("ragged_dot_general")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard.spmdrules.families.grouped_matmul import GROUPS
+from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.ir.program import Op, Program
 
 _JOINED_BY_NOTHING = 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autoshard import _compat
 from autoshard.spmdrules.core.placement import Place, meet, partial_place, replicated_place
-from autoshard.spmdrules.ir.program import Op
+from autoshard.spmdrules.ir.program import Block, Op
+from autoshard.spmdrules.propagation.walk_state import WalkState
 
-if TYPE_CHECKING:
-    from autoshard.spmdrules.propagation.walk import Walk
+Forward = Callable[[Block], None]  # walks over a block
 
 _ROUNDS = 4  # a carry that has not settled by then meets where that is cheapest
 
@@ -62,131 +61,131 @@ class Loop:
         return cls(carries, xs, list(zip(op.results[count:], block.outputs[count:], strict=True)), trips)
 
 
-def loop(walk: Walk, op: Op) -> None:
+def loop(state: WalkState, op: Op, forward: Forward) -> None:
     """Places what a loop computes: its carries become a fixed point, then it is walked once."""
     parts = Loop.of(op)
     if op.name == "scan":
-        walk.enter(op, op.blocks[0])
+        state.enter(op, op.blocks[0])
     for i, outer, inner in parts.xs:
-        here = walk.place(outer)
-        walk.move(op, i, outer, Place(((), *here.spec[1:]), here.partial))
-        walk.mark_zero(inner, outer in walk.zeros)
-    fixed = _fixed_point(walk, op, parts)
+        here = state.place(outer)
+        state.move(op, i, outer, Place(((), *here.spec[1:]), here.partial))
+        state.mark_zero(inner, outer in state.zeros)
+    fixed = _fixed_point(state, op, parts, forward)
     for carry, place in zip(parts.carries, fixed, strict=True):
-        zero = walk.is_zero(op, carry.operand)
-        walk.move(op, carry.operand, carry.init, Place(place.spec, walk.place(carry.init).partial) if zero else place)
-        walk.places[carry.inner] = place
-    _slice(walk, parts)
-    _step(walk, op)
+        zero = state.is_zero(op, carry.operand)
+        state.move(op, carry.operand, carry.init, Place(place.spec, state.place(carry.init).partial) if zero else place)
+        state.places[carry.inner] = place
+    _slice(state, parts)
+    _step(state, op, forward)
     for j, (carry, place) in enumerate(zip(parts.carries, fixed, strict=True)):
-        _leave(walk, op, j, carry.out, place, parts.trips)
-        walk.places[carry.result] = place
-        walk.mark_zero(carry.result, False)
+        _leave(state, op, j, carry.out, place, parts.trips)
+        state.places[carry.result] = place
+        state.mark_zero(carry.result, False)
     for outer, inner in parts.ys:
-        here = walk.place(inner)
-        walk.places[outer] = Place(((), *here.spec), here.partial)
-        walk.mark_zero(outer, inner in walk.zeros)
-    if walk.learning:
-        walk.tie(op)
+        here = state.place(inner)
+        state.places[outer] = Place(((), *here.spec), here.partial)
+        state.mark_zero(outer, inner in state.zeros)
+    if state.learning:
+        state.tie(op)
 
 
-def _leave(walk: Walk, op: Op, result: int, value: int, place: Place, times: float | None = None) -> None:
+def _leave(state: WalkState, op: Op, result: int, value: int, place: Place, times: float | None = None) -> None:
     """Takes a result of a block where the operator leaves it; zeros are partial sums already."""
-    target = Place(place.spec, walk.place(value).partial) if value in walk.zeros else place
-    walk.move(op, -1 - result, value, target, times)
+    target = Place(place.spec, state.place(value).partial) if value in state.zeros else place
+    state.move(op, -1 - result, value, target, times)
 
 
-def _slice(walk: Walk, parts: Loop) -> None:
+def _slice(state: WalkState, parts: Loop) -> None:
     """Places what a step takes of the inputs that are cut by steps: as partial as they are outside."""
     for _, outer, inner in parts.xs:
-        here = walk.place(outer)
-        walk.places[inner] = Place(here.spec[1:], here.partial)
+        here = state.place(outer)
+        state.places[inner] = Place(here.spec[1:], here.partial)
 
 
-def _fixed_point(walk: Walk, op: Op, parts: Loop) -> list[Place]:
+def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> list[Place]:
     """Places of the carries that a step keeps, found by walking steps that do not count.
 
     Partials of constants that a step needs whole are made whole before the loop.
     """
-    recording, walk.recording = walk.recording, False
+    recording, state.recording = state.recording, False
     carries = parts.carries
     shared = [v for v in op.operands if v >= 0]
-    before = [walk.place(v) for v in shared]
-    starts = [_start(walk, carry) for carry in carries]
+    before = [state.place(v) for v in shared]
+    starts = [_start(state, carry) for carry in carries]
     now, outs, settled = starts, starts, False
     for number in range(_ROUNDS):
         for carry, place in zip(carries, now, strict=True):
-            walk.places[carry.inner] = place
+            state.places[carry.inner] = place
             # A sum that starts from zeros may be partial from its first step on.
-            walk.mark_zero(carry.inner, number == 0 and walk.is_zero(op, carry.operand))
-        _slice(walk, parts)
-        assumed = any(carry.inner in walk.zeros for carry in carries)
-        _step(walk, op)
-        outs = [walk.place(c.out) for c in carries]
-        after = [_kept(walk, op, *each) for each in zip(carries, starts, outs, strict=True)]
+            state.mark_zero(carry.inner, number == 0 and state.is_zero(op, carry.operand))
+        _slice(state, parts)
+        assumed = any(carry.inner in state.zeros for carry in carries)
+        _step(state, op, forward)
+        outs = [state.place(c.out) for c in carries]
+        after = [_kept(state, op, *each) for each in zip(carries, starts, outs, strict=True)]
         settled, now = after == now and not assumed, after
         if settled:
             break
     if not settled:
         pairs = zip(carries, now, outs, strict=True)
-        now = [meet([a.whole, b.whole], walk.nbytes[c.inner], walk.mesh) for c, a, b in pairs]
-    walk.recording = recording
+        now = [meet([a.whole, b.whole], state.nbytes[c.inner], state.mesh) for c, a, b in pairs]
+    state.recording = recording
     for i, (value, place) in enumerate(zip(shared, before, strict=True)):
-        after_use, walk.places[value] = walk.place(value), place
+        after_use, state.places[value] = state.place(value), place
         if after_use != place:
-            walk.move(op, i, value, after_use)
+            state.move(op, i, value, after_use)
     return now
 
 
-def _start(walk: Walk, carry: Carry) -> Place:
+def _start(state: WalkState, carry: Carry) -> Place:
     if carry.init >= 0:
-        return walk.place(carry.init)
-    return replicated_place(len(walk.program.avals[carry.inner].shape))
+        return state.place(carry.init)
+    return replicated_place(len(state.program.avals[carry.inner].shape))
 
 
-def _kept(walk: Walk, op: Op, carry: Carry, start: Place, out: Place) -> Place:
+def _kept(state: WalkState, op: Op, carry: Carry, start: Place, out: Place) -> Place:
     """Where a carry goes next: where a step leaves it, partial only where it starts so, too."""
-    if carry.out in walk.zeros:
+    if carry.out in state.zeros:
         return partial_place(out.spec, start.partial)
-    zero = walk.is_zero(op, carry.operand)
+    zero = state.is_zero(op, carry.operand)
     return Place(out.spec, tuple(p for p in out.partial if p in start.partial or (zero and p[1] == "sum")))
 
 
-def _step(walk: Walk, op: Op) -> None:
+def _step(state: WalkState, op: Op, forward: Forward) -> None:
     """One step of a loop."""
     for block in op.blocks:
-        walk.forward(block)
+        forward(block)
     if op.name == "while":
         (test,) = op.blocks[0].outputs
-        walk.move(op, -1, test, Place(()))
+        state.move(op, -1, test, Place(()))
 
 
-def branches(walk: Walk, op: Op) -> None:
+def branches(state: WalkState, op: Op, forward: Forward) -> None:
     """Places what a cond computes: each branch by itself, then their results meet."""
-    walk.move(op, 0, op.operands[0], Place(()))
+    state.move(op, 0, op.operands[0], Place(()))
     shared = [v for v in op.operands if v >= 0]
     for block in op.blocks:
-        with walk.apart(shared):
-            walk.enter(op, block, 1)
-            walk.forward(block)
+        with state.apart(shared):
+            state.enter(op, block, 1)
+            forward(block)
     for j, result in enumerate(op.results):
         outs = [block.outputs[j] for block in op.blocks]
-        places = [walk.place(v) for v in outs]
-        target = meet(_like_others(walk, outs, places), walk.nbytes[result], walk.mesh)
+        places = [state.place(v) for v in outs]
+        target = meet(_like_others(state, outs, places), state.nbytes[result], state.mesh)
         for value in outs:
-            with walk.apart(shared):
-                _leave(walk, op, j, value, target, op.trips / len(outs))
-        walk.places[result] = target
-        walk.mark_zero(result, all(v in walk.zeros for v in outs))
-    if walk.learning:
-        walk.tie(op)
+            with state.apart(shared):
+                _leave(state, op, j, value, target, op.trips / len(outs))
+        state.places[result] = target
+        state.mark_zero(result, all(v in state.zeros for v in outs))
+    if state.learning:
+        state.tie(op)
 
 
-def _like_others(walk: Walk, values: Sequence[int], places: Sequence[Place]) -> list[Place]:
+def _like_others(state: WalkState, values: Sequence[int], places: Sequence[Place]) -> list[Place]:
     """The places, zeros being as partial as what the other branches give."""
-    terms = {p.partial for v, p in zip(values, places, strict=True) if v not in walk.zeros}
+    terms = {p.partial for v, p in zip(values, places, strict=True) if v not in state.zeros}
     if len(terms) != 1 or any(how != "sum" for _, how in next(iter(terms))):
         return list(places)
     (partial,) = terms
     pairs = zip(values, places, strict=True)
-    return [partial_place(p.spec, partial) if v in walk.zeros else p for v, p in pairs]
+    return [partial_place(p.spec, partial) if v in state.zeros else p for v, p in pairs]

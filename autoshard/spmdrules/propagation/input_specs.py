@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import AutoshardError
-from autoshard.spmdrules.core.placement import Place, Spec, from_partition_spec
+from autoshard.spmdrules.core.placement import Place, Spec, from_partition_spec, names_axes
 from autoshard.spmdrules.core.rule import POSITIONS, REDUCTIONS
 
 PARTIALS = tuple(op for op in REDUCTIONS if op not in POSITIONS)
@@ -198,12 +198,6 @@ def _takes(op: str, dtype: Any) -> bool:
     if op in ("and", "or", "xor"):
         return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
     return op in ("max", "min") or dtype != jnp.bool_
-
-
-def names_axes(entry: Any) -> bool:
-    """Whether an entry of a `PartitionSpec` is one."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return entry is None or entry is PartitionSpec.UNCONSTRAINED or all(isinstance(name, str) for name in names)
 
 
 def _that_divide(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:

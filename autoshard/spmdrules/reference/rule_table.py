@@ -1,4 +1,4 @@
-"""The registered rules as a table for people. Importing this module registers every family."""
+"""The registered rules as a table for people."""
 
 from __future__ import annotations
 
@@ -6,25 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoshard.spmdrules.core.registry import RuleFn, registered
-from autoshard.spmdrules.families import (
-    contraction,
-    cudnn,
-    data_movement,
-    elementwise,
-    grouped_matmul,
-    host_callbacks,
-    indexing,
-    linalg,
-    manual_sharding,
-    random,
-    reduction,
-    sorting,
-    window,
-)
-
-FAMILIES = (
-    elementwise, reduction, window, contraction, grouped_matmul, data_movement, indexing, random, sorting, linalg, host_callbacks, manual_sharding, cudnn,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Primitive
 
-from autoshard.spmdrules import Factor, Rule, RuleError, Shard, rule_for, table
-from autoshard.spmdrules.core import rule
+from autoshard.spmdrules import Factor, Rule, RuleError, Shard, rule, rule_for, table
 from autoshard.spmdrules.core.registry import registered, replicated
 from autoshard.spmdrules.core.rule import REDUCTIONS
 from tests.spmdrules.rows import all_rows, f32
