@@ -37,7 +37,7 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.aot import Job
 from autoshard.sharding.aot.program import export, export_plan
 from autoshard.sharding.variants import Attempt, contest, rounds
-from autoshard.train.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
 QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2

@@ -38,7 +38,8 @@ import orbax.checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt import Checkpointer, Keep, digest
+from autoshard.ckpt import Checkpointer, Keep
+from autoshard.ckpt.state import array_digest
 
 ROUNDS = 15
 LARGE = 512  # MiB of the largest tensor of a model that is exported
@@ -124,7 +125,9 @@ def times(mib: int) -> list[common.Row]:
             one = {}
             one["copy"], copied = common.timed(lambda: jax.block_until_ready(copy(state)))
             del copied
-            one["digests"], _ = common.timed(lambda: jax.block_until_ready(digest.digests(jax.tree.leaves(state))))
+            one["digests"], _ = common.timed(
+                lambda: jax.block_until_ready(array_digest.digests(jax.tree.leaves(state)))
+            )
             for who, save in savers.items():
                 one[f"blocking: {who}"], one[f"total: {who}"] = save(number)
             if number:  # the first compiles

@@ -28,7 +28,7 @@ from real_steps import batch_of, create
 from autoshard import auto_shard
 from autoshard.ckpt import Checkpointer
 from autoshard.models.workloads import workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 MODEL = workload("gpt-125m").with_(vocab=16384, context=128, batch_size=8)
 PLAN = "fsdp:8"

@@ -19,7 +19,7 @@ from common import Row, measured, report
 from flax import nnx
 
 from autoshard import auto_shard
-from autoshard.train.timing import paired
+from autoshard.train.program.step_timing import paired
 
 LEAVES, ROUNDS, CALLS = 200, 200, 5
 PLACES = {

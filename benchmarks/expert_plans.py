@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType
 from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload, workload
-from autoshard.train.build import variants_of
+from autoshard.train.program.build import variants_of
 
 AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor")
 MAX_TENSOR = 16

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.models import gpt, moe, wide_resnet
 from autoshard.models.workloads import Workload
-from autoshard.train.build import workload_step
-from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, path_name
-from autoshard.train.state import Program, make_program
-from autoshard.train.step import make_train_step
+from autoshard.train.program.build import workload_step
+from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, path_name
+from autoshard.train.step.train_state import Program, make_program
+from autoshard.train.step.train_step import make_train_step
 
 # The dimensions of each parameter, by the end of its path; a stack of layers has one more in front.
 _PARAMETERS: Sequence[tuple[str, tuple[str | None, ...]]] = (
@@ -284,7 +284,7 @@ class Expert:
 
 
 def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
-    """The workload's train step, as `autoshard.train.build.workload_step` makes it, under a style."""
+    """The workload's train step, as `autoshard.train.program.build.workload_step` makes it, under a style."""
     note, settings = Annotator(style, work.config), OptimizerConfig()
     plain = make_program(work.build, make_optimizer(settings, 1000))
     program = Annotated(**{name: getattr(plain, name) for name in Program.__dataclass_fields__}, note=note)

@@ -26,7 +26,7 @@ from common import Row, report
 from autoshard.models.workloads import workload
 from autoshard.sharding.planner import plan_traced
 from autoshard.sharding.tracing import trace
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 MODEL, RUNS, TIMEOUT_S = "llama3-8b", 2, 600
 SMALL, LARGE = "v5p:4x4x4", "v5p:8x8x8"

@@ -34,10 +34,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import auto_shard
 from autoshard.models.workloads import Workload, workload
-from autoshard.train.build import workload_step
-from autoshard.train.optimizer import OptimizerConfig, make_optimizer
-from autoshard.train.state import make_program
-from autoshard.train.timing import Loop, paired
+from autoshard.train.program.build import workload_step
+from autoshard.train.program.step_timing import Loop, paired
+from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.step.train_state import make_program
 
 DEVICES, ROUNDS, TARGET, MEASURED = 8, 100, 1.03, 24
 SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, the styles that go on, their steps

@@ -34,7 +34,7 @@ from autoshard.models.moe import MoEConfig
 from autoshard.models.vit import ViTConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 HALF, WORD, MOMENTS = 2, 4, 8
 

@@ -29,11 +29,11 @@ from common import GPTConfig, Row, measured, report
 from jax import lax
 
 from autoshard.models.gpt import flops_per_token
-from autoshard.train.build import make_program_of, train_step_of
-from autoshard.train.config import TrainConfig
-from autoshard.train.metrics import peak_flops
-from autoshard.train.placement import place_step
-from autoshard.train.timing import Loop, paired
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.program.build import make_program_of, train_step_of
+from autoshard.train.program.planned_step import place_step
+from autoshard.train.program.step_timing import Loop, paired
+from autoshard.train.run.metrics import peak_flops
 
 LLAMA = GPTConfig(
     vocab=128_256, layers=16, heads=32, kv_heads=8, width=2048, ffn=8192, context=2048,

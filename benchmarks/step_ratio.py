@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import auto_shard
-from autoshard.train.timing import Loop, paired
+from autoshard.train.program.step_timing import Loop, paired
 
 CONFIG = GPTConfig(layers=4, heads=4, width=128, context=64)
 BATCH, ROUNDS = 16, 100

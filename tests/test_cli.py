@@ -17,7 +17,7 @@ import pytest
 from autoshard.ckpt import Checkpointer
 from autoshard.cli import COMMANDS, main
 from autoshard.commands.arguments import check_writable
-from autoshard.train.rundir import CHECKPOINTS, write_config
+from autoshard.train.config.run_directory import CHECKPOINTS, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -264,7 +264,7 @@ def test_every_option_of_generate_is_heard(
         heard.update(folder=folder, step=step, use_ema=use_ema)
         return SimpleNamespace(write=write)
 
-    monkeypatch.setattr("autoshard.train.inference.open_writer", open_writer)
+    monkeypatch.setattr("autoshard.train.inference.exported_model.open_writer", open_writer)
     options = "--prompt once --tokens 3 --temperature 0.5 --top-k 4 --seed 5 --step 6 --no-use-ema --show-plan".split()
     assert main(["generate", str(tmp_path), *options]) == 0 and capsys.readouterr().out == "the plan\nonce upon\n"
     assert heard == dict(

@@ -18,14 +18,13 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard._shown import SHOWN
 from autoshard.ckpt import Checkpointer
-from autoshard.ckpt.errors import DamagedCheckpointError
-from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.errors import AutoshardError, AutoshardWarning, DamagedCheckpointError
 from autoshard.models.workloads import workload
 from autoshard.sharding.aot.audit import Audit
 from autoshard.sharding.aot.remarks import Remark
 from autoshard.sharding.pins import FixedError
 from autoshard.sharding.targets import find_target
-from autoshard.train.config import TrainConfig
+from autoshard.train.config.train_config import TrainConfig
 from tests.sharding.programs import batch, mlp_state, sgd_step
 
 TEXTS = (repr, str, format, lambda x: f"{x!r:>9}{x!s}", lambda x: repr([x]))

@@ -4,16 +4,10 @@ if __name__ != "autoshard.ckpt":  # through the link at the root: no second copy
     raise ImportError("'ckpt' at the root is only a link: import autoshard.ckpt instead")
 
 from autoshard.ckpt.checkpointer import Checkpointer
-from autoshard.ckpt.describe import Description
-from autoshard.ckpt.errors import (
-    CheckpointError,
-    CheckpointWarning,
-    DamagedCheckpointError,
-    MismatchError,
-    RemovedStepError,
-)
-from autoshard.ckpt.keep import Every, Keep
-from autoshard.ckpt.wanted import Restored
+from autoshard.ckpt.restore.checkpoint_info import Description
+from autoshard.ckpt.restore.restore_request import Restored
+from autoshard.ckpt.store.retention import Every, Keep
+from autoshard.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError, RemovedStepError
 
 __all__ = [
     "CheckpointError",

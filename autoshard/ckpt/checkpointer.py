@@ -13,26 +13,20 @@ from typing import Any, TypeVar
 import jax
 
 from autoshard import _compat
-from autoshard.ckpt.arguments import is_integer, no_dims, no_mapping, plan_json, refuse, step_number
-from autoshard.ckpt.describe import Description, describe_step
-from autoshard.ckpt.directory import StepDirectory
-from autoshard.ckpt.errors import (
-    CheckpointError,
-    CheckpointWarning,
-    DamagedCheckpointError,
-    MismatchError,
-    RemovedStepError,
-)
-from autoshard.ckpt.experts import dims_by, dims_of
-from autoshard.ckpt.keep import Keep, doomed
-from autoshard.ckpt.leaves import Key, LeafSpec
-from autoshard.ckpt.manifest import Manifest, plain, plain_metrics, written_by
-from autoshard.ckpt.processes import together
-from autoshard.ckpt.restore import damaged_leaves, read_manifest, restore_step
-from autoshard.ckpt.snapshot import check_alike, savable, take_snapshot
-from autoshard.ckpt.storage import Pending, Writer
-from autoshard.ckpt.transfer import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
-from autoshard.ckpt.wanted import Restored, Wanted
+from autoshard.ckpt.exchange.export import SHARD_BYTES, Exported, Model, copy_step, model_of, write_model
+from autoshard.ckpt.restore.checkpoint_info import Description, describe_step
+from autoshard.ckpt.restore.expert_remapping import dims_by, dims_of
+from autoshard.ckpt.restore.restore import damaged_leaves, read_manifest, restore_step
+from autoshard.ckpt.restore.restore_request import Restored, Wanted
+from autoshard.ckpt.state.named_leaves import Key, LeafSpec
+from autoshard.ckpt.state.process_agreement import together
+from autoshard.ckpt.state.snapshot import check_alike, savable, take_snapshot
+from autoshard.ckpt.store.argument_checks import is_integer, no_dims, no_mapping, plan_json, refuse, step_number
+from autoshard.ckpt.store.directory import StepDirectory
+from autoshard.ckpt.store.manifest import Manifest, plain, plain_metrics, written_by
+from autoshard.ckpt.store.orbax_storage import Pending, Writer
+from autoshard.ckpt.store.retention import Keep, doomed
+from autoshard.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError, RemovedStepError
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, in our own words where we have some."""
-        from autoshard.train.options import in_our_words
+        from autoshard.train.config.command_line import in_our_words
 
         raise ConfigError(in_our_words(message))
 

@@ -10,7 +10,7 @@ from autoshard._shown import shown
 from autoshard.commands.arguments import cannot_write, check_writable
 from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
-from autoshard.train.config import TrainConfig
+from autoshard.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """Time the train step that `autoshard train` would run with the same options: under its plan, and as the
 same function under jax.jit with the plan's input shardings written by hand. Both are timed in turn, in one process.
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rounds is {config.rounds}, it must be at least 1")
     if config.calibrate is not None:
         return _calibrate(config.calibrate)
-    from autoshard.train.timing import time_steps
+    from autoshard.train.program.step_timing import time_steps
 
     print(time_steps(config, config.rounds))
     return 0

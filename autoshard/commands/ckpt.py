@@ -81,7 +81,7 @@ def find(text: str) -> Place:
         ConfigError: There are none.
     """
     from autoshard.ckpt import Checkpointer
-    from autoshard.train.rundir import checkpoints_in
+    from autoshard.train.config.run_directory import checkpoints_in
 
     name, mark, number = text.rpartition("@")
     # No more digits than `int` takes, and only those: there are others that Python calls digits.
@@ -124,8 +124,8 @@ def _ls(given: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from autoshard._units import bytes_text
     from autoshard.ckpt import CheckpointError, DamagedCheckpointError
-    from autoshard.sharding.report.units import bytes_text
 
     place = find(given.place)
     found: dict[int, Description | DamagedCheckpointError] = {}
@@ -223,7 +223,7 @@ def _diff_arguments(options: Parser) -> None:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from autoshard.ckpt.compare import compare
+    from autoshard.ckpt.restore.checkpoint_diff import compare
 
     one, other = (find(text) for text in (given.one, given.other))
     found = compare(one.checkpoints.describe(one.step), other.checkpoints.describe(other.step))
@@ -314,7 +314,7 @@ def _export_arguments(options: Parser) -> None:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from autoshard.sharding.report.units import bytes_text
+    from autoshard._units import bytes_text
 
     place = find(given.place)
     if given.shard_bytes < 1:
@@ -334,9 +334,9 @@ def _merge_arguments(options: Parser) -> None:
 
 
 def _merge(given: argparse.Namespace) -> int:
-    from autoshard.ckpt.lora import merged, read_adapter, read_model
-    from autoshard.ckpt.transfer import write_model
-    from autoshard.sharding.report.units import bytes_text
+    from autoshard._units import bytes_text
+    from autoshard.ckpt.exchange.export import write_model
+    from autoshard.ckpt.exchange.lora import merged, read_adapter, read_model
 
     if given.shard_bytes < 1:
         raise ConfigError(f"--shard-bytes is {given.shard_bytes}, it must be at least 1")

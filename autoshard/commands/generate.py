@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     options.add_argument("--show-plan", action="store_true", help="print the plan, too")
     given = options.parse_args(arguments)
     _check(given.tokens, given.temperature, given.top_k)
-    from autoshard.train.inference import open_writer
+    from autoshard.train.inference.exported_model import open_writer
 
     writer = open_writer(given.run_dir, given.step, use_ema=given.use_ema)
     text, plan = writer.write(

@@ -15,7 +15,7 @@ from autoshard._shown import shown
 from autoshard.commands.arguments import cannot_write, check_writable, parser
 from autoshard.commands.settings import read_settings
 from autoshard.errors import AutoshardError, ConfigError
-from autoshard.train.config import TrainConfig
+from autoshard.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """Show the plan of a train step: of a named model, or of the one that `autoshard train` would run
 with the same options.
@@ -80,9 +80,9 @@ def _check_files(json_path: Path | None, html_path: Path | None) -> None:
 def plan_train_step(config: TrainConfig):
     """The plan of the config's train step, from shapes only."""
     import autoshard
-    from autoshard.train.build import fit_tokenizer, make_program_of, train_step_of
-    from autoshard.train.placement import plan_options, search_variants
-    from autoshard.train.step import batch_shapes
+    from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
+    from autoshard.train.program.planned_step import plan_options, search_variants
+    from autoshard.train.step.train_step import batch_shapes
 
     config, verify = fit_tokenizer(config), getattr(config, "verify", 0)
     if config.variants == "search":
@@ -102,8 +102,8 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     import autoshard
     from autoshard.models.workloads import workload
-    from autoshard.train.build import layers_of, search_of, variants_of, workload_variants
-    from autoshard.train.placement import parse_mesh
+    from autoshard.train.program.build import layers_of, search_of, variants_of, workload_variants
+    from autoshard.train.program.planned_step import parse_mesh
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing that is attached is needed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.train.distributed import set_virtual_devices
-from autoshard.train.options import Command, parse_config
+from autoshard.train.config.command_line import Command, parse_config
+from autoshard.train.run.distributed import set_virtual_devices
 
 
 def read_settings(arguments: Sequence[str], kind: type[Command], command: str, description: str) -> Command:

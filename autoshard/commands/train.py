@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.commands.settings import read_settings
-from autoshard.train.config import TrainConfig
+from autoshard.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """Train a model on text, under a plan.
 
@@ -26,8 +26,8 @@ def run(arguments: Sequence[str]) -> int:
     import jax
 
     from autoshard._processes import MissingProcessError
-    from autoshard.train.loop import train
-    from autoshard.train.watchdog import RESTART, give_up, is_lost_peer
+    from autoshard.train.run.loop import train
+    from autoshard.train.run.watchdog import RESTART, give_up, is_lost_peer
 
     try:
         stopped_by = train(config).interrupted_by

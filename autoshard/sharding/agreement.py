@@ -14,7 +14,8 @@ import jax
 
 from autoshard import _compat
 from autoshard._processes import named
-from autoshard.sharding.plan import Plan, PlanError
+from autoshard.errors import PlanError
+from autoshard.sharding.plan import Plan
 from autoshard.sharding.plan_json import plan_data
 
 TIMEOUT_S = 600.0

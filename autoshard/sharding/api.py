@@ -12,9 +12,10 @@ import jax
 
 from autoshard import _compat
 from autoshard._typed import shortly
+from autoshard.errors import PlanError
 from autoshard.sharding.dispatch import Entry, GraphArguments, GraphFunction, PureFunction, born_sharded
 from autoshard.sharding.machine import MeshLike
-from autoshard.sharding.plan import Plan, PlanError
+from autoshard.sharding.plan import Plan
 from autoshard.sharding.planner import PlanLike, argnums
 from autoshard.sharding.request import Table
 from autoshard.sharding.targets import check_name

@@ -16,11 +16,11 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
+from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.agreement import agree
 from autoshard.sharding.bound import NewSignature
-from autoshard.sharding.plan import Plan, PlanError
+from autoshard.sharding.plan import Plan
 from autoshard.sharding.planner import plan_traced
-from autoshard.sharding.request import PlanRequestError
 from autoshard.sharding.tracing import Traced, name_of, path_of, trace, trace_flags
 from autoshard.sharding.unfit import complain
 from autoshard.sharding.variants import Attempt, attempt, contest, fastest, fastest_of_all, rounds

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._typed import fit, shortly
-from autoshard.sharding.plan import PlanError
+from autoshard.errors import PlanError
 from autoshard.sharding.targets import MOST_DEVICES, Target, find_target, target_for
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec
 

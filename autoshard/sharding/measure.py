@@ -23,8 +23,9 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._processes import MissingProcessError, gathered
-from autoshard.sharding.plan import Plan, PlanError
-from autoshard.sharding.report.units import time_text, variant_text
+from autoshard._units import time_text, variant_text
+from autoshard.errors import PlanError
+from autoshard.sharding.plan import Plan
 from autoshard.spmdrules.ir.program import Op, Program
 
 TURNS, FINAL = 3, 4

@@ -30,11 +30,11 @@ from flax import linen, nnx
 from flax.errors import FlaxError
 
 from autoshard import _compat
-from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.api import AutoSharded
 from autoshard.sharding.dispatch import Entry, PureFunction, born_sharded
 from autoshard.sharding.leaves import Leaf
-from autoshard.sharding.plan import Plan, PlanError
+from autoshard.sharding.plan import Plan
 from autoshard.sharding.statics import Arguments, frozen, split_arguments
 from autoshard.sharding.tracing import OUTER_PLAN, path_of
 

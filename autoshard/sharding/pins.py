@@ -11,10 +11,10 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
+from autoshard.errors import PlanError
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.nearby import few, near
-from autoshard.sharding.plan import PlanError
 from autoshard.sharding.tracing import Traced
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, names_axes
 from autoshard.spmdrules.ir.program import Op

@@ -13,19 +13,15 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autoshard._shown import shown
 from autoshard._typed import shortly
-from autoshard.errors import AutoshardError
 from autoshard.sharding.chips import Options
 from autoshard.sharding.history import Searched
 from autoshard.sharding.leaves import Activation, Leaf, Padding
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot import Audit
+from autoshard.errors import PlanError
 
 FORMAT = 4
-
-
-class PlanError(AutoshardError):
-    """A plan that cannot be made, read or used."""
 
 
 @shown

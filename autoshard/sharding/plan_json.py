@@ -12,9 +12,10 @@ from typing import Any
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from autoshard._typed import Readers, fields_of, finite, fit, shortly
+from autoshard.errors import PlanError
 from autoshard.sharding.history import Tried
 from autoshard.sharding.leaves import Leaf
-from autoshard.sharding.plan import FORMAT, Plan, PlanError, abstract_mesh
+from autoshard.sharding.plan import FORMAT, Plan, abstract_mesh
 from autoshard.sharding.targets import MOST_DEVICES
 
 _MOST_ELEMENTS = 2**62  # of an array that can be counted

@@ -13,7 +13,8 @@ import jax
 
 from autoshard import _compat
 from autoshard._gc import paused
-from autoshard.errors import AutoshardWarning
+from autoshard._units import bytes_text
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding import request
 from autoshard.sharding.activations import activations
 from autoshard.sharding.axes import LogicalAxes, find_axes
@@ -35,8 +36,7 @@ from autoshard.sharding.pins import (
     own_constraints,
     pin_all,
 )
-from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
-from autoshard.sharding.report.units import bytes_text
+from autoshard.sharding.plan import Estimate, Plan, abstract_mesh
 from autoshard.sharding.roles import Role, Roles, batch_axis, find_roles, name_axes
 from autoshard.sharding.routing import part_routing
 from autoshard.sharding.search import Candidate, idle_layouts, laid_well, price, search

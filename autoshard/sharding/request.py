@@ -23,7 +23,7 @@ from itertools import combinations
 
 from autoshard._shown import shown
 from autoshard._typed import fit, shortly
-from autoshard.errors import AutoshardError
+from autoshard.errors import PlanRequestError
 from autoshard.sharding.axes import LogicalAxes
 from autoshard.sharding.layout import Layout
 from autoshard.sharding.roles import Role, Roles
@@ -38,10 +38,6 @@ KINDS = (
 )  # outermost first: tp talks most, so it gets the nearest devices
 FLAGS = ("seq", "state")
 STATE: tuple[Role, ...] = ("parameter", "optimizer")
-
-
-class PlanRequestError(AutoshardError):
-    """A plan that was asked for cannot be read or cannot hold."""
 
 
 @shown

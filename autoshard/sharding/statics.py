@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from autoshard.sharding.plan import PlanError
+from autoshard.errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoshard._shown import shown
-from autoshard.errors import AutoshardWarning
+from autoshard._units import bytes_text, variant_text
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.cost import CostModel
 from autoshard.sharding.pins import FixedError
-from autoshard.sharding.plan import Plan, PlanError
-from autoshard.sharding.report.units import bytes_text, variant_text
+from autoshard.sharding.plan import Plan
 from autoshard.sharding.request import Request, lay_out, request
 from autoshard.sharding.roles import Roles
 from autoshard.sharding.search import Candidate, on_mesh, price, search

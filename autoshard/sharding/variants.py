@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard._shown import shown
+from autoshard._units import bytes_text, time_text, variant_text
 from autoshard.sharding.history import of_variants
 from autoshard.sharding.plan import Plan
-from autoshard.sharding.report.units import bytes_text, time_text, variant_text
 from autoshard.sharding.request import is_request
 
 Made = tuple[dict[str, Any], Plan]

@@ -11,7 +11,7 @@ from real_steps import batch_of, by_hand, create
 from rooflines import bound, parameters, products
 
 from autoshard.models.workloads import Workload, workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 STYLES = {
     "gpt-tiny": [Style((2, 2, 1, 2), 2, sequence=True), Style((1, 1, 1, 8), sequence=True)],

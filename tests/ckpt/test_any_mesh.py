@@ -13,10 +13,10 @@ import autoshard
 from autoshard.ckpt import Checkpointer
 from autoshard.models import workload
 from autoshard.models.moe import EXPERT_DIMS
-from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
-from autoshard.train.placement import shardings
-from autoshard.train.state import make_program
-from autoshard.train.step import make_train_step
+from autoshard.train.program.planned_step import shardings
+from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import make_train_step
 
 BEFORE, AFTER = 4, 20  # steps until the checkpoint, and from it on
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from autoshard.ckpt import Checkpointer, CheckpointWarning
-from autoshard.ckpt.manifest import FORMAT, _checksum
+from autoshard.ckpt.store.manifest import FORMAT, _checksum
 from autoshard.cli import main
 
 Refused = Callable[[Sequence[str], str], None]

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError
-from autoshard.ckpt.manifest import FORMAT, _checksum
+from autoshard.ckpt.store.manifest import FORMAT, _checksum
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -131,17 +131,17 @@ def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
 
 def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Orbax reads without complaint is still compared."""
-    from autoshard.ckpt import storage
+    from autoshard.ckpt.store import orbax_storage
 
     checkpoints, states = run
-    read = storage.read_arrays
+    read = orbax_storage.read_arrays
 
     def wrong(path: Any, wanted: Any, *, partial: bool) -> dict[Any, Any]:
         arrays = read(path, wanted, partial=partial)
         arrays[("params", "w1")] = arrays[("params", "w1")].at[3, 5].mul(1 + 2**-23)
         return arrays
 
-    monkeypatch.setattr(storage, "read_arrays", wrong)
+    monkeypatch.setattr(orbax_storage, "read_arrays", wrong)
     with pytest.raises(
         DamagedCheckpointError, match="other values than were saved in 1 leaves:\n  params/w1\nNo earlier"
     ):
@@ -198,13 +198,13 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
 
 
 def test_files_that_may_not_be_read_are_not_called_damaged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoshard.ckpt import storage
+    from autoshard.ckpt.store import orbax_storage
 
     def forbidden(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     checkpoints, states = run
-    monkeypatch.setattr(storage, "read_arrays", forbidden)
+    monkeypatch.setattr(orbax_storage, "read_arrays", forbidden)
     with pytest.raises(CheckpointError, match="cannot be read: .*Permission denied") as caught:
         checkpoints.restore(3, states[3])
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -15,7 +15,7 @@ from jax.extend.sharding import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
-from autoshard.ckpt.compare import compare
+from autoshard.ckpt.restore.checkpoint_diff import compare
 
 W = jnp.arange(8.0)
 

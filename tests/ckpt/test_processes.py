@@ -57,7 +57,7 @@ with Checkpointer(directory, keep=None) as checkpoints:
         state = {**state, "w": advance(state["w"]), "many": [advance(leaf) for leaf in state["many"]]}
     checkpoints.wait()
     assert checkpoints.steps() == [0, 1]
-    from autoshard.ckpt.restore import read_manifest
+    from autoshard.ckpt.restore.restore import read_manifest
     assert len(read_manifest(checkpoints.directory / "step_00000001", 1).places) == 81  # "whole" is of their kind
     same(checkpoints.restore(like=template, config={"model": 1}), 1)
     # Of one pack onto two shardings: read on the host by each.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
-from autoshard.ckpt.compare import compare
+from autoshard.ckpt.restore.checkpoint_diff import compare
 from autoshard.errors import AutoshardError
 
 STATE = {"params": {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, "step": jnp.int32(1), "rng": jax.random.key(0)}

@@ -17,7 +17,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt import Checkpointer, CheckpointError, snapshot
+from autoshard.ckpt import Checkpointer, CheckpointError
+from autoshard.ckpt.state import snapshot
 
 
 @pytest.mark.parametrize("block", [False, True])

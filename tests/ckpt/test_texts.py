@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.ckpt import Checkpointer, MismatchError, compare
+from autoshard.ckpt import Checkpointer, MismatchError
+from autoshard.ckpt.restore import checkpoint_diff
 from autoshard.cli import main
 
 TEXTS = {
@@ -39,7 +40,7 @@ def test_texts_come_back_as_they_were(tmp_path: Path, count: int) -> None:
         told = {leaf.name: leaf for leaf in checkpoints.describe().leaves}
         assert told["bytes"].dtype == "bytes" and told["bytes"].shape == (4,) and told["long"].nbytes == 100_000
         checkpoints.save(2, state | {"str": "other"}, block=True)
-        found = compare.compare(checkpoints.describe(1), checkpoints.describe(2))
+        found = checkpoint_diff.compare(checkpoints.describe(1), checkpoints.describe(2))
         assert found.kinds and found.kinds[0].startswith("str: str[")
         with pytest.raises(MismatchError, match=r"bytes: saved bytes\[4\], wanted str\[0\]"):
             checkpoints.restore(1, like=state | {"bytes": ""})

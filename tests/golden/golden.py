@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import Plan, plan
+from autoshard._units import bytes_text, spec_text, time_text
 from autoshard.sharding.report.summary import by_role, mesh_sizes
-from autoshard.sharding.report.units import bytes_text, spec_text, time_text
-from autoshard.train.build import layers_of, search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import layers_of, search_of, variants_of, workload_step, workload_variants
 
 FOLDER = Path(__file__).resolve().parent / "plans"
 ROOT = FOLDER.parent.parent.parent

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 
 from autoshard.models import GPT, GPTConfig, attention
-from autoshard.train.state import make_program
-from autoshard.train.step import make_eval_step, make_train_step
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import make_eval_step, make_train_step
 
 TINY = GPTConfig(vocab=32, layers=2, heads=4, kv_heads=2, width=16, ffn=24, context=12)
 GPT2 = dataclasses.replace(

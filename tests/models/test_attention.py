@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 import autoshard
 from autoshard.models.attention import AUTO_BLOCKWISE_KEYS, attention
 from autoshard.models.workloads import workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 from tests.models.small import quickly
 
 MASKS = {"none": None, "keys": (2, 1, 1, True), "heads": (1, 4, True, True), "rows": (1, 1, True, 1)}

@@ -11,7 +11,7 @@ from autoshard.sharding.aot import verify
 from autoshard.sharding.inside import inside
 from autoshard.sharding.work import flops_of, products
 from autoshard.spmdrules.ir.program import build
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 BATCH, SEQ, EMBED, FFN, EXPERTS, TOP_K = 4, 6, 16, 24, 8, 2
 ROWS = BATCH * SEQ * TOP_K

@@ -11,8 +11,8 @@ from flax import nnx
 
 from autoshard.models import ALPA_WIDE_RESNET, WideResNet, WideResNetConfig, workload
 from autoshard.models.wide_resnet import BatchNorm, Bottleneck, Conv
-from autoshard.train.state import make_program
-from autoshard.train.step import make_train_step
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import make_train_step
 from tests.models.small import called, count, filled_as, quickly, stripes_batch, trained
 
 SMALL = WideResNetConfig(stages=(1, 1), channels=4, image_size=16, classes=8, remat="none", dtype="float32")

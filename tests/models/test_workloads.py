@@ -25,8 +25,8 @@ from autoshard.models import (
     WideResNet,
     workload,
 )
-from autoshard.train.state import make_program
-from autoshard.train.step import batch_shapes, make_train_step
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import batch_shapes, make_train_step
 from tests.models.small import text_entropy, trained
 
 TINY = {

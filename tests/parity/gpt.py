@@ -12,9 +12,9 @@ from flax import nnx
 
 from autoshard import auto_shard
 from autoshard.models import GPT, GPTConfig
-from autoshard.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
-from autoshard.train.state import as_key, make_program
-from autoshard.train.step import loss_and_weight, make_train_step
+from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.train_state import as_key, make_program
+from autoshard.train.step.train_step import loss_and_weight, make_train_step
 
 STEPS = 20
 BATCH = 16

@@ -12,8 +12,8 @@ import pytest
 
 from autoshard import auto_shard
 from autoshard.models import workload
-from autoshard.train.state import make_program
-from autoshard.train.step import make_train_step
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import make_train_step
 from tests.models.small import filled_as
 from tests.sharding.programs import assert_close
 

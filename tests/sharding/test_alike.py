@@ -13,7 +13,7 @@ from autoshard.sharding.nameless import Nameless
 from autoshard.sharding.planner import Planner
 from autoshard.sharding.roles import nbytes
 from autoshard.sharding.tracing import trace
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 WORDS = ("fsdp:8", "zero1:8", "dp:2 fsdp:2 tp:2 seq", "tp:8 state", "dp:4 tp:2 seq")
 

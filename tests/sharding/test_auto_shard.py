@@ -12,7 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from autoshard import auto_shard, operator, plan
-from autoshard.sharding.plan import PlanError
+from autoshard.errors import PlanError
 from autoshard.spmdrules.core import registry
 from tests.sharding.programs import (
     OPTIMIZER,

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, PlanError
 from autoshard.sharding.machine import find_machine
-from autoshard.sharding.plan import PlanError
 
 FIVE: Any = 5
 SHAPES = jax.ShapeDtypeStruct((32, 16), "float32"), jax.ShapeDtypeStruct((64, 32), "float32")

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard, plan
-from autoshard.sharding.plan import PlanError
+from autoshard.errors import PlanError
 from tests.sharding.programs import assert_close, batch, device_bytes, mlp_loss, mlp_state, sgd_step, whole_bytes
 
 

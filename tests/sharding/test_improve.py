@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from autoshard import Plan, plan
+from autoshard.errors import PlanRequestError
 from autoshard.models import workload
 from autoshard.sharding import improve, search
-from autoshard.sharding.request import Change, PlanRequestError, parse_request
-from autoshard.train.build import workload_step
+from autoshard.sharding.request import Change, parse_request
+from autoshard.train.program.build import workload_step
 from tests.sharding.test_search import train_step
 
 TINY = workload("llama-tiny")

@@ -10,9 +10,8 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard._processes import MissingProcessError
-from autoshard.errors import AutoshardWarning
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding import measure
-from autoshard.sharding.plan import PlanError
 from autoshard.sharding.variants import unlike
 
 

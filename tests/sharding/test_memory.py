@@ -6,7 +6,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.models.workloads import workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd_step, whole_bytes
 
 

@@ -10,8 +10,7 @@ import pytest
 from flax import linen, nnx
 
 from autoshard import auto_shard
-from autoshard.errors import AutoshardError, AutoshardWarning
-from autoshard.sharding.plan import PlanError
+from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.statics import split_arguments
 from tests.sharding.programs import assert_close, batch, device_bytes, whole_bytes
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import Plan, plan
+from autoshard.errors import PlanError
 from autoshard.models.workloads import workload
-from autoshard.sharding.plan import PlanError
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 WORK = workload("gpt-350m").with_(batch_size=64)
 

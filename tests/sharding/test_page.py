@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard._units import bytes_text, line_text, time_text, variant_text
 from autoshard.sharding.leaves import Leaf
 from autoshard.sharding.plan import Plan
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.summary import exposed_us, mesh_sizes
-from autoshard.sharding.report.units import bytes_text, line_text, time_text, variant_text
 from tests.browser import NAMES, Browser, chromium
 from tests.sharding.example_step import shapes, train_step
 

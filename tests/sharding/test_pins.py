@@ -11,9 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, auto_shard, plan
-from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.pins import FixedError
-from autoshard.sharding.plan import PlanError
 from autoshard.sharding.state import StateChangedError
 from autoshard.spmdrules.core.placement import to_partition_spec
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step

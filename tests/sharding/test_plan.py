@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import AutoshardWarning
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.leaves import Leaf
-from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
+from autoshard.sharding.plan import Estimate, Plan, abstract_mesh
 from autoshard.sharding.report.page import page
 from tests.sharding.example_step import arrays, shapes, train_step
 

@@ -9,7 +9,7 @@ import pytest
 
 from autoshard import Plan, plan
 from autoshard.models.workloads import workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 
 @functools.cache

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import AutoshardWarning
+from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.history import Searched, Tried
 from autoshard.sharding.leaves import Activation, Leaf
-from autoshard.sharding.plan import Estimate, Plan, PlanError, abstract_mesh
+from autoshard.sharding.plan import Estimate, Plan, abstract_mesh
 from autoshard.sharding.report.moves import traffic_of
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.page.script import DIGEST
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.summary import AxisNames, groups, label, mesh_sizes, mesh_text, verdict
-from autoshard.sharding.report.units import bytes_text, line_text, percent_text, ratio_text, time_text
 from tests.sharding.example_step import shapes, train_step
 
 REQUESTS = (None, "dp:8", "zero1:8", "fsdp:8", "tp:8", "fsdp:2 tp:4 seq", "dp:2 fsdp:2 tp:2")

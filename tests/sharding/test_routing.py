@@ -2,7 +2,7 @@
 
 from autoshard import plan
 from autoshard.models.workloads import workload
-from autoshard.train.build import workload_step
+from autoshard.train.program.build import workload_step
 
 TINY = workload("moe-tiny")
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.errors import AutoshardWarning
-from autoshard.sharding.plan import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from tests.sharding.programs import mlp_loss, mlp_state
 
 

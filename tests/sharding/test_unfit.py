@@ -11,12 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard._units import bytes_text
 from autoshard.cli import main
-from autoshard.errors import AutoshardWarning
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding import unfit
 from autoshard.sharding.chips import CHIPS
-from autoshard.sharding.plan import PlanError
-from autoshard.sharding.report.units import bytes_text
 from autoshard.sharding.sizes import larger, roomier, sizes
 from autoshard.sharding.targets import find_target
 from autoshard.sharding.unfit import DoesNotFitError

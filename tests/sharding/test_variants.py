@@ -11,12 +11,11 @@ import pytest
 
 from autoshard import AutoshardWarning, Plan, plan
 from autoshard.commands import plan as command
-from autoshard.errors import AutoshardError, ConfigError
+from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models.workloads import workload
 from autoshard.sharding import aot
-from autoshard.sharding.plan import PlanError
 from autoshard.sharding.variants import contest, unlike
-from autoshard.train.build import search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import Plan
-from autoshard.sharding.plan import PlanError
-from autoshard.sharding.report.units import bytes_text, change_text, time_text
+from autoshard._units import bytes_text, change_text, time_text
+from autoshard.errors import PlanError
 from autoshard.sharding.whatif import moments_of, neighbours, under
 from tests.sharding.example_step import shapes, train_step
 from tests.sharding.programs import adamw_step, mlp_state

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autoshard.models import GPTConfig
-from autoshard.train.config import TrainConfig
-from autoshard.train.optimizer import OptimizerConfig
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.step.optimizer import OptimizerConfig
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut
-from autoshard.sharding.report.units import bytes_text, line_text, percent_text, ratio_text, time_text
+from autoshard._columns import INDENT, WIDTH, columns, cut
+from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 
 if TYPE_CHECKING:
     from autoshard.sharding.aot.audit import Audit

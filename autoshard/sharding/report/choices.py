@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
+from autoshard._columns import INDENT, columns
+from autoshard._units import bytes_text, change_text, spec_text, time_text
 from autoshard.sharding.nearby import means_any
 from autoshard.sharding.report.summary import mesh_sizes
-from autoshard.sharding.report.text import INDENT, columns
-from autoshard.sharding.report.units import bytes_text, change_text, spec_text, time_text
 from autoshard.sharding.request import is_request
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
     Raises:
         PlanError: it is of no kind that can be fixed, or of a result.
     """
+    from autoshard.errors import PlanError
     from autoshard.sharding.pins import same_spec, says_something
-    from autoshard.sharding.plan import PlanError
     from autoshard.sharding.whatif import anew, best_without, under
 
     plan._bound()
@@ -89,7 +89,7 @@ def check_fixable(path: str, inputs: Sequence[str]) -> None:
     Raises:
         PlanError: it means none, so a result.
     """
-    from autoshard.sharding.plan import PlanError
+    from autoshard.errors import PlanError
 
     if not means_any(path, inputs):
         raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: state comes back as its "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoshard._columns import INDENT, columns
+from autoshard._units import bytes_text, ratio_text, spec_text, time_text
 from autoshard.sharding.report.summary import AxisNames, label, mesh_text
-from autoshard.sharding.report.text import INDENT, columns
-from autoshard.sharding.report.units import bytes_text, ratio_text, spec_text, time_text
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan

@@ -6,10 +6,10 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
+from autoshard._units import line_text
 from autoshard.sharding.alike import in_loops
 from autoshard.sharding.cost import collective
 from autoshard.sharding.decide import decides, regathers, strategy
-from autoshard.sharding.report.units import line_text
 from autoshard.spmdrules.core.placement import sent
 
 if TYPE_CHECKING:

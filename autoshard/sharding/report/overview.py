@@ -6,6 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autoshard._columns import INDENT, WIDTH, columns, cut, cut_middle, wrap
+from autoshard._units import (
+    bytes_text,
+    line_text,
+    percent_text,
+    ratio_text,
+    spec_text,
+    time_text,
+    variant_text,
+)
 from autoshard.sharding.report.summary import (
     LABEL_WIDTH,
     AxisNames,
@@ -23,16 +33,6 @@ from autoshard.sharding.report.summary import (
     title,
     totals,
     verdict,
-)
-from autoshard.sharding.report.text import INDENT, WIDTH, columns, cut, cut_middle, wrap
-from autoshard.sharding.report.units import (
-    bytes_text,
-    line_text,
-    percent_text,
-    ratio_text,
-    spec_text,
-    time_text,
-    variant_text,
 )
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoshard._columns import INDENT, WIDTH
 from autoshard._typed import shortly
+from autoshard._units import bytes_text, spec_text
 from autoshard.sharding.nearby import SHOWN, few, means_any, near
 from autoshard.sharding.report.choices import choice_lines, wish_lines
 from autoshard.sharding.report.moves import traffic_of
@@ -27,8 +29,6 @@ from autoshard.sharding.report.summary import (
     ruled_axes,
     spec_of,
 )
-from autoshard.sharding.report.text import INDENT, WIDTH
-from autoshard.sharding.report.units import bytes_text, spec_text
 from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _wrapped(line: str) -> str:
 
 def find_leaves(plan: Plan, path: str) -> list[Leaf]:
     """The inputs, else the results, that a path, its end or a glob means; see `explain`."""
-    from autoshard.sharding.plan import PlanError
+    from autoshard.errors import PlanError
 
     check_path(path, [leaf.path for leaf in (*plan.inputs, *plan.outputs)])
     path = path.strip("/")
@@ -95,7 +95,7 @@ def check_path(path: str, paths: Sequence[str]) -> None:
     Raises:
         PlanError: none is.
     """
-    from autoshard.sharding.plan import PlanError
+    from autoshard.errors import PlanError
 
     if not isinstance(path, str):
         raise PlanError(f"explain: {shortly(path)} is no path; give one as text, such as '0/params/wq'")

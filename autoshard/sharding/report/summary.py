@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax import numpy as jnp
 
-from autoshard.sharding.report.text import cut_middle
-from autoshard.sharding.report.units import bytes_text, line_text, ratio_text, spec_text, time_text
+from autoshard._columns import cut_middle
+from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:

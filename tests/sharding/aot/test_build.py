@@ -11,11 +11,10 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from autoshard import Plan, plan
-from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.aot import AuditError, export_plan, verify
 from autoshard.sharding.aot.child import gpu_text, rank
 from autoshard.sharding.chips import CHIPS
-from autoshard.sharding.plan import PlanError
 
 building = importlib.import_module("autoshard.sharding.aot.build")  # the package's `build` is its function
 

@@ -10,6 +10,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard._units import (
+    bytes_text,
+    line_text,
+    percent_text,
+    ratio_text,
+    time_text,
+    variant_text,
+)
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
 from autoshard.sharding.report.page.mesh import legend, mesh_section
 from autoshard.sharding.report.page.parts import Paint, folded, section
@@ -18,14 +26,6 @@ from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
 from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, padding_texts, title, verdict
-from autoshard.sharding.report.units import (
-    bytes_text,
-    line_text,
-    percent_text,
-    ratio_text,
-    time_text,
-    variant_text,
-)
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from autoshard.sharding.report.units import bytes_text, time_text
+from autoshard._units import bytes_text, time_text
 
 PAD = 0.05  # of the chart, free at its edges
 TICKS = 5

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from autoshard._units import bytes_text, line_text, percent_text, time_text
 from autoshard.sharding.report.page.parts import Paint, bar, folded, key, kind_class, search_box, stack, table
 from autoshard.sharding.report.summary import exposed_us, memory_rows
-from autoshard.sharding.report.units import bytes_text, line_text, percent_text, time_text
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan

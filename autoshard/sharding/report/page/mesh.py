@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from autoshard._units import bytes_text
 from autoshard.sharding.report.page.parts import Paint, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
-from autoshard.sharding.report.units import bytes_text
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan import Plan

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from autoshard._units import bytes_text, line_text, spec_text
 from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
 from autoshard.sharding.report.reasons import why
 from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
-from autoshard.sharding.report.units import bytes_text, line_text, spec_text
 
 if TYPE_CHECKING:
     from autoshard.sharding.leaves import Activation

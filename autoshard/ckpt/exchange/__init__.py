@@ -1,0 +1,1 @@
+"""Steps and models for other programs: safetensors, LoRA."""

@@ -1,0 +1,1 @@
+"""Read a step back, and describe what it holds."""

@@ -1,0 +1,1 @@
+"""A state as named leaves: digests, packing, snapshots, target shardings."""

@@ -1,0 +1,1 @@
+"""Steps on disk: manifest, Orbax, the directory, retention."""

@@ -1,0 +1,1 @@
+"""Settings, presets, the command line, and the folder of a run."""

@@ -1,0 +1,153 @@
+"""Command line arguments into a config: preset, then the stored run or TOML file, then the options."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
+import re
+import tomllib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from autoshard.errors import AutoshardWarning, ConfigError
+from autoshard.train.config import run_directory
+from autoshard.train.config.presets import preset
+from autoshard.train.config.train_config import TrainConfig, from_dict, load_toml, near, replaced
+
+Command = TypeVar("Command", bound=TrainConfig)
+
+
+def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, description: str) -> Command:
+    """The config that arguments ask for.
+
+    Args:
+        arguments: What follows the subcommand.
+        kind: `TrainConfig`, or a subclass with options of its own.
+        prog: What help calls the command.
+        description: What help says first.
+
+    Raises:
+        ConfigError: An unknown option, preset or setting, or values that cannot be used.
+        SystemExit: `--help`.
+    """
+    base = kind(**_shallow(_starting_point(arguments)))
+    _refuse_unknown(arguments, base)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
+            return _fit_warmup(config, arguments)
+    except SystemExit as end:
+        if end.code:
+            raise ConfigError(in_our_words(_one_line(complaint.getvalue()))) from end
+        raise
+
+
+# How argparse and tyro complain of text where a number belongs.
+_NO_NUMBER = (
+    r"argument (?P<name>\S+): invalid (?P<kind>int|float) value: (?P<value>.*)",
+    r"Error parsing (?P<name>\S+): invalid literal for (?P<kind>int)\(\) with base 10: (?P<value>.*)",
+    r"Error parsing (?P<name>\S+): could not convert string to (?P<kind>float): (?P<value>.*)",
+    r"Error parsing (?P<name>\S+): no type matching \{None\}\|(?P<kind>INT|FLOAT) .* from \[(?P<value>.*?)\]\..*",
+)
+
+
+def in_our_words(complaint: str) -> str:
+    """What a parser says of an option, so that people understand it who do not know Python."""
+    for pattern in _NO_NUMBER:
+        if found := re.fullmatch(pattern, complaint):
+            kind = "a whole number" if found["kind"].lower() == "int" else "a number"
+            return f"{found['name']} is {found['value']}, it must be {kind}"
+    return re.sub(r"^Error parsing [\w.]+: ", "", complaint)  # of a whole config, which says itself what is wrong
+
+
+def _one_line(box: str) -> str:
+    """What a box of tyro's says in its first section below the title, where its complaint is.
+
+    The title is in the box's upper border, or a line of its own where the output is not UTF-8.
+    """
+    lines = [line.strip("│ ").rstrip() for line in box.splitlines()[1:]]
+    ruled = itertools.dropwhile(_is_rule, lines)
+    return " ".join(itertools.takewhile(lambda line: not _is_rule(line), ruled)) or box.strip()
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("─-╭╮╰╯ ")
+
+
+def _shallow(config: TrainConfig) -> dict[str, Any]:
+    return {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+
+
+def _starting_point(arguments: Sequence[str]) -> TrainConfig:
+    """What the options are applied to; it is decided by four of them, read ahead of the others."""
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    ahead.add_argument("--preset")
+    ahead.add_argument("--config", type=Path)
+    ahead.add_argument("--run-dir", "--run_dir", type=Path)
+    ahead.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
+    try:
+        known, _ = ahead.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from error
+    if known.resume:
+        run_dir = known.run_dir or run_directory.newest(known.preset or "*")
+        base = preset(known.preset) if known.preset else from_dict(run_directory.read_config(run_dir), str(run_dir))
+        base = dataclasses.replace(base, run_dir=run_dir)
+    else:
+        base = preset(known.preset or "quick")
+    return load_toml(base, known.config) if known.config else base
+
+
+def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
+    """A preset's warm-up as the same share of a run that is not longer than it; one that was asked for stays."""
+    warmup, steps = config.optimizer.warmup_steps, config.steps
+    if config.resume or not warmup >= steps > 0 or _asks_for_warmup(config, arguments):
+        return config
+    fitting = warmup * steps // preset(config.preset).steps
+    warnings.warn(
+        f"the warm-up of preset {config.preset}, {warmup} steps, does not fit a run of {steps}: it is {fitting} here. "
+        "--optimizer.warmup-steps sets it",
+        AutoshardWarning,
+        stacklevel=3,
+    )
+    return replaced(config, "optimizer", optimizer=replaced(config.optimizer, "optimizer", warmup_steps=fitting))
+
+
+def _asks_for_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
+    """Whether the warm-up comes from an option or a file, not from the preset."""
+    if any(a.partition("=")[0].replace("_", "-") == "--optimizer.warmup-steps" for a in arguments):
+        return True
+    settings = tomllib.loads(config.config.read_text()) if config.config else {}
+    return "warmup_steps" in settings.get("optimizer", {})
+
+
+def _refuse_unknown(arguments: Sequence[str], config: TrainConfig) -> None:
+    known = ["--help", *_options(config, "--")]
+    for argument in arguments:
+        if argument == "--":
+            return
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in known:
+            raise ConfigError(f"unknown option {name}{near(name, known)}")
+
+
+def _options(config: Any, prefix: str) -> list[str]:
+    """Every option of a config, `--gpt.layers` for a nested one."""
+    names = []
+    for entry in dataclasses.fields(config):
+        value, name = getattr(config, entry.name), entry.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            names += _options(value, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+            if isinstance(value, bool):
+                names.append(f"{prefix}no-{name}")
+    return names

@@ -1,0 +1,1 @@
+"""Read a trained model back and generate with it."""

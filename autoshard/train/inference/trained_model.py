@@ -1,0 +1,59 @@
+"""A trained model from the folder of its run."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoshard._shown import shown
+from autoshard.ckpt import Checkpointer
+from autoshard.errors import ConfigError
+from autoshard.train.config import run_directory
+from autoshard.train.config.train_config import TrainConfig, checkpoint_config, from_dict
+from autoshard.train.program.build import make_program_of
+from autoshard.train.step.train_state import Program, TrainState
+
+
+@shown
+@dataclass(frozen=True)
+class Trained:
+    """A run's model at one of its checkpoints.
+
+    Attributes:
+        config: Settings of the run.
+        program: Its model, without arrays.
+        state: The arrays, on one device.
+        step: Steps that it was trained for.
+    """
+
+    config: TrainConfig
+    program: Program
+    state: TrainState
+    step: int
+
+
+def open_checkpoints(run_dir: Path) -> Checkpointer:
+    """The checkpoints of a run, to be read.
+
+    Raises:
+        ConfigError: The folder holds no run, or a run without checkpoints.
+    """
+    run_directory.read_config(run_dir)
+    checkpoints = Checkpointer(run_dir / run_directory.CHECKPOINTS, keep=None)
+    if checkpoints.latest() is None:
+        raise ConfigError(f"{str(run_dir)!r} holds no checkpoint yet")
+    return checkpoints
+
+
+def load_trained(run_dir: Path, step: int | None = None) -> Trained:
+    """Restore a run's state onto the first device, the newest checkpoint by default.
+
+    Raises:
+        AutoshardError: There is no run, no such step, or it is damaged.
+    """
+    config = from_dict(run_directory.read_config(run_dir), str(run_dir))
+    program = make_program_of(config)
+    with contextlib.closing(open_checkpoints(run_dir)) as checkpoints:
+        state = checkpoints.restore(step, program.abstract_state(), config=checkpoint_config(config))
+    return Trained(config, program, state, int(state.step))

@@ -1,0 +1,1 @@
+"""From names to a model and data; the step under its plan; evaluation and timing."""

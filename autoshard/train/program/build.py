@@ -1,0 +1,265 @@
+"""From names in the config to a model and data: built in, or the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from autoshard.errors import ConfigError
+from autoshard.models import GPT, GPTConfig
+from autoshard.models.moe import MoEConfig
+from autoshard.models.wide_resnet import WideResNetConfig
+from autoshard.models.workloads import Workload
+from autoshard.sharding.variants import Attempt
+from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.data.text_data import Source, TokenSource, text_source
+from autoshard.train.data.tokenizer import load_codec
+from autoshard.train.step.ema import EmaConfig
+from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.train_state import Program, TrainState, make_program
+from autoshard.train.step.train_step import TrainStep, make_train_step
+
+REMATS = ("none", "dots", "full")
+"""What layers keep for their backward pass, of which the best is searched."""
+
+MICROBATCHES = (1, 2, 4)
+"""In how many parts a batch is processed, of which the best is searched."""
+
+MIXES = ((3, 4), (1, 2), (1, 4))
+"""How many layers of how many take a lighter policy than the others."""
+
+VOCAB_MULTIPLE = 64
+"""A vocabulary that the data makes larger than the config's becomes a multiple of this, which shards well."""
+
+
+def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
+    """The config with a vocabulary that holds the data's."""
+    if vocab_size <= config.gpt.vocab:
+        return config
+    padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return replaced(config, "gpt", gpt=replaced(config.gpt, "gpt", vocab=padded))
+
+
+def fit_tokenizer(config: TrainConfig) -> TrainConfig:
+    """The config with a vocabulary that holds its tokenizer's: what a run has, from no data."""
+    return fit_vocab(config, load_codec(config.tokenizer).vocab_size)
+
+
+def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
+    """What makes the model from random streams.
+
+    Raises:
+        ConfigError: The factory cannot be found, or does not return an `nnx.Module` or a `GPTConfig`.
+    """
+    if config.model == "gpt":
+        return lambda rngs: GPT(config.gpt, rngs=rngs)
+    factory = load_function(config.model, "--model")
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        given = {"rngs": rngs, "vocab": config.gpt.vocab, "context": config.gpt.context}
+        model = factory(**_taken(factory, given))
+        if isinstance(model, GPTConfig):
+            model = GPT(model, rngs=rngs)
+        if not isinstance(model, nnx.Module):
+            raise ConfigError(f"--model {config.model} returned {type(model).__name__}, not an nnx.Module")
+        return model
+
+    return build
+
+
+def make_program_of(config: TrainConfig) -> Program:
+    """The model and the optimizer of a run.
+
+    Raises:
+        ConfigError: An unknown factory, a glob that matches nothing, or a warm-up longer than the run.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
+    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema=ema)
+
+
+def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
+    """The train step of a run."""
+    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
+
+
+def workload_step(work: Workload, accumulation: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+    """The train step of a named workload, and the shapes of its state and of its batch.
+
+    Args:
+        work: The model and its batch.
+        accumulation: Microbatches that a batch is processed in.
+
+    Raises:
+        ConfigError: The batch does not divide into them.
+    """
+    if accumulation < 1 or work.batch_size % accumulation:
+        raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {accumulation} microbatches")
+    settings = OptimizerConfig()
+    program = make_program(work.build, make_optimizer(settings, 1000))
+    step = make_train_step(program, learning_rate_schedule(settings, 1000), accumulation)
+    return step, program.abstract_state(), work.batch()
+
+
+def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:
+    """The same as one step with static keywords: `step(state, batch, *, remat, accumulation)`.
+
+    Raises:
+        AutoshardError: A remat policy that the workload's model does not know, once it is asked for.
+    """
+    steps: dict[Any, TrainStep] = {}
+
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
+        if (remat, accumulation) not in steps:
+            steps[remat, accumulation] = workload_step(work.with_(remat=remat), accumulation)[0]
+        return steps[remat, accumulation](state, batch)
+
+    _, state, batch = workload_step(work)
+    return train_step, state, batch
+
+
+def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any]]:
+    """The variants of a workload's step that compute the same numbers.
+
+    Microbatches are such only where no part of the loss looks at a whole batch, as batch statistics and the losses of
+    a router do; and what an expert has room for is counted by microbatch.
+
+    Args:
+        work: The workload.
+        numerics: Whether to list those as well that compute other numbers.
+    """
+    whole = isinstance(work.config, MoEConfig | WideResNetConfig) and not numerics
+    parts = [n for n in MICROBATCHES if not work.batch_size % n]
+    return {"remat": list(REMATS), "accumulation": [1] if whole else parts}
+
+
+def layers_of(config: Any) -> int:
+    """How many layers a model's `remat` is for: with experts groups of layers, of a residual network its blocks."""
+    if isinstance(config, MoEConfig):
+        return config.gpt.layers // config.moe_every
+    return sum(config.stages) if isinstance(config, WideResNetConfig) else config.layers
+
+
+def search_of(
+    variants: Mapping[str, Sequence[Any]], layers: int
+) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
+    """The variants to plan, as `autoshard.plan` takes them: all that are named, then remat by layers in turn.
+
+    Where a policy does not fit and the next stricter one does, as many layers take the first as there is room for: one,
+    two or three of four. If that many do not fit after all, fewer are tried.
+
+    Args:
+        variants: The values of `remat` and of other keywords.
+        layers: How many layers there are.
+    """
+    names = list(variants)
+
+    def following(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        if not attempts:
+            return [dict(zip(names, values, strict=True)) for values in itertools.product(*variants.values())]
+        known = {tuple(each.keywords[name] for name in names): each for each in attempts}
+        found: list[dict[str, Any]] = []
+        rest = [name for name in names if name != "remat"]
+        for values in itertools.product(*(variants[name] for name in rest)):
+            others = dict(zip(rest, values, strict=True))
+
+            def of(remat: str, others: dict[str, Any] = others) -> Attempt | None:
+                return known.get(tuple({**others, "remat": remat}[name] for name in names))
+
+            remat = _mixed(of, [r for r in REMATS if r in variants["remat"]], layers)
+            found += [{**others, "remat": remat}] if remat else []
+        return found
+
+    return following if "remat" in names else lambda attempts: [] if attempts else following(attempts)
+
+
+def _mixed(of: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
+    """The next policies in turn to try, between the last that does not fit and the first that does."""
+    for light, strict in itertools.pairwise(remats):
+        one, other = of(light), of(strict)
+        if one is None or other is None or one.fits or not other.fits or math.isinf(one.peak_memory_bytes):
+            continue
+        room = (other.limit_bytes - other.peak_memory_bytes) / (one.peak_memory_bytes - other.peak_memory_bytes)
+        for count, of_layers in MIXES:
+            mixed = ",".join([light] * count + [strict] * (of_layers - count))
+            if layers > of_layers and not layers % of_layers and count <= room * of_layers:
+                found = of(mixed)
+                if found is None or found.fits:
+                    return mixed if found is None else None
+    return None
+
+
+def make_source(config: TrainConfig) -> Source:
+    """The data of a run.
+
+    Raises:
+        DataError: Missing, empty or binary data.
+        ConfigError: The function cannot be found, or returns neither token arrays nor a source.
+    """
+    batch = {"batch_size": config.batch_size, "eval_batch_size": config.microbatch_size}
+    if not is_function(config.data):
+        return text_source(
+            config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer, **batch
+        )
+    assert config.data is not None
+    made = load_function(config.data, "--data")(config)
+    if isinstance(made, Source):
+        return made
+    tokens = [np.asarray(part) for part in made] if isinstance(made, tuple | list) else []
+    if len(tokens) != 2 or any(part.ndim != 1 or part.dtype.kind not in "iu" for part in tokens):
+        raise ConfigError(
+            f"--data {config.data} returned {type(made).__name__}: return (training tokens, held-out tokens) "
+            "as one-dimensional integer arrays, or an autoshard.train.data.text_data.Source"
+        )
+    vocab_size = max(int(part.max(initial=0)) + 1 for part in tokens)
+    return TokenSource(*tokens, vocab_size=vocab_size, context=config.gpt.context, seed=config.seed, **batch)
+
+
+def is_function(name: str | None) -> bool:
+    """Whether a name is package.module:function and not a path that exists."""
+    if name is None or ":" not in name or Path(name).exists():
+        return False
+    module, _, function = name.partition(":")
+    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def load_function(name: str, option: str) -> Callable[..., Any]:
+    """The function that package.module:function names; modules in the working folder are found too.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not is_function(name):
+        raise ConfigError(
+            f"{option} {name!r} is unknown: give package.module:function"
+            + (", or gpt for the built-in model" if option == "--model" else "")
+        )
+    module_name, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+    if not callable(getattr(module, function, None)):
+        raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
+    return getattr(module, function)
+
+
+def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in given.items() if name in names}

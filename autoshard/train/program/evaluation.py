@@ -1,0 +1,71 @@
+"""The loss of the held-out set: a token-weighted mean, the same on every mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from autoshard._shown import shown
+from autoshard.train.data.prefetch import Prefetcher, place_batch
+from autoshard.train.data.text_data import Source
+from autoshard.train.program.planned_step import PlacedEvalStep
+from autoshard.train.step.train_state import Tree
+
+
+@shown
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured on the held-out set.
+
+    Attributes:
+        loss: Mean over its tokens, in nats.
+        tokens: How many there were.
+        bits_per_byte: The same per byte of text; None where the text is not known.
+    """
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None
+
+    def metrics(self) -> dict[str, float]:
+        """As it is written to the metrics."""
+        values = {"val_loss": self.loss}
+        return values if self.bits_per_byte is None else values | {"val_bits_per_byte": self.bits_per_byte}
+
+
+def evaluate(
+    placed: PlacedEvalStep,
+    state_parts: tuple[Tree, Tree, Tree],
+    source: Source,
+    *,
+    batches: int = 0,
+    prefetch: int = 2,
+    after_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Measure the loss over held-out batches; sums are added up in double precision on the host.
+
+    Args:
+        placed: The evaluation step.
+        state_parts: Parameters, frozen parameters and variables of the train state.
+        source: Where batches come from.
+        batches: How many to take; 0 for all.
+        prefetch: Batches made ahead.
+        after_batch: Called when one was evaluated.
+    """
+
+    def make(index: int) -> dict[str, jax.Array]:
+        return place_batch(lambda rows: source.held_out_batch(index, rows), placed.batch_shapes, placed.batch_shardings)
+
+    count = min(batches or source.held_out_batches, source.held_out_batches)
+    loss, weight = 0.0, 0.0
+    with Prefetcher(range(count), make, prefetch) as ready:
+        for batch in ready:
+            more_loss, more_weight = jax.device_get(placed.step(*state_parts, batch))
+            loss, weight = loss + float(more_loss), weight + float(more_weight)
+            after_batch()
+    mean = loss / max(weight, 1.0)
+    per_token = source.bytes_per_token
+    return Evaluation(mean, int(weight), mean / math.log(2) / per_token if per_token else None)

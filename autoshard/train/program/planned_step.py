@@ -1,0 +1,165 @@
+"""Where the trainer meets the planner: its steps, sharded, and where state and batches lie on the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import autoshard
+from autoshard._shown import shown
+from autoshard.errors import ConfigError
+from autoshard.sharding.machine import device_mesh, mesh_sizes
+from autoshard.sharding.plan import Plan
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.program.build import MICROBATCHES, REMATS, make_program_of, search_of, train_step_of
+from autoshard.train.step.train_state import Program, TrainState, Tree
+from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
+
+
+@shown
+@dataclass(frozen=True)
+class PlacedStep:
+    """A train step under its plan.
+
+    Attributes:
+        step: The sharded step; it donates its state.
+        plan: What was planned for it.
+        state_shapes: Shapes, dtypes and shardings of the state.
+        batch_shapes: Shapes and dtypes of a batch.
+        batch_shardings: Where a batch goes.
+    """
+
+    step: Any
+    plan: Any
+    state_shapes: TrainState
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    batch_shardings: dict[str, NamedSharding]
+
+
+@shown
+@dataclass(frozen=True)
+class PlacedEvalStep:
+    """An evaluation step that reads the train state where it lies."""
+
+    step: Any
+    batch_shapes: dict[str, jax.ShapeDtypeStruct]
+    batch_shardings: dict[str, NamedSharding]
+
+
+def plan_options(config: TrainConfig) -> dict[str, Any]:
+    """What the config says to the planner."""
+    options = {
+        "mesh": parse_mesh(config.mesh),
+        "target": config.target,
+        "memory_limit_bytes": config.memory_limit_bytes,
+        "plan": config.plan,
+        "measure": config.measure or None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def parse_mesh(text: str | None) -> dict[str, int] | None:
+    """`data=4,model=2` as axis names and sizes.
+
+    Raises:
+        ConfigError: It is not written so.
+    """
+    if text is None:
+        return None
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        name, _, size = part.partition("=")
+        if not (name.isidentifier() and size.isdigit() and int(size) > 0) or name in axes:
+            raise ConfigError(f"--mesh {text!r}: write axis names and sizes, such as data=4,model=2")
+        axes[name] = int(size)
+    return axes
+
+
+def place_step(train_step: TrainStep, program: Program, config: TrainConfig, plan: Plan | None = None) -> PlacedStep:
+    """Plan the train step, or take a plan that was made for it, and say where everything goes; makes no array."""
+    _check_devices(config)
+    options: dict[str, Any] = plan_options(config) | ({"plan": plan, "measure": 0} if plan is not None else {})
+    step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
+    shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
+    made = step.plan(shapes, batch)
+    state_shardings, batch_shardings = shardings(made)
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings,
+    )
+    return PlacedStep(step, made, placed, batch, batch_shardings)
+
+
+def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
+    """The config with remat and microbatches of the fastest step that fits, and its plan with all that were searched.
+
+    Dropout draws its masks for each microbatch, so that with it their number stays what it is.
+
+    Raises:
+        ConfigError: The model is not the built-in one.
+        AutoshardError: No variant can be planned as the config asks.
+    """
+    if config.model != "gpt":
+        raise ConfigError(f"--variants search knows the remat of the built-in model alone, not that of {config.model}")
+    steps: dict[Any, TrainStep] = {}
+    program = make_program_of(config)
+    parts = {config.accumulation, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
+
+    def varied(remat: str, accumulation: int) -> TrainConfig:
+        return replace(config, accumulation=accumulation, gpt=replace(config.gpt, remat=remat))
+
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
+        if (remat, accumulation) not in steps:
+            chosen = varied(remat, accumulation)
+            steps[remat, accumulation] = train_step_of(chosen, make_program_of(chosen))
+        return steps[remat, accumulation](state, batch)
+
+    plan = autoshard.plan(
+        train_step,
+        program.abstract_state(),
+        batch_shapes(config.batch_size, config.gpt.context),
+        variants=search_of({"remat": REMATS, "accumulation": sorted(parts)}, config.gpt.layers),
+        donate_argnums=0,
+        verify=verify,
+        **plan_options(config),
+    )
+    return varied(**plan.variant), plan
+
+
+def _check_devices(config: TrainConfig) -> None:
+    """Refuse a mesh that this machine is too small for, before anything is planned for it."""
+    wanted, attached = math.prod((parse_mesh(config.mesh) or {}).values()), jax.device_count()
+    if wanted > attached:
+        raise ConfigError(
+            f"--mesh {config.mesh} has {wanted} devices, this machine has {attached}: give a smaller mesh, or on CPU "
+            f"--virtual-devices {wanted}"
+        )
+
+
+def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
+    """Plan the evaluation step around the train state's arrays, which stay where they are."""
+    mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
+    step = autoshard.auto_shard(eval_step, mesh=mesh)
+    batch = batch_shapes(config.microbatch_size, config.gpt.context)
+    batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
+    return PlacedEvalStep(step, batch, batch_shardings)
+
+
+def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
+    """The plan's shardings of each argument, over a mesh of devices: its own over this machine's by default.
+
+    Raises:
+        PlanError: The plan's mesh has more devices than this machine.
+    """
+    mesh = mesh or device_mesh(mesh_sizes(plan.mesh), None, plan.device_order)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        plan.in_specs,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )

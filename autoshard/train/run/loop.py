@@ -1,0 +1,371 @@
+"""A training run from its config to its last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard._shown import shown
+from autoshard.ckpt import Checkpointer, CheckpointError, Every, Keep, Restored
+from autoshard.errors import AutoshardError, ConfigError, PlanError
+from autoshard.models import flops_per_token
+from autoshard.sharding.plan import Plan
+from autoshard.sharding.targets import target_for
+from autoshard.train.config import run_directory
+from autoshard.train.config.train_config import (
+    TrainConfig,
+    checkpoint_config,
+    differences,
+    from_dict,
+    identity,
+    to_dict,
+)
+from autoshard.train.data.prefetch import Prefetcher, place_batch
+from autoshard.train.data.text_data import Source
+from autoshard.train.data.tokenizer import load_codec
+from autoshard.train.inference.exported_model import write_inference
+from autoshard.train.inference.text_generation import sample_text
+from autoshard.train.program.build import fit_vocab, make_program_of, make_source, train_step_of
+from autoshard.train.program.evaluation import Evaluation, evaluate
+from autoshard.train.program.planned_step import (
+    PlacedEvalStep,
+    PlacedStep,
+    place_eval_step,
+    place_step,
+    search_variants,
+)
+from autoshard.train.run import distributed
+from autoshard.train.run.interrupt import Interrupts, Stopping
+from autoshard.train.run.loss_plot import plot_loss
+from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
+from autoshard.train.run.throughput import Clock
+from autoshard.train.run.watchdog import Watchdog
+from autoshard.train.step.train_state import Program, TrainState
+from autoshard.train.step.train_step import eval_params, make_eval_step
+
+
+@shown
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        run_dir: Folder of the run.
+        step: Steps done.
+        evaluation: The last evaluation; None where the run was interrupted.
+        interrupted_by: Name of the signal that stopped it; None where none did.
+    """
+
+    run_dir: Path
+    step: int
+    evaluation: Evaluation | None
+    interrupted_by: str | None
+
+
+class Trainer:
+    """One run; `run()` does it all."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Read the data, claim the run's folder and plan the steps.
+
+        Raises:
+            AutoshardError: Something in the config, the data or the folder that cannot be used.
+        """
+        self.source: Source = make_source(config)
+        self.config = config = fit_vocab(config, self.source.vocab_size)
+        self._check_run_dir()
+        searched = None
+        if config.variants == "search" and not config.resume:
+            self.config, searched = search_variants(config)
+            if self.config.microbatch_size != config.microbatch_size:
+                self.source = make_source(self.config)
+            config = self.config
+        self.program: Program = make_program_of(config)
+        kept = saved_plan(config) or searched
+        self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config, kept)
+        self._eval_step: PlacedEvalStep | None = None
+        self._watchdog = Watchdog(config.deadline_seconds)
+        self.run_dir = self._claim_run_dir()
+
+    def run(self) -> Result:
+        """Train to the last step, or until a signal asks to stop."""
+        checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=keep_of(self.config))
+        with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
+            checkpoints.claim()  # before anything of the folder changes: another process may be training in it
+            state = self._first_state(checkpoints)
+            start = int(state.step)
+            reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
+            stack.callback(reporter.close)
+            self._introduce(reporter, start, checkpoints.restored)
+            interrupts = stack.enter_context(Interrupts())
+            self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
+            step, state, stopped = self._steps(state, start, checkpoints, reporter, interrupts)
+            # A signal that comes later ends nothing: the other processes would go on to what this one leaves out.
+            interrupted_by = interrupts.received if stopped else None
+            evaluation = None
+            if not stopped:
+                evaluation = self._evaluate(state, step, reporter, batches=0)
+            with self._watchdog.paused():
+                if checkpoints.latest() != step:
+                    self._save(checkpoints, step, state, evaluation, block=True)
+            reporter.close()
+            self._conclude(state, step, reporter, interrupted_by)
+        return Result(self.run_dir, step, evaluation, interrupted_by)
+
+    def _check_run_dir(self) -> None:
+        """Refuse a folder that holds another run; nothing is written before everything is known to fit."""
+        run_dir, config = self.config.run_dir, self.config
+        if run_dir is not None and not config.resume:
+            run_directory.check_free(run_dir)
+        run_directory.check_writable(run_dir or run_directory.RUNS)
+        if not config.resume:
+            return
+        if run_dir is None or not run_directory.is_taken(run_dir):
+            raise ConfigError(f"--resume: {str(run_dir)!r} holds no run")
+        stored = identity(from_dict(run_directory.read_config(run_dir), str(run_dir)))
+        changed = differences(stored, identity(config))
+        if changed:
+            raise ConfigError(
+                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another --run-dir"
+            )
+
+    def _claim_run_dir(self) -> Path:
+        run_dir = self.config.run_dir or run_directory.fresh(self.config.preset, distributed.agree(int(time.time())))
+        # Every process has checked the folder by now, and found it as the others did.
+        distributed.check_same("the data", self._data_digest or "")
+        if distributed.is_main() and not self.config.resume:
+            self._write_config(run_dir)
+        return run_dir
+
+    def _write_config(self, run_dir: Path) -> None:
+        kept = replace(self.config, run_dir=run_dir, resume=False, allow_other_data=False)
+        run_directory.write_config(run_dir, to_dict(kept))
+
+    @property
+    def _data_digest(self) -> str | None:
+        return getattr(self.source, "digest", None)
+
+    def _first_state(self, checkpoints: Checkpointer) -> TrainState:
+        if not self.config.resume or checkpoints.latest() is None:
+            return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
+        state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
+        assert checkpoints.restored is not None
+        self._check_goes_on(checkpoints.restored.step, checkpoints.config(checkpoints.restored.step))
+        return state
+
+    def _check_goes_on(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Refuse to go on with other data, or to an earlier step.
+
+        Raises:
+            ConfigError: Naming all that does not fit.
+        """
+        config, digest, problems = self.config, saved.get("data"), []
+        other = None not in (digest, self._data_digest) and digest != self._data_digest
+        if other and not config.allow_other_data:
+            problems.append(
+                f"it was trained on other data than {config.data or 'the standard library'!r} holds now "
+                "(--allow-other-data goes on with these)"
+            )
+        if step > config.steps:
+            problems.append(f"it is at step {step}, and --steps is {config.steps}")
+        if problems:
+            raise ConfigError(
+                f"{str(config.run_dir)!r} cannot go on: {'; '.join(problems)}. Give what it had, or another --run-dir"
+            )
+
+    def _introduce(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
+        reporter.say(str(self.placed.plan))
+        parameters = sum(
+            leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
+        )
+        origin = f"continues from step {start}" if self.config.resume else "starts"
+        if restored is not None:
+            reporter.say(f"restored {restored}")
+        reporter.say(
+            f"{parameters:,} parameters on {self.placed.plan.mesh.size} {jax.devices()[0].platform} devices; "
+            f"the run {origin} in {self.run_dir}"
+        )
+        if distributed.is_main():
+            self._write_config(self.run_dir)  # of a run that goes on only now: its state could be read
+            run_directory.write_plan(self.run_dir, self.placed.plan, start)
+
+    def _batches(self, start: int) -> Prefetcher:
+        def make(step: int) -> tuple[int, dict[str, jax.Array]]:
+            placed = self.placed
+            return step, place_batch(
+                lambda rows: self.source.batch(step, rows), placed.batch_shapes, placed.batch_shardings
+            )
+
+        return Prefetcher(range(start, self.config.steps), make, self.config.prefetch)
+
+    def _steps(
+        self,
+        state: TrainState,
+        start: int,
+        checkpoints: Checkpointer,
+        reporter: Reporter,
+        interrupts: Interrupts,
+    ) -> tuple[int, TrainState, bool]:
+        """Train; how many steps are done, the state after them, and whether all processes stop because of a signal."""
+        config, done, last_loss, stopped = self.config, start, None, False
+        self._metrics: dict[str, jax.Array] = {}  # of the last step
+        every = Every(
+            config.checkpoint_every,
+            config.checkpoint_minutes,
+            agreed=lambda due: bool(distributed.agree(due)),
+            asked_every=config.log_every if jax.process_count() > 1 else 1,
+        )
+        clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
+        stopping = Stopping(interrupts, start, at_least_every=config.log_every)
+        reporter.start()
+        with self._batches(start) as batches:
+            for step, batch in batches:
+                state, metrics = self.placed.step(state, batch)
+                self._metrics = metrics
+                # One step is in flight while the next is dispatched, and no more: a signal is heard at once.
+                jax.block_until_ready(last_loss)
+                self._watchdog.beat(done)
+                done, last_loss = step + 1, metrics["loss"]
+                reporter.advance(done)
+                if done % config.log_every == 0 or done in (start + 1, config.steps):
+                    self._log(done, metrics, clock, reporter)
+                evaluation = None
+                if config.eval_every and done % config.eval_every == 0 and done < config.steps:
+                    with clock.paused():
+                        evaluation = self._evaluate(state, done, reporter, config.eval_batches)
+                if done < config.steps and every.due(done):
+                    with clock.paused(), self._watchdog.paused():
+                        self._save(checkpoints, done, state, evaluation)
+                    every.saved()
+                stopped = stopping.after(done, last=done >= config.steps)
+                if stopped:
+                    break
+        return done, state, stopped
+
+    def _save(
+        self,
+        checkpoints: Checkpointer,
+        step: int,
+        state: TrainState,
+        evaluation: Evaluation | None,
+        block: bool = False,
+    ) -> None:
+        self._check_finite(step, jax.device_get(self._metrics))
+        checkpoints.save(
+            step,
+            state,
+            config=checkpoint_config(self.config) | {"data": self._data_digest},
+            metrics=evaluation.metrics() if evaluation is not None else {},
+            plan=self.placed.plan,
+            block=block,
+        )
+        if distributed.is_main():
+            write_inference(self.run_dir / run_directory.CHECKPOINTS, self.config, self.program)
+
+    def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
+        self._check_finite(step, values)
+        reporter.record(step, values | clock.rates(step, self.config.steps))
+
+    def _check_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Ends a run that went astray, before its state takes the place of one that is well.
+
+        Raises:
+            AutoshardError: The loss or the gradient of the last step is not finite.
+        """
+        for name, what in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
+            if not math.isfinite(value := float(metrics.get(name, 0.0))):
+                raise AutoshardError(
+                    f"the {what} is {value} at step {step}: try a lower --optimizer.learning-rate "
+                    f"(it is {self.config.optimizer.learning_rate}); checkpoints are in {self.run_dir}"
+                )
+
+    def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
+        parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
+        if self._eval_step is None:
+            self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
+        found = evaluate(
+            self._eval_step,
+            parts,
+            self.source,
+            batches=batches,
+            prefetch=self.config.prefetch,
+            after_batch=self._watchdog.beat,
+        )
+        reporter.record(step, found.metrics())
+        return found
+
+    def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
+        if interrupted_by is None and self.config.sample_tokens:
+            text = sample_text(
+                self.program,
+                state,
+                load_codec(self.config.tokenizer),
+                self.config.prompt,
+                self.config.sample_tokens,
+                use_ema=self.config.use_ema,
+            )
+            reporter.say(f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one.")
+            if text is not None and distributed.is_main():
+                (self.run_dir / run_directory.SAMPLE).write_text(text)
+        if distributed.is_main():
+            plot_loss(read_metrics(self.run_dir / run_directory.METRICS), self.run_dir / run_directory.PLOT)
+        ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
+        more = f"; continue by --run-dir {self.run_dir} --resume" if interrupted_by else ""
+        reporter.say(
+            f"{ended} at step {step}/{self.config.steps}. Checkpoint, metrics and {run_directory.PLOT} are in "
+            f"{self.run_dir}{more}"
+        )
+
+    def _tokens_per_step(self) -> int:
+        return self.config.batch_size * self.config.gpt.context
+
+    def _peak_seconds_per_step(self) -> float | None:
+        """Time of a step at the devices' peak; None where that or the model's FLOPs are not known."""
+        peak = peak_flops(jax.devices()[0].device_kind)
+        if peak is None or self.config.model != "gpt":
+            return None
+        return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * self.placed.plan.mesh.size)
+
+
+def saved_plan(config: TrainConfig) -> Plan | None:
+    """The plan of the newest readable checkpoint of a run that goes on where it was: on such a machine, asked the same.
+
+    A run that is resumed with another mesh, target, limit or plan is planned for anew.
+    """
+    asked = (config.plan, config.mesh, config.target, config.memory_limit_bytes)
+    if not config.resume or config.run_dir is None or any(one is not None for one in asked):
+        return None
+    checkpoints = Checkpointer(config.run_dir / run_directory.CHECKPOINTS, keep=None)
+    for step in reversed(checkpoints.steps()):
+        try:
+            kept = checkpoints.describe(step).plan
+            plan = None if kept is None else Plan.from_json(json.dumps(kept))
+        except (CheckpointError, PlanError):  # damaged, or of another version
+            continue
+        here = target_for(jax.devices(), jax.device_count()).name
+        return plan if plan is not None and plan.target == here and plan.mesh.size == jax.device_count() else None
+    return None
+
+
+def keep_of(config: TrainConfig) -> Keep:
+    """Which checkpoints of a run stay."""
+    return Keep(config.keep_checkpoints or None, best=config.keep_best, metric="val_loss", every=config.keep_every)
+
+
+def train(config: TrainConfig) -> Result:
+    """Train as the config says.
+
+    Raises:
+        AutoshardError: Something in the config, the data or the run's folder that cannot be used.
+    """
+    distributed.initialize()
+    return Trainer(config).run()

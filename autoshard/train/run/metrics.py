@@ -1,0 +1,120 @@
+"""What a run says: a progress bar, JSON lines and TensorBoard; only the main process says anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from tensorboardX import SummaryWriter
+
+from autoshard.sharding.chips import CHIPS, chip_name
+from autoshard.train.config import run_directory
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak FLOP/s of a device in bf16; None where it is not known, as for CPUs."""
+    chip = chip_name(device_kind)
+    return None if chip is None else CHIPS[chip].flops
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a line cut short by a crash ends it."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+class Reporter:
+    """Says and records what happens in a run.
+
+    Every method is silent where `enabled` is false, as in all processes but the main one.
+    """
+
+    def __init__(self, run_dir: Path, *, steps: int, start: int, enabled: bool) -> None:
+        """Open the records, after the step that the run continues from.
+
+        Args:
+            run_dir: Folder of the run.
+            steps: Length of the run.
+            start: Steps that are already done; records of later ones, lost in a crash, are dropped.
+            enabled: Whether this process says anything.
+        """
+        self.enabled = enabled
+        self._steps = steps
+        if not enabled:
+            return
+        path = run_dir / run_directory.METRICS
+        kept = [line for line in read_metrics(path) if line["step"] <= start]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(path)
+        self._lines = path.open("a", buffering=1)
+        self._board = SummaryWriter(str(run_dir / run_directory.TENSORBOARD), purge_step=start + 1 if start else None)
+        self._console = Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=start, figures="")
+
+    def say(self, text: str) -> None:
+        """Print a text as it is."""
+        if self.enabled:
+            self._console.print(Text(text), soft_wrap=True)
+
+    def start(self) -> None:
+        """Show the progress bar."""
+        if self.enabled:
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        if self.enabled:
+            self._bar.update(self._task, completed=step)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Write metrics of a step to the records, and show them."""
+        if not self.enabled:
+            return
+        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        figures = _figures(values)
+        self._bar.update(self._task, completed=step, figures=figures)
+        if "val_loss" in values or not self._console.is_terminal:
+            self.say(f"step {step}/{self._steps}  {figures}")
+
+    def close(self) -> None:
+        """End the progress bar and close the records."""
+        if self.enabled and not self._lines.closed:
+            self._bar.stop()
+            self._lines.close()
+            self._board.close()
+
+
+def _figures(values: Mapping[str, float]) -> str:
+    """Metrics as a short text."""
+    forms = {
+        "loss": "loss {:.4f}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "mfu": "MFU {:.1%}",
+        "eta_seconds": "ETA {:.0f} s",
+        "val_loss": "validation loss {:.4f} nats per token",
+        "val_bits_per_byte": "{:.4f} bits per byte",
+    }
+    return "  ".join(form.format(values[name]) for name, form in forms.items() if name in values)

@@ -1,0 +1,163 @@
+"""The train state as a pytree of arrays, and the program that turns it into a model and back.
+
+A Flax NNX module is split once: what is static (its graph) stays in `Program`, what is an array goes into
+`TrainState`. Random streams are not state: they are derived from the run's key and the step, so that dropout
+masks are a pure function of both, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from autoshard._shown import shown
+from autoshard.errors import ConfigError
+from autoshard.train.step.ema import NO_AVERAGE, EmaConfig, start
+from autoshard.train.step.optimizer import matches, path_name
+
+Tree = Any
+
+
+@shown
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes or reads; what a checkpoint holds.
+
+    Attributes:
+        step: Steps done, int32 `[]`.
+        params: Trained parameters, nested dictionaries.
+        frozen: Parameters that never change.
+        variables: The model's other variables, such as batch statistics.
+        opt_state: The optimizer's state.
+        ema: Moving average of `params` (`train.ema.Average`); None where there is none.
+        key: Data of the run's random key, uint32 `[2]`.
+    """
+
+    step: jax.Array
+    params: Tree
+    frozen: Tree
+    variables: Tree
+    opt_state: Tree
+    ema: Tree
+    key: jax.Array
+
+
+@shown
+@dataclass(frozen=True)
+class Program:
+    """A model and an optimizer, without their arrays.
+
+    Attributes:
+        build: Makes the model from random streams.
+        optimizer: Updates its parameters.
+        graph: The model's static part.
+        streams: Shapes of the model's random streams, which each step fills anew.
+        freeze: Globs over parameter paths that are frozen.
+        ema: How the parameters are averaged.
+    """
+
+    build: Callable[[nnx.Rngs], nnx.Module]
+    optimizer: optax.GradientTransformation
+    graph: Any
+    streams: Tree
+    freeze: tuple[str, ...] = ()
+    ema: EmaConfig = NO_AVERAGE
+
+    def create_state(self, key: jax.Array) -> TrainState:
+        """A fresh state from a random key; pure, so that it can be made sharded."""
+        key = as_key(key)
+        build_key, run_key = jax.random.split(key)
+        _, params, frozen, _, variables = _split(self.build(nnx.Rngs(build_key)), self.freeze)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            frozen=frozen,
+            variables=variables,
+            opt_state=self.optimizer.init(params),
+            ema=start(params) if self.ema.decay else None,
+            key=jax.random.key_data(run_key),
+        )
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of a state."""
+        return jax.eval_shape(self.create_state, jax.random.key(0))
+
+    def model(self, params: Tree, frozen: Tree, variables: Tree, key: jax.Array | None) -> Any:
+        """The model with these arrays, to train with streams from `key`, or to evaluate where it is None."""
+        streams = fill_streams(self.streams, jax.random.key(0) if key is None else key)
+        model = cast(nnx.Module, nnx.merge(self.graph, params, frozen, streams, variables))
+        model.eval() if key is None else model.train()
+        return model
+
+    def variables(self, model: nnx.Module) -> Tree:
+        """The model's variables after a call, such as updated batch statistics."""
+        return _split(model, self.freeze)[4]
+
+
+def as_key(key: jax.Array) -> jax.Array:
+    """A typed random key, from one or from its data."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+
+
+def fill_streams(streams: Tree, key: jax.Array) -> Tree:
+    """Random streams that start at `key`: each stream's key is folded with its path, each count is zero."""
+
+    def fill(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        if not jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(spec.shape, spec.dtype)
+        stream = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))
+        return jax.random.split(stream, spec.shape) if spec.shape else stream
+
+    return jax.tree_util.tree_map_with_path(fill, streams)
+
+
+def make_program(
+    build: Callable[[nnx.Rngs], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    *,
+    freeze: tuple[str, ...] = (),
+    ema: EmaConfig = NO_AVERAGE,
+) -> Program:
+    """Split a model into a program, without making its arrays.
+
+    Args:
+        build: Makes the model from random streams.
+        optimizer: Updates its parameters.
+        freeze: Globs over `/`-joined parameter paths; those parameters never change.
+        ema: How the parameters are averaged; by default they are not.
+
+    Raises:
+        ConfigError: A glob matches no parameter, or all parameters are frozen.
+    """
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    _check_freeze(model, freeze)
+    graph, _, _, streams, _ = _split(model, freeze)
+    return Program(build, optimizer, graph, streams, freeze, ema)
+
+
+def _split(model: nnx.Module, freeze: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:
+    """Graph, parameters, frozen parameters, random streams and variables: the same filters for graph and state."""
+    is_frozen = nnx.All(nnx.Param, lambda path, _: matches("/".join(map(str, path)), freeze))
+    graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+    frozen, params, streams, _, variables = (nnx.to_pure_dict(state) for state in states)
+    return graph, params, frozen, streams, variables
+
+
+def _check_freeze(model: nnx.Module, freeze: tuple[str, ...]) -> None:
+    flat = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))[0]
+    names = [path_name(path) for path, _ in flat]
+    unmatched = [pattern for pattern in freeze if not any(matches(name, [pattern]) for name in names)]
+    if unmatched:
+        raise ConfigError(
+            f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: {', '.join(names)}"
+        )
+    if all(matches(name, freeze) for name in names):
+        raise ConfigError(f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some to train")

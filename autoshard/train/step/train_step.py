@@ -1,0 +1,145 @@
+"""The train step and the evaluation step, as functions of arrays."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from autoshard.errors import ConfigError
+from autoshard.models import cross_entropy
+from autoshard.train.step.ema import averaged, updated
+from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
+
+Batch = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+EvalStep = Callable[[Tree, Tree, Tree, Batch], tuple[jax.Array, jax.Array]]
+
+
+def batch_shapes(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch: tokens, what follows them, and 1 where a prediction counts, each `[batch, seq]`."""
+    shape = (batch_size, context)
+    tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    return {"inputs": tokens, "targets": tokens, "mask": weights}
+
+
+def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Sum of the losses of a batch and the weight that it stands for, both float32 `[]`.
+
+    A model with a method `loss(batch)` that returns this pair decides itself; any other maps inputs to logits
+    `[batch, seq, vocab]`, and its loss is their cross-entropy with the targets, in nats. A method that takes
+    `deterministic` or `rngs` is told whether this is training, and given its random streams.
+
+    Args:
+        model: The model, with its arrays.
+        batch: One batch.
+        key: Random key in training, None in evaluation.
+    """
+    method = model.loss if hasattr(model, "loss") else model
+    given = {"deterministic": key is None, "rngs": None if key is None else nnx.Rngs(key)}
+    taken = inspect.signature(method).parameters
+    options = {name: value for name, value in given.items() if name in taken}
+    if hasattr(model, "loss"):
+        return method(batch, **options)
+    return cross_entropy(method(batch["inputs"], **options), batch["targets"], batch["mask"])
+
+
+def make_train_step(program: Program, schedule: optax.Schedule, accumulation: int = 1) -> TrainStep:
+    """The function `(state, batch) -> (state, metrics)`.
+
+    Its gradient is that of the token-weighted mean of the whole batch, however many microbatches it is made
+    of: sums of losses, of gradients and of weights are accumulated, and divided once.
+
+    Args:
+        program: The model and its optimizer.
+        schedule: Learning rate of a step, for the metrics.
+        accumulation: Microbatches per batch.
+    """
+
+    def loss_sum(params: Tree, frozen: Tree, variables: Tree, batch: Batch, key: jax.Array):
+        model = program.model(params, frozen, variables, key)
+        loss, weight = loss_and_weight(model, batch, key)
+        return loss, (weight, program.variables(model))
+
+    gradients_of = jax.value_and_grad(loss_sum, has_aux=True)
+
+    def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Tree, Tree]:
+        key = jax.random.fold_in(as_key(state.key), state.step)
+        if accumulation == 1:
+            (loss, (weight, variables)), gradients = gradients_of(
+                state.params, state.frozen, state.variables, batch, jax.random.fold_in(key, 0)
+            )
+            return loss, weight, variables, gradients
+
+        def add(carry: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            loss, weight, variables, gradients = carry
+            index, batch = micro
+            (more_loss, (more_weight, variables)), more = gradients_of(
+                state.params, state.frozen, variables, batch, jax.random.fold_in(key, index)
+            )
+            gradients = jax.tree.map(jnp.add, gradients, more)
+            return (loss + more_loss, weight + more_weight, variables, gradients), None
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (zero, zero, state.variables, jax.tree.map(jnp.zeros_like, state.params))
+        micros = jax.tree.map(functools.partial(_microbatches, count=accumulation), dict(batch))
+        return jax.lax.scan(add, start, (jnp.arange(accumulation), micros))[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss, weight, variables, gradients = sums(state, batch)
+        scale = 1.0 / jnp.maximum(weight, 1.0)
+        gradients = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
+        updates, opt_state = program.optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        mean_loss, norm = loss * scale, optax.tree.norm(gradients)
+        ema = state.ema
+        if ema is not None:
+            ema = updated(ema, params, mean_loss, jnp.isfinite(norm), state.step + 1, program.ema)
+        metrics = {
+            "loss": mean_loss,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "weight": weight,
+        }
+        return replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            variables=variables,
+            opt_state=opt_state,
+            ema=ema,
+        ), metrics
+
+    return train_step
+
+
+def make_eval_step(program: Program) -> EvalStep:
+    """The function `(params, frozen, variables, batch) -> (sum of losses, weight)`, without dropout."""
+
+    def eval_step(params: Tree, frozen: Tree, variables: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return loss_and_weight(program.model(params, frozen, variables, None), batch, None)
+
+    return eval_step
+
+
+def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
+    """What is evaluated: the moving average where there is one and it is wanted."""
+    return averaged(state.ema, state.params) if use_ema and state.ema is not None else state.params
+
+
+def _microbatches(leaf: jax.Array, count: int) -> jax.Array:
+    """`[batch, ...]` as `[count, batch / count, ...]`, microbatch i made of rows i, i + count, ...
+
+    Each is then spread over devices just as the batch is: consecutive rows would lie on a few of them.
+    """
+    if leaf.shape[0] % count:
+        raise ConfigError(f"a batch of {leaf.shape[0]} does not divide into {count} microbatches (accumulation)")
+    return jnp.swapaxes(leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:]), 0, 1)

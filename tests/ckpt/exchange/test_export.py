@@ -1,0 +1,273 @@
+"""Steps to other directories, models to other programs, and what differs between two steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import load_file
+
+from autoshard.ckpt import Checkpointer, CheckpointError, DamagedCheckpointError
+from autoshard.ckpt.restore.checkpoint_diff import compare
+
+
+def train_state(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(64, 32)).astype(np.float32)
+    return {
+        "step": jnp.int32(seed),
+        "params": {"layers": {"w": jnp.asarray(w), "half": jnp.asarray(w[0], jnp.bfloat16)}, "head": jnp.asarray(-w)},
+        "frozen": {"table": jnp.arange(6, dtype=jnp.int32)},
+        "variables": {},
+        "opt_state": {"mu": jnp.asarray(w * 2)},
+        "ema": {
+            "mean": {"layers": {"w": jnp.asarray(w / 4), "half": jnp.asarray(w[0] / 4)}, "head": jnp.asarray(w)},
+            "weight": jnp.float32(0.5),
+        },
+        "key": jax.random.key(0),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpointer:
+    checkpoints = Checkpointer(tmp_path / "run")
+    for step in (1, 2):
+        checkpoints.save(step, train_state(step), config={"model": {"name": "gpt", "width": 32}}, block=True)
+    checkpoints.close()
+    return checkpoints
+
+
+def damage(step: Path) -> None:
+    files = [file for file in (step / "state").rglob("*") if file.is_file() and file.parent.name == "d"]
+    file = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    for tenth in range(1, 10):
+        content[len(content) * tenth // 10] ^= 4
+    file.write_bytes(content)
+
+
+def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path) -> None:
+    told = saved.export(2, tmp_path / "out")
+    assert set(told.files) == {"model.safetensors", "config.json"}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    want = train_state(2)["params"] | train_state(2)["frozen"]
+    assert set(found) == {"layers.w", "layers.half", "head", "table"}
+    np.testing.assert_array_equal(found["layers.w"], want["layers"]["w"])
+    assert found["layers.half"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found["layers.half"], want["layers"]["half"])
+    np.testing.assert_array_equal(found["table"], want["table"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"architectures": ["gpt"], "dtype": "float32", "width": 32}
+
+
+def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"model": "moe", "config": {"experts": 4}, "max_length": 64}
+    told |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}}
+    file, how = tmp_path / "run" / "inference.json", "generation_config.json"
+    for number, (generation, want) in enumerate(
+        [
+            ({}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 64}),
+            ({"top_k": 40}, {"do_sample": True, "temperature": 0.8, "top_k": 40, "max_length": 64}),
+            ({"temperature": 0.0}, {"do_sample": False, "max_length": 64}),
+        ]
+    ):
+        file.write_text(json.dumps(told | {"generation": told["generation"] | generation}))
+        out = tmp_path / str(number)
+        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", how}
+        assert json.loads((out / how).read_text()) == want
+        config = json.loads((out / "config.json").read_text())
+        assert config == {"architectures": ["moe"], "dtype": "float32", "experts": 4}
+    file.write_text(json.dumps(told | {"generation": {}}))
+    with pytest.raises(CheckpointError, match=r"inference\.json is not as it was written: KeyError: 'temperature'"):
+        saved.export(2, tmp_path / "out")
+    for change, message in (
+        ({"format": 9}, r"^\S*inference\.json has format 9, this version reads up to 1: upgrade$"),
+        ({"model": ["gpt"]}, r"is not as it was written: ValueError: model is \['gpt'\], it must be a name"),
+        ({"max_length": float("inf")}, "is not as it was written: OverflowError"),
+    ):
+        file.write_text(json.dumps(told | change))
+        with pytest.raises(CheckpointError, match=message):
+            saved.export(2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_exported_average_is_corrected_and_in_the_parameters_dtypes(saved: Checkpointer, tmp_path: Path) -> None:
+    saved.export(None, tmp_path / "out", use_ema=True, shard_bytes=5000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"layers.w", "layers.half", "head", "table"}
+    assert index["metadata"]["total_size"] == 2 * 64 * 32 * 4 + 32 * 2 + 6 * 4
+    found = {}
+    for file in sorted(set(index["weight_map"].values())):
+        assert file.startswith("model-0000") and file.endswith("-of-00004.safetensors")
+        found |= load_file(tmp_path / "out" / file)
+    mean = train_state(2)["ema"]["mean"]
+    np.testing.assert_array_equal(found["layers.w"], mean["layers"]["w"] / 0.5)
+    assert found["layers.half"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found["head"], mean["head"] / 0.5)
+
+
+def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
+    saved.export(2, tmp_path / "out", dtype="bfloat16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: str(leaf.dtype) for name, leaf in found.items()} == {
+        "layers.w": "bfloat16", "layers.half": "bfloat16", "head": "bfloat16", "table": "int32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "use_ema", "message"),
+    [
+        ({"params": {"__metadata__": 1.0}}, False, "a tensor is called __metadata__, as what safetensors files say of"),
+        ({"data": "a text"}, False, "step 1 in .* has no arrays that could be a model's"),
+        (
+            {"params": {"w": 1.0}, "ema": {"mean": {"w": 1.0, "v": 1.0}, "weight": 1.0}},
+            True,
+            "has averages of what is no parameter:\n  ema/mean/v$",
+        ),
+    ],
+    ids=["a name that is taken", "no model", "another average"],
+)
+def test_states_that_are_no_models(tmp_path: Path, state: Any, use_ema: bool, message: str) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state, block=True)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.export(1, tmp_path / "out", use_ema=use_ema)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"dtype": "int8"}, "dtype='int8': floating-point tensors are written as float16, bfloat16, float32"),
+        ({"dtype": "f32"}, "dtype='f32': "),
+        ({"shard_bytes": 0}, "shard_bytes=0: a file holds one byte at least"),
+        ({"shard_bytes": "1GB"}, "shard_bytes='1GB'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_an_export(saved: Checkpointer, tmp_path: Path, argument: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        saved.export(1, tmp_path / "out", **argument)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_its_dtype_cannot_hold(tmp_path: Path) -> None:
+    """Largest is 65504: what is not finite already stays so, and a value that gets there is refused."""
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"params": {"a": jnp.ones(2), "b": jnp.float32([-1e5, 2])}}, block=True)
+        checkpoints.save(2, {"params": {"a": jnp.float32([jnp.inf, jnp.nan, 65504]), "n": jnp.int32(7)}}, block=True)
+        with pytest.raises(CheckpointError, match=r"^b has values of up to 100000, and float16 holds 65504 at most"):
+            checkpoints.export(1, tmp_path / "out", dtype="float16")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        checkpoints.export(1, tmp_path / "wide", dtype="bfloat16")
+        checkpoints.export(2, tmp_path / "out", dtype="float16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(found["a"], np.array([np.inf, np.nan, 65504], np.float16))
+
+
+def test_a_state_that_is_no_train_state_is_exported_whole(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(0, {"a": {"b": jnp.ones(2)}, "none": jnp.zeros((0, 3)), "rng": jax.random.key(0)}, block=True)
+        checkpoints.export(0, tmp_path / "out")
+        with pytest.raises(CheckpointError, match="has no moving average of the parameters: leave out --use-ema"):
+            checkpoints.export(0, tmp_path / "ema", use_ema=True)
+    assert {name: leaf.shape for name, leaf in load_file(tmp_path / "out" / "model.safetensors").items()} == {
+        "a.b": (2,), "none": (0, 3),
+    }  # fmt: skip
+    assert not (tmp_path / "ema").exists()
+
+
+def test_a_damaged_model_is_not_exported(saved: Checkpointer, tmp_path: Path) -> None:
+    damage(tmp_path / "run" / "step_00000002")
+    with pytest.raises(DamagedCheckpointError, match="step 2 in .* is damaged"):
+        saved.export(2, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="full is there already: name a new folder"):
+        saved.export(1, tmp_path / "full")
+    for nameless in (".", "/"):
+        with pytest.raises(CheckpointError, match="is there already: name a new folder"):
+            saved.export(1, nameless)
+
+
+def test_a_copy_is_the_step(saved: Checkpointer, tmp_path: Path, assert_same: Any) -> None:
+    saved.copy(1, tmp_path / "kept")
+    with Checkpointer(tmp_path / "kept") as kept:
+        assert kept.steps() == [1]
+        assert_same(kept.restore(like=train_state(1)), train_state(1))
+        assert compare(saved.describe(1), kept.describe(1)).equal
+        assert kept.describe().config == {"model": {"name": "gpt", "width": 32}}
+    with pytest.raises(CheckpointError, match="kept has step 1 already"):
+        saved.copy(1, tmp_path / "kept")
+    saved.copy(None, tmp_path / "kept")
+    assert Checkpointer(tmp_path / "kept").steps() == [1, 2]
+
+
+def test_what_the_model_is_comes_with_a_copy(saved: Checkpointer, tmp_path: Path) -> None:
+    """Only where there is nothing of the kind, and never of a step that could not be copied."""
+    names = ("inference.json", "tokenizer.json")
+    for name in names:
+        (tmp_path / "run" / name).write_text(f"of the run: {name}")
+    saved.copy(1, tmp_path / "kept")
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"autoshard.json", "step_00000001", *names}
+    for name in names:
+        assert (tmp_path / "kept" / name).read_text() == f"of the run: {name}"
+    saved.copy(1, tmp_path / "other")
+    (tmp_path / "other" / "inference.json").write_text("its own")
+    (tmp_path / "other" / "tokenizer.json").unlink()
+    saved.copy(2, tmp_path / "other")
+    assert (tmp_path / "other" / "inference.json").read_text() == "its own"
+    assert not (tmp_path / "other" / "tokenizer.json").exists()
+
+
+def test_a_damaged_step_is_not_copied(saved: Checkpointer, tmp_path: Path) -> None:
+    (tmp_path / "run" / "inference.json").write_text("{}")
+    damage(tmp_path / "run" / "step_00000002")
+    with pytest.raises(DamagedCheckpointError, match="its copy has other values in "):
+        saved.copy(2, tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["autoshard.json"]
+    with pytest.raises(CheckpointError, match="is not a checkpoint directory of autoshard"):
+        saved.copy(1, tmp_path)
+
+
+def test_what_differs_between_two_steps(saved: Checkpointer, tmp_path: Path, mesh8: Mesh) -> None:
+    state = train_state(2)
+    placed = jax.device_put(state["params"], jax.NamedSharding(mesh8, jax.P()))
+    other = state | {"params": placed | {"head": jnp.ones(3), "bias": jnp.ones(2)}}
+    del other["opt_state"]
+    with Checkpointer(tmp_path / "other") as checkpoints:
+        checkpoints.save(2, other, config={"model": {"name": "gpt", "width": 64}}, metrics={"loss": 1.0}, block=True)
+        found = compare(saved.describe(2), checkpoints.describe(2))
+    assert not found.equal and found.values == ()
+    assert found.same == 9
+    assert found.kinds == ("params/head: float32[64, 32] | float32[3]",)
+    assert found.only_one == ("opt_state/mu",) and found.only_other == ("params/bias",)
+    assert "config.model.width: 32 | 64" in found.settings and "metrics.loss: nothing | 1.0" in found.settings
+    again = compare(saved.describe(1), saved.describe(2))
+    assert len(again.values) == 8 and "other values: 8" in str(again)
+
+
+def test_a_description_says_all_but_the_values(tmp_path: Path, mesh8: Mesh, make_state: Any, config: Any) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, make_state(mesh8, 0), config=config, metrics={"loss": 1.5}, plan='{"mesh": {"data": 8}}')
+        checkpoints.wait()
+        found = checkpoints.describe()
+    leaves = {leaf.name: leaf for leaf in found.leaves}
+    assert leaves["params/w"].shape == (64, 96) and leaves["params/w"].nbytes == 64 * 96 * 4
+    assert leaves["params/w"].layout == "('data', 'model')" and leaves["params/half"].nbytes == 32 * 8 * 2
+    assert leaves["typed_many"].dtype == "key<fry>" and leaves["typed_many"].nbytes == 8 * 2 * 4
+    assert leaves["params/empty"].digest is None and leaves["params/b"].digest is not None
+    assert found.plan == {"mesh": {"data": 8}} and found.config == config and found.metrics == {"loss": 1.5}
+    assert found.meshes == (dict(mesh8.shape),) and found.written_by["devices"] == 8
+    assert found.file_bytes > found.nbytes / 2
+    told = str(found)
+    assert "params/w: float32[64, 96], 24.0 KiB on ('data', 'model')" in told and "metrics   loss 1.5" in told
+    assert json.loads(json.dumps(found.to_json()))["step"] == 3
+    with pytest.raises(CheckpointError, match="the plan is no JSON"):
+        checkpoints.save(4, {"w": jnp.ones(1)}, plan="fsdp:8")

@@ -1,0 +1,262 @@
+"""LoRA adapters as PEFT writes them: base plus adapter computes what the merged model does."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
+from autoshard.ckpt.exchange.export import write_model
+from autoshard.ckpt.exchange.lora import merged, read_adapter, read_model
+from autoshard.cli import main
+
+RNG = np.random.default_rng(0)
+IN, OUT, RANK, VOCAB = 24, 16, 4, 30
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape, scale=0.3).astype(np.float32)
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, np.ndarray], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {f"base_model.model.{name}": values for name, values in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 10, "use_rslora": False, "fan_in_fan_out": False}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def write_base(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    folder.mkdir()
+    save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"architectures": ["gpt"]}))
+    return folder
+
+
+def merge(base: Path, adapter: Path, out: Path) -> dict[str, np.ndarray]:
+    write_model(merged(read_model(base), read_adapter(adapter)), out)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("fan_in_first", [False, True])
+def test_a_merged_layer_computes_what_base_plus_adapter_does(tmp_path: Path, rslora: bool, fan_in_first: bool) -> None:
+    w, a, b, x = normal(OUT, IN), normal(RANK, IN), normal(OUT, RANK), normal(7, IN)
+    other = normal(3)
+    base = write_base(tmp_path / "base", {"layers.0.up.weight": w.T if fan_in_first else w, "norm.weight": other})
+    adapter = write_adapter(
+        tmp_path / "adapter",
+        {"layers.0.up.lora_A.weight": a, "layers.0.up.lora_B.weight": b},
+        use_rslora=rslora, fan_in_fan_out=fan_in_first,
+    )  # fmt: skip
+    scale = 10 / np.sqrt(RANK) if rslora else 10 / RANK
+    want = x @ w.T + scale * (x @ a.T) @ b.T
+    found = merge(base, adapter, tmp_path / "out")
+    weight = found["layers.0.up.weight"]
+    np.testing.assert_allclose(x @ (weight if fan_in_first else weight.T), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found["norm.weight"], other)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"architectures": ["gpt"]}
+
+
+def test_embeddings_saved_modules_and_patterns(tmp_path: Path) -> None:
+    table, w, head = normal(VOCAB, OUT), normal(OUT, IN), normal(VOCAB, OUT)
+    base = write_base(
+        tmp_path / "base", {"embed.weight": table, "a.up.weight": w, "b.up.weight": w, "head.weight": head}
+    )
+    pairs = {name: (normal(2, IN), normal(OUT, 2)) for name in "ab"}
+    tensors = {"embed.lora_embedding_A": normal(RANK, VOCAB), "embed.lora_embedding_B": normal(OUT, RANK)}
+    for name, (a, b) in pairs.items():
+        tensors |= {f"{name}.up.lora_A.weight": a, f"{name}.up.lora_B.weight": b}
+    new_head = normal(VOCAB, OUT)
+    adapter = write_adapter(
+        tmp_path / "adapter",
+        tensors | {"head.modules_to_save.weight": new_head},
+        rank_pattern={"up": 2}, alpha_pattern={"b.up": 3},
+    )  # fmt: skip
+    found = merge(base, adapter, tmp_path / "out")
+    rows = np.array([3, 0, 29])
+    a, b = tensors["embed.lora_embedding_A"], tensors["embed.lora_embedding_B"]
+    np.testing.assert_allclose(found["embed.weight"][rows], table[rows] + 10 / RANK * (a.T[rows] @ b.T), atol=1e-5)
+    for name, alpha in (("a", 10), ("b", 3)):
+        np.testing.assert_allclose(
+            found[f"{name}.up.weight"], w + alpha / 2 * pairs[name][1] @ pairs[name][0], atol=1e-5
+        )
+    np.testing.assert_array_equal(found["head.weight"], new_head)
+
+
+def test_a_checkpoint_is_a_base_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Flax has fan-in first, heads as dimensions of their own, and names without `.weight`."""
+    wq, up = normal(OUT, 4, 6), normal(OUT, IN).astype(ml_dtypes.bfloat16)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, {"params": {"attention": {"wq": jnp.asarray(wq)}, "up": jnp.asarray(up)}}, block=True)
+    a, b = normal(RANK, OUT), normal(24, RANK)
+    tensors = {
+        f"{module}.lora_{side}.weight": m for module in ("attention.wq", "up") for side, m in (("A", a), ("B", b))
+    }
+    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    assert main(["ckpt", "merge", str(tmp_path / "run"), str(adapter), str(tmp_path / "out")]) == 0
+    assert "2 of 2 tensors changed" in capsys.readouterr().out
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    change = (10 / RANK * b @ a).T
+    np.testing.assert_allclose(found["attention.wq"], wq + change.reshape(OUT, 4, 6), atol=1e-5)
+    assert found["up"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found["up"], (up.astype(np.float32) + change).astype(ml_dtypes.bfloat16))
+
+
+def test_a_base_in_pieces(tmp_path: Path, mesh8: Mesh) -> None:
+    """Cut over devices when it was saved, or over files: what is merged is the same."""
+    w, other, pair = normal(IN, OUT), normal(8, 8), {"A": normal(RANK, IN), "B": normal(OUT, RANK)}
+    cut = jax.device_put({"up": w, "norm": other}, NamedSharding(mesh8, PartitionSpec("data", "model")))
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, {"params": cut, "step": jnp.int32(3)}, block=True)
+        checkpoints.export(3, tmp_path / "files", shard_bytes=500)
+    assert len([*(tmp_path / "files").glob("*.safetensors")]) == 2
+    adapter = write_adapter(
+        tmp_path / "adapter", {f"up.lora_{side}.weight": m for side, m in pair.items()}, fan_in_fan_out=True
+    )
+    assert main(["ckpt", "merge", str(tmp_path / "run"), str(adapter), str(tmp_path / "one")]) == 0
+    found = [load_file(tmp_path / "one" / "model.safetensors"), merge(tmp_path / "files", adapter, tmp_path / "other")]
+    for each in found:
+        np.testing.assert_allclose(each["up"], w + 10 / RANK * (pair["B"] @ pair["A"]).T, atol=1e-5)
+        np.testing.assert_array_equal(each["norm"], other)
+    np.testing.assert_array_equal(found[0]["up"], found[1]["up"])
+
+
+def test_an_adapter_for_another_base(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", {"up.weight": normal(OUT, IN), "down.weight": normal(IN, OUT)})
+    pair = {"up.lora_A.weight": normal(RANK, OUT), "up.lora_B.weight": normal(IN, RANK)}
+    pair |= {"gate.lora_A.weight": normal(RANK, IN), "gate.lora_B.weight": normal(OUT, RANK)}
+    adapter = write_adapter(tmp_path / "adapter", pair)
+    with pytest.raises(MismatchError, match="is for another base than") as caught:
+        merge(base, adapter, tmp_path / "out")
+    assert "2 of 2 modules do not fit" in str(caught.value)
+    assert "gate: the base has no such weight" in str(caught.value)
+    assert "up: the base has [16, 24], the adapter [24, 16], fan-out first" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(use_dora=True), "has use_dora=True: only plain and rank-stabilised LoRA"),
+        (dict(peft_type="IA3"), "has peft_type='IA3'"),
+        (dict(bias="all"), "has bias='all'"),
+        (dict(lora_bias=True), "has lora_bias=True"),
+        (dict(init_lora_weights="pissa_niter_16"), "has init_lora_weights='pissa_niter_16': it was trained on a base"),
+        (dict(init_lora_weights="olora"), "has init_lora_weights='olora'"),
+        (dict(init_lora_weights="corda"), "has init_lora_weights='corda'"),
+        (dict(init_lora_weights="loftq"), "has init_lora_weights='loftq'"),
+        (dict(r=16), r"(?s)ranks that its settings do not have:.*up: A has rank 4, adapter_config\.json says 16"),
+        (dict(rank_pattern={"u.": 3}), r"up: A has rank 4, adapter_config\.json says 3"),
+        (dict(r=None), "(?s)is not as PEFT writes it:.*r is None, it must be a whole number of at least 1"),
+        (dict(r=0), "r is 0, it must"),
+        (dict(r=-4), "r is -4, it must"),
+        (dict(r=True), "r is True, it must"),
+        (dict(lora_alpha=float("nan")), "lora_alpha is nan, it must be a finite number"),
+        (dict(lora_alpha=10**400), "lora_alpha is 10+, it must be a finite number"),
+        (dict(lora_alpha="16"), "lora_alpha is '16', it must be a finite number"),
+        (dict(rank_pattern={"up": 0}), "rank_pattern has 'up': 0, it must"),
+        (dict(rank_pattern=["up"]), "rank_pattern is .* it must be a table"),
+        (dict(rank_pattern={"u(p": 4}), r"rank_pattern has 'u\(p', which is no regular expression: "),
+        (dict(alpha_pattern={"*up": 4}), r"alpha_pattern has '\*up', which is no regular expression: "),
+        (dict(alpha_pattern={"up": float("inf")}), "alpha_pattern has 'up': inf, it must"),
+        (dict(use_rslora="false"), "use_rslora is 'false', it must be true or false"),
+    ],
+)
+def test_adapters_that_are_not_known(tmp_path: Path, config: dict, message: str, capsys: pytest.CaptureFixture) -> None:
+    pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
+    adapter = write_adapter(tmp_path / "adapter", pair, **config)
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(adapter)
+    base = write_base(tmp_path / "base", {"up.weight": normal(OUT, IN)})
+    assert main(["ckpt", "merge", str(base), str(adapter), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("autoshard ckpt: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_adapters_that_leave_the_base_as_it_is(tmp_path: Path, start: Any) -> None:
+    pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
+    assert read_adapter(write_adapter(tmp_path / "adapter", pair, init_lora_weights=start)).scale("up") == 10 / RANK
+
+
+def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_config\.json"):
+        read_adapter(tmp_path)
+    folder = write_adapter(tmp_path / "adapter", {"up.lora_A.weight": normal(RANK, IN)})
+    with pytest.raises(CheckpointError, match="one matrix of two:\n  up"):
+        read_adapter(folder)
+    settings = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").write_text(f"[{settings}]")
+    with pytest.raises(CheckpointError, match="is not as PEFT writes it: it holds no table of settings"):
+        read_adapter(folder)
+    (folder / "adapter_config.json").write_text(settings)
+    (folder / "adapter_model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_adapter(folder)
+    with pytest.raises(CheckpointError, match="holds no model"):
+        read_model(tmp_path)
+    base = write_base(tmp_path / "base", {"w": normal(2)})
+    index = {"weight_map": {"w": "../adapter/adapter_model.safetensors"}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="names files that are not beside it"):
+        read_model(base)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_model\.safetensors"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([], "is not as HF writes it"),
+        ({"weight_map": ["w"]}, "is not as HF writes it"),
+        ({"weight_map": {"w": 1}}, "is not as HF writes it"),
+        ({"weight_map": {"w": "model.safetensors", "v": "gone.safetensors"}}, r"it has no gone\.safetensors$"),
+        ({"weight_map": {"w": "model.safetensors", "v": "model.safetensors"}}, r"model\.safetensors has no v$"),
+    ],
+    ids=str,
+)
+def test_an_index_that_its_files_do_not_fit(tmp_path: Path, index: Any, message: str) -> None:
+    base = write_base(tmp_path / "base", {"w": normal(2)})
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        read_model(base)
+
+
+def test_an_embedding_that_comes_with_its_table(tmp_path: Path) -> None:
+    """As PEFT saves one that has a pair: the adapter's table takes the base's place, and the pair is added to it."""
+    table, a, b = normal(VOCAB, OUT), normal(RANK, VOCAB), normal(OUT, RANK)
+    base = write_base(tmp_path / "base", {"embed.weight": normal(VOCAB, OUT)})
+    tensors = {"embed.base_layer.weight": table, "embed.lora_embedding_A": a, "embed.lora_embedding_B": b}
+    found = merge(base, write_adapter(tmp_path / "adapter", tensors), tmp_path / "out")
+    np.testing.assert_allclose(found["embed.weight"], table + 10 / RANK * (b @ a).T, atol=1e-5)
+
+
+def test_a_sum_that_the_base_cannot_hold(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", {"up.weight": np.full((OUT, IN), 65000, np.float16)})
+    pair = {"up.lora_A.weight": np.full((RANK, IN), 10, np.float32), "up.lora_B.weight": np.full((OUT, RANK), 10, "f4")}
+    with pytest.raises(CheckpointError, match=r"^up\.weight has values of up to 65992, and float16 holds 65504"):
+        merge(base, write_adapter(tmp_path / "adapter", pair), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = write_base(tmp_path / "base", {f"w{i}.weight": normal(OUT, IN) for i in range(6)})
+    pairs = {
+        f"w{i}.lora_{s}.weight": m for i in range(6) for s, m in (("A", normal(RANK, IN)), ("B", normal(OUT, RANK)))
+    }
+    adapter = write_adapter(tmp_path / "adapter", pairs)
+    model = merged(read_model(base), read_adapter(adapter))
+    assert sum(np.asarray(one.read()).nbytes for one in model.tensors) == 6 * OUT * IN * 4
+    assert all(one.read() is not one.read() for one in model.tensors)  # nothing is kept

@@ -1,0 +1,211 @@
+"""Experts by their numbers, whatever mesh they were saved from: some of them, more of them, dense layers as experts."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import autoshard
+from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
+from autoshard.models import workload
+from autoshard.models.moe import EXPERT_DIMS
+from autoshard.train.program.planned_step import shardings
+from autoshard.train.step.ema import EmaConfig, averaged
+from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import make_train_step
+
+TINY = workload("mixtral-tiny")
+EXPERTS = TINY.config.experts
+OPTIMIZER, AVERAGE = make_optimizer(OptimizerConfig(), 1000), EmaConfig(0.9)
+PROGRAM = make_program(TINY.build, OPTIMIZER, ema=AVERAGE)
+
+
+def is_expert(name: str) -> bool:
+    return "/experts/" in name
+
+
+@pytest.fixture(scope="module")
+def state() -> Any:
+    """A train state of a MoE, of which no two leaves and no two experts are the same."""
+    made = PROGRAM.create_state(jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def other(leaf: jax.Array) -> jax.Array:
+        return (
+            jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        )
+
+    return jax.tree.map(other, made)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Any]:
+    subject = make_train_step(PROGRAM, optax.constant_schedule(1e-3)), PROGRAM.abstract_state(), TINY.batch()
+    return {words: autoshard.plan(*subject, plan=words) for words in ("dp:2 ep:4", "fsdp:4 ep:2")}
+
+
+@pytest.fixture
+def saved(tmp_path: Path, state: Any, plans: dict[str, Any]) -> Checkpointer:
+    placed = jax.device_put(state, shardings(plans["dp:2 ep:4"])[0])
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, placed, plan=plans["dp:2 ep:4"], expert_dims=EXPERT_DIMS, block=True)
+    return checkpoints
+
+
+def with_names(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def dims(saved: Checkpointer) -> dict[str, int]:
+    return {leaf.name: leaf.expert_dim for leaf in saved.describe().leaves if leaf.expert_dim is not None}
+
+
+def test_a_plan_says_where_the_weights_of_experts_are(plans: dict[str, Any], state: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, plan=plans["dp:2 ep:4"], block=True)
+        assert dims(checkpoints) == {name: 1 for name in with_names(state) if "/experts/w_" in name}
+
+
+def test_a_model_says_where_its_experts_are(saved: Checkpointer, state: Any) -> None:
+    """Of weights, of their moments and averages, and of the router's columns; of nothing else."""
+    found = dims(saved)
+    names = with_names(state)
+    expected = {name for name in names if is_expert(name)}
+    assert set(found) == expected and len(expected) >= 4 * 4 and any(name.startswith("ema/") for name in expected)
+    assert all(names[name].shape[dim] == EXPERTS for name, dim in found.items())
+    assert f"{EXPERTS} experts" in str(saved.describe())
+
+
+@pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
+def test_some_experts_onto_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
+    found = dims(saved)
+    whole = with_names(state)
+    mesh = jax.tree.leaves(shardings(plans["fsdp:4 ep:2"])[0])[0].mesh
+
+    def wanted(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dim = found.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        shape = list(leaf.shape)
+        if dim is not None:
+            shape[dim] = len(numbers)
+        spec: list[Any] = [None] * len(shape)
+        if dim is not None and len(numbers) % 2 == 0:
+            spec[dim] = "ep"
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    like = jax.tree_util.tree_map_with_path(wanted, state)
+    restored = saved.restore(like=like, experts=numbers)
+    jax.tree.map(lambda leaf, want: leaf.sharding == want.sharding or pytest.fail(str(leaf)), restored, like)
+    for name, leaf in with_names(restored).items():
+        want = np.asarray(whole[name])
+        want = np.take(want, numbers, axis=found[name]) if name in found else want
+        np.testing.assert_array_equal(leaf, want, err_msg=name)
+    by_path = with_names(saved.restore(experts=numbers))
+    for name, dim in found.items():
+        np.testing.assert_array_equal(by_path[name], np.take(np.asarray(whole[name]), numbers, axis=dim))
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_some_experts_onto_explicit_axes(tmp_path: Path, within: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("ep", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    weights = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2)
+    where = NamedSharding(mesh, PartitionSpec("ep", "tp"))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"experts": weights, "mlp": weights[0]}, expert_dims={"experts": 0})
+        like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=where)}
+        dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=where)}
+        with jax.set_mesh(mesh) if within else contextlib.nullcontext():
+            found = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
+            copies = checkpoints.restore(like=dense, upcycle={"new": 0}, rename={"mlp": "new"}, partial=True)["new"]
+    assert found.sharding == where and copies.sharding == where
+    np.testing.assert_array_equal(found, weights[[5, 0, 7, 0]])
+    np.testing.assert_array_equal(copies, np.broadcast_to(weights[0], (8, 4, 2)))
+
+
+def test_all_experts_onto_another_degree(saved: Checkpointer, state: Any, plans: Any) -> None:
+    where = shardings(plans["fsdp:4 ep:2"])[0]
+    restored = saved.restore(like=state, shardings=where)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(where)
+
+
+def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
+    before = files_of(tmp_path)
+    with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
+        saved.restore(experts=[0, EXPERTS, -1])
+    numbers: Any
+    for numbers in ([], [True], [0.0], np.array([[0, 1]])):
+        with pytest.raises(CheckpointError, match="name some by their numbers"):
+            saved.restore(experts=numbers)
+    with pytest.raises(MismatchError, match="differ"):
+        saved.restore(like=saved.restore(), experts=[0, 1])
+    assert files_of(tmp_path) == before
+    with Checkpointer(tmp_path / "dense") as dense:
+        dense.save(0, {"w": jnp.ones((4, 2))}, block=True)
+        with pytest.raises(CheckpointError, match="does not say which dimension of its leaves is that of experts"):
+            dense.restore(experts=[0])
+        np.testing.assert_array_equal(dense.restore(experts=[0, 2], expert_dims={"w": 0})["w"], np.ones((2, 2)))
+        with pytest.raises(CheckpointError, match="'v' matches no leaf"):
+            dense.restore(experts=[0], expert_dims={"v": 0})
+        with pytest.raises(CheckpointError, match=r"w: float32\[4, 2\] has no dimension 2"):
+            dense.save(1, {"w": jnp.ones((4, 2))}, expert_dims={"*": 2})
+
+
+def test_nothing_to_make_experts_of(tmp_path: Path) -> None:
+    """Without a renaming the template's experts would stay as they are, and nobody would know."""
+    with Checkpointer(tmp_path) as dense:
+        dense.save(0, {"mlp": jnp.ones((4, 2)), "norm": jnp.ones(2)}, block=True)
+        like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
+        with pytest.raises(CheckpointError, match="'experts' matches no wanted leaf that was saved"):
+            dense.restore(like=like, upcycle={"experts": 0}, partial=True)
+        made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
+    np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))
+
+
+@pytest.mark.whole
+def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
+    """Every expert is the dense layer, its moments and averages too: the model computes what the dense one did."""
+    cfg = dataclasses.replace(TINY.config, gpt=dataclasses.replace(TINY.config.gpt, dtype="float32"))
+    dense_cfg = dataclasses.replace(cfg.gpt, ffn=cfg.expert_ffn or cfg.gpt.hidden)
+    dense_work = dataclasses.replace(workload("llama-tiny"), config=dense_cfg)
+    moe_work = dataclasses.replace(TINY, config=cfg)
+    dense, moe = (make_program(work.build, OPTIMIZER, ema=AVERAGE) for work in (dense_work, moe_work))
+    first = dense.create_state(jax.random.key(1))
+    mean = jax.tree.map(lambda leaf: 3 * leaf, first.params)
+    first = dataclasses.replace(
+        first,
+        opt_state=jax.tree.map(lambda leaf: leaf + 1, first.opt_state),
+        ema=dataclasses.replace(first.ema, mean=mean, weight=jnp.float32(1)),
+    )
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, first)
+        like = moe.create_state(jax.random.key(2))
+        wide = {name: leaf.ndim - 3 for name, leaf in with_names(like).items() if "/experts/w_" in name}
+        restored = checkpoints.restore(
+            like=like,
+            partial=True,
+            rename={"*/blocks/mlp": "*/blocks/moe/experts", "*/blocks": "*/blocks/moe"},
+            upcycle=wide,
+        )
+        assert checkpoints.restored is not None
+        kept = checkpoints.restored.kept
+    assert all("router" in name for name in kept) and len(kept) == 4
+    tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
+    for of in (lambda state: state.params, lambda state: averaged(state.ema, state.params)):
+        logits = [
+            program.model(of(state), state.frozen, state.variables, None)(tokens)
+            for program, state in ((dense, first), (moe, restored))
+        ]
+        np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    copies = {name: leaf for name, leaf in with_names(restored).items() if "/experts/w_" in name}
+    assert len(copies) == 4 * 3 and all(np.ptp(np.asarray(leaf), axis=1).max() == 0 for leaf in copies.values())

@@ -1,0 +1,143 @@
+"""A reader beside a run that removes steps: it goes on with the steps that are there, and nothing is called damaged."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.ckpt import Checkpointer, CheckpointError, RemovedStepError
+from autoshard.ckpt.store import orbax_storage
+from autoshard.cli import main
+
+# Orbax drops the futures of a failed load's other leaves.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+READ = ("read_manifest", "read_digest_rows", "read_arrays", "_read_one", "file_bytes", "copy_tree")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"params": {"w": jnp.full((64, 64), float(step)), "host": np.full(5000, step)}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with Checkpointer(tmp_path / "run", keep=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_of(step), config={"model": {"step": step}}, block=True)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Removes steps just before their files are read by a function of `storage`, and saves others in their place."""
+
+    def arrange(function: str, *steps: int, saves: int | None = None) -> None:
+        read = getattr(orbax_storage, function)
+        left = set(steps)
+
+        def beside(path: Any, *args: Any, **kwargs: Any) -> Any:
+            step = int(path.name[-8:]) if path.name.startswith("step_") else 0
+            if step in left:
+                left.remove(step)
+                with Checkpointer(run, keep=None) as writer:
+                    if saves is not None:
+                        writer.save(saves, state_of(saves), config={"model": {"step": saves}}, block=True)
+                    writer._directory.remove(step)
+            return read(path, *args, **kwargs)
+
+        monkeypatch.setattr(orbax_storage, function, beside)
+
+    return arrange
+
+
+@pytest.mark.parametrize("function", ["read_manifest", "read_digest_rows", "read_arrays"])
+def test_a_restore_goes_on_with_the_newest_then(
+    run: Path, removed_at: Callable[..., None], assert_same: Any, function: str
+) -> None:
+    removed_at(function, 3, saves=7)
+    with Checkpointer(run) as checkpoints:
+        assert_same(checkpoints.restore(like=state_of(0)), state_of(7))
+        assert checkpoints.restored is not None
+        assert checkpoints.restored.step == 7 and checkpoints.restored.damaged == ()
+
+
+@pytest.mark.parametrize("function", READ)
+def test_readers_go_on_with_the_newest_then(run: Path, removed_at: Callable[..., None], function: str) -> None:
+    other = run.parent / "other"
+    readers: dict[str, Callable[[Checkpointer], Any]] = {
+        "read_manifest": lambda checkpoints: checkpoints.config()["model"]["step"],
+        "read_digest_rows": lambda checkpoints: checkpoints.model().where[5],
+        "read_arrays": lambda checkpoints: checkpoints.restore()["params"]["w"][0, 0],
+        "_read_one": lambda checkpoints: len(checkpoints.verify()) + 2,
+        "file_bytes": lambda checkpoints: checkpoints.describe().step,
+        "copy_tree": lambda checkpoints: checkpoints.copy(None, other) or Checkpointer(other).steps()[0],
+    }
+    removed_at(function, 3)
+    assert int(readers[function](Checkpointer(run))) == 2
+
+
+def test_a_step_that_was_asked_for_is_said_to_be_removed(run: Path, removed_at: Callable[..., None]) -> None:
+    for step, function in enumerate(("read_arrays", "file_bytes", "_read_one"), 1):
+        removed_at(function, step)
+        checkpoints = Checkpointer(run)
+        readers = checkpoints.restore, checkpoints.describe, checkpoints.verify
+        with pytest.raises(RemovedStepError, match=f"step {step} in .* was removed while it was read") as told:
+            readers[step - 1](step)
+        assert told.value.step == step and "damaged" not in str(told.value)
+
+
+def test_a_tensor_of_a_model_whose_step_is_removed(run: Path) -> None:
+    with Checkpointer(run, keep=None) as checkpoints:
+        model = checkpoints.model(3)
+        checkpoints._directory.remove(3)
+        with pytest.raises(RemovedStepError):
+            model.tensors[0].read()
+
+
+def test_a_fallback_is_not_what_was_removed(run: Path, removed_at: Callable[..., None], assert_same: Any) -> None:
+    for file in (run / "step_00000003" / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(bytes(file.stat().st_size))
+    removed_at("read_manifest", 2)
+    with Checkpointer(run) as checkpoints, pytest.warns(match="Step 1 is restored instead"):
+        assert_same(checkpoints.restore(like=state_of(0)), state_of(1))
+        assert checkpoints.restored is not None and checkpoints.restored.damaged == (3,)
+
+
+def test_a_reader_gives_up_on_a_writer_that_is_too_fast(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orbax_storage, "read_manifest", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
+    with monkeypatch.context() as patched:
+        patched.setattr("autoshard.ckpt.restore.restore.is_committed", lambda path: False)
+        with pytest.raises(RemovedStepError, match="was removed while it was read"):
+            Checkpointer(run).restore()
+    with pytest.raises(CheckpointError, match="damaged"):
+        Checkpointer(run).config()
+
+
+@pytest.mark.parametrize("function", ["read_manifest", "file_bytes", "_read_one", "copy_tree"])
+def test_the_command_leaves_out_what_was_removed(
+    run: Path, removed_at: Callable[..., None], capsys: pytest.CaptureFixture, function: str
+) -> None:
+    removed_at(function, 1)
+    action = {"_read_one": ["verify"], "copy_tree": ["copy", "--all"]}.get(function, ["ls", "--json"])
+    target = [str(run.parent / "other")] if action[0] == "copy" else []
+    assert main(["ckpt", action[0], str(run), *target, *action[1:]]) == 0
+    told = capsys.readouterr().out
+    if action[0] == "ls":
+        assert [one["step"] for one in json.loads(told)] == [2, 3]
+    else:
+        lines = told.splitlines()
+        assert len(lines) == 3 and lines[0].startswith("step 1 ") and lines[0].endswith("removed meanwhile")
+        assert not [line for line in lines[1:] if "removed" in line] and "damaged" not in told
+
+
+def test_the_command_says_that_a_named_step_was_removed(
+    run: Path, removed_at: Callable[..., None], capsys: pytest.CaptureFixture
+) -> None:
+    removed_at("file_bytes", 2)
+    assert main(["ckpt", "describe", f"{run}@2"]) == 2
+    assert "step 2 in" in (said := capsys.readouterr().err) and "was removed while it was read" in said

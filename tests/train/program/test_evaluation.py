@@ -1,0 +1,49 @@
+"""The held-out loss: every token weighs the same, however full its batch is."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from autoshard.train.data.text_data import TokenSource
+from autoshard.train.program.evaluation import evaluate
+from autoshard.train.program.planned_step import PlacedEvalStep
+from autoshard.train.step.train_step import batch_shapes
+
+# 19 targets in windows of 4, two a batch: the last batch has three of its eight.
+HELD_OUT = np.arange(20) ** 2 % 23
+
+
+def measure(batches: int = 0, bytes_per_token: float | None = 2.5) -> Any:
+    """An evaluation whose loss at a token is the token itself."""
+    source = TokenSource(HELD_OUT, HELD_OUT, 23, 4, 2, 2, seed=0, bytes_per_token=bytes_per_token)
+    shapes = batch_shapes(2, 4)
+    place: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
+
+    def step(params: Any, frozen: Any, variables: Any, batch: Any) -> Any:
+        assert (params, frozen, variables) == ("params", "frozen", "variables")
+        return (batch["targets"] * batch["mask"]).sum(), batch["mask"].sum()
+
+    parts = ("params", "frozen", "variables")
+    return evaluate(PlacedEvalStep(step, shapes, place), parts, source, batches=batches)
+
+
+def test_the_loss_is_the_mean_over_tokens_and_not_over_batches() -> None:
+    found = measure()
+    assert found.tokens == 19 and found.loss == pytest.approx(HELD_OUT[1:].mean())
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2) / 2.5)
+    assert found.metrics() == {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
+
+
+def test_as_many_batches_as_asked_for_and_no_more_than_there_are() -> None:
+    first = measure(batches=1)
+    assert first.tokens == 8 and first.loss == pytest.approx(HELD_OUT[1:9].mean())
+    assert measure(batches=100) == measure()
+
+
+def test_without_a_text_there_are_no_bits_per_byte() -> None:
+    found = measure(bytes_per_token=None)
+    assert found.bits_per_byte is None and found.metrics() == {"val_loss": found.loss}

@@ -1,0 +1,112 @@
+"""One train step: what it minimises, in how many parts, with which masks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autoshard.models import GPT, GPTConfig, cross_entropy
+from autoshard.train.step.train_state import Program, make_program
+from autoshard.train.step.train_step import make_eval_step, make_train_step
+
+SHAPE: dict[str, Any] = dict(vocab=32, layers=2, heads=2, width=8, context=8)
+SGD = optax.sgd(1.0)
+RATE = optax.constant_schedule(1.0)
+
+
+def gpt(**shape: Any) -> Program:
+    config = GPTConfig(**{**SHAPE, **shape})
+    return make_program(lambda rngs: GPT(config, rngs=rngs), SGD)
+
+
+def batch() -> dict[str, jax.Array]:
+    """Eight rows, of which some count less."""
+    random = np.random.default_rng(0)
+    found, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
+    mask[3] = 0
+    return {
+        "inputs": jnp.asarray(found[:, :-1], jnp.int32),
+        "targets": jnp.asarray(found[:, 1:], jnp.int32),
+        "mask": jnp.asarray(mask, jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> None:
+    program = gpt()
+    state = jax.jit(program.create_state)(jax.random.key(0))
+
+    def mean_loss(params: Any) -> jax.Array:
+        model = program.model(params, state.frozen, state.variables, None)
+        total, weight = cross_entropy(model(batch()["inputs"]), batch()["targets"], batch()["mask"])
+        return total / weight
+
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(state.params)
+    after, metrics = jax.jit(make_train_step(program, RATE, accumulation))(state, batch())
+    found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with rate 1
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
+    assert error < 1e-5 * optax.tree.norm(gradient)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
+    assert metrics["weight"] == batch()["mask"].sum() and int(after.step) == 1
+
+
+def test_accumulation_keeps_the_numerics_strict(strict_numerics: None) -> None:
+    """Our own part of the step mixes no dtypes and no ranks; SGD's part does not either."""
+    program = gpt()
+    jax.eval_shape(make_train_step(program, RATE, 2), program.abstract_state(), batch())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_dropout_is_the_same_on_every_mesh_and_another_at_every_step(
+    accumulation: int, mesh_of: Callable[..., Mesh]
+) -> None:
+    program = gpt(dropout=0.3)
+    state = jax.jit(program.create_state)(jax.random.key(0))
+    step = make_train_step(program, RATE, accumulation)
+    alone = jax.jit(step)(state, batch())[1]["loss"]
+    spread = NamedSharding(mesh_of(data=4, model=2), PartitionSpec("data", "model"))
+    sharded = jax.jit(step)(state, jax.device_put(batch(), spread))[1]["loss"]
+    np.testing.assert_allclose(sharded, alone, rtol=1e-5)
+    later = jax.jit(step)(replace(state, step=state.step + 1), batch())[1]["loss"]
+    plain = jax.jit(make_train_step(gpt(), RATE, accumulation))(state, batch())[1]["loss"]
+    assert len({float(alone), float(later), float(plain)}) == 3
+
+
+def test_evaluation_has_no_dropout() -> None:
+    program = gpt(dropout=0.3)
+    state = jax.jit(program.create_state)(jax.random.key(0))
+    parts = state.params, state.frozen, state.variables
+    for one, other in zip(*(jax.jit(make_eval_step(p))(*parts, batch()) for p in (program, gpt())), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_used() -> None:
+    rate = optax.linear_schedule(1.0, 0.0, 10)
+    program = make_program(lambda rngs: GPT(GPTConfig(**SHAPE), rngs=rngs), optax.sgd(rate))
+    step, state = jax.jit(make_train_step(program, rate)), jax.jit(program.create_state)(jax.random.key(0))
+    for wanted in (1.0, 0.9, 0.8):
+        after, metrics = step(state, batch())
+        moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
+        np.testing.assert_allclose(metrics["learning_rate"], wanted, rtol=1e-6)
+        np.testing.assert_allclose(moved, wanted * metrics["grad_norm"], rtol=1e-4)
+        state = after
+
+
+@pytest.mark.whole
+def test_each_microbatch_has_its_own_dropout() -> None:
+    """Two microbatches of the same rows: their loss is that of one of them only where nothing is dropped."""
+    half = jax.tree.map(lambda rows: rows[:4], batch())
+    twice = jax.tree.map(lambda rows: jnp.repeat(rows, 2, axis=0), half)  # row i goes to microbatch i % 2
+    for dropout, same in ((0.0, True), (0.3, False)):
+        program = gpt(dropout=dropout)
+        state = jax.jit(program.create_state)(jax.random.key(0))
+        one = jax.jit(make_train_step(program, RATE))(state, half)[1]["loss"]
+        two = jax.jit(make_train_step(program, RATE, 2))(state, twice)[1]["loss"]
+        assert np.isclose(one, two, rtol=1e-6) == same
