@@ -13,12 +13,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from autoshard.errors import AutoshardError as AutoshardError
     from autoshard.errors import AutoshardWarning as AutoshardWarning
-    from autoshard.sharding.api import auto_shard as auto_shard
-    from autoshard.sharding.api import plan as plan
-    from autoshard.sharding.discover import Discovery as Discovery
-    from autoshard.sharding.discover import discover as discover
-    from autoshard.sharding.oracle import check_rule as check_rule
-    from autoshard.sharding.plan import Plan as Plan
+    from autoshard.sharding.api.entry_points import auto_shard as auto_shard
+    from autoshard.sharding.api.entry_points import plan as plan
+    from autoshard.sharding.discover.rule_discovery import Discovery as Discovery
+    from autoshard.sharding.discover.rule_discovery import discover as discover
+    from autoshard.sharding.oracle.rule_check import check_rule as check_rule
+    from autoshard.sharding.plan.sharding_plan import Plan as Plan
     from autoshard.spmdrules.core.registry import rule as rule
     from autoshard.spmdrules.core.rule import Factor as Factor
     from autoshard.spmdrules.core.rule import Rule as Rule
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 _PLACES = {
     "AutoshardError": "errors",
     "AutoshardWarning": "errors",
-    "auto_shard": "sharding.api",
-    "check_rule": "sharding.oracle",
-    "Discovery": "sharding.discover",
-    "discover": "sharding.discover",
-    "Plan": "sharding.plan",
-    "plan": "sharding.api",
+    "auto_shard": "sharding.api.entry_points",
+    "check_rule": "sharding.oracle.rule_check",
+    "Discovery": "sharding.discover.rule_discovery",
+    "discover": "sharding.discover.rule_discovery",
+    "Plan": "sharding.plan.sharding_plan",
+    "plan": "sharding.api.entry_points",
     "operator": "spmdrules.custom_ops.operator",
     "Propagation": "spmdrules.propagation.propagate",
     "propagate": "spmdrules.propagation.propagate",

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.sharding.targets import find_target
+from autoshard.sharding.machines.targets import find_target
 
 TARGETS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 SHAPE, DEVICES = (16384 * 16, 4096), 4

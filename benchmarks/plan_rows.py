@@ -13,9 +13,9 @@ from typing import Any
 from common import RESULTS
 from estimate import Estimate, estimate
 
-from autoshard.sharding.aot import Job, build
-from autoshard.sharding.aot.build import Compiled
-from autoshard.sharding.aot.child import versions as compilers
+from autoshard.sharding.audit import Job, build
+from autoshard.sharding.audit.aot_compile import Compiled
+from autoshard.sharding.audit.compiler_process import versions as compilers
 
 FOLDER = RESULTS / "plans"
 

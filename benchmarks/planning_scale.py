@@ -24,8 +24,8 @@ import jax
 from common import Row, report
 
 from autoshard.models.workloads import workload
-from autoshard.sharding.planner import plan_traced
-from autoshard.sharding.tracing import trace
+from autoshard.sharding.planner.planning import plan_traced
+from autoshard.sharding.program.tracing import trace
 from autoshard.train.program.build import workload_step
 
 MODEL, RUNS, TIMEOUT_S = "llama3-8b", 2, 600

@@ -20,10 +20,10 @@ from autoshard._shown import SHOWN
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import AutoshardError, AutoshardWarning, DamagedCheckpointError
 from autoshard.models.workloads import workload
-from autoshard.sharding.aot.audit import Audit
-from autoshard.sharding.aot.remarks import Remark
-from autoshard.sharding.pins import FixedError
-from autoshard.sharding.targets import find_target
+from autoshard.sharding.audit.verification import Audit
+from autoshard.sharding.hlo.rematerializations import Remark
+from autoshard.sharding.layout.fixed_shardings import FixedError
+from autoshard.sharding.machines.targets import find_target
 from autoshard.train.config.train_config import TrainConfig
 from tests.sharding.programs import batch, mlp_state, sgd_step
 

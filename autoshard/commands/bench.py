@@ -46,8 +46,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _calibrate(path: Path) -> int:
-    from autoshard.sharding.calibrate import calibrate
-    from autoshard.sharding.targets import write_target
+    from autoshard.sharding.machines.calibration import calibrate
+    from autoshard.sharding.machines.targets import write_target
 
     if path.suffix != ".toml":
         raise ConfigError(f"--calibrate {str(path)!r}: name a .toml file")

@@ -156,10 +156,10 @@ def _check_asked(
     """
     import jax
 
-    from autoshard.sharding.report.choices import check_fixable
-    from autoshard.sharding.report.reasons import check_path
-    from autoshard.sharding.request import KINDS, may_name
-    from autoshard.sharding.tracing import path_of
+    from autoshard.sharding.layout.plan_request import KINDS, may_name
+    from autoshard.sharding.program.tracing import path_of
+    from autoshard.sharding.report.alternatives import check_fixable
+    from autoshard.sharding.report.explanation import check_path
     from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
     inputs, outputs = (

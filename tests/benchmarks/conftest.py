@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tests.sharding.aot.conftest import compiled_programs  # noqa: F401  a fixture that applies here, too
+from tests.sharding.conftest import compiled_programs  # noqa: F401  a fixture that applies here, too
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 if str(BENCHMARKS) not in sys.path:

@@ -7,9 +7,9 @@ import pytest
 
 from autoshard import plan
 from autoshard.models import dropless, workload
-from autoshard.sharding.aot import verify
-from autoshard.sharding.inside import inside
-from autoshard.sharding.work import flops_of, products
+from autoshard.sharding.audit import verify
+from autoshard.sharding.cost.opaque_memory import inside
+from autoshard.sharding.program.flops import flops_of, products
 from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step
 

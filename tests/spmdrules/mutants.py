@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from autoshard.sharding.oracle import check_case
-from autoshard.sharding.oracle_cases import Case, collect, is_key
+from autoshard.sharding.oracle.cases import Case, collect, is_key
+from autoshard.sharding.oracle.rule_check import check_case
 from autoshard.spmdrules.core.rule import Dims, Factor, Reduction, Rule, RuleError
 from tests.spmdrules.rows import Row, all_rows
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
-from autoshard.sharding.oracle_shards import join_positions
+from autoshard.sharding.oracle.shards import join_positions
 from autoshard.spmdrules import Shard
 from autoshard.spmdrules.core.conflict_resolution import Settled
 from autoshard.spmdrules.core.factor_projection import project

@@ -2,8 +2,8 @@
 
 import pytest
 
-from autoshard.sharding.oracle import Finding, check_case, strategies
-from autoshard.sharding.oracle_cases import collect
+from autoshard.sharding.oracle.cases import collect
+from autoshard.sharding.oracle.rule_check import Finding, check_case, strategies
 from autoshard.spmdrules.core.registry import registered
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.manual_sharding import communicates

@@ -26,7 +26,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
 from autoshard.ckpt.store.argument_checks import is_integer
 from autoshard.errors import CheckpointError
-from autoshard.sharding.replicas import sharded_axes
+from autoshard.sharding.plan.replication import sharded_axes
 
 _AXIS = re.compile(r"experts(_\d+)?")  # as plans name it
 

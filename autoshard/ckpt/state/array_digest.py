@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt.state.named_leaves import bits_of
-from autoshard.sharding.replicas import replicated_axes, sharded_axes
+from autoshard.sharding.plan.replication import replicated_axes, sharded_axes
 
 _STEP = 0x9E3779B1
 _MASK = 0xFFFFFFFF

@@ -15,7 +15,7 @@ from autoshard import _compat
 from autoshard._columns import listing
 from autoshard.ckpt.state.named_leaves import Key, is_typed_key
 from autoshard.errors import CheckpointError
-from autoshard.sharding.replicas import sharded_axes
+from autoshard.sharding.plan.replication import sharded_axes
 
 
 def with_shardings(template: Any, shardings: Any) -> Any:

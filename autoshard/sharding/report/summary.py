@@ -17,8 +17,8 @@ from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
-    from autoshard.sharding.leaves import Leaf
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
+    from autoshard.sharding.plan.tensors import Leaf
 
 LABEL_WIDTH = 24
 NAME_WIDTH = 40

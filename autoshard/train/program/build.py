@@ -20,7 +20,7 @@ from autoshard.models import GPT, GPTConfig
 from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
-from autoshard.sharding.variants import Attempt
+from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec

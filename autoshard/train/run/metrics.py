@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
-from autoshard.sharding.chips import CHIPS, chip_name
+from autoshard.sharding.machines.chips import CHIPS, chip_name
 from autoshard.train.config import run_directory
 
 

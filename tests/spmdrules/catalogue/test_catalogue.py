@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.oracle import Finding, check_case
-from autoshard.sharding.oracle_cases import Case, _example, collect, plain
-from autoshard.sharding.oracle_faults import Cut, known_fault
-from autoshard.sharding.oracle_partitioner import _COLLECTIVE, _elements
-from autoshard.sharding.oracle_run import QUICK, device_mesh
-from autoshard.sharding.oracle_values import difference
+from autoshard.sharding.oracle.cases import Case, _example, collect, plain
+from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE, _elements
+from autoshard.sharding.oracle.probe_values import difference
+from autoshard.sharding.oracle.rule_check import Finding, check_case
+from autoshard.sharding.oracle.shard_runner import QUICK, device_mesh
+from autoshard.sharding.program.partitioner_faults import Cut, known_fault
 from autoshard.spmdrules import Rule, catalogue
 from autoshard.spmdrules.catalogue import Operator
 from autoshard.spmdrules.core.registry import rule_for

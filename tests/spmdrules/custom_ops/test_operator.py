@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.sharding.oracle import check_rule
+from autoshard.sharding.oracle.rule_check import check_rule
 from autoshard.spmdrules import RuleError
 from autoshard.spmdrules.core import registry
 from autoshard.spmdrules.custom_ops.opaque_primitive import batched_text, is_operator

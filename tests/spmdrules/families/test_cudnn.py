@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import check_rule, operator
-from autoshard.sharding.work import flops_of, inner_program
+from autoshard.sharding.program.flops import flops_of, inner_program
 from autoshard.spmdrules.families.cudnn import kernel_flops
 from tests.spmdrules.rows import Row, bind, f32, of
 

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
-from autoshard.sharding.oracle_partitioner import _COLLECTIVE
+from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE
 from autoshard.spmdrules.core.placement import Place
 from autoshard.spmdrules.ir.program import build
 from tests.spmdrules.rows import f32, numbers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autoshard.sharding.oracle import check_rule
+from autoshard.sharding.oracle.rule_check import check_rule
 from autoshard.spmdrules import Rule
 from autoshard.spmdrules.catalogue import Operator, f32
 from autoshard.spmdrules.custom_ops.operator import operator

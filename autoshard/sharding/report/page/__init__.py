@@ -28,7 +28,7 @@ from autoshard.sharding.report.page.tensors import tensors_section
 from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, padding_texts, title, verdict
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
 
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
 

@@ -12,7 +12,7 @@ from autoshard.sharding.report.page.parts import Paint, bar, folded, key, kind_c
 from autoshard.sharding.report.summary import exposed_us, memory_rows
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
 
 COLLECTIVES_SHOWN = 12
 MEMORY_KINDS = ("parameter", "optimizer", "data", "temporary", "constant")

@@ -13,7 +13,7 @@ from autoshard.sharding.report.page.parts import Paint, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
 
 DEVICES_SHOWN = 1024
 FOLD = 16  # devices side by side

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from autoshard.sharding.report.summary import AxisNames, mesh_sizes, ruled_axes, spec_of
 
 if TYPE_CHECKING:
-    from autoshard.sharding.leaves import Leaf
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
+    from autoshard.sharding.plan.tensors import Leaf
 
 HUES = (212, 28, 142, 335, 268, 182, 52, 0, 92, 300, 238, 160)  # told apart at a glance, most so the first
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")

@@ -9,13 +9,13 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
-from autoshard.sharding.history import Searched, Tried
+from autoshard.sharding.plan.search_record import Searched, Tried
 from autoshard.sharding.report.page.chart import Point, scatter
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.summary import exposed_us
 
 if TYPE_CHECKING:
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
 
 SHOWN = 12
 LISTED = 400

@@ -7,13 +7,13 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autoshard._units import bytes_text, line_text, spec_text
+from autoshard.sharding.report.explanation import why
 from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
-from autoshard.sharding.report.reasons import why
 from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
 
 if TYPE_CHECKING:
-    from autoshard.sharding.leaves import Activation
-    from autoshard.sharding.plan import Plan
+    from autoshard.sharding.plan.sharding_plan import Plan
+    from autoshard.sharding.plan.tensors import Activation
 
 MADE_SHOWN = 10
 OPEN_ROWS = 60  # of more, a table is shown when it is asked for

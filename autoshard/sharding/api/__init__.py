@@ -1,0 +1,1 @@
+"""What users touch: `auto_shard`, `plan`, `Plan`, Flax classes."""

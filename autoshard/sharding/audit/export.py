@@ -1,0 +1,98 @@
+"""A planned program as the compiler of another machine takes it: StableHLO, a mesh, shardings, options."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from autoshard.sharding.machines.chips import CHIPS, Options
+from autoshard.sharding.machines.targets import Target, find_target
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+
+FRAMES = "jax_traceback_in_locations_limit"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a compiler needs.
+
+    Attributes:
+        program: a serialized `jax.export.Exported` of a function of flat arguments.
+        platform: tpu, cuda or cpu.
+        topology: the machine, such as `v5p:4x4x4`.
+        mesh: mesh axis -> size.
+        devices: for each place of the mesh, row by row, the number of its device in the machine's row-major order.
+        donated: the arguments whose memory the results may take.
+        options: compiler options.
+    """
+
+    program: bytes = field(repr=False)
+    platform: str
+    topology: str
+    mesh: Mapping[str, int]
+    devices: tuple[int, ...]
+    donated: tuple[int, ...]
+    options: Options = field(default_factory=dict)
+
+    def digest(self, *more: str) -> str:
+        """A digest of the job and of `more` (versions of the compiler)."""
+        rest = [self.platform, self.topology, dict(self.mesh), self.devices, self.donated, sorted(self.options.items())]
+        text = json.dumps([rest, *more], default=list).encode()
+        return hashlib.sha256(self.program + text).hexdigest()[:32]
+
+
+def export_plan(plan: Plan, options: Options | None = None) -> Job:
+    """Lowers a bound plan over its abstract mesh for its target's platform; needs no device and no compiler.
+
+    Args:
+        plan: a plan with its function.
+        options: compiler options; default: the plan's own for its platform.
+    """
+    target = find_target(plan.target)
+    bound = plan._bound()
+    given = plan.compiler_options.get(target.platform, {}) if options is None else options
+    program = export(bound.run(plan.mesh), bound.traced.in_avals, *plan.shardings(plan.mesh), target.platform)
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    donated = tuple(map(int, bound.traced.donated))
+    return Job(program, target.platform, topology_name(target), sizes, plan.device_order, donated, given)
+
+
+def topology_name(target: Target) -> str:
+    """`v5p:4x4x4*2` (x, y, z, slices) or `h100:4x8` (hosts, devices), whatever the target is called."""
+    chip = next(name for name, chip in CHIPS.items() if chip == target.chip)
+    sizes = {d.name: d.size for d in target.topology.dims}
+    if target.chip.torus:
+        shape = "x".join(str(sizes[letter]) for letter in "xyz" if letter in sizes)
+        return f"{chip}:{shape}" + (f"*{sizes['slice']}" if "slice" in sizes else "")
+    return f"{chip}:{sizes.get('host', 1)}x{target.topology.dims[-1].size}"
+
+
+def export(
+    fn: Any, avals: Sequence[Any], in_shardings: Sequence[Any], out_shardings: Sequence[Any], platform: str
+) -> bytes:
+    """A function of flat arguments, exported with these shardings over an abstract mesh."""
+    from jax.export import export as export_jax
+
+    jitted = jax.jit(lambda *leaves: fn(*leaves), in_shardings=list(in_shardings), out_shardings=list(out_shardings))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    with innermost_lines():
+        return bytes(export_jax(jitted, platforms=[platform])(*shapes).serialize())
+
+
+@contextlib.contextmanager
+def innermost_lines() -> Iterator[None]:
+    """Of each operator only the innermost line is exported, not who called it: the same program is the same bytes."""
+    before = getattr(jax.config, FRAMES)
+    jax.config.update(FRAMES, 1)
+    try:
+        yield
+    finally:
+        jax.config.update(FRAMES, before)

@@ -1,0 +1,253 @@
+"""Of several plans the fastest by running them: a few steps each on the attached devices.
+
+A model of cost ranks plans that differ by some percent no better than it knows the machine; where the machine is
+there, it can be asked. The values are made up: state and batch of the plan's shapes, born where the plan has them, for
+one plan at a time, so that there is room for whatever fits by itself. Plans take turns, so that what else the machine
+does meets all of them; what falls behind by more than `BEHIND` runs no further turn. Where the plan spans processes,
+all of them run the same plans, and a plan is as slow as on the slowest. Programs that made-up values could keep running
+for ever, or that would tell them to the world, are not run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard import _compat
+from autoshard._processes import MissingProcessError, gathered
+from autoshard._units import time_text, variant_text
+from autoshard.errors import PlanError
+from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.spmdrules.ir.program import Op, Program
+
+TURNS, FINAL = 3, 4
+"""How many times each plan is run, and how many more times those that are close."""
+
+STEPS, TURN_S = 10, 0.5
+"""Steps of a turn at most, and seconds after which it has no further one; two are always timed."""
+
+BEHIND, CLOSE = 1.4, 1.08
+"""How many times as slow as the fastest a plan may be to be run again, and to be run in the final turns."""
+
+SHOWN = 5
+"""How many plans the note names."""
+
+
+@dataclass
+class _Run:
+    """A plan that was compiled for the devices, and the seconds of its steps."""
+
+    plan: Plan
+    compiled: Any = None
+    devices: Any = None  # the mesh
+    failed: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds)) if self.seconds and not self.failed else math.inf
+
+
+def check_attached(plan: Plan) -> None:
+    """Refuses to run a plan for a machine that is not there.
+
+    Raises:
+        PlanError: it has other or more devices than are attached.
+    """
+    devices, wanted = jax.devices(), plan.bound.planner.machine.target.platform
+    there = "cuda" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
+    if plan.mesh.size > len(devices) or wanted != there:
+        raise PlanError(
+            f"measure runs plans on the attached devices ({len(devices)} of {there}), this plan is for {plan.target}: "
+            "verify=k compiles the best k for it instead"
+        )
+
+
+def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
+    """The plan whose steps take the least time on the attached devices; the first if none runs or none may.
+
+    Args:
+        plans: plans with their functions, the best first.
+        limit: bytes of one device; what does not fit by the estimate was left out before.
+    """
+    del limit
+    check_attached(plans[0])
+    for plan in plans:
+        if why := not_to_be_run(plan):
+            return plans[0].where(notes=(*plans[0].notes, f"no plan was measured: {plan.function} {why}"))
+    runs = [_Run(plan) for plan in plans]
+    with jax.debug_nans(False), jax.debug_infs(False):  # made-up values may give either, and a check takes time
+        _take_turns(runs)
+    ran = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
+    failed = "".join(f"; {_name(run.plan)} does not run: {run.failed}" for run in runs if run.failed)
+    if not ran:
+        return plans[0].where(notes=(*plans[0].notes, f"none of {len(plans)} runs here{failed}"))
+    times = ", ".join(f"{_name(run.plan)} {time_text(1e6 * run.median)}" for run in ran[:SHOWN])
+    note = f"the fastest of {len(ran)} run on {plans[0].target}: {times}{', ...' if len(ran) > SHOWN else ''}{failed}"
+    return ran[0].plan.where(notes=(*ran[0].plan.notes, note))
+
+
+def not_to_be_run(plan: Plan) -> str:
+    """Why a plan's program must not be run on values that nobody gave; empty if it may."""
+    traced = plan.bound.traced
+    if effects := _compat.open_jaxpr(traced.closed).effects:
+        names = ", ".join(sorted({type(effect).__name__ for effect in effects}))
+        return f"has side effects ({names}), which made-up values would have, too"
+    if loop := _loop_by_values(traced.program):
+        line = _compat.source_line(loop.eqn)
+        return (
+            f"has a loop whose end depends on values{' at ' + line if line else ''}: with made-up ones it may have none"
+        )
+    return ""
+
+
+def _loop_by_values(program: Program) -> Op | None:
+    """A loop whose condition depends on the program's inputs."""
+    ops, taken, before = list(program.ops()), set(program.inputs), 0
+    while len(taken) > before:  # until no loop carries a dependence any further
+        before = len(taken)
+        for op in ops:
+            if op.name == "while" and taken.intersection(op.blocks[0].outputs):
+                return op
+            if taken.intersection(op.operands) and not op.blocks:
+                if _holds_while(op.eqn):
+                    return op
+                taken.update(op.results)
+            if op.name == "cond" and op.operands[0] in taken:
+                taken.update(op.results)
+            for tie in op.ties:
+                if tie.outer in taken or tie.inner in taken:
+                    taken.update((tie.outer, tie.inner))
+    return None
+
+
+def _holds_while(eqn: Any) -> bool:
+    """Whether an operator that is taken as a whole (a `shard_map`) has a loop in it; those of kernels count steps."""
+    if eqn.primitive.name == "pallas_call":
+        return False
+    inner = (v for param in eqn.params.values() for v in (param if isinstance(param, tuple | list) else (param,)))
+    bodies = (_compat.open_jaxpr(v) for v in inner if _compat.is_jaxpr(v))
+    return any(each.primitive.name == "while" or _holds_while(each) for body in bodies for each in body.eqns)
+
+
+def _take_turns(runs: Sequence[_Run]) -> None:
+    for run in runs:
+        _attempt(run, functools.partial(_compile, run))
+    for turn in range(TURNS + FINAL):
+        most = (BEHIND if turn < TURNS else CLOSE) * min(run.median for run in runs)
+        again = [run for run in runs if not run.failed and (not turn or run.median <= most)]
+        if turn < TURNS or len(again) > 1:
+            for run in again:
+                _attempt(run, functools.partial(_turn, run))
+
+
+def _attempt(run: _Run, action: Callable[[], Sequence[float]]) -> None:
+    """Takes seconds from an action, or what went wrong: memory at run time, a program that the compiler refuses."""
+    found: Sequence[float] = ()
+    try:
+        found = action()
+    except MissingProcessError:
+        raise
+    except Exception as error:  # compiler, device or user's callback: the plan is out, with its words; others may run
+        first = (str(error).strip().splitlines() or [""])[0]
+        run.failed = " ".join(first.split())[:160] or type(error).__name__
+    if _spans_processes(run.devices):
+        # One number each: the processes' clocks stop at different steps.
+        mine = np.array([bool(run.failed), float(np.median(found)) if len(found) else 0.0])
+        told = gathered(f"measure '{run.plan.chosen}'", mine)
+        run.failed = run.failed or ("it failed in another process" if told[:, 0].any() else "")
+        found = [float(told[:, 1].max())] if len(found) else []
+    run.seconds += found
+
+
+def _spans_processes(mesh: Any) -> bool:
+    return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+
+
+def _compile(run: _Run) -> Sequence[float]:
+    bound = run.plan.bound
+    run.devices = bound.mesh_over(run.plan, None)
+    traced = bound.traced
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.in_avals]
+    args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
+    jitted = bound.jit(run.plan, run.devices)
+    run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()
+    return ()
+
+
+def _turn(run: _Run) -> Sequence[float]:
+    """Seconds of some steps, from values that are made for it and given up after it."""
+    traced = run.plan.bound.traced
+    shardings, _ = run.plan.shardings(run.devices)
+    makers = [_maker(aval.shape, aval.dtype, s) for aval, s in zip(traced.in_avals, shardings, strict=True)]
+    back = dict(traced.state)
+    leaves = [make() for make in makers]
+    seconds: list[float] = []
+    begun = time.perf_counter()
+    count = 0
+    while len(seconds) < 2 or _goes_on(run, len(seconds), begun):
+        args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+        jax.block_until_ready(leaves)
+        start = time.perf_counter()
+        results = run.compiled(*args, kwargs) if kwargs else run.compiled(*args)
+        jax.block_until_ready(results)
+        if count:  # the first finds its memory
+            seconds.append(time.perf_counter() - start)
+        count += 1
+        made = jax.tree.leaves(results)
+        # What came back goes on; what was donated and did not is made again.
+        leaves = [
+            made[back[i]] if i in back else makers[i]() if i in traced.donated else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        del results, made, args, kwargs
+    return seconds
+
+
+def _goes_on(run: _Run, timed: int, begun: float) -> bool:
+    """Whether a turn has a further step; where processes step together, the clock of one cannot say so."""
+    return timed < STEPS and not _spans_processes(run.devices) and time.perf_counter() - begun < TURN_S
+
+
+@functools.lru_cache(maxsize=1024)
+def _maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
+    """Makes an array where it lies: floats up to 0.05, integers up to 7, all true, or random keys; no scalar is 0."""
+
+    def make() -> jax.Array:
+        if _compat.is_extended(dtype):
+            impls: list[Any] = []
+
+            def bits_of(keys: jax.Array) -> jax.Array:
+                impls.append(jax.random.key_impl(keys))
+                return jax.random.key_data(keys)
+
+            bits = jax.eval_shape(bits_of, jax.ShapeDtypeStruct(shape, dtype))
+            return jax.random.wrap_key_data(_numbers(bits.shape, bits.dtype), impl=impls[0])
+        return _numbers(shape, dtype)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if dtype == jnp.bool_:
+        return jnp.ones(shape, dtype)
+    place = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        place = place * np.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    mixed = (place + np.uint32(1)) * np.uint32(0x9E3779B1)  # a first 0 would stay one, and a scalar is often a divisor
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return (mixed >> 29).astype(dtype)
+    return ((mixed >> 8).astype(jnp.float32) * (0.05 / 2**24)).astype(dtype)
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen

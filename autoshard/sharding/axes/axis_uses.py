@@ -1,0 +1,140 @@
+"""How contractions, lookups and declared operators use the axes of parameters: what roles are read off."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard import _compat
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.ir.program import Op, Program
+
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+@dataclass(eq=False)
+class Uses:
+    """How contractions and gathers use the axes of parameters."""
+
+    # axis -> weights that have it; a weight is the inputs that it is made of
+    weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    # As each weight is first used, which is forward: axis -> weights that make it, that contract it.
+    made: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    used: set[frozenset[int]] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)  # summed or maximised within an activation (logits)
+    inner: set[int] = field(default_factory=set)  # contracted between two activations (head_dim)
+    heads: set[int] = field(default_factory=set)  # batched over between two activations
+    experts: set[int] = field(default_factory=set)  # batched over between an activation and a weight
+    indexed: set[int] = field(default_factory=set)  # rows of a table
+
+
+def find_uses(
+    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
+) -> Uses:
+    """How the operators of a program use the axes of its parameters.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        batch: the batch, if there is one.
+        in_parameters: the axes that parameters have.
+        owner: the inputs that each value without the batch was made from.
+    """
+    reader = _Reader(axes, batch, in_parameters, owner)
+    for op, factors in zip(program.ops(), axes.of_op, strict=True):
+        if op.rule is not None:
+            reader.read(op, op.rule, factors)
+    return reader.use
+
+
+@dataclass(eq=False)
+class _Reader:
+    axes: LogicalAxes
+    batch: int | None
+    in_parameters: set[int]
+    owner: Mapping[int, frozenset[int]]
+    use: Uses = field(default_factory=Uses)
+
+    def read(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
+        """Notes what an operator says."""
+        if op.name in ("gather", "scatter-add"):
+            self.use.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
+        if op.name in ("reduce_sum", "reduce_max") and self.has_batch(op.results[0]):
+            self.use.reduced |= self.of_kind("reduce", rule, factors)
+        if op.name in CONTRACTIONS and self.batch is not None:
+            self.contraction(op, rule, factors, self.batch)
+        if is_operator(op.eqn.primitive) and self.batch is not None:
+            self.operator(op, rule, factors)
+
+    def has_batch(self, value: int) -> bool:
+        """Whether a value carries the batch."""
+        return value >= 0 and any(self.batch in dim for dim in self.axes.of_value[value])
+
+    def of_kind(self, kind: str, rule: Rule, factors: Mapping[str, Sequence[int]]) -> set[int]:
+        """The classes of a rule's factors of one kind."""
+        return {c for f in rule.factors if f.kind == kind for c in factors.get(f.name, ())}
+
+    def operator(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
+        """What a declared operator of activations and weights sums over inside: what weights make and contract again.
+
+        Where it is foremost in each of several stacks of matrices it is a number of experts.
+        """
+        use, avals = self.use, self.axes.program.avals
+        matrices = [
+            (self.weight(v), dims)
+            for v, dims in zip(op.operands, rule.operands, strict=True)
+            if v >= 0 and len(dims) > 1 and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
+        ]
+        if len(matrices) < 2 or not any(map(self.has_batch, (*op.operands, *op.results))):
+            return
+        results = {f for dims in rule.results for dim in dims for f in dim}
+        for f in rule.factors:
+            having = [(weight, dims) for weight, dims in matrices if any(f.name in dim for dim in dims)]
+            if f.kind not in ("reduce", "index") or f.name in results or len(having) < 2:
+                continue
+            for weight, dims in having:
+                for c in {c for dim in dims for name in dim for c in factors.get(name, ())}:
+                    use.weights[c].add(weight)
+            stacked = all(len(dims) > 2 and dims[0] == (f.name,) for _, dims in having)
+            for c in factors.get(f.name, ()):
+                if stacked:
+                    use.experts.add(c)
+                else:
+                    use.made[c].add(having[0][0])
+                    use.contracted[c].add(having[-1][0])
+
+    def contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
+        """What is made and summed over between an activation and a weight, or two activations."""
+        use, of_value = self.use, self.axes.of_value
+        sides = [{c for dim in of_value[v] for c in dim} if v >= 0 else set[int]() for v in op.operands[:2]]
+        result = {c for dim in of_value[op.results[0]] for c in dim}
+        with_batch = [batch in side for side in sides]
+        everywhere = [*rule.operands[:2], rule.results[0]]
+        shared = {
+            c for f in rule.factors
+            if f.kind == "index" or all(any(f.name in dim for dim in dims) for dims in everywhere)
+            for c in factors.get(f.name, ())
+        }  # fmt: skip
+        summed = self.of_kind("reduce", rule, factors)
+        if all(with_batch) and batch in result:  # activation with activation: attention
+            if summed <= self.in_parameters:  # not with a sequence: a gradient sums query groups along with it
+                use.inner |= summed
+            use.heads |= shared - {batch}
+        elif any(with_batch) and batch in result:  # activation with weight
+            place = with_batch.index(False)
+            weight = self.weight(op.operands[place])
+            for c in sides[place]:
+                use.weights[c].add(weight)
+                if weight not in use.used and c not in shared:
+                    (use.contracted if c in summed else use.made)[c].add(weight)
+            use.used.add(weight)
+            if op.name != "conv_general_dilated":  # where it is the channel of a depthwise kernel
+                use.experts |= shared
+
+    def weight(self, value: int) -> frozenset[int]:
+        """The inputs that a value without the batch was made from."""
+        return self.owner.get(value, frozenset({value}))

@@ -1,0 +1,1 @@
+"""Read compiled programs: instructions, collectives, trip counts, kernels, time on the links."""

@@ -1,0 +1,160 @@
+"""How often the loops of a compiled program run.
+
+XLA for GPU and CPU says so (`known_trip_count`). For TPU it follows from the loop itself: its condition compares an
+element of the loop's state with a limit, the body adds a step to that element, and outside it starts with a number:
+
+    trips = ceil((limit - start) / step)
+
+All four are found by evaluating scalars: a scalar is a number, or an element of the enclosing loop's state plus a
+number, or unknown. An element that a loop's body hands on unchanged is what it was before the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from autoshard.sharding.hlo.parser import Computation, Instruction, Program
+
+Path = tuple[int, ...]  # of an element in nested tuples
+# A number (no path), or the element of the loop's state at a path plus a number; None if unknown.
+Scalar = tuple[Path | None, int] | None
+Given = Callable[[int, Path], Scalar]  # a computation's parameter and a path in it -> what is there
+COPIES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "opt-barrier", "optimization-barrier", "reshape")
+COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
+SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
+
+
+class Loops:
+    """The trip counts of a program's loops."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.around = {
+            i.attribute("body"): (where, i)
+            for where in program.computations.values()
+            for i in where.instructions
+            if i.opcode == "while"
+        }
+        self.trips = lru_cache(maxsize=None)(self._trips)
+
+    def _trips(self, where: Computation, loop: Instruction) -> int | None:
+        """How often a `while` of a computation runs its body, None where that cannot be told."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+            return int(known[1])
+        return self._counted(where, loop)
+
+    def _counted(self, where: Computation, loop: Instruction) -> int | None:
+        condition = self.program.computations[loop.attribute("condition")]
+        compared = self._comparison(condition, condition.root, state)
+        if compared is None:
+            return None
+        counter, direction, limit = compared
+        start, step, end = self.before(where, loop, counter), self.step(loop, counter), limit
+        if end[0] is not None:  # the limit is in the state as well
+            first = self.before(where, loop, end)
+            end = first if first is not None and self.step(loop, end) == 0 else None
+        if start is None or step is None or end is None:
+            return None
+        return count(start[1], end[1], step, direction)
+
+    def _comparison(
+        self, where: Computation, root: Instruction, given: Given
+    ) -> tuple[tuple[Path, int], str, tuple[Path | None, int]] | None:
+        """What the loop goes on by: an element of the state, the comparison, and what with."""
+        if root.opcode in ("fusion", "call"):
+            inner = self.program.computations[root.called[0]]
+            return self._comparison(inner, inner.root, self._handed(where, root, given))
+        if root.opcode != "compare":
+            return None
+        left, right = (self.scalar(where, i, (), given) for i in where.takes(root))
+        direction = root.attribute("direction")
+        if left and left[0] is None:
+            left, right, direction = right, left, SWAPPED[direction]
+        if left is None or right is None or left[0] is None:
+            return None
+        return (left[0], left[1]), direction, right
+
+    def step(self, loop: Instruction, element: tuple[Path | None, int]) -> int | None:
+        """What a loop's body adds to an element of its state."""
+        path = element[0]
+        body = self.program.computations[loop.attribute("body")]
+        after = self.scalar(body, body.root, path or (), state)
+        return after[1] if after and path is not None and after[0] == path else None
+
+    def before(self, where: Computation, loop: Instruction, element: tuple[Path | None, int]) -> Scalar:
+        """The number that an element of a loop's state, plus what was added, is at first."""
+        path, added = element
+        found = self.scalar(where, where.named[loop.operands[0]], path or (), self._outside(where))
+        return None if found is None or found[0] is not None else (None, found[1] + added)
+
+    def _outside(self, where: Computation) -> Given:
+        """What the parameter of a loop's body holds, where that is the same in every trip."""
+
+        def given(number: int, path: Path) -> Scalar:
+            around = self.around.get(where.name)
+            if around is None or self.step(around[1], (path, 0)) != 0:
+                return None
+            return self.before(*around, (path, 0))
+
+        return given
+
+    def _handed(self, where: Computation, call: Instruction, given: Given) -> Given:
+        """What the parameters of a called computation hold."""
+        operands = where.takes(call)
+        return lambda number, path: self.scalar(where, operands[number], path, given)
+
+    def scalar(self, where: Computation, value: Instruction, path: Path, given: Given) -> Scalar:
+        """What stands at a path of a value."""
+        operands = where.takes(value)
+        match value.opcode:
+            case "parameter":
+                return given(int(value.arguments), path)
+            case "constant":
+                return (None, int(value.arguments)) if re.fullmatch(r"-?\d+", value.arguments.strip()) else None
+            case "get-tuple-element":
+                return self.scalar(where, operands[0], (value.index, *path), given)
+            case "tuple":
+                return self.scalar(where, operands[path[0]], path[1:], given) if path else None
+            case "add" | "subtract":
+                left, right = (self.scalar(where, i, path, given) for i in operands)
+                return _sum(left, right, -1 if value.opcode == "subtract" else 1)
+            case "fusion" | "call":
+                inner = self.program.computations[value.called[0]]
+                return self.scalar(inner, inner.root, path, self._handed(where, value, given))
+            case "while":
+                kept = bool(path) and self.step(value, (path, 0)) == 0
+                return self.scalar(where, operands[0], path, given) if kept else None
+            case opcode if opcode in COPIES:
+                return self.scalar(where, operands[0], path, given)
+        return None
+
+
+def state(number: int, path: Path) -> Scalar:
+    """The parameter of a loop's condition or body is the loop's state."""
+    return path, 0
+
+
+def _sum(left: Scalar, right: Scalar, sign: int) -> Scalar:
+    if left is None or right is None or (right[0] is not None and (sign < 0 or left[0] is not None)):
+        return None
+    return (right[0] if left[0] is None else left[0]), left[1] + sign * right[1]
+
+
+def count(start: int, end: int, step: int, direction: str) -> int | None:
+    """How often `start + n step` compares with `end`, for n = 0, 1, ...; None where it always does."""
+    if not COMPARISONS[direction](start, end):
+        return 0
+    if direction == "EQ":
+        return 1 if step else None
+    if direction in ("GT", "GE") or (direction == "NE" and step < 0):
+        start, end, step = -start, -end, -step
+    distance = end - start + (direction in ("LE", "GE"))
+    if step <= 0 or distance < 0 or (direction == "NE" and distance % step):
+        return None
+    return math.ceil(distance / step)

@@ -1,0 +1,1 @@
+"""Write a layout into the program, and put that program under `jax.jit`."""

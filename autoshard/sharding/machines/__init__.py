@@ -1,0 +1,1 @@
+"""Chips, how devices are joined, targets by name, meshes of devices, calibration."""

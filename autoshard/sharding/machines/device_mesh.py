@@ -1,0 +1,141 @@
+"""Which devices a plan is for: a mesh that was given, a target that was named, or what is attached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard._typed import fit, shortly
+from autoshard.errors import PlanError
+from autoshard.sharding.machines.targets import MOST_DEVICES, Target, find_target, target_for
+from autoshard.spmdrules.core.placement import Spec, from_partition_spec
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@shown
+@dataclass(frozen=True)
+class Machine:
+    """A target, the mesh if its axes are given (never split further), and the devices if they are there."""
+
+    target: Target
+    sizes: Mapping[str, int] | None
+    mesh: Mesh | None = None
+
+
+def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
+    """The machine that `mesh=` and `target=` mean together.
+
+    Raises:
+        PlanError: the mesh does not fit the target, or what was given is no mesh.
+    """
+    sizes = mesh_sizes(mesh) if mesh is not None else None
+    if sizes is not None and math.prod(sizes.values()) > MOST_DEVICES:
+        raise PlanError(f"mesh {shortly(sizes)} has more than {MOST_DEVICES} devices; give a smaller one")
+    concrete = mesh if isinstance(mesh, Mesh) else None
+    if target is not None:
+        found = find_target(target)
+        if sizes is not None and math.prod(sizes.values()) != found.devices:
+            raise PlanError(f"mesh {dict(sizes)} has {math.prod(sizes.values())} devices, target '{target}' has "
+                            f"{found.devices}")  # fmt: skip
+        return Machine(found, sizes, concrete)
+    devices = list(concrete.devices.flat) if concrete is not None else jax.devices()
+    count = len(devices) if sizes is None else math.prod(sizes.values())
+    return Machine(target_for(devices, count), sizes, concrete)
+
+
+def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
+    """Axis names and sizes, in order."""
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return dict(zip(map(str, mesh.axis_names), _sizes(mesh), strict=True))
+    fit(mesh, Mapping[str, int], "mesh", problems := [])
+    if not problems and mesh and all(mesh) and all(n > 0 for n in mesh.values()):
+        return dict(mesh)
+    raise PlanError(
+        f'mesh is {shortly(mesh)}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}'
+    )
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:
+    return mesh.devices.shape if isinstance(mesh, Mesh) else mesh.axis_sizes
+
+
+def in_order(devices: Sequence[Any]) -> list[Any]:
+    """Devices in the row-major order of their topology: by slice and coordinates, else by process and number."""
+
+    def place(device: Any) -> tuple[Any, ...]:
+        coords = getattr(device, "coords", None)
+        if coords is None or device.platform != "tpu":
+            return (device.process_index, device.id)
+        return (getattr(device, "slice_index", None) or 0, *reversed(coords), getattr(device, "core_on_chip", 0))
+
+    return sorted(devices, key=place)
+
+
+def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[int] = ()) -> Mesh:
+    """A mesh of Auto axes over devices.
+
+    Args:
+        sizes: mesh axis -> size.
+        devices: as many or more; the attached ones by default.
+        order: for each place of the mesh, row by row, the number of its device in the order of `in_order`; by default
+            they stand in that order, neighbours on the last axes.
+
+    Raises:
+        PlanError: there are fewer devices than the mesh has places, or they are none of JAX's.
+    """
+    if isinstance(devices, Mesh):
+        devices = devices.devices.flat
+    have = list(jax.devices() if devices is None else devices if isinstance(devices, Iterable) else [devices])
+    if not have or not all(hasattr(device, "platform") for device in have):
+        raise PlanError(f"devices is {shortly(devices)}; give some of jax.devices(), or a Mesh")
+    need = math.prod(sizes.values())
+    if need > len(have):
+        raise PlanError(
+            f"the plan's mesh {dict(sizes)} takes {need} devices, there are {len(have)} ({have[0].platform}). Plan for "
+            f"{len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+        )
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    have = in_order(have[:need])
+    places = np.array([have[i] for i in order] if len(order) == need else have)
+    return Mesh(places.reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
+
+
+def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
+    """The mesh that arrays already lie on, and the spec of each that does; (None, {}) if they do not.
+
+    Where they lie on several meshes of the same devices, it is the one that holds most of them.
+
+    Raises:
+        PlanError: they lie on different devices.
+    """
+    found: list[tuple[int, Mesh, Spec]] = []
+    weight: dict[Mesh, int] = {}
+    for i, leaf in enumerate(leaves):
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            continue
+        if isinstance(leaf, jax.Array) and not getattr(leaf, "committed", True):
+            continue
+        mesh = _compat.all_axes_auto(sharding.mesh)
+        found.append((i, mesh, from_partition_spec(sharding.spec, leaf.ndim)))
+        weight[mesh] = weight.get(mesh, 0) + leaf.size
+    if not weight:
+        return None, {}
+    most = max(weight, key=lambda m: (m.size > 1, weight[m]))
+    devices = set(most.devices.flat)
+    for mesh in weight:
+        if mesh.size > 1 and set(mesh.devices.flat) != devices:
+            raise PlanError(
+                f"the arguments lie on meshes of different devices, {mesh_sizes(most)} and {mesh_sizes(mesh)}: move "
+                "them to one"
+            )
+    return most, {i: spec for i, mesh, spec in found if mesh == most}  # the others are moved to it

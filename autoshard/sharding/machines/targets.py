@@ -1,0 +1,276 @@
+"""Targets: machines by name (`v5p:4x4x4`, `h100:4x8`, `v5p:8x8x8*2`), from a file, or those attached.
+
+A file is TOML; what it leaves out is its chip's:
+
+    chip = "h100"                    # optional: where figures that are not given come from
+    memory_bytes = 85e9              # and any other figure of `chips.Chip`
+    dims = [                         # outermost first; the product of their sizes is the number of devices
+      {name = "host", size = 2, kind = "switch", bandwidth = 50e9, latency_us = 15},
+      {name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5},
+    ]                                # also: wraps = true of a closed ring, each_us: latency of each further device
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autoshard._shown import shown
+from autoshard._typed import Readers, fields_of, finite, fit, shortly
+from autoshard.errors import AutoshardError
+from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
+from autoshard.sharding.machines.topology import Dim, Laying, Topology, lay
+
+__all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
+
+
+_SHAPE = (
+    "kinds",
+    "hides",
+    "options",
+    "torus",
+    "wraps_at",
+    "pod",
+    "domain",
+    "cores",
+)  # of a chip, by which names of targets are read
+
+
+MOST_DEVICES = 2**20  # of a machine; more than there are anywhere, and the search goes through their divisors
+
+_FINITE: Readers = {float: finite}
+
+
+class TargetError(AutoshardError):
+    """A target that does not exist or cannot be read."""
+
+
+@shown
+@dataclass(frozen=True)
+class Target:
+    """A machine: its chip, and how its devices are connected."""
+
+    name: str
+    chip: Chip
+    topology: Topology
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.topology.devices
+
+    @property
+    def platform(self) -> Platform:
+        """The JAX platform: tpu, cuda or cpu."""
+        return self.chip.platform
+
+    def lay(self, mesh: Mapping[str, int]) -> Laying:
+        """The plainest laying of a mesh: its last axis on the nearest devices."""
+        return lay(self.topology, tuple(mesh.items()))
+
+    @cached_property
+    def link_bandwidth(self) -> float:
+        """Bytes per second that one device sends to near ones over all its links, one way."""
+        near = [d for d in self.topology.dims if d.kind == "ring"] or [self.topology.dims[-1]]
+        return sum(d.bandwidth * (2 if d.wraps else 1) for d in near if d.size > 1) or near[-1].bandwidth
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Operations that a device does while one byte crosses to a near one."""
+        return self.chip.flops / self.link_bandwidth
+
+
+def find_target(name: str) -> Target:
+    """The machine called `name`.
+
+    Args:
+        name: `v5p:4x4x4` (torus), `h100:4x8` (hosts x GPUs), `cpu:8`, slices with `*2`, or a TOML file.
+
+    Raises:
+        TargetError: it does not exist, or the file cannot be read.
+    """
+    check_name(name)
+    if name.endswith(".toml"):
+        return _read(Path(name))
+    name = name.strip().lower()
+    match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:x[0-9]+)*)(?:\*([0-9]+))?", name)
+    chip = match and CHIPS.get(key := ALIASES.get(match[1], match[1]))
+    if not match or chip is None:
+        near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
+        raise TargetError(
+            f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the name of a "
+            f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
+        )
+    shape = [int(n) for n in match[2].split("x")]
+    slices = int(match[3] or 1)
+    if min(*shape, slices, 1) < 1:
+        raise TargetError(f"target '{name}' has no devices")
+    if math.prod(shape) * slices * chip.cores > MOST_DEVICES:
+        raise TargetError(f"target '{name}' has more than {MOST_DEVICES} devices; write a smaller one")
+    if chip.torus:
+        if len(shape) != chip.torus:
+            example = f"{key}:{'x'.join(['4'] * chip.torus)}"
+            raise TargetError(f"target '{name}': {key} is a torus of {chip.torus} dimensions; write {example}")
+        _check_pod(name, key, chip, shape)
+        return Target(name, chip, Topology(_torus(chip, shape, slices)))
+    if len(shape) > 2:
+        raise TargetError(f"target '{name}': write {key}:HOSTSx{'GPUS' if chip.platform == 'cuda' else 'DEVICES'}")
+    near = shape[-1] * slices if len(shape) == 1 and shape[-1] * slices <= chip.domain else shape[-1]
+    if near > chip.domain:
+        raise TargetError(
+            f"target '{name}': at most {chip.domain} {key} hang on one switch; write {key}:HOSTSx{chip.domain}"
+        )
+    hosts = math.prod(shape) * slices // near
+    return Target(name, chip, Topology(_switched(chip, hosts, near)))
+
+
+def check_name(name: Any) -> None:
+    """Refuses what is no text."""
+    if not isinstance(name, str):
+        raise TargetError(
+            f"target is {shortly(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
+        )
+
+
+def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:
+    """Refuses a slice that is larger than a pod."""
+    side = math.isqrt(chip.pod)
+    if math.prod(shape) > chip.pod:
+        largest = f"{side}x{side}" if chip.torus == 2 else f"{chip.pod} chips"
+    elif chip.torus == 2 and max(shape) > side:
+        largest = f"{side}x{side}"
+    else:
+        return
+    raise TargetError(
+        f"target '{name}' is larger than a pod of {key}, which is {largest}; several are written with their number "
+        f"behind a star, such as {key}:{'x'.join([str(side if chip.torus == 2 else 16)] * chip.torus)}*2"
+    )
+
+
+def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
+    dims = [Dim("slice", slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
+    # z, y, x: x runs fastest in the order of a TPU's devices.
+    for letter, size in reversed(list(zip("xyz", shape, strict=False))):
+        wraps = size % chip.wraps_at == 0
+        dims.append(Dim(letter, size, "ring", chip.link_bandwidth, chip.link_latency_us, wraps))
+    if chip.cores > 1:
+        dims.append(Dim("core", chip.cores, "switch", 4 * chip.link_bandwidth, chip.link_latency_us))
+    return tuple(dims)
+
+
+def _switched(chip: Chip, hosts: int, near: int) -> tuple[Dim, ...]:
+    inner = Dim("gpu" if chip.platform == "cuda" else "device", near, "switch", chip.link_bandwidth,
+                chip.link_latency_us, each_us=chip.link_latency_us / 2 if chip.platform == "cpu" else 0.0)  # fmt: skip
+    outer = Dim("host", hosts, "switch", chip.network_bandwidth, chip.network_latency_us)
+    return (outer, inner) if hosts > 1 else (inner,)
+
+
+def target_for(devices: Sequence[Any], count: int) -> Target:
+    """The machine that attached devices make up.
+
+    Args:
+        devices: as `jax.devices()` gives them.
+        count: how many are used; where it is not their number, a machine like theirs of that size.
+    """
+    platform, kind = devices[0].platform, devices[0].device_kind
+    name = chip_name(kind) or STAND_INS.get(platform, "cpu")
+    chip = CHIPS[name]
+    if chip.torus:
+        shape = _shape(devices, chip) if count == len(devices) else None
+        if shape is not None:
+            return Target(f"{name}:{'x'.join(map(str, shape))}", chip, Topology(_torus(chip, shape, 1)))
+        line = Dim("device", count, "ring", chip.link_bandwidth, chip.link_latency_us)
+        return Target(f"{name}:{count}", chip, Topology((line,)))
+    hosts = len({d.process_index for d in devices}) if count == len(devices) and platform != "cpu" else 1
+    near = count // hosts if count % hosts == 0 else count
+    text = f"{name}:{hosts}x{near}" if hosts > 1 else f"{name}:{count}"
+    return Target(text, chip, Topology(_switched(chip, count // near, near)))
+
+
+def _shape(devices: Sequence[Any], chip: Chip) -> list[int] | None:
+    """The torus that devices with coordinates fill, None if they have none or leave holes."""
+    places = [getattr(d, "coords", None) for d in devices]
+    if any(p is None for p in places) or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        return None
+    columns = list(zip(*places, strict=True))[: chip.torus]
+    shape = [max(column) - min(column) + 1 for column in columns]
+    return shape if math.prod(shape) * chip.cores == len(devices) else None
+
+
+def _read(path: Path) -> Target:
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise TargetError(f"target '{path}' cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise TargetError(f"target '{path}' is not TOML: {error}") from error
+    base = data.pop("chip", None)
+    dims = data.pop("dims", None)
+    known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _SHAPE}
+    problems = [f"unknown key '{k}'; known: chip, dims, {', '.join(known)}" for k in data if k not in known]
+    if base is not None and (not isinstance(base, str) or base not in CHIPS):
+        problems.append(f"unknown chip {shortly(base)}; known: {', '.join(CHIPS)}")
+    figures = {k: fit(v, known[k], k, problems, _FINITE) for k, v in data.items() if k in known}
+    problems += [f"{k} is {v!r}; give a positive number" for k, v in figures.items() if _is_number(v) and not v > 0]
+    needed = ("platform", "flops", "memory_bytes", "memory_bandwidth")
+    if base is None:
+        problems += [f"'{k}' is missing, and there is no chip to take it from" for k in needed if k not in data]
+    read = _read_dims(dims, problems)
+    if problems:
+        raise TargetError(f"target '{path}': {'; '.join(problems)}")
+    near = read[-1]
+    given: dict[str, Any] = {"link_bandwidth": near.bandwidth, "link_latency_us": near.latency_us} | figures
+    if base is None:
+        chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": read[0].bandwidth} | given)
+    else:
+        chip = replace(CHIPS[base], **given)
+    return Target(str(path), chip, Topology(tuple(read)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
+    if not isinstance(dims, list) or not dims:
+        problems.append("'dims' is missing: give the machine's dimensions, outermost first, such as "
+                        '[{name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5}]')  # fmt: skip
+        return ()
+    before = len(problems)
+    found: tuple[Dim, ...] = fit(dims, tuple[Dim, ...], "dims", problems, _FINITE)
+    if len(problems) > before:
+        return ()
+    for n, dim in enumerate(found):
+        for name, least in (("size", 1), ("latency_us", 0), ("each_us", 0)):
+            if getattr(dim, name) < least:
+                problems.append(f"dims[{n}].{name} is {getattr(dim, name)}, it must be at least {least}")
+        if not dim.bandwidth > 0:
+            problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}, it must be above 0 bytes per second")
+        if dim.name in [other.name for other in found[:n]]:
+            problems.append(
+                f"dims[{n}].name is {dim.name!r}, as that of another; give each dimension a name of its own"
+            )
+    if math.prod(dim.size for dim in found) > MOST_DEVICES:
+        problems.append(f"'dims' have more than {MOST_DEVICES} devices")
+    return found
+
+
+def write_target(target: Target, path: Path) -> None:
+    """Writes a file that `find_target` reads."""
+    chip = target.chip
+    figures = {f.name: getattr(chip, f.name) for f in fields(Chip)
+               if f.name not in ("platform", *_SHAPE)}  # fmt: skip
+    lines = [f'platform = "{chip.platform}"', *(f"{k} = {v!r}" for k, v in figures.items() if v)]
+    dims = [
+        f'  {{name = "{d.name}", size = {d.size}, kind = "{d.kind}", bandwidth = {d.bandwidth:.6g}, '
+        f"latency_us = {d.latency_us:.6g}, wraps = {str(d.wraps).lower()}, each_us = {d.each_us:.6g}}},"
+        for d in target.topology.dims
+    ]
+    path.write_text("\n".join([*lines, "dims = [", *dims, "]", ""]))

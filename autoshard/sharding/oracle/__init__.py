@@ -1,0 +1,1 @@
+"""Check rules by execution: run on shards and compare with the whole."""

@@ -1,0 +1,257 @@
+"""Strategies that an operator would allow and its rule does not offer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.sharding.oracle.cases import Case, is_key
+from autoshard.sharding.oracle.probe_values import difference, random_like, trials
+from autoshard.sharding.oracle.shards import reduce_pieces
+from autoshard.spmdrules.core.rule import Rule, Shard
+
+_NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
+_NARROW = 5  # fewer bits of mantissa hold no quarters of numbers that large
+_ENOUGH = 8  # the larger of two pairs' sums is the sum of the larger ones every other time
+# Operators whose rule cannot say it: the user's own function is folded, or the identity is only nearly met.
+_NOT_TO_TELL = ("reduce", "reduce_window", "nextafter")
+Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
+_REDUCTIONS = ("sum", "max", "min", "mul", "and", "or", "xor")
+
+
+def fewest(size: int | None) -> int | None:
+    """The fewest equal pieces that a dimension can be cut into; None where 2, 3 and 5 do not divide it."""
+    return next((n for n in (2, 3, 5) if size and size % n == 0), None)
+
+
+def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
+    """Factors that the rule calls whole, though the operator run on pieces agrees with the whole.
+
+    Args:
+        case: the operator.
+        rule: its rule.
+
+    Returns:
+        For each such factor how its pieces can be put together.
+    """
+    found = []
+    for factor in rule.factors:
+        if factor.kind == "whole" and fewest(factor.size):
+            # Many sets of operands: half of all pairs of numbers have their first one as minimum.
+            if how := _joins(case, rule, factor.name, trials(case, 12)):
+                found.append((factor.name, how))
+    return found
+
+
+def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarray]]) -> str | None:
+    """The one way of joining that holds on every trial, for every result."""
+    axes = [_axis(rule, dims, name) for dims in rule.operands]
+    if all(axis is None for axis in axes):
+        return None
+    ways: list[set[str]] | None = None
+    told = False  # results that are all the same may speak against a way, not for one
+    for operands in tried:
+        whole = case.run(operands)
+        told = told or tells(whole)
+        try:
+            pieces = _run_pieces(case, rule, name, axes, operands)
+        except Exception:  # any operator is tried, and refuses pieces with any error: then they cannot be joined
+            return None
+        if any(len(piece) != len(whole) for piece in pieces):
+            return None
+        holds = [_ways_that_hold(case, r, w, [p[r] for p in pieces]) for r, w in enumerate(whole)]
+        ways = holds if ways is None else [a & b for a, b in zip(ways, holds, strict=True)]
+        if not all(ways):
+            return None
+    return ", ".join(min(way) for way in ways) if ways and told else None
+
+
+def tells(results: Sequence[np.ndarray]) -> bool:
+    """Whether results are evidence of anything: among them numbers that are not all the same, such as zero."""
+    exact = [np.asarray(x, np.complex128) for x in results]
+    finite = [x[np.isfinite(x)] for x in exact]
+    return all(x.size for x in finite) and any(
+        f.any() if x.size == 1 else (f != f.flat[0]).any() for x, f in zip(exact, finite, strict=True)
+    )
+
+
+def _axis(rule: Rule, dims: Any, name: str) -> int | None:
+    """The dimension that a factor leads; None where it stands nowhere or behind another factor."""
+    for d, dim in enumerate(dims):
+        real = [f for f in dim if rule.factor(f).size != 1]
+        if real and real[0] == name:
+            return d
+    return None
+
+
+def _run_pieces(
+    case: Case, rule: Rule, name: str, axes: Sequence[int | None], operands: Sequence[np.ndarray]
+) -> list[list[np.ndarray]]:
+    ways = fewest(rule.factor(name).size)
+    assert ways, "of such a size it was cut"
+    parts = [
+        np.split(x, ways, axis) if axis is not None else [x] * ways for x, axis in zip(operands, axes, strict=True)
+    ]
+    params = _guess_params(case, rule, name, ways)
+    return [case.run([part[i] for part in parts], params) for i in range(ways)]
+
+
+def _guess_params(case: Case, rule: Rule, name: str, ways: int) -> Mapping[str, Any]:
+    """The parameters with every shape that is a result's or an operand's cut along the factor."""
+    shard = Shard(rule, {name: ways}, {name: 0})
+    pairs = [*zip(case.results, rule.results, strict=True), *zip(case.avals, rule.operands, strict=True)]
+    local = {tuple(aval.shape): shard.shape(dims) for aval, dims in reversed(pairs)}
+    params = rule.local(case.eqn.params, shard) if rule.local else case.eqn.params
+    return {
+        k: local.get(v, v) if isinstance(v, tuple) and all(isinstance(n, int) for n in v) and len(v) > 0 else v
+        for k, v in params.items()
+    }
+
+
+def _ways_that_hold(case: Case, result: int, whole: np.ndarray, pieces: Sequence[np.ndarray]) -> set[str]:
+    if pieces[0].shape == whole.shape:
+        dtype = case.results[result].dtype
+        found = {op for op in _REDUCTIONS if _reducible(op, dtype) and not difference(whole, reduce_pieces(pieces, op))}
+        equal = not any(difference(whole, piece) for piece in pieces)
+        return found | ({"as it is"} if equal else set())
+    return {
+        f"side by side along dimension {d}"
+        for d in range(whole.ndim)
+        if not difference(whole, _concatenated(pieces, d))
+    }
+
+
+def _concatenated(pieces: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    try:
+        return np.concatenate(pieces, axis)
+    except ValueError:
+        return np.empty((0,), pieces[0].dtype)
+
+
+def _reducible(op: str, dtype: Any) -> bool:
+    return not is_key(dtype) and (op not in ("and", "or", "xor") or not jnp.issubdtype(dtype, jnp.inexact))
+
+
+def check_linear(
+    case: Case, rule: Rule, tried: Sequence[Sequence[np.ndarray]]
+) -> list[tuple[Literal["wrong", "missing"], str]]:
+    """Groups of operands that the rule says are linear, or are only moved, and are not; and the other way round.
+
+    Returns:
+        For each finding its kind (wrong or missing) and what it is.
+    """
+    tried = [operands for operands in tried if all(map(_finite, operands))]  # an infinity has no terms
+    found: list[tuple[Literal["wrong", "missing"], str]] = []
+    for group in rule.linear:
+        if _can_split(case, group) and not _additive(case, group, tried):
+            found.append(("wrong", f"is not linear in operands {_listed(group)}"))
+    if rule.moves:
+        if _can_split(case, rule.moves) and not _additive(case, rule.moves, tried):
+            found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass"))
+        if not _monotone(case, rule.moves, tried):
+            found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass"))
+    known = [set(g) for g in (*rule.linear, rule.moves)]
+    for group in _possible_groups(case):
+        if not _implied(set(group), known) and _surely_additive(case, group, tried):
+            found.append(("missing", f"is linear in operands {_listed(group)}"))
+    return found
+
+
+def _finite(x: np.ndarray) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(x.astype(np.complex128)).all())
+
+
+def _implied(group: set[int], known: Sequence[set[int]]) -> bool:
+    """Whether the rule says as much: of two such groups, one within the other, the rest has no part in the result."""
+    return any(group <= other or (other and other <= group) for other in known)
+
+
+def _listed(group: Sequence[int]) -> str:
+    return " ".join(map(str, group))
+
+
+def _can_split(case: Case, group: Sequence[int]) -> bool:
+    """Whether partial sums of these operands exist at all: numbers on both sides."""
+    avals = [*(case.avals[i] for i in group), *case.results]
+    return all(not is_key(a.dtype) and a.dtype != np.bool_ for a in avals)
+
+
+def _possible_groups(case: Case) -> list[tuple[int, ...]]:
+    """Each operand of a floating type alone, and all of them together."""
+    if case.name in _NOT_TO_TELL:
+        return []
+    floats = [i for i, a in enumerate(case.avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    if any(not jnp.issubdtype(a.dtype, jnp.inexact) for a in case.results) or not floats:
+        return []
+    return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
+
+
+def _additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:3])
+
+
+def _surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+    """Linear beyond rounding, and seen on values that tell; on more of them where a result is few numbers."""
+    turns = max(1, _ENOUGH // max(1, sum(math.prod(a.shape) for a in case.results)))
+    told = False
+    for operands, turn in itertools.product(tried[:3], range(turns)):
+        terms = _run_terms(case, group, operands, _rough_terms, turn)
+        if not _agree(terms, "sum", _NO_ROUNDING):
+            return False
+        told = told or all(tells(term) for term in terms)
+    return told
+
+
+def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+    if any(is_key(a.dtype) for a in (*case.results, *(case.avals[i] for i in group))):
+        return True
+    return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in tried)
+
+
+def _run_terms(
+    case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split, turn: int = 0
+) -> list[list[np.ndarray]]:
+    """The results for each of two terms of the operands in `group`, and for both together; other terms each turn."""
+    rng = np.random.default_rng([zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in operands] + [turn] * (turn > 0))
+    splits = {i: split(operands[i], rng) for i in group}
+    return [case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)]
+
+
+def _agree(terms: Sequence[Sequence[np.ndarray]], op: str, tolerance: float | None = None) -> bool:
+    """Whether the results for two terms, reduced, are those for both together."""
+    for first, second, whole in zip(*terms, strict=True):
+        joined = "or" if whole.dtype == np.bool_ and op == "max" else op
+        if difference(whole, reduce_pieces([first, second], joined), tolerance):
+            return False
+    return True
+
+
+def _exact_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Two uneven terms of different sign, and their sum, which no type rounds: what differs is the operator's."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+        first, second = random_like(x, rng), random_like(x, rng) * (1 if unsigned else -3)
+        return first, second.astype(x.dtype), (first + second).astype(x.dtype)
+    if jnp.finfo(x.dtype).nmant < _NARROW:
+        first, second = rng.integers(-2, 3, x.shape), rng.integers(-2, 2, x.shape)
+        return first.astype(x.dtype), second.astype(x.dtype), (first + second).astype(x.dtype)
+    first = np.asarray(rng.integers(-24, 25, x.shape) / 4).astype(x.dtype)
+    second = np.asarray(rng.integers(-8, 9, x.shape) / -4).astype(x.dtype)
+    return first, second, np.asarray(first + second).astype(x.dtype)
+
+
+def _rough_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Two random terms and their sum."""
+    first, second = random_like(x, rng), random_like(x, rng)
+    return first, second, np.asarray(first + second).astype(x.dtype)
+
+
+def _max_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    first, second = random_like(x, rng), random_like(x, rng)
+    return first, second, (first | second) if x.dtype == np.bool_ else reduce_pieces([first, second], "max")

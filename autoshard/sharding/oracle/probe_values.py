@@ -1,0 +1,205 @@
+"""Values that tell a right rule from a wrong one, and the comparison of results.
+
+Values recorded from a program are often zeros, ones or masks, on which a sum, a maximum and a copy agree. Each
+operator is therefore tried on several sets of operands: what was recorded where it says something, then random
+values of both signs and uneven size. Indices stay in their range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.sharding.oracle.cases import Case, is_key, plain
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+
+# Integer operands that have a meaning which random values would break: recorded values are kept.
+_KEPT = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
+
+_TOLERANCE = {
+    2: 0.1,
+    4: 1e-4,
+    8: 1e-10,
+}  # by bytes of a real number; terms of a sum are rounded each, where they are large
+
+
+def trials(case: Case, count: int = 3) -> list[list[np.ndarray]]:
+    """Sets of operands to run an operator on; booleans say little, so they get more sets.
+
+    Args:
+        case: the operator with recorded operands.
+        count: how many sets.
+    """
+    boolean = any(a.dtype == np.bool_ for a in case.avals)
+    return [_operands(case, trial) for trial in range(count + 3 * boolean)]
+
+
+def _operands(case: Case, trial: int) -> list[np.ndarray]:
+    rng = np.random.default_rng([trial, 7])
+    ranges = index_ranges(case)
+    operands = []
+    for i, operand in enumerate(case.operands):
+        recorded = plain(operand)
+        if i in _KEPT.get(case.name, ()) or not recorded.size or (trial == 0 and is_key(operand.dtype)):
+            operands.append(recorded)
+        elif is_key(operand.dtype):
+            operands.append(rng.integers(0, 2**32, recorded.shape, np.uint32).astype(recorded.dtype))
+        elif i in ranges:
+            operands.append(_indices(case, recorded, ranges[i], trial, rng))
+        elif trial == 0 and _informative(recorded):
+            operands.append(recorded)
+        elif case.name == "select_n" and i == 0 and _integer(recorded):
+            operands.append(rng.integers(0, len(case.operands) - 1, recorded.shape).astype(recorded.dtype))
+        else:
+            values = random_like(recorded, rng)
+            values = _tied(values) if trial % 3 == 1 else values
+            values = _solvable(values) if case.name == "triangular_solve" and i == 0 else values
+            operands.append(_odd(values, rng) if case.name == "is_finite" else values)
+    return operands
+
+
+def _solvable(matrices: np.ndarray) -> np.ndarray:
+    """Triangular matrices with a large diagonal: others solve to what is mostly rounding."""
+    size = matrices.shape[-1]
+    diagonal = np.eye(size, dtype=bool)
+    return np.where(diagonal, matrices + np.copysign(2, np.real(matrices)), matrices / size).astype(matrices.dtype)
+
+
+def _odd(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Some of them infinite or no number."""
+    return np.where(rng.uniform(size=values.shape) < 0.3, rng.choice([np.inf, np.nan], values.shape), values).astype(
+        values.dtype
+    )
+
+
+def _tied(values: np.ndarray) -> np.ndarray:
+    """Whole numbers in the place of floats, none zero: of random floats no two are equal, and `eq` says nothing."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        return values
+    wide = values.astype(np.float64)
+    return np.where(wide < 0, np.floor(wide), np.maximum(np.ceil(wide), 1.0)).astype(values.dtype)
+
+
+def random_like(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Random values of the shape and dtype of `x`, of both signs and uneven size."""
+    if x.dtype == np.bool_:
+        return _random_bools(x.shape, rng)
+    if _integer(x):
+        low = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -7
+        return rng.integers(low, 8, x.shape).astype(x.dtype)
+    values = rng.normal(size=x.shape) * rng.uniform(0.3, 3.0, x.shape)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        values = values + 1j * rng.normal(size=x.shape)
+    return np.asarray(values).astype(x.dtype)
+
+
+def _random_bools(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Blocks of true, of false and of both: `and`, `or` and `xor` over a shard then differ from shard to shard."""
+    density = rng.choice([0.0, 0.5, 1.0], [min(n, 2) for n in shape])
+    for axis, n in enumerate(shape):
+        if n > 2:
+            density = np.repeat(density, [(n + 1) // 2, n // 2], axis)
+    return rng.uniform(size=shape) < density
+
+
+def _informative(x: np.ndarray) -> bool:
+    if x.size == 1:
+        return bool(np.isfinite(np.asarray(x, np.complex128)).all() and x.any())
+    return bool((x != x.flat[0]).any())
+
+
+def _integer(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def index_ranges(case: Case) -> dict[int, np.ndarray]:
+    """For each operand that holds positions, the largest valid one (for each component of its last dimension)."""
+    if is_operator(case.eqn.primitive):  # whatever its name is
+        return {}
+    shapes = [a.shape for a in case.avals]
+    numbers = case.eqn.params.get("dimension_numbers")
+    if case.name == "dynamic_slice":
+        room = np.subtract(shapes[0], case.eqn.params["slice_sizes"])
+        return {1 + d: room[d] for d in range(len(room))}
+    if case.name == "dynamic_update_slice":
+        room = np.subtract(shapes[0], shapes[1])
+        return {2 + d: room[d] for d in range(len(room))}
+    if case.name == "gather":
+        room = np.subtract(shapes[0], case.eqn.params["slice_sizes"])
+        return {1: room[list(numbers.start_index_map)]}
+    if case.name.startswith("scatter"):
+        window = np.ones(len(shapes[0]), int)
+        gone = {*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ())}
+        kept = [d for d in range(len(shapes[0])) if d not in gone]
+        window[kept] = [shapes[2][d] for d in numbers.update_window_dims]
+        return {1: np.subtract(shapes[0], window)[list(numbers.scatter_dims_to_operand_dims)]}
+    return {}
+
+
+def _indices(case: Case, recorded: np.ndarray, top: np.ndarray, trial: int, rng: np.random.Generator) -> np.ndarray:
+    """Random positions; all of them different, or in order, where the operator was promised that.
+
+    Those of the last trials may lie outside, which every mode but a promise gives a meaning.
+    """
+    if trial == 0 and _informative(recorded):
+        return recorded
+    ordered = bool(case.eqn.params.get("indices_are_sorted"))
+    overwrites = case.name == "scatter" and recorded.size > np.size(top)  # equal positions would race
+    if ordered or overwrites or case.eqn.params.get("unique_indices"):
+        return _distinct(case, recorded, top, rng, ordered)
+    in_bounds = str(case.eqn.params.get("mode", "")).endswith("PROMISE_IN_BOUNDS")
+    beyond = 0 if trial < 2 or in_bounds else 3
+    below = 0 if jnp.issubdtype(recorded.dtype, jnp.unsignedinteger) else beyond
+    return rng.integers(-below, np.asarray(top) + 1 + beyond, recorded.shape).astype(recorded.dtype)
+
+
+def _distinct(case: Case, recorded: np.ndarray, top: np.ndarray, rng: np.random.Generator, ordered: bool) -> np.ndarray:
+    """Positions none of which stands twice; the recorded ones where there are too few, or where windows would meet."""
+    places = np.asarray(top) + 1
+    rows, count = recorded.size // max(1, np.size(top)), int(np.prod(places))
+    numbers = case.eqn.params["dimension_numbers"]
+    mapped = getattr(numbers, "scatter_dims_to_operand_dims", ())
+    if rows > count or any(case.avals[0].shape[d] > n for d, n in zip(mapped, places, strict=False)):
+        return recorded
+    chosen = rng.choice(count, rows, replace=False)
+    found = np.unravel_index(np.sort(chosen) if ordered else chosen, tuple(places))
+    return np.stack(found, -1).reshape(recorded.shape).astype(recorded.dtype)
+
+
+def difference(whole: np.ndarray, other: np.ndarray, tolerance: float | None = None) -> str | None:
+    """How two results differ, None where they agree within a tolerance, by default their dtype's precision."""
+    if whole.shape != other.shape:
+        return f"shape {other.shape} instead of {whole.shape}"
+    if whole.dtype != other.dtype:
+        return f"dtype {other.dtype} instead of {whole.dtype}"
+    if not whole.size:
+        return None
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        wrong = int(np.sum(whole != other))
+        return f"{wrong} of {whole.size} elements differ" if wrong else None
+    error = _relative_error(whole, other)
+    allowed = _TOLERANCE.get(_real_bytes(whole.dtype), 0.3) if tolerance is None else tolerance
+    return None if error <= allowed else f"largest relative error {error:.3g} (allowed {allowed:g})"
+
+
+def _real_bytes(dtype: Any) -> int:
+    return np.dtype(dtype).itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
+
+
+def _relative_error(whole: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference of an element against its own size or that of most elements."""
+    a, b = np.asarray(whole, np.complex128), np.asarray(other, np.complex128)
+    finite = np.isfinite(a)
+    if (finite != np.isfinite(b)).any() or (np.isnan(a) != np.isnan(b)).any():
+        return float("inf")
+    infinite = np.isinf(a)
+    if (a[infinite] != b[infinite]).any():
+        return float("inf")
+    a, b = a[finite], b[finite]
+    if not a.size:
+        return 0.0
+    size = np.abs(a)
+    usual = np.median(size) or size.mean() or 1e-30
+    return float((np.abs(a - b) / (size + usual)).max())

@@ -1,0 +1,1 @@
+"""A plan as data: inputs, results, estimate, record of the search; its JSON form."""

@@ -1,0 +1,166 @@
+"""Plans as JSON. What is read is checked against the types of `Plan` and for parts that contradict each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from autoshard._typed import Readers, fields_of, finite, fit, shortly
+from autoshard.errors import PlanError
+from autoshard.sharding.machines.targets import MOST_DEVICES
+from autoshard.sharding.plan.search_record import Tried
+from autoshard.sharding.plan.sharding_plan import FORMAT, Plan, abstract_mesh
+from autoshard.sharding.plan.tensors import Leaf
+
+_MOST_ELEMENTS = 2**62  # of an array that can be counted
+_SHOWN = 3  # problems of a text; more say no more
+_LATER = ("padding",)  # what texts of this format need not have
+
+Spec = tuple[str | None | tuple[str, ...], ...]
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as lists, tables, text and numbers; numbers that are not finite, which JSON has none of, as None."""
+    return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in _names()}
+
+
+def plan_json(plan: Plan) -> str:
+    """See `Plan.to_json`."""
+    for name, value in plan.variant.items():
+        if not _in_json(value):
+            raise PlanError(f"the plan's variant {name!r} is {shortly(value)}, which JSON has no word for: name "
+                            "variants by text, finite numbers, true or false, or lists of them")  # fmt: skip
+    return _rows_on_a_line(json.dumps(plan_data(plan), indent=1, default=repr))
+
+
+def plan_from_json(text: str) -> Plan:
+    """See `Plan.from_json`."""
+    try:
+        data = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise PlanError(f"this is not a plan: {error}. Plan.to_json() writes one.") from error
+    found = data.get("format") if isinstance(data, Mapping) else FORMAT
+    if found is not None and found != FORMAT:
+        raise PlanError(f"this plan has format {shortly(found)}, this version reads {FORMAT}: plan again")
+    problems: list[str] = []
+    values = _read(data, problems)
+    plan = Plan(**values) if not problems else None
+    problems += _contradictions(plan) if plan is not None else []
+    if plan is None or problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise PlanError(f"this is not a plan: {'; '.join(problems[:_SHOWN])}{more}. Plan.to_json() writes one.")
+    return plan
+
+
+def _names() -> list[str]:
+    return [name for name in fields_of(Plan) if name not in ("audits", "bound")]
+
+
+def _read(data: Any, problems: list[str]) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        problems.append(f"it is {shortly(data)}, it must be a table")
+        return {}
+    problems += [f"'{name}' is missing" for name in ("format", *_names()) if name not in (*data, *_LATER)]
+    kinds = fields_of(Plan)
+    return {name: fit(data[name], kinds[name][0], name, problems, _READERS) for name in _names() if name in data}
+
+
+def _read_mesh(value: Any, where: str, problems: list[str]) -> Any:
+    sizes = fit(value, Mapping[str, int], where, wrong := [])
+    if not wrong and all(n > 0 for n in sizes.values()) and math.prod(sizes.values()) <= MOST_DEVICES:
+        return abstract_mesh(sizes)
+    problems.append(f"{where} is {shortly(value)}: sizes must be positive whole numbers, of at most {MOST_DEVICES} "
+                    "devices")  # fmt: skip
+    return value
+
+
+def _read_spec(value: Any, where: str, problems: list[str]) -> Any:
+    entries = fit(value, Spec, where, wrong := [])
+    problems += wrong
+    return value if wrong else PartitionSpec(*entries)
+
+
+_READERS: Readers = {float: finite, AbstractMesh: _read_mesh, PartitionSpec: _read_spec}
+
+
+def _contradictions(plan: Plan) -> Iterator[str]:
+    """What of a plan does not go with the rest of it."""
+    axes = plan.mesh.axis_names
+    for leaf in (*plan.inputs, *plan.outputs, *plan.activations):
+        yield from _leaf_contradictions(leaf, dict(zip(axes, plan.mesh.axis_sizes, strict=True)))
+    named = {"axis_rules": [*plan.axis_rules], "placing": [*plan.placing],
+             "storage": [a for some in plan.storage.values() for a in some]}  # fmt: skip
+    for what, some in named.items():
+        if unknown := [a for a in some if a not in axes]:
+            yield f"{what} names mesh axis {unknown[0]!r}, the mesh has {', '.join(axes)}"
+    if len(plan.traffic_us) not in (0, len(plan.traffic)):
+        yield f"traffic has {len(plan.traffic)} rows and traffic_us {len(plan.traffic_us)}"
+    yield from _misplaced(plan)
+
+
+def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
+    cuts = [() if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(leaf.spec)]
+    flat = [axis for cut in cuts for axis in cut]
+    if unknown := [axis for axis in flat if axis not in mesh]:
+        yield f"the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, the mesh has {', '.join(mesh)}"
+    elif len(set(flat)) < len(flat):
+        yield f"the spec of '{leaf.path}' names a mesh axis twice"
+    if len(cuts) > len(leaf.shape) or len(leaf.axes) not in (0, len(leaf.shape)):
+        yield (
+            f"'{leaf.path}' has {len(leaf.shape)} dimensions, its spec {len(cuts)} entries, its axes {len(leaf.axes)}"
+        )
+    if min(leaf.shape, default=0) < 0 or math.prod(leaf.shape) > _MOST_ELEMENTS:
+        yield f"the shape of '{leaf.path}' is {shortly(list(leaf.shape))}, which no array has"
+
+
+def _misplaced(plan: Plan) -> Iterator[str]:
+    """Where mesh axes are said to lie that are no places of the topology, or not one place for each device."""
+    dims, sizes = dict(plan.topology), dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    if len(dims) < len(plan.topology) or min(dims.values(), default=1) < 1 or math.prod(dims.values()) > MOST_DEVICES:
+        yield (
+            f"topology is {_listed(plan.topology)}: names must differ, sizes be positive, of at most {MOST_DEVICES} "
+            "devices"
+        )
+    elif plan.placing:
+        pieces = [piece for some in plan.placing.values() for piece in some]
+        laid = {axis: math.prod(n for _, n, _ in some) for axis, some in plan.placing.items()}
+        whole = all(name in dims and n > 0 and stride > 0 for name, n, stride in pieces)
+        if not whole or laid != sizes or sorted(plan.device_order) != list(range(math.prod(dims.values()))):
+            yield f"placing does not lay the mesh {sizes} onto the topology {_listed(plan.topology)}"
+
+
+def _listed(rows: Sequence[Any]) -> str:
+    return shortly(list(map(list, rows)))
+
+
+def _plain(thing: Any) -> Any:
+    if isinstance(thing, float):
+        return thing if math.isfinite(thing) else None
+    if isinstance(thing, AbstractMesh):
+        return dict(zip(thing.axis_names, thing.axis_sizes, strict=True))
+    if isinstance(thing, PartitionSpec | tuple | list):
+        return [_plain(each) for each in tuple(thing)]
+    if isinstance(thing, Tried):  # there are many: a row for each
+        return [_plain(each) for each in vars(thing).values()]
+    if dataclasses.is_dataclass(thing):
+        return _plain(vars(thing))
+    return {key: _plain(each) for key, each in thing.items()} if isinstance(thing, Mapping) else thing
+
+
+def _in_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _rows_on_a_line(text: str) -> str:
+    """Indented JSON with its innermost lists on one line each: a plan that changes is a difference that can be read."""
+    return re.sub(r"\[\n *([^\[\]{}]*)\n *\]", lambda row: "[" + re.sub(r"\n *", " ", row[1]) + "]", text)

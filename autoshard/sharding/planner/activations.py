@@ -1,0 +1,95 @@
+"""What a step makes of its batch, and of its gradients, for people to see: shapes, shardings, how much of it is held.
+
+Values that a layout tells apart by nothing (`alike`) are one row; what XLA computes inside its users is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard import _compat
+from autoshard.sharding.cost.peak_memory import MemoryModel
+from autoshard.sharding.cost.step_time import Waiting
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.operator_sharding import home
+from autoshard.sharding.plan.tensors import Activation
+from autoshard.spmdrules.core.placement import to_partition_spec
+
+SHOWN = 40
+
+
+@dataclass(eq=False)
+class _Kind:
+    """Values that lie alike: one of them, how many are made in a step, and where the first is made."""
+
+    value: int
+    count: float = 0.0
+    operator: str = ""
+    line: str = ""
+
+
+def activations(
+    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], waiting: Sequence[Waiting] = ()
+) -> tuple[Activation, ...]:
+    """The largest activations and gradients of a step, those that are held at its worst moment first.
+
+    Args:
+        memory: the program's memory model.
+        layout: where its values lie.
+        names: the logical axes of a value's dimensions.
+        waiting: what is gathered for operators, or waits behind them to be scattered.
+    """
+    alike = memory.kinds(layout)
+    kind_of = dict(zip(alike.values.tolist(), alike.numbers.tolist(), strict=True))
+    kinds = _kinds(memory, kind_of)
+    held: dict[int, float] = dict.fromkeys(kinds, 0.0)
+    for value, size in memory.at_peak(layout, waiting):
+        if kind_of[value] in held:
+            held[kind_of[value]] += size
+    found: dict[Any, Activation] = {}
+    for number, kind in kinds.items():
+        one = _activation(memory, layout, names, kind, held[number])
+        key = (one.role, one.shape, one.dtype, one.axes, tuple(one.spec))
+        same = found.get(key)
+        found[key] = one if same is None else same.with_more(one.count, one.held_bytes)
+    sizes = {key: float(np.prod(one.shape)) for key, one in found.items()}
+    ranked = sorted(found, key=lambda key: (-found[key].held_bytes, -sizes[key]))
+    return tuple(found[key] for key in ranked[:SHOWN])
+
+
+def _kinds(memory: MemoryModel, kind_of: Mapping[int, int]) -> dict[int, _Kind]:
+    """The kinds of values that are activations or gradients, in the order in which the program makes them."""
+    program, batch, gradients = memory.axes.program, memory.roles.batch, memory.roles.gradients
+    kept = set(memory.keep.tolist())
+    found: dict[int, _Kind] = {}
+    for op in program.ops():
+        for v in op.results:
+            if v not in kept or not (v in gradients or any(batch in dim for dim in memory.axes.of_value[v])):
+                continue
+            kind = found.setdefault(kind_of[v], _Kind(v))
+            kind.count += op.trips
+            if not kind.operator:
+                kind.operator, kind.line = op.name, _compat.source_line(op.eqn)
+    return found
+
+
+def _activation(
+    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], kind: _Kind, held_bytes: float
+) -> Activation:
+    aval = memory.axes.program.avals[kind.value]
+    role = "gradient" if kind.value in memory.roles.gradients else "activation"
+    return Activation(
+        path=kind.operator,
+        shape=tuple(aval.shape),
+        dtype=str(aval.dtype),
+        spec=to_partition_spec(home(layout, kind.value)),
+        axes=names(kind.value),
+        role=role,
+        line=kind.line,
+        count=kind.count,
+        held_bytes=held_bytes,
+    )

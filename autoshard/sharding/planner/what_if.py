@@ -1,0 +1,155 @@
+"""What another sharding of some inputs would cost.
+
+    step_us(wish), peak_bytes(wish)    by the models that priced the plan, with the wish fixed
+
+A wish is priced twice: under the plan as it is (its mesh, where that lies, its rules), against the plan; and planned
+anew around it, against the best plan without it. One for a parameter is priced alone and with its moments stored like
+it; the better of the two counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard._shown import shown
+from autoshard.sharding.cost.step_time import relaid
+from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_pins
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.program.path_patterns import few
+from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec, to_partition_spec
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+    from autoshard.sharding.plan.tensors import Leaf
+
+TIE = 1e-3  # of a step's time (of a device's memory): what is nearer is called the same
+MOST = 24  # neighbours that are priced
+
+
+@shown
+@dataclass(frozen=True)
+class Choice:
+    """Inputs stored in another way, and what a step then costs.
+
+    Attributes:
+        fixed: path -> spec (or names of logical axes): what to fix to have it.
+        step_time_us: of a step; infinite where it is refused.
+        peak_bytes: on a device.
+        words: of the plan around it.
+        refusal: why it cannot be.
+        moments: how many of `fixed` are moments that go along.
+        means: what the first of `fixed` is under the plan.
+    """
+
+    fixed: Mapping[str, Any]
+    step_time_us: float = math.inf
+    peak_bytes: float = math.inf
+    words: str = ""
+    refusal: str = ""
+    moments: int = 0
+    means: PartitionSpec | None = None
+
+
+def neighbours(plan: Plan, leaves: Sequence[Leaf]) -> list[Choice]:
+    """Inputs of one kind with one mesh axis elsewhere, or whole: each priced under the plan, the best that fits first.
+
+    Moments that lie like their parameter go along.
+    """
+    leaf = leaves[0]
+    spec = from_partition_spec(leaf.spec, len(leaf.shape))
+    layout = plan._bound().layout
+    dims = layout.axes.of_value[layout.axes.program.inputs[plan.inputs.index(leaf)]]
+    loops = {d for d, dim in enumerate(dims) if any(c in layout.axes.stacked for c in dim)}
+    alike = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
+    found = []
+    for other in list(dict.fromkeys(_moved(spec, leaf.shape, layout.mesh, loops)))[:MOST]:
+        wish = to_partition_spec(other)
+        found.append(_under(plan, {x.path: wish for x in (*leaves, *alike)}, len(alike)))
+    limit = plan.limit_bytes or math.inf
+    return sorted(found, key=lambda c: (c.peak_bytes > limit, round(c.step_time_us, 3), c.peak_bytes))
+
+
+def under(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
+    """A wish for inputs under the plan as it is: with the moments of parameters, if there are any, and alone."""
+    alike = moments_of(plan, leaves)
+    alone = {x.path: wish for x in leaves}
+    found = [_under(plan, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    return [*found, _under(plan, alone)]
+
+
+def anew(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
+    """The same, planned anew around the wish: on the mesh that was given, if one was."""
+    alike = moments_of(plan, leaves)
+    alone = {x.path: wish for x in leaves}
+    found = [_anew(plan, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    return [*found, _anew(plan, alone)]
+
+
+def best_without(plan: Plan) -> Choice:
+    """What a plan around a wish is compared with: the best plan without it, which a searched plan is itself."""
+    planner = plan._bound().planner
+    if planner.searched:
+        return Choice({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
+    return _anew(plan, {})
+
+
+def moments_of(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """The optimizer's inputs that belong to parameters: of their shape and axes, with the most of their path's end."""
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
+        if leaf.role != "parameter":
+            continue
+        like = [x for x in plan.inputs if x.role == "optimizer" and (x.shape, x.axes) == (leaf.shape, leaf.axes)]
+        most = max((_shared_end(x.path, leaf.path) for x in like), default=0)
+        found |= {x.path: x for x in like if most and _shared_end(x.path, leaf.path) == most}
+    given = {x.path for x in leaves}
+    return [x for path, x in found.items() if path not in given]
+
+
+def _shared_end(one: str, other: str) -> int:
+    pairs = zip(reversed(one.split("/")), reversed(other.split("/")), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("/"), other.count("/")) + 1)
+
+
+def _moved(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set[int]) -> Iterator[Spec]:
+    """Other specs: whole, one mesh axis elsewhere or nowhere, all axes of one dimension on another."""
+    if any(spec):
+        yield ((),) * len(shape)
+    groups = [(a,) for a, n in mesh.items() if n > 1] + [dim for dim in spec if len(dim) > 1]
+    for group in groups:
+        rest = [tuple(a for a in dim if a not in group) for dim in spec]
+        for d in (None, *range(len(shape))):
+            moved = tuple((*dim, *group) if i == d else dim for i, dim in enumerate(rest))
+            ways = math.prod(mesh[a] for a in moved[d]) if d is not None else 1
+            if moved != spec and d not in loops and (d is None or (shape[d] and shape[d] % ways == 0)):
+                if d is not None or any(a in axes_of(spec) for a in group):
+                    yield moved
+
+
+def _under(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
+    bound = plan._bound()
+    old, planner = bound.layout, bound.planner
+    layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
+    try:
+        pins = fixed_pins(bound.traced, old.axes, layout, fixed, "wish")
+    except FixedError as error:
+        return Choice(fixed, refusal=few(error.complaints, "; "))
+    layout.pins = {**old.pins, **pins}
+    means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
+    cost = relaid(planner.cost(layout), bound.laying, planner.machine.target.chip)
+    peak, _ = planner.memory(layout, cost.waiting)
+    return Choice(fixed, cost.step_time_us, peak, plan.chosen, moments=moments, means=means)
+
+
+def _anew(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
+    planner = plan._bound().planner
+    try:
+        best, _ = planner.search(planner.held, {**planner.fixed, **fixed})
+    except FixedError as error:
+        return Choice(fixed, refusal=few(error.complaints, "; "))
+    return Choice(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)

@@ -1,0 +1,1 @@
+"""The user's function traced once, and what is known of its operators."""

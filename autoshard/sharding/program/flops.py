@@ -1,0 +1,96 @@
+"""How much one operator computes: floating-point operations on whole operands.
+
+A contraction multiplies every element of one operand with as many elements as the result has dimensions that this
+operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it. A
+contraction over a ragged dimension (the gradient of experts' weights) is a product of all rows, masked, for each group:
+XLA knows no other way. A vendor's kernel computes what its products do (`spmdrules.vendor`). An operator that its
+author declared computes what the contractions inside it do; of code that says nothing (a kernel of its author's own),
+and of everything else, it is one operation for each element of the results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard.sharding.axes.axis_uses import CONTRACTIONS
+from autoshard.sharding.axes.roles import itemsize
+from autoshard.spmdrules.core.rule import Dims
+from autoshard.spmdrules.custom_ops.opaque_primitive import flat, is_operator
+from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops
+from autoshard.spmdrules.ir.program import Op, Program, build
+
+Shapes = tuple[tuple[tuple[int, ...], Any], ...]  # of operands: shape and dtype
+
+
+def flops_of(op: Op) -> float:
+    """Floating-point operations of one equation on whole operands."""
+    if op.rule is None:
+        return 0.0
+    if op.name in CONTRACTIONS:
+        return _product(op)
+    found = sum(products(op).values())
+    return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
+
+
+def products(op: Op) -> Mapping[int, float]:
+    """The operations of the contractions in an operator, by the bytes of an element of their narrower operand."""
+    if op.name in CONTRACTIONS:
+        return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _product(op)}
+    if op.name in KERNELS:
+        avals = [v.aval for v in op.eqn.invars]
+        return {itemsize(avals[0]): kernel_flops(op.name, avals, op.eqn.params)}
+    if not is_operator(op.eqn.primitive):
+        return {}
+    return _products(op.eqn.params["fn"], tuple((v.aval.shape, v.aval.dtype) for v in op.eqn.invars))
+
+
+@functools.lru_cache(maxsize=256)
+def _products(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
+    total: dict[int, float] = {}
+    program = inner_program(fn, operands)
+    for op in program.ops() if program is not None else ():
+        if op.rule is not None:
+            for size, flops in products(op).items():
+                total[size] = total.get(size, 0.0) + flops * op.trips
+    return total
+
+
+def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
+    """What a function of arrays of these shapes and types is made of; None where it does not take them.
+
+    Shapes are those of the program, of a shard or of a padded axis. That a shard is refused is said where it is run.
+    """
+    with _compat.unchecked_varying():
+        try:
+            traced = jax.make_jaxpr(flat(fn))(*(jax.ShapeDtypeStruct(*each) for each in operands))
+        except Exception:  # the operator's author wrote it, and may refuse a shape with any error
+            return None
+    return build(_compat.dce(traced))
+
+
+def _product(op: Op) -> float:
+    rule = op.rule
+    assert rule is not None
+    is_convolution = op.name == "conv_general_dilated"
+    one, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
+    free = [f for f in _factors(rule.results[0]) if f not in one and (is_convolution or f in other)]
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free)) * _masked(op)
+
+
+def _masked(op: Op) -> int:
+    """How many products XLA makes of one: for a ragged dimension that is contracted one for each group."""
+    dims = op.eqn.params.get("ragged_dot_dimension_numbers")
+    if dims is None:
+        return 1
+    (contracted, _), _ = dims.dot_dimension_numbers
+    return op.eqn.invars[2].aval.shape[-1] if set(dims.lhs_ragged_dimensions) <= set(contracted) else 1
+
+
+def _factors(dims: Dims) -> list[str]:
+    return [f for dim in dims for f in dim]

@@ -1,0 +1,184 @@
+"""A user's function traced once: its jaxpr, the trees and paths around it, and what of it is state.
+
+The results that are state (see `state`) are stored as its inputs are, so that a step can be called on what it returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.axes.state_checks import Drift, match
+from autoshard.spmdrules.ir.program import Program, build
+
+# Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
+OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)
+
+
+@shown
+@dataclass(eq=False)
+class Traced:
+    """A function and its trace.
+
+    Attributes:
+        name: the function's name, for messages.
+        closed: the closed jaxpr over flat inputs.
+        in_tree: tree of `(args, kwargs)`.
+        out_tree: tree of the results.
+        in_paths: `/`-joined key path of each input leaf, `0/layers/wq`.
+        out_paths: the same for the results.
+        in_avals: shape and dtype of each input leaf.
+        out_avals: the same for the results.
+        state: pairs (input leaf, output leaf) of what comes back.
+        owners: the number of the argument that each input leaf belongs to, -1 for keywords.
+        donated: input leaves whose buffers the results may take.
+        written: input leaf -> the `PartitionSpec` that its owner wrote on it.
+        flags: JAX's settings under which it was traced.
+        alike: pairs (input leaf, output leaf) of results that have the leaves of an argument that came back already.
+        drifts: the arguments that nearly come back.
+    """
+
+    name: str
+    closed: Any
+    in_tree: Any
+    out_tree: Any
+    in_paths: list[str]
+    out_paths: list[str]
+    in_avals: list[Any]
+    out_avals: list[Any]
+    state: list[tuple[int, int]]
+    owners: list[int]
+    donated: frozenset[int]
+    written: dict[int, Any]
+    flags: tuple[Any, ...]
+    alike: list[tuple[int, int]]
+    drifts: list[Drift]
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of numbered values, without what nobody uses."""
+        return build(_compat.dce(self.closed))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of structure, shapes and dtypes: what a plan must fit."""
+        text = repr([(p, a.shape, str(a.dtype)) for p, a in zip(self.in_paths, self.in_avals, strict=True)])
+        text += repr([(a.shape, str(a.dtype)) for a in self.out_avals])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+TRACE_FLAGS = (
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "threefry_partitionable",
+)
+
+
+def trace_flags() -> tuple[Any, ...]:
+    """JAX's settings that change what a trace means."""
+    return tuple(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS)
+
+
+def abstract(tree: Any) -> Any:
+    """A pytree with every array turned into its shape, dtype and weak type; Python numbers stay."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, (bool, int, float, complex)) or not hasattr(x, "shape"):
+            return x
+        if isinstance(x, (np.ndarray, np.generic)):
+            x = jax.eval_shape(lambda: jax.numpy.asarray(x)) if x.dtype in (np.int64, np.float64, np.uint64) else x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+
+    return jax.tree.map(one, tree)
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """A key path as text, `0/layers/wq`; the `value` of an nnx variable is left out."""
+    keys = list(keys)
+    if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in ("value", "raw_value"):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def name_of(fn: Any) -> str:
+    """What messages call a function; a partial one is called like the function that it is made of."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    donate_argnums: Sequence[int] = (),
+    input_paths: list[str] | None = None,
+    written: Sequence[Any] = (),
+) -> Traced:
+    """Traces `fn(*args, **kwargs)` from shapes alone.
+
+    Args:
+        fn: the function, over pytrees of arrays.
+        args: arrays or `ShapeDtypeStruct` pytrees.
+        kwargs: the same by keyword.
+        donate_argnums: arguments whose buffers the results may take.
+        input_paths: names of the input leaves, where their key paths would say nothing.
+        written: the `PartitionSpec` written on each input leaf by its owner, or None.
+    """
+    name = name_of(fn)
+    shapes = abstract((args, kwargs))
+    flat, in_tree = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = [path_of(k[1:]) for k, _ in flat]
+    out: list[Any] = []
+
+    def run(*leaves: Any) -> Any:
+        a, k = jax.tree.unflatten(in_tree, leaves)
+        result, tree = jax.tree.flatten(fn(*a, **k))
+        out.append(tree)
+        return result
+
+    token = OUTER_PLAN.set(True)
+    try:
+        with _compat.auto_axes():
+            closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
+    finally:
+        OUTER_PLAN.reset(token)
+    out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
+    owners = [i for i, a in enumerate(shapes[0]) for _ in jax.tree.leaves(a)] + [-1 for _ in jax.tree.leaves(shapes[1])]
+    in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
+    arguments: dict[int, dict[tuple[str, ...], int]] = {}
+    for i, (owner, (k, _)) in enumerate(zip(owners, flat, strict=True)):
+        if owner >= 0:
+            arguments.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
+    found = match(arguments, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
+    # Leaves of an nnx object that come and go (sown values) are part of what nnx carries from call to call.
+    drifts = [d for d in found.drifts if input_paths is None or d.same_paths]
+    return Traced(
+        name=name,
+        closed=closed,
+        in_tree=in_tree,
+        out_tree=out[-1],
+        in_paths=input_paths or keys,
+        out_paths=[path_of(k) for k, _ in out_keys],
+        in_avals=in_avals,
+        out_avals=list(out_shapes),
+        state=found.state,
+        owners=owners,
+        donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
+        written={i: spec for i, spec in enumerate(written) if spec is not None},
+        flags=trace_flags(),
+        alike=found.alike,
+        drifts=drifts,
+    )

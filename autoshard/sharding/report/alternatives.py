@@ -1,0 +1,195 @@
+"""What else could have been chosen for a tensor, with prices: the second half of `plan.explain(path)`, and wishes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard._columns import INDENT, columns
+from autoshard._units import bytes_text, change_text, spec_text, time_text
+from autoshard.sharding.layout.plan_request import is_request
+from autoshard.sharding.program.path_patterns import means_any
+from autoshard.sharding.report.summary import mesh_sizes
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+    from autoshard.sharding.plan.tensors import Leaf
+    from autoshard.sharding.planner.what_if import Choice
+
+FIXED_SHOWN = 3  # inputs of one choice
+
+
+def choice_lines(plan: Plan, leaves: Sequence[Leaf]) -> list[str]:
+    """The next best shardings of inputs of one kind, and what they cost; nothing for what cannot be cut."""
+    from autoshard.sharding.planner.what_if import neighbours
+
+    if plan.bound is None or plan.mesh.size == 1 or leaves[0] not in plan.inputs or math.prod(leaves[0].shape) < 2:
+        return []
+    found = neighbours(plan, leaves)
+    if not found:
+        return []
+    now = _here(plan)
+    others = [c for c in found[1:] if _figures(plan, c, now) != _figures(plan, found[0], now)]
+    shown = [found[0], *others[:1], *(c for c in others[1:] if not any(_spec(c)))]
+    moments = f", {_moments(found[0])} stored alike" if found[0].moments else ""
+    head = f"other choices (all else as planned: step {time_text(plan.estimate.step_time_us)}, memory "
+    lines = [f"{head}{bytes_text(plan.estimate.peak_memory_bytes)}{moments}):"]
+    rows = [(spec_text(_spec(c)), _verdict(plan, c, now) + ":", _figures(plan, c, now)) for c in shown]
+    return lines + [INDENT + line for line in columns(rows)]
+
+
+def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
+    """Whether a wish is cheaper, dearer, infeasible or a tie: under the plan, and planned anew around it.
+
+    Raises:
+        PlanError: it is of no kind that can be fixed, or of a result.
+    """
+    from autoshard.errors import PlanError
+    from autoshard.sharding.layout.fixed_shardings import same_spec, says_something
+    from autoshard.sharding.planner.what_if import anew, best_without, under
+
+    plan._bound()
+    if not says_something(wish):
+        raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or names of logical axes and None for "
+                        "what stays whole, such as ('ffn', None)")  # fmt: skip
+    check_fixable(leaves[0].path, [leaf.path for leaf in plan.inputs])
+    text = spec_text(wish) if isinstance(wish, PartitionSpec) else str(tuple(wish))
+    name = leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
+    now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
+    if isinstance(wish, PartitionSpec) and all(same_spec(wish, x.spec, len(x.shape)) for x in leaves):
+        return [f"{name}: {text} is how it is stored already; explain without a wish says what else it could be"]
+    choices = under(plan, leaves, wish)
+    here = _best(plan, choices)
+    there, without = _best(plan, anew(plan, leaves, wish)), best_without(plan)
+    verdicts = [_verdict(plan, here, _here(plan)), _verdict(plan, there, without)]
+    if here.means is not None and not isinstance(wish, PartitionSpec):
+        text += f", under this plan {spec_text(here.means)},"
+    lines = [f"{name}: {text} instead of {now}: {_headline(*verdicts)}"]
+    lines.append(f"{INDENT}under this plan ({plan.chosen or 'as it is'}): {_line(plan, here, _here(plan))}")
+    if len(choices) > 1 and not here.refusal:
+        lines.append(INDENT * 2 + _with_or_without(plan, here, choices))
+    hows = [(here, "to have it so")]
+    if not here.refusal and (there.words, there.fixed, without.words) == (plan.chosen, here.fixed, plan.chosen):
+        lines.append(f"{INDENT}planned anew around it: the same plan")
+    else:
+        lines.append(INDENT + _anew_line(plan, there, without))
+        hows.append((there, "to plan anew around it"))
+    for choice, what in hows:
+        if _feasible(plan, choice):
+            lines.append(f"{INDENT}{what}: {_how(plan, choice, choice is here)}")
+    return lines
+
+
+def check_fixable(path: str, inputs: Sequence[str]) -> None:
+    """Checks that a path, its end or a glob means an input.
+
+    Raises:
+        PlanError: it means none, so a result.
+    """
+    from autoshard.errors import PlanError
+
+    if not means_any(path, inputs):
+        raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: state comes back as its "
+                        "input is stored, other results as they are computed. Ask about an input")  # fmt: skip
+
+
+def _here(plan: Plan) -> Choice:
+    """The plan as it is."""
+    from autoshard.sharding.planner.what_if import Choice
+
+    return Choice({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
+
+
+def _anew_line(plan: Plan, choice: Choice, without: Choice) -> str:
+    if choice.refusal:
+        return "planned anew: no other plan can hold it either"
+    best = "" if without.words == plan.chosen else f", against {without.words} without it"
+    return f"planned anew around it ({choice.words}{best}): {_line(plan, choice, without)}"
+
+
+def _spec(choice: Choice) -> Any:
+    return next(iter(choice.fixed.values()))
+
+
+def _feasible(plan: Plan, choice: Choice) -> bool:
+    return not choice.refusal and choice.peak_bytes <= (plan.limit_bytes or math.inf)
+
+
+def _best(plan: Plan, choices: Sequence[Choice]) -> Choice:
+    """The fastest that fits; of those that cannot be the simplest."""
+
+    def rank(c: Choice) -> tuple[bool, float, float, int]:
+        return (not _feasible(plan, c), round(c.step_time_us, 3), c.peak_bytes, len(c.fixed))
+
+    return min(choices, key=rank)
+
+
+def _verdict(plan: Plan, choice: Choice, before: Choice) -> str:
+    from autoshard.sharding.planner.what_if import TIE
+
+    if not _feasible(plan, choice):
+        return "infeasible"
+    if abs(choice.step_time_us - before.step_time_us) <= TIE * before.step_time_us:
+        return "a tie" if _changes(choice, before)[1] == "the same" else "a tie in time"
+    return "dearer" if choice.step_time_us > before.step_time_us else "cheaper"
+
+
+def _headline(here: str, anew: str) -> str:
+    return here if here == anew else f"{here} under this plan, {anew} planned anew"
+
+
+def _line(plan: Plan, choice: Choice, before: Choice) -> str:
+    if choice.refusal:
+        return f"cannot be: {choice.refusal}"
+    step, memory = _changes(choice, before)
+    text = f"step {time_text(choice.step_time_us)}, {step}; memory {bytes_text(choice.peak_bytes)}, {memory}"
+    return text + _excess(plan, choice)
+
+
+def _figures(plan: Plan, choice: Choice, before: Choice) -> str:
+    """`step +3.10 ms (+0.3 %), memory the same`."""
+    step, memory = _changes(choice, before)
+    if step == memory == "the same":
+        return "the same step time and memory"
+    return f"step {step}, memory {memory}{_excess(plan, choice)}"
+
+
+def _changes(choice: Choice, before: Choice) -> tuple[str, str]:
+    from autoshard.sharding.planner.what_if import TIE
+
+    return (
+        change_text(choice.step_time_us, before.step_time_us, time_text, TIE),
+        change_text(choice.peak_bytes, before.peak_bytes, bytes_text, TIE),
+    )
+
+
+def _excess(plan: Plan, choice: Choice) -> str:
+    if _feasible(plan, choice):
+        return ""
+    over = choice.peak_bytes - plan.limit_bytes
+    return f", {bytes_text(over)} over the limit of {bytes_text(plan.limit_bytes)}"
+
+
+def _moments(choice: Choice) -> str:
+    return "its moment" if choice.moments == 1 else f"the {choice.moments} moments"
+
+
+def _with_or_without(plan: Plan, best: Choice, choices: Sequence[Choice]) -> str:
+    other = next(c for c in choices if c is not best)
+    if best.moments:
+        return f"with {_moments(best)} stored alike; alone: {_figures(plan, other, _here(plan))}"
+    return f"alone; with {_moments(other)} stored alike: {_figures(plan, other, _here(plan))}"
+
+
+def _how(plan: Plan, choice: Choice, as_planned: bool) -> str:
+    """The keywords that give the choice."""
+    shown = {path: spec_text(w) if isinstance(w, PartitionSpec) else str(tuple(w)) for path, w in choice.fixed.items()}
+    fixed = ", ".join(f"'{path}': {text}" for path, text in list(shown.items())[:FIXED_SHOWN])
+    rest = f", and {len(shown) - FIXED_SHOWN} more" if len(shown) > FIXED_SHOWN else ""
+    around = ""
+    if as_planned:
+        around = f"plan={plan.chosen!r}, " if is_request(plan.chosen) else f"mesh={mesh_sizes(plan)}, "
+    return f"{around}fixed={{{fixed}{rest}}}"

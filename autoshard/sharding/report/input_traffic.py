@@ -1,0 +1,78 @@
+"""Which traffic each input of a plan causes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from autoshard import _compat
+from autoshard._units import line_text
+from autoshard.sharding.cost.equivalence_classes import in_loops
+from autoshard.sharding.cost.step_time import collective
+from autoshard.sharding.layout.operator_sharding import decides, regathers, strategy
+from autoshard.spmdrules.core.placement import sent
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+
+
+def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float]:
+    """The traffic that one input of a bound plan causes: (kind, mesh axis, what moves, line) -> bytes a step.
+
+    A gradient is known by its axes: where several tensors have the same, each is given an equal part.
+    """
+    layout, per_byte = plan.bound.layout, plan.bound.flops_per_byte
+    axes, program = layout.axes, layout.axes.program
+    source = program.inputs[number]
+    leaves = axes.of_value[source]
+    parameters = [v for v, role in layout.roles.inputs.items() if role == "parameter"]
+    known = {key for v in parameters for key in _slices(axes, v)}
+    slices = _slices(axes, source)
+    # a contraction may leave a gradient transposed
+    slices |= {t for key in slices for t in itertools.permutations(key)} - known if len(leaves) <= 5 else set()
+    alike = max(sum(axes.of_value[v] == leaves for v in parameters), 1)
+    is_parameter = source in parameters
+    found: dict[tuple[str, str, str, str], float] = {}
+    gathered: set[Any] = set()
+    for op, block in in_loops(program.block):
+        if not decides(op) or not _touches(op, source, slices, axes, is_parameter):
+            continue
+        for move in strategy(layout, op, per_byte).moves:
+            value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
+            share = 1.0
+            if move.array >= 0 and (value == source or axes.held.get(value) == source):
+                what = "it"
+                gather = (move.kind, move.axes, block)
+                if gather in gathered:
+                    continue  # as in cost: one gather serves all that take it in one loop
+                gathered.add(gather)
+            elif move.array < 0 and is_parameter and axes.of_value[value] in slices and _is_gradient(op, layout):
+                what, share = "its gradient", 1 / alike
+            else:
+                continue
+            done = collective(plan.bound.laying, move.kind, move.axes, move.local_bytes, op.trips, "")
+            key = (done.kind, " ".join(move.axes), what, line_text(_compat.source_line(op.eqn)))
+            found[key] = found.get(key, 0.0) + done.wire_bytes * done.count * share
+    for move in regathers(layout, [source]):
+        if move.value == source:
+            local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
+            done = collective(plan.bound.laying, "all-gather", move.axes, local, 1.0, "")
+            found[done.kind, " ".join(move.axes), "it", move.when] = done.wire_bytes
+    return found
+
+
+def _slices(axes: Any, value: int) -> set[Any]:
+    """The axes of a tensor, and those of one loop step's slice of it."""
+    leaves = axes.of_value[value]
+    return {leaves, leaves[1:]} if leaves and any(c in axes.stacked for c in leaves[0]) else {leaves}
+
+
+def _touches(op: Any, source: int, slices: set[Any], axes: Any, is_parameter: bool) -> bool:
+    if any(v == source or axes.held.get(v) == source for v in op.operands):
+        return True
+    return is_parameter and any(axes.of_value[v] in slices for v in op.results)
+
+
+def _is_gradient(op: Any, layout: Any) -> bool:
+    batch, of_value = layout.roles.batch, layout.axes.of_value
+    return any(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands)

@@ -1,0 +1,85 @@
+"""What another plan does differently: `plan.diff(other)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autoshard._columns import INDENT, columns
+from autoshard._units import bytes_text, ratio_text, spec_text, time_text
+from autoshard.sharding.report.summary import AxisNames, label, mesh_text
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """What `other` does differently, a line each; 'the same plan' if nothing."""
+    names, theirs = AxisNames(plan), AxisNames(other)
+    rows: list[tuple[str, str, str, str]] = []
+
+    def compare(what: str, a: str, b: str, remark: str = "") -> None:
+        if a != b:
+            rows.append((what, a or "-", f"-> {b or '-'}", remark))
+
+    compare("function", plan.function, other.function)
+    compare("target", plan.target, other.target)
+    compare("mesh", mesh_text(plan), mesh_text(other))
+    for axis in dict.fromkeys([*plan.axis_rules, *other.axis_rules]):
+        mine, its = plan.axis_rules.get(axis, ()), other.axis_rules.get(axis, ())
+        compare(f"rules of {axis}", ", ".join(map(names.short, mine)), ", ".join(map(theirs.short, its)))
+    for role in dict.fromkeys([*plan.storage, *other.storage]):
+        compare(f"storage of {role}", ", ".join(plan.storage.get(role, ())), ", ".join(other.storage.get(role, ())))
+    lines = [*(columns(rows) if rows else []), *_leaf_differences("input", plan.inputs, other.inputs)]
+    came_in = {leaf.path for leaf in (*plan.inputs, *other.inputs)}  # state comes back as it went in
+    results = [[leaf for leaf in some.outputs if leaf.path not in came_in] for some in (plan, other)]
+    lines += _leaf_differences("result", *results)
+    rows.clear()
+    for what, a, b, text in _figures(plan, other):
+        compare(what, text(a), text(b), ratio_text(b, a))
+    lines += columns(rows, right=(3,)) if rows else []
+    if not lines:
+        return "the same plan"
+    return "\n".join(
+        [f"{plan.chosen or 'this plan'} -> {other.chosen or 'the other plan'}", *(INDENT + s for s in lines)]
+    )
+
+
+def _leaf_differences(noun: str, mine: Sequence[Any], its: Sequence[Any]) -> list[str]:
+    """Leaves whose spec or type changed, those that changed alike together."""
+    here, there = {x.path: x for x in mine}, {x.path: x for x in its}
+    lines = []
+    changes: dict[tuple[str, str], list[str]] = {}
+    for path in here.keys() & there.keys():
+        a, b = here[path], there[path]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            change = (f"{a.dtype}{list(a.shape)}", f"{b.dtype}{list(b.shape)}")
+        elif (change := (spec_text(a.spec), spec_text(b.spec)))[0] == change[1]:
+            continue
+        changes.setdefault(change, []).append(path)
+    order = {x.path: n for n, x in enumerate(mine)}
+    for (a, b), paths in sorted(changes.items(), key=lambda item: min(order[p] for p in item[1])):
+        ordered = sorted(paths, key=order.__getitem__)
+        lines.append(f"{noun} {label(ordered)}{f' x{len(paths)}' if len(paths) > 1 else ''}: {a} -> {b}")
+    for words, some in (
+        ("only in the first", here.keys() - there.keys()),
+        ("only in the second", there.keys() - here.keys()),
+    ):
+        if some:
+            lines.append(
+                f"{noun}s {words}: {', '.join(sorted(some)[:4])}{f' and {len(some) - 4} more' * (len(some) > 4)}"
+            )
+    return lines
+
+
+def _figures(plan: Plan, other: Plan) -> list[tuple[str, float, float, Any]]:
+    a, b = plan.estimate, other.estimate
+    kinds = dict.fromkeys([*a.memory_bytes, *b.memory_bytes])
+    return [
+        ("step", a.step_time_us, b.step_time_us, time_text),
+        ("compute", a.compute_us, b.compute_us, time_text),
+        ("communication", a.comm_us, b.comm_us, time_text),
+        ("traffic of a step", a.comm_bytes, b.comm_bytes, bytes_text),
+        ("peak memory", a.peak_memory_bytes, b.peak_memory_bytes, bytes_text),
+        *((f"memory, {k}", a.memory_bytes.get(k, 0.0), b.memory_bytes.get(k, 0.0), bytes_text) for k in kinds),
+    ]

@@ -1,0 +1,200 @@
+"""A plan as plain text: `print(plan)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autoshard._columns import INDENT, WIDTH, columns, cut, cut_middle, wrap
+from autoshard._units import (
+    bytes_text,
+    line_text,
+    percent_text,
+    ratio_text,
+    spec_text,
+    time_text,
+    variant_text,
+)
+from autoshard.sharding.report.summary import (
+    LABEL_WIDTH,
+    AxisNames,
+    Group,
+    axis_traffic,
+    by_role,
+    collectives,
+    devices,
+    exposed_us,
+    memory_rows,
+    mesh_sizes,
+    mesh_text,
+    padding_texts,
+    storage_roles,
+    title,
+    totals,
+    verdict,
+)
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+
+GROUPS_SHOWN = 12
+COLLECTIVES_SHOWN = 8
+
+
+def table(plan: Plan) -> str:
+    """The plan for people: what was chosen and why, how state is stored, memory, time, traffic."""
+    names = AxisNames(plan)
+    parts = [
+        _head(plan),
+        _axes(plan, names),
+        _state(plan, names),
+        _memory(plan),
+        _time(plan),
+        _traffic(plan),
+        _notes(plan),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _head(plan: Plan) -> list[str]:
+    found = verdict(plan)
+    lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {found.sentence}"]
+    if found.rivals:
+        lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in found.rivals])
+    return [*lines, *_variants(plan)]
+
+
+def _variants(plan: Plan) -> list[str]:
+    """Which variant of the program this is, and what the others take."""
+    if not plan.variant:
+        return []
+    limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
+    others = sorted((v for v in plan.variants if dict(v[0]) != dict(plan.variant)), key=lambda v: v[2])
+    fitting = [v for v in others if v[3] <= limit]
+    lines = [f"variant: {variant_text(plan.variant)}, of {len(plan.variants)}"]
+    if large := len(others) - len(fitting):
+        lines[0] += f" ({large} do{'es' if large == 1 else ''} not fit)"
+    if fitting:
+        named = [f"{variant_text(v)} ({words}) {ratio_text(us, here)}" for v, words, us, _ in fitting[:3]]
+        lines += wrap("next best variants: ", named)
+    return lines
+
+
+def _axes(plan: Plan, names: AxisNames) -> list[str]:
+    """The axis table."""
+    traffic = axis_traffic(plan)
+    rows = [
+        ("mesh axis", "size", "traffic a step", "state stored over it", "shards the first of these that a tensor has")
+    ]
+    for axis, size in mesh_sizes(plan).items():
+        ruled = ", ".join(names.sized(c) for c in plan.axis_rules.get(axis, ())) or "-"
+        stored = ", ".join(storage_roles(plan, axis)) or "-"
+        rows.append((axis, str(size), bytes_text(traffic.get(axis, 0.0)), stored, ruled))
+    lines = []
+    for line in columns(rows, right=(1, 2)):
+        start = line[: len(line) - len(line.rsplit("  ", 1)[-1])]
+        lines += wrap(start, line[len(start) :].split(", ")) if len(line) > WIDTH else [line]
+    if whole := [*map(names.sized, names.whole)]:
+        lines += wrap("whole in compute: ", whole if len(whole) <= 12 else [*whole[:11], f"{len(whole) - 11} more"])
+    return lines
+
+
+def _state(plan: Plan, names: AxisNames) -> list[str]:
+    """The inputs, in groups, the largest first."""
+    lines: list[str] = []
+    like_parameters: set[tuple[tuple[str, ...], str]] = set()
+    for role, found in by_role(plan):
+        if role == "parameter":
+            like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in found}
+        some = [g for g in found if g.first.shape]
+        count, whole, local = totals(some)
+        if not some or (role == "other" and whole == local < 1024):
+            continue  # counters and keys
+        head = (
+            f"{role or 'inputs'}: {count} array{'s' * (count > 1)}, {bytes_text(whole)} -> {bytes_text(local)} a device"
+        )
+        if role == "optimizer" and all((g.first.axes, spec_text(g.first.spec)) in like_parameters for g in some):
+            lines.append(f"{head}, stored like the parameters")
+            continue
+        lines += [head, *_group_lines(some, names)]
+    return lines
+
+
+def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
+    shown = some if len(some) <= GROUPS_SHOWN else some[: GROUPS_SHOWN - 1]
+    rows = [
+        (
+            INDENT + cut_middle(g.label, LABEL_WIDTH),
+            f"x{len(g.leaves)}" if len(g.leaves) > 1 else "",
+            bytes_text(g.whole_bytes),
+            f"-> {bytes_text(g.local_bytes)}",
+            f"{names.list(g.first.axes)} -> {spec_text(g.first.spec)}",
+        )
+        for g in shown
+    ]
+    lines: list[str] = []
+    for line, row in zip(columns(rows, right=(2,)), rows, strict=True):
+        if len(line) <= WIDTH:
+            lines.append(line)
+        else:  # the spec goes under the axes
+            place = len(line) - len(row[-1])
+            axes, _, spec = row[-1].partition(" -> ")
+            lines += [line[:place] + axes, " " * place + f"-> {spec}"]
+    if rest := some[len(shown) :]:
+        count, whole, local = totals(rest)
+        lines.append(f"{INDENT}and {count} smaller ones, {bytes_text(whole)} -> {bytes_text(local)}")
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    peak, alone = plan.estimate.peak_memory_bytes, plan.alone
+    rows = [("memory of a device", "this plan", "all on one device" if alone else "")]
+    for kind, here, there in memory_rows(plan):
+        rows.append((INDENT + kind, bytes_text(here), "" if there is None else bytes_text(there)))
+    rows.append((f"{INDENT}peak", bytes_text(peak), bytes_text(alone.peak_memory_bytes) if alone else ""))
+    lines = columns(rows, right=(1, 2))
+    if plan.limit_bytes:
+        lines[-1] += f"   {percent_text(peak, plan.limit_bytes)} of the limit, {bytes_text(plan.limit_bytes)}"
+    return lines
+
+
+def _time(plan: Plan) -> list[str]:
+    estimate, alone = plan.estimate, plan.alone
+    rows = [
+        ("time of a step (estimated)", "this plan", "all on one device" if alone else ""),
+        (f"{INDENT}compute", time_text(estimate.compute_us), time_text(alone.compute_us) if alone else ""),
+        (f"{INDENT}communication", time_text(estimate.comm_us), "0" if alone else ""),
+        (f"{INDENT}step", time_text(estimate.step_time_us), time_text(alone.step_time_us) if alone else ""),
+    ]
+    lines = columns(rows, right=(1, 2))
+    if estimate.comm_us:
+        lines[2] += f"   {time_text(exposed_us(plan))} of it not hidden behind compute"
+    if alone:
+        speedup = ratio_text(alone.step_time_us, estimate.step_time_us)
+        lines[3] += f"   {speedup} as fast on {devices(plan)} devices"
+    return lines
+
+
+def _traffic(plan: Plan) -> list[str]:
+    if not plan.traffic:
+        return ["traffic: none"]
+    moved = collectives(plan)
+    total = sum(size for _, _, size, _ in moved)
+    rows = [
+        (INDENT + kind, axis, bytes_text(size), percent_text(size, total), line)
+        for kind, axis, size, line in moved[:COLLECTIVES_SHOWN]
+    ]
+    lines = [f"traffic of a step: {bytes_text(total)} leave each device", *columns(rows, right=(2, 3))]
+    if rest := moved[COLLECTIVES_SHOWN:]:
+        lines.append(f"{INDENT}and {len(rest)} smaller ones, {bytes_text(sum(t[2] for t in rest))}")
+    return [cut(line, WIDTH) for line in lines]
+
+
+def _notes(plan: Plan) -> list[str]:
+    lines = [
+        f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: every device repeats the work"
+        for name, places in plan.unknown.items()
+    ]
+    notes = [*lines, *(f"note: {note}" for note in plan.notes)]
+    return [*notes, *(f"padding: {text}" for text in padding_texts(plan))]

@@ -1,0 +1,1 @@
+"""From a call to the planned program: signatures, placement of arguments, agreement of processes."""

@@ -1,0 +1,1 @@
+"""Candidates, the known plans, and the best of them."""

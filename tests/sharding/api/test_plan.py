@@ -1,0 +1,313 @@
+"""A plan as data: JSON and back, binding it to a function again, what is not a plan, copies."""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+import pickle
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.plan.sharding_plan import Estimate, Plan, abstract_mesh
+from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.report.page import page
+from tests.sharding.example_step import arrays, shapes, train_step
+
+
+@cache
+def planned(words="fsdp:2 tp:4 seq"):
+    return autoshard.plan(train_step, *shapes(), plan=words, donate_argnums=0)
+
+
+@cache
+def searched():
+    return autoshard.plan(train_step, *shapes(), target="v5e:2x4")
+
+
+EMPTY = Plan(
+    mesh=abstract_mesh({}),
+    axis_rules={},
+    storage={},
+    inputs=(),
+    outputs=(),
+    estimate=Estimate(0, 0, 0, 0, 0),
+    target="",
+)
+
+
+def fields(plan):
+    return {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "bound"}
+
+
+@pytest.mark.parametrize("make", [planned, searched, lambda: EMPTY], ids=["asked", "searched", "empty"])
+def test_json_round_trip(make):
+    plan = make()
+    again = Plan.from_json(plan.to_json())
+    assert fields(again) == fields(plan)
+    assert again.bound is None
+    assert again.to_json() == plan.to_json()
+
+
+def test_json_is_portable():
+    data = json.loads(planned().to_json())  # plain JSON: no Python types in it
+    assert data["mesh"] == {"fsdp": 2, "tp": 4}
+    assert data["function"] == "train_step"
+    wq = next(leaf for leaf in data["inputs"] if leaf["path"] == "0/params/attention/wq")
+    assert wq == {
+        "path": "0/params/attention/wq",
+        "shape": [32, 8, 4],
+        "dtype": "float32",
+        "spec": ["fsdp", "tp"],
+        "axes": wq["axes"],
+        "role": "parameter",
+    }
+    assert wq["axes"][:2] == ["embed", "heads"]
+    assert data["axis_sizes"]["embed"] == 32 and data["axis_sizes"]["heads"] == 8
+
+
+def test_specs_of_several_axes_survive():
+    leaf = Leaf("x", (8, 8), "float32", P(("a", "b"), None), ("m", "n"), "data")
+    plan = EMPTY.where(mesh=abstract_mesh({"a": 2, "b": 2}), inputs=(leaf,), outputs=(leaf,))
+    assert Plan.from_json(plan.to_json()).inputs[0].spec == P(("a", "b"), None)
+
+
+def test_plan_fills_what_reports_show():
+    plan = searched()
+    assert plan.function == "train_step"
+    assert plan.limit_bytes == 15.75 * 2**30
+    assert plan.alone is not None and plan.alone.comm_us == 0
+    assert plan.alone.memory_bytes["parameter"] == sum(
+        4 * np.prod(x.shape) for x in plan.inputs if x.role == "parameter"
+    )
+    assert {name for leaf in plan.inputs for dim in leaf.axes for name in dim.split("*")} <= set(plan.axis_sizes)
+
+
+def test_specs_are_shaped_like_the_arguments():
+    plan = planned()
+    state, batch = plan.in_specs
+    assert state["params"]["attention"]["wq"] == P("fsdp", "tp") == state["moments"]["attention"]["wq"]
+    assert batch["x"] == P("fsdp", "tp")
+    assert plan.out_specs[0] == state
+    assert plan.logical_axes["0/params/mlp/up"] == ("embed", "ffn")
+
+
+def test_bound_again_it_computes_the_same():
+    again = Plan.from_json(planned().to_json()).bind(train_step, *shapes(), donate_argnums=0)
+    state, batch = arrays()
+    expected_state, expected = jax.jit(train_step)(state, batch)
+    got_state, got = again.jit()(state, batch)
+    np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got_state, expected_state)
+    wq = got_state["params"]["attention"]["wq"]
+    assert wq.sharding.spec == P("fsdp", "tp")
+    assert wq.addressable_shards[0].data.shape == (16, 2, 4)
+
+
+def test_unbound_it_has_no_function():
+    plan = Plan.from_json(planned().to_json())
+    for use in (lambda: plan.in_specs, lambda: plan.out_specs, plan.jit):
+        with pytest.raises(PlanError, match=r"no function .*plan\.bind"):
+            use()
+
+
+def test_binding_refuses_another_program():
+    plan = Plan.from_json(planned().to_json())
+    with pytest.raises(
+        PlanError, match=r"another program.*'0/moments/attention/wk' float32\[32, 8, 4\] there.*\[48, 8, 4\]"
+    ):
+        plan.bind(train_step, *shapes(width=48))
+    with pytest.raises(PlanError, match="another program.*it has 19 inputs, this function 2"):
+        plan.bind(lambda x, y: x @ y, np.ones((4, 4)), np.ones((4, 4)))
+
+
+def test_binding_refuses_arguments_of_another_type():
+    def fn(x, w):
+        return (x @ w).astype("float32")
+
+    wide, narrow = (jax.ShapeDtypeStruct((16, 16), dtype) for dtype in ("float32", "bfloat16"))
+    plan = Plan.from_json(autoshard.plan(fn, wide, wide, plan="dp:8").to_json())
+    with pytest.raises(PlanError, match=r"another program.*'0' float32\[16, 16\] there, '0' bfloat16\[16, 16\] here"):
+        plan.bind(fn, narrow, narrow)
+
+
+def test_binding_refuses_a_program_whose_axes_are_others():
+    square = jax.ShapeDtypeStruct((16, 16), "float32")
+    plan = Plan.from_json(autoshard.plan(lambda x, w: x @ w, square, square, plan="dp:8").to_json())
+    with pytest.raises(PlanError, match="another program: the axes of '[01]' are .* there, .* here"):
+        plan.bind(lambda x, w: x.T @ w, square, square)
+
+
+def broken(**changes):
+    return json.dumps(json.loads(planned().to_json()) | changes)
+
+
+def with_leaf(**changes):
+    data = json.loads(planned().to_json())
+    return broken(inputs=[data["inputs"][1] | changes])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a plan"),
+        ("not JSON", "not a plan"),
+        ("null", "not a plan"),
+        ("[]", "not a plan"),
+        ("{}", "not a plan.*format"),
+        ('{"format": 4}', "not a plan.*mesh"),
+        ('{"format": 999}', "format 999, this version reads 4: plan again"),
+        (None, "not a plan"),
+        (lambda: planned().to_json()[:-200], "not a plan"),
+        (lambda: broken(mesh=[8]), "not a plan"),
+        (lambda: broken(mesh={"fsdp": 2, "tp": "4"}), "sizes must be positive whole numbers"),
+        (lambda: broken(mesh={"fsdp": 2, "tp": 0}), "sizes must be positive whole numbers"),
+        (lambda: broken(mesh={"fsdp": 8}), "names mesh axis 'tp', the mesh has fsdp"),
+        (lambda: broken(inputs=[7]), "not a plan"),
+        (lambda: broken(inputs=[{"path": "x"}]), "not a plan"),
+        (lambda: broken(estimate=None), "not a plan"),
+        (lambda: broken(estimate={"step_time_us": 1}), "not a plan"),
+        (
+            lambda: broken(estimate=dict.fromkeys(Estimate.__dataclass_fields__, "1") | {"memory_bytes": {}}),
+            r"estimate.step_time_us is '1', it must be a finite number.*; and 2 more",
+        ),
+        (lambda: broken(axis_rules=["batch"]), "not a plan"),
+        (lambda: broken(candidates=3), "not a plan"),
+        (lambda: with_leaf(spec=["other"]), "names mesh axis 'other'"),
+        (lambda: with_leaf(spec=[3]), r"inputs\[0\].spec\[0\] is 3, it must be text or nothing or a list"),
+        (lambda: with_leaf(spec=[{"tp": 4}]), "not a plan"),
+    ],
+)
+def test_what_is_not_a_plan(text, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text() if callable(text) else text)  # type: ignore[arg-type]
+
+
+OTHERS = [None, True, -1, 10**400, 1.5, math.nan, "x", [], [[1, "y"]], {"x": ["y"]}]
+
+
+def parts(data, path=()):
+    """The path of every part of JSON, one of those that stand in lists."""
+    yield path
+    pairs = data.items() if isinstance(data, dict) else list(enumerate(data))[-1:] if isinstance(data, list) else ()
+    for key, each in pairs:
+        yield from parts(each, (*path, key))
+
+
+def changed(data, path, part):
+    """JSON with another part at a path."""
+    if not path:
+        return part
+    made = copy.copy(data)
+    made[path[0]] = changed(data[path[0]], path[1:], part)
+    return made
+
+
+def edits(part):
+    """What may stand in the place of a part: other types, and less and more of it."""
+    yield from OTHERS
+    if isinstance(part, list):
+        yield from (part[1:], part[:-1], [*part, *part[:1]], [*part, 1], part[::-1])
+    if isinstance(part, dict):
+        yield from ({k: v for k, v in part.items() if k != out} for out in list(part)[:3])
+        yield from ({f"{k}x": v for k, v in part.items()}, part | {"new": 1})
+
+
+DATA = json.loads(searched().to_json())
+
+
+@pytest.mark.parametrize("path", list(parts(DATA)), ids=lambda path: "-".join(map(str, path)) or "all")
+def test_a_plan_with_a_part_changed_is_refused_or_can_be_used(path):
+    part = functools.reduce(lambda data, key: data[key], path, DATA)
+    for edit in edits(part):
+        try:
+            plan = Plan.from_json(json.dumps(changed(DATA, path, edit)))
+        except PlanError as error:
+            assert "plan" in str(error) and len(str(error)) < 700 and "\n" not in str(error)
+            continue
+        texts = [str(plan), repr(plan), plan.diff(searched()), searched().diff(plan), plan.to_json(), page(plan)]
+        assert all(texts) and plan.device_order and plan.logical_axes is not None
+        assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology": [["y", 4], ["y", 2]]}, "names must differ"),
+        ({"placing": {"fsdp": [["w", 8, 1]]}}, "placing does not lay the mesh"),
+        ({"placing": {"fsdp": [["y", 4, 2], ["x", 2, 1]]}}, "placing does not lay the mesh"),
+        ({"placing": {"other": []}}, "placing names mesh axis 'other', the mesh has"),
+        ({"axis_rules": {"other": ["batch"]}}, "axis_rules names mesh axis 'other', the mesh has"),
+        ({"storage": {"parameter": ["other"]}}, "storage names mesh axis 'other', the mesh has"),
+        ({"traffic_us": [[1, 2]] * 99}, "traffic has .* rows and traffic_us 99"),
+        ({"limit_bytes": None}, "limit_bytes is None, it must be a finite number"),
+    ],
+)
+def test_parts_of_a_plan_that_contradict_each_other(changes, message):
+    with pytest.raises(PlanError, match=f"not a plan.*{message}"):
+        Plan.from_json(json.dumps(DATA | changes))
+
+
+def test_a_plan_of_other_inputs_than_its_fingerprint_says_is_refused():
+    inputs = json.loads(planned().to_json())["inputs"][:-1]
+    with pytest.raises(PlanError, match="another program.*it has 18 inputs, this function 19"):
+        Plan.from_json(broken(inputs=inputs)).bind(train_step, *shapes(), donate_argnums=0)
+
+
+def test_what_json_has_no_numbers_for():
+    def no_constant(name):
+        raise AssertionError(name)
+
+    unlimited = autoshard.plan(train_step, *shapes(), plan="dp:8", memory_limit_bytes=math.inf)
+    assert unlimited.fits and json.loads(unlimited.to_json(), parse_constant=no_constant)["limit_bytes"] == 0
+    odd = planned().where(candidates=(("dp:8", math.inf, math.nan),))
+    assert json.loads(odd.to_json(), parse_constant=no_constant)["candidates"] == [["dp:8", None, None]]
+    with pytest.raises(PlanError, match="variant 'clip' is inf, which JSON has no word for"):
+        planned().where(variant={"clip": math.inf}).to_json()
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_copies(bound):
+    plan = planned() if bound else Plan.from_json(planned().to_json())
+    for made in (copy.copy(plan), copy.deepcopy(plan), plan.where()):
+        assert fields(made) == fields(plan) and made.bound is plan.bound
+    sent = pickle.loads(pickle.dumps(plan))
+    assert fields(sent) == fields(plan) and sent.bound is None
+    assert copy.deepcopy(plan).estimate.memory_bytes is not plan.estimate.memory_bytes
+
+
+def test_where_changes_only_what_it_says():
+    plan = planned()
+    other = plan.where(chosen="mine", notes=("one",))
+    assert (other.chosen, other.notes, other.inputs) == ("mine", ("one",), plan.inputs)
+    assert plan.chosen == "fsdp:2 tp:4 seq"
+
+
+def test_a_plan_brings_its_compiler_options_along():
+    plan = autoshard.plan(lambda x: x * 2, np.ones(16, "float32"), plan="dp:8", mesh={"dp": 8})
+    assert plan.compiler_options == {}
+    asked = {"cpu": {"xla_no_such_option": "1", "xla_cpu_enable_fast_math": True}, "tpu": {"xla_other": "1"}}
+    with pytest.warns(AutoshardWarning, match="does not know xla_no_such_option: left out"):
+        run = plan.where(compiler_options=asked).jit()
+    assert run(np.ones(16, "float32")).tolist() == [2.0] * 16
+    nested = jax.jit(lambda x: plan.where(compiler_options={"cpu": {"xla_cpu_enable_fast_math": True}}).jit()(x))
+    assert nested(np.ones(16, "float32")).tolist() == [2.0] * 16
+    pod = autoshard.plan(lambda x: x * 2, np.ones(64, "float32"), target="v5e:4x4")
+    assert "xla_jf_spmd_threshold_for_windowed_einsum_mib" in pod.compiler_options["tpu"]
+    assert autoshard.Plan.from_json(pod.to_json()).compiler_options == pod.compiler_options
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}])
+def test_the_order_of_devices_is_where_the_axes_were_laid(mesh):
+    text = " ".join(f"{kind}:{n}" for kind, n in mesh.items())
+    plan = autoshard.plan(train_step, *shapes(), plan=text, target="v5e:2x4")
+    assert sorted(plan.device_order) == list(range(8)) and plan.topology == (("y", 4), ("x", 2))
+    again = autoshard.Plan.from_json(plan.to_json())
+    assert again.device_order == plan.device_order and again.placing == plan.placing
+    assert plan.where(placing={}).device_order == tuple(range(8))

@@ -1,0 +1,106 @@
+"""The real compilers of machines that are not here: small programs, compiled whole."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from autoshard.sharding.audit import build, export_plan, verify
+from autoshard.sharding.audit.verification import compile_target
+from tests.sharding.audit.test_audit import planned
+
+LAYERS, WIDTH, HIDDEN, ROWS = 3, 256, 1024, 2048
+
+
+def layers_loss(params, x):
+    def body(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(body), x, params)[0].astype(jnp.float32) ** 2)
+
+
+def layers_step(params, x):
+    gradients = jax.grad(layers_loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def layers_planned(words, target):
+    """A plan of a step of a scanned stack of layers, recomputed backward."""
+    shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
+    return plan(layers_step, params, x, target=target, plan=words, donate_argnums=0)
+
+
+def sums_of(found):
+    """The collectives of activations, of an audit whose times and memory make sense."""
+    assert found.ok, found.message
+    assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
+    assert 0 <= found.exposed_us <= found.comm_us * 2
+    assert found.peak_bytes > 0
+    return [f for f in found.collectives if f.payload_bytes > 1024]
+
+
+@pytest.mark.tpu_compile
+def test_tensor_parallel_layers_for_a_tpu():
+    """Activations are summed after each layer, forward and backward, and nothing else moves."""
+    made = layers_planned("tp:4", "v5e:2x2")
+    found = verify(made)
+    sums = sums_of(found)
+    assert {(f.kind, f.axes, f.payload_bytes) for f in sums} == {("all-reduce", ("tp",), ROWS * WIDTH * 2)}
+    assert sum(f.trips for f in sums) == 2 * LAYERS
+    assert all("test_compilers.py" in f.line for f in sums)
+    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert found.unplanned == found.replicated == ()
+    assert found.cycles and found.compute_us_cycles == pytest.approx(found.cycles / 1.5e9 * 1e6)
+    assert set(found.versions) == {"jax", "jaxlib", "libtpu"}
+
+
+@pytest.mark.tpu_compile
+def test_devices_of_a_tpu_stand_where_the_plan_says():
+    made = planned("fsdp:4 tp:2", "v5e:2x4")
+    target = compile_target(made.target)
+    found = build(export_plan(made))
+    sizes = {d.name: d.size for d in target.topology.dims}
+    numbers = [y * sizes["x"] + x for x, y, *_ in found.coordinates]
+    assert tuple(numbers) == made.device_order
+    assert export_plan(made).devices == made.device_order
+
+
+@pytest.mark.tpu_compile
+def test_remarks_of_the_tpu_compiler_are_heard():
+    from jax.sharding import PartitionSpec as P
+
+    from tests.sharding.audit.test_audit import stored
+
+    found = verify(stored(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))))
+    assert found.remarks and found.unplanned
+
+
+@pytest.mark.cuda_compile
+def test_tensor_parallel_layers_for_a_gpu():
+    made = layers_planned("tp:8", "h100:8")
+    found = verify(made)
+    sums = sums_of(found)
+    assert {f.kind for f in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert {f.axes for f in sums} == {("tp",)}
+    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert found.unplanned == ()
+    assert (found.cycles, found.compute_us_cycles) == (None, None)
+    assert json.loads(found.to_json())["versions"]["jax-cuda13-pjrt"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("target", ["v4:2x2x2", "v5p:2x2x2", "v5p:2x2x1*2", "v6e:2x4", "tpu7x:2x2x1", "v5e:2x4"])
+def test_every_tpu(target):
+    sums_of(verify(planned("dp:8", target)))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("target", ["a100:8", "a100-40:8", "h100:2x4", "h200:8", "b200:8", "gb200:8"])
+def test_every_gpu(target):
+    sums_of(verify(planned("dp:8", target)))

@@ -1,0 +1,68 @@
+"""The reader of audits beside that of the benchmarks: two programs by two hands have to say the same of one text."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard.sharding.audit import build, export_plan
+from autoshard.sharding.audit.verification import compile_target
+from autoshard.sharding.hlo import parser
+from autoshard.sharding.hlo.kernel_costs import Kernels
+from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.schedule import Schedule
+from tests.sharding.audit.test_audit import planned
+from tests.sharding.audit.test_compilers import layers_planned
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def referee():
+    """The benchmarks' `estimate` module, whose modules import one another by bare names."""
+    before = list(sys.path)
+    sys.path.append(str(BENCHMARKS))
+    try:
+        return pytest.importorskip("estimate", reason="there are no benchmarks here")
+    finally:
+        sys.path[:] = before
+
+
+def both(made, referee, its_target=None):
+    """What the two readers say of a plan's compiled program."""
+    target = compile_target(made.target)
+    compiled = build(export_plan(made))
+    text = compiled.text
+    program = parser.read(text)
+    schedule = Schedule(program, Kernels(program, target.chip), Wires(target.topology, made.device_order))
+    places = compiled.coordinates if target.platform != "cpu" else None
+    return schedule, schedule.run(), referee.estimate(text, its_target or made.target, places)
+
+
+def check(schedule, runs, theirs):
+    assert not schedule.unknown_loops and not theirs.unknown_loops
+    assert sum(r.trips * r.collective.wire_bytes for r in runs) == pytest.approx(theirs.wire_bytes)
+    ours = sorted((r.collective.kind, r.trips, r.collective.payload_bytes) for r in runs)
+    moved = [t for t in theirs.traffic if t.collective.wire_bytes]
+    assert ours == sorted((t.collective.kind, t.trips, t.collective.payload_bytes) for t in moved)
+
+
+@pytest.mark.parametrize("words", ["tp:4", "fsdp:4"])
+@pytest.mark.tpu_compile
+def test_of_a_tpu(referee, words):
+    schedule, runs, theirs = both(layers_planned(words, "v5e:2x2"), referee)
+    check(schedule, runs, theirs)
+    assert schedule.totals.compute_us == pytest.approx(theirs.compute["cycles"] * 1e6)
+    assert sum(r.exposed_us for r in runs) == pytest.approx(theirs.exposed["cycles"] * 1e6, rel=0.5)
+
+
+@pytest.mark.cuda_compile
+def test_of_a_gpu(referee):
+    schedule, runs, theirs = both(layers_planned("tp:8", "h100:8"), referee, "h100:1x8")
+    check(schedule, runs, theirs)
+    assert schedule.totals.compute_us == pytest.approx(theirs.compute["roofline"] * 1e6, rel=0.05)
+
+
+@pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])
+def test_of_a_cpu(referee, words):
+    check(*both(planned(words), referee, "h100:1x8"))

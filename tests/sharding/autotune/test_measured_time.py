@@ -1,0 +1,278 @@
+"""Plans that are run before one is taken: who runs, who wins, what is said, and what cannot be run."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import Plan, auto_shard, plan
+from autoshard._processes import MissingProcessError
+from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.autotune import measured_time
+from autoshard.sharding.planner.variants import unlike
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a step by the plan's words, instead of the clock's; steps are run all the same."""
+    seconds: dict[str, float] = {}
+    turn = measured_time._turn
+
+    def told(run: Any) -> list[float]:
+        turn(run)
+        return [seconds.get(run.plan.chosen, 1.0)]
+
+    monkeypatch.setattr(measured_time, "_turn", told)
+    return seconds
+
+
+def step_of(state: Any, batch: Any, *, twice: bool = False) -> Any:
+    """A train step of two layers, with several plans of eight devices."""
+
+    def loss(w):
+        return jnp.mean(jnp.square(jnp.tanh(batch @ w["a"]) @ w["b"])) * (1 + twice)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+
+SHAPES = (
+    {"a": jax.ShapeDtypeStruct((64, 256), "float32"), "b": jax.ShapeDtypeStruct((256, 64), "float32")},
+    jax.ShapeDtypeStruct((64, 64), "float32"),
+)
+
+
+def planned(**options: Any) -> Plan:
+    return plan(step_of, *SHAPES, donate_argnums=0, **options)
+
+
+def ranked() -> list[str]:
+    """The words of the candidates in the order in which they are run."""
+    order = sorted(planned().candidates, key=lambda c: c[1])
+    return [name for *_, name in unlike([(time, peak, name) for name, time, peak in order])]
+
+
+def test_the_fastest_that_ran_is_taken(slow):
+    best, words = planned(), ranked()
+    slow[words[2]] = 0.5
+    made = planned(measure=4)
+    assert made.chosen == words[2] and made.inputs == planned(plan=words[2]).inputs
+    said = made.notes[-1]
+    assert said.startswith(f"the fastest of 4 run on cpu:8: {words[2]} 500 ms") and f"{best.chosen} 1.00 s" in said
+
+
+def test_it_runs_as_any_plan_does():
+    """With the real clock: whichever wins, the values are those of one device, and the state is the caller's own."""
+
+    def step(state, batch):
+        def loss(w):
+            return jnp.mean(jnp.square(jnp.tanh(batch["x"] @ w["a"]) @ w["b"]))
+
+        value, grads = jax.value_and_grad(loss)(state["w"])
+        key, other = jax.random.split(state["key"])
+        w = jax.tree.map(lambda p, g: p - g + 0 * jax.random.normal(other, ()), state["w"], grads)
+        return {"w": w, "key": key, "count": state["count"] + batch["valid"].sum()}, value
+
+    def state():
+        a, b = jax.random.split(jax.random.key(1))
+        w = {"a": jax.random.normal(a, (32, 64)), "b": jax.random.normal(b, (64, 32))}
+        return {"w": w, "key": jax.random.key(7), "count": jnp.int32(0)}
+
+    batch = {"x": jax.random.normal(jax.random.key(2), (64, 32)), "valid": jnp.ones((64,), bool)}
+    wanted, loss = jax.jit(step)(state(), batch)
+    run = auto_shard(step, donate_argnums=0, measure=3)
+    found, value = run(state(), batch)
+    assert "run on cpu:8" in run.plan(state(), batch).notes[-1]
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(found["w"]), jax.tree.leaves(wanted["w"]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert int(found["count"]) == int(wanted["count"])
+    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(wanted["key"]))
+
+
+def test_over_all_variants(slow):
+    made = planned(variants={"twice": [False, True]}, measure=3)
+    assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", made.notes[-1])
+    assert len(made.variants) == 2
+
+
+def test_what_does_not_run_is_told_and_not_taken(slow, monkeypatch):
+    words = ranked()
+    turn = measured_time._turn
+
+    def full(run: Any) -> Any:
+        if run.plan.chosen in refused:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+        return turn(run)
+
+    monkeypatch.setattr(measured_time, "_turn", full)
+    refused = {words[0]}
+    made = planned(measure=2)
+    assert made.chosen == words[1]
+    assert made.notes[-1].endswith(f"; {words[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
+                                   "allocate 9 bytes")  # fmt: skip
+    refused = set(words)
+    made = planned(measure=2)
+    assert made.chosen == words[0] and made.notes[-1].startswith("none of 2 runs here; ")
+
+
+def test_what_falls_behind_is_run_once(slow, monkeypatch):
+    words = ranked()
+    slow[words[0]], ran = 2.0, []
+    turn = measured_time._turn
+    monkeypatch.setattr(measured_time, "_turn", lambda run: ran.append(run.plan.chosen) or turn(run))
+    assert planned(measure=2).chosen == words[1]
+    assert ran == [*words[:2], words[1], words[1]]  # alone it need not run in the final
+
+
+def test_those_that_are_close_run_on(slow, monkeypatch):
+    words = ranked()
+    slow.update({words[0]: 1.0, words[1]: 1.05, words[2]: 1.2})
+    counts: dict[str, int] = {}
+    turn = measured_time._turn
+
+    def counted(run: Any) -> Any:
+        counts[run.plan.chosen] = counts.get(run.plan.chosen, 0) + 1
+        return turn(run)
+
+    monkeypatch.setattr(measured_time, "_turn", counted)
+    assert planned(measure=3).chosen == words[0]
+    assert [counts[name] for name in words[:3]] == [measured_time.TURNS + measured_time.FINAL] * 2 + [
+        measured_time.TURNS
+    ]
+
+
+def test_machines_that_are_not_there_are_refused():
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+
+    def product(a, b):
+        return a @ b
+
+    absent: list[tuple[dict[str, Any], str]] = [({"target": "v5e:2x4"}, "v5e:2x4"), ({"mesh": {"a": 16}}, "cpu:16")]
+    for options, has in absent:
+        with pytest.raises(PlanError, match=f"attached devices \\(8 of cpu\\), this plan is for {has}: verify=k"):
+            plan(product, x, x, measure=2, **options)
+    assert "run on cpu:8" in plan(product, x, x, measure=2, target="cpu:8").notes[-1]
+    for wrong in (-1, True, "all"):
+        with pytest.raises(PlanError, match="measure is .*; give the number of plans to run"):
+            plan(product, x, x, measure=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PlanError, match="verify and measure both choose"):
+        plan(product, x, x, measure=1, verify=1)
+
+
+def scaled(w, x, by):
+    return jnp.mean(jnp.square(jnp.tanh(x @ w) * by))
+
+
+def arguments() -> tuple[jax.Array, jax.Array]:
+    return jnp.ones((16, 8)), jnp.ones((32, 16))
+
+
+def tolerant(w, x, tolerance):
+    """Halves until it is small enough: for ever if that is 0 or not a number."""
+    y = jnp.tanh(x @ w)
+    return jax.lax.while_loop(lambda y: jnp.sum(jnp.abs(y)) > tolerance - 1, lambda y: (y + 1) / 2, y)
+
+
+def counted_within(w, x, bound):
+    return jax.jit(lambda w: jax.lax.fori_loop(0, bound, lambda i, y: jnp.tanh(y @ w), x[:, :8]))(w[:8])
+
+
+@pytest.mark.parametrize("loop", [tolerant, counted_within])
+def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypatch):
+    monkeypatch.setattr(measured_time, "_turn", lambda run: pytest.fail("it was run"))
+    number = 3 if loop is counted_within else 0.5
+    made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
+    assert made.chosen == best.chosen and made.inputs == best.inputs
+    said = rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*test_measure.py:\d+"
+    assert re.match(said, made.notes[-1])
+
+
+def test_a_loop_inside_a_whole_operator_is_seen():
+    mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        eqns = jax.make_jaxpr(mapped)(arguments()[1]).eqns
+        assert any(measured_time._holds_while(eqn) for eqn in eqns) is found
+
+
+def test_loops_that_end_whatever_the_values_are_run():
+    def counts(w, x):
+        def body(carry):
+            n, y = carry
+            return n + 1, jnp.tanh(y @ w)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x[:, :8]))
+
+    assert "run on cpu:8" in plan(counts, jnp.ones((8, 8)), jnp.ones((32, 16)), measure=2).notes[-1]
+
+
+def test_no_scalar_and_no_first_element_is_zero():
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64):
+        assert measured_time._numbers((), dtype) != 0 and measured_time._numbers((3, 2), dtype)[0, 0] != 0
+
+
+def test_side_effects_do_not_take_place():
+    seen: list[Any] = []
+
+    def tells(w, x):
+        jax.debug.callback(lambda y: seen.append(y), jnp.sum(x))
+        return jnp.tanh(x @ w)
+
+    made = plan(tells, *arguments(), measure=2)
+    assert not seen and made.chosen == plan(tells, *arguments()).chosen
+    assert made.notes[-1].startswith("no plan was measured: tells has side effects (DebugEffect)")
+
+
+def test_made_up_values_may_give_what_the_debugger_stops_at():
+    with jax.debug_nans(True):
+        made = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
+    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+
+
+def test_whatever_a_plan_raises_is_told(slow, monkeypatch):
+    words = ranked()
+    turn = measured_time._turn
+
+    def wrong(run: Any) -> Any:
+        if run.plan.chosen == words[0]:
+            raise raised
+        return turn(run)
+
+    monkeypatch.setattr(measured_time, "_turn", wrong)
+    raised: BaseException = ValueError("layouts disagree\nin detail")
+    made = planned(measure=2)
+    assert made.chosen == words[1] and made.notes[-1].endswith(f"; {words[0]} does not run: layouts disagree")
+    for raised in (KeyboardInterrupt(), MissingProcessError("gone", processes=[1], what="it", seconds=1.0)):
+        with pytest.raises(type(raised)):
+            planned(measure=2)
+
+
+def test_inputs_of_four_bits_end_in_a_note_at_most():
+    w = jnp.ones((16, 8), jnp.int4)
+    made = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
+    assert "run on cpu:8" in made.notes[-1] or made.notes[-1].startswith("none of 2 runs here; ")
+
+
+@pytest.mark.parametrize("number", [0.5, 2, True])
+def test_python_numbers_are_arguments_like_any_other(number):
+    made = plan(scaled, *arguments(), number, measure=2)
+    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+    assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
+
+
+def test_a_plan_that_was_asked_for_does_not_meet_itself(slow):
+    assert planned(plan="fsdp:8", measure=3).notes[-1] == "the fastest of 1 run on cpu:8: fsdp:8 1.00 s"
+
+
+def test_variants_of_what_no_plan_divides():
+    def odd(w, x, k=0):
+        return jnp.mean(jnp.square(jnp.tanh(x @ w))) + k
+
+    with pytest.warns(AutoshardWarning, match="nothing is sharded"):
+        made = plan(odd, jnp.ones((7, 11)), jnp.ones((9, 7)), variants={"k": [0, 1]}, measure=2)
+    assert "run on cpu:8" in made.notes[-1] and len(made.variants) == 2

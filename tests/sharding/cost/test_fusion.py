@@ -1,0 +1,121 @@
+"""What is read and written: which operators run as one kernel."""
+
+import jax
+import jax.numpy as jnp
+
+from autoshard.sharding.cost.fusion import fuse
+from autoshard.spmdrules.ir.program import build
+
+B, D, F = 64, 32, 128
+X, W, V = (jax.ShapeDtypeStruct(s, "float32") for s in ((B, D), (D, F), (F, D)))
+
+
+def traffic(fn, *args, tpu=True):
+    """(operator, shapes read, shapes written) of each kernel, in order."""
+    program = build(jax.make_jaxpr(fn)(*args))
+    found = fuse(program, fuses_operands=tpu).kernels
+
+    def shapes(values):
+        return sorted(tuple(program.avals[v].shape) for v in values)
+
+    ordered = [found[id(op)] for op in program.ops() if id(op) in found]
+    return [(k.op.name, shapes(k.reads), shapes(k.writes)) for k in ordered]
+
+
+def test_a_chain_of_elementwise_operators_is_one_kernel_with_what_takes_it():
+    def fn(x, w, v):
+        return jax.nn.gelu(jnp.sin(x) @ w * 2.0 + 1.0) @ v
+
+    first = ("dot_general", [(D, F), (B, D)], [(B, F)])
+    assert traffic(fn, X, W, V) == [first, ("dot_general", [(B, F), (F, D)], [(B, D)])]
+    apart = [name for name, *_ in traffic(fn, X, W, V, tpu=False)]
+    assert apart == ["sin", "dot_general", "mul", "dot_general"]  # elsewhere what a product takes is written for it
+
+
+def test_a_softmax_reads_its_scores_once_for_each_reduction_and_once_for_its_result():
+    assert traffic(jax.nn.softmax, X) == [
+        ("reduce_max", [(B, D)], [(B,)]),
+        ("reduce_sum", [(B,), (B, D)], [(B,)]),
+        ("div", [(B,), (B,), (B, D)], [(B, D)]),
+    ]
+
+
+def test_an_optimizers_update_of_one_parameter_is_one_kernel():
+    def update(p, m, v, g):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return p - m / (jnp.sqrt(v) + 1e-8), m, v
+
+    ((_, read, written),) = traffic(update, *[W] * 4)
+    assert read == [(D, F)] * 4 and written == [(D, F)] * 3
+
+
+def test_a_loop_reads_the_slice_of_its_step_and_writes_what_it_carries():
+    def fn(x, ws):
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, ws)
+
+    stack = jax.ShapeDtypeStruct((6, D, D), "float32")
+    found = traffic(fn, X, stack)
+    assert found == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # tanh is computed on its way out
+
+
+def test_a_mask_is_made_anew_in_the_loop_that_uses_it():
+    def fn(xs):
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((D, D))), (B, D, D))
+        return jax.lax.scan(lambda c, x: (c + jnp.sum(x * mask), None), 0.0, xs)[0]
+
+    found = traffic(fn, jax.ShapeDtypeStruct((3, B, D, D), "float32"))
+    assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in found]
+
+
+def test_a_lookup_reads_the_rows_that_it_takes_and_an_update_in_place_costs_the_update():
+    table, ids = jax.ShapeDtypeStruct((1000, D), "float32"), jax.ShapeDtypeStruct((B,), "int32")
+    found = dict((name, (read, written)) for name, read, written in traffic(lambda t, i: t[i], table, ids))
+    assert found["gather"][1] == [(B, D)] and (1000, D) not in found["gather"][0]
+
+    def put(buffer, x):
+        return jax.lax.dynamic_update_slice(buffer, x, (0, 0))
+
+    (only,) = traffic(put, table, X)
+    assert only == ("dynamic_update_slice", [(B, D)], [(B, D)])
+    (sliced,) = traffic(lambda t: jnp.sum(t[:7]), table)
+    assert sliced == ("reduce_sum", [(7, D)], [()])
+
+
+def written(fn, *args):
+    """(shape, bytes of an element as written) of what lies in memory beside the program's inputs, on TPU."""
+    program = build(jax.make_jaxpr(fn)(*args))
+    found = fuse(program, fuses_operands=True)
+    ours = sorted(found.written - set(program.inputs))
+    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * found.narrow.get(v, 1)) for v in ours]
+
+
+def test_a_product_is_written_at_the_end_of_the_chain_behind_it():
+    assert written(lambda x, w: jnp.sin((x @ w).astype("bfloat16")), X, W) == [((B, F), 2)]
+
+    def loss(x, w):
+        logits = (x @ w).astype("bfloat16")
+        return jnp.sum(logits) + jnp.max(logits)
+
+    assert written(loss, X, W)[0] == ((B, F), 2)  # several take it: in the type that they take
+
+
+def test_what_several_products_take_is_written_once_in_the_bits_that_they_read():
+    assert written(lambda x, w: (jnp.sin(x) @ w, jnp.sin(x) * 2.0), X, W) == [((B, F), 4), ((B, D), 4)]
+
+    def fn(x, w, u):
+        y = jnp.sin(x)
+        return y @ w, y @ u
+
+    assert written(fn, X, W, W) == [((B, D), 2), ((B, F), 4), ((B, F), 4)]
+
+
+def test_a_residual_stream_is_written_once_a_layer():
+    """Otherwise every norm would read all that was ever added to it."""
+
+    def fn(x, w, v):
+        for _ in range(6):
+            x = x + jnp.tanh(x / jnp.sum(x, -1, keepdims=True)) @ w @ v
+        return x
+
+    reads = [read for name, read, _ in traffic(fn, X, W, V) if name == "reduce_sum"]
+    assert reads == [[(B, D)]] * 6

@@ -1,0 +1,351 @@
+"""Rules found by running functions on pieces: what is found, what is refused and why, and that nothing wrong is."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+import autoshard
+from autoshard import Discovery, Rule, check_rule, discover, operator
+from autoshard.sharding.discover.rule_discovery import DiscoveryError
+from autoshard.spmdrules import catalogue
+from autoshard.spmdrules.core import registry
+from autoshard.spmdrules.reference.derive import derive
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bools(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """The operators of these tests are nobody else's."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+def layer_norm(x, scale, bias):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
+
+
+def attention(q, k, v):
+    scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k))
+    return jnp.einsum("bhst,bthd->bshd", scores, v)
+
+
+def convolution(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME")
+
+
+def rope(x, angles):
+    a, b = x[..., ::2], x[..., 1::2]
+    cos, sin = jnp.cos(angles)[..., None], jnp.sin(angles)[..., None]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+def gated(x, w, bias):
+    a, b = jnp.split(x @ w + bias, 2, -1)
+    return a * jax.nn.sigmoid(b)
+
+
+def on_host(x):
+    return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def kernel(x, scale):
+    def body(x_ref, scale_ref, out_ref):
+        x = x_ref[...]
+        out_ref[...] = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale_ref[...]
+
+    return pl.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, scale)
+
+
+TOKENS = np.arange(20).reshape(4, 5) % 8
+# What can be cut by running the function itself on a shard. The rows of a table cannot, nor can where a maximum is.
+FOUND = {
+    "matmul": (jnp.matmul, (f32(4, 6), f32(6, 8)), "a b, b c -> a c; reduce b; linear 0; linear 1"),
+    "matmul of trees": (
+        lambda p: {"y": p["x"] @ p["w"]},
+        ({"w": f32(6, 8), "x": f32(4, 6)},),
+        "a b, c a -> c b; reduce a; linear 0; linear 1",
+    ),
+    "layer norm": (layer_norm, (f32(4, 6, 8), f32(8), f32(8)), "a b c, c, c -> a b c; whole c"),
+    "softmax": (jax.nn.softmax, (f32(4, 8),), "a b -> a b; whole b"),
+    "attention": (
+        attention,
+        (f32(2, 6, 4, 8), f32(2, 12, 4, 8), f32(2, 12, 4, 8)),
+        "a b c d, a e c d, a e c f -> a b c f; whole d e; linear 2",
+    ),
+    "convolution": (
+        convolution,
+        (f32(4, 6, 8, 10), f32(12, 6, 3, 3)),
+        "a b c d, e b f g -> a e c d; reduce b; whole c d f g; linear 0; linear 1",
+    ),
+    "embedding": (lambda table, at: table[at], (f32(8, 6), TOKENS), "a b, c d -> c d b; whole a; linear 0"),
+    "cumsum": (lambda x: jnp.cumsum(x, 1), (f32(4, 6),), "a b -> a b; whole b; linear 0"),
+    "argmax": (lambda x: jnp.argmax(x, 1), (f32(4, 6),), "a b -> a; whole b"),
+    "a primitive": (
+        lambda x: lax.cumsum_p.bind(x, axis=1, reverse=False),
+        (f32(4, 6),),
+        "a b -> a b; whole b; linear 0",
+    ),
+    "merged": (lambda x: x.reshape(-1, x.shape[2]), (f32(4, 6, 8),), "a b c -> (a b) c; linear 0"),
+    "split": (
+        lambda x: x.reshape(x.shape[0], -1, 4),
+        (f32(6, 16),),
+        "a (b c) -> a b d; whole c d; linear 0; where c=4 d=4",
+    ),
+    "split within": (
+        lambda x: x.reshape(x.shape[0], 4, -1),
+        (f32(6, 24),),
+        "a (b c) -> a d c; whole b d; linear 0; where b=4 d=4",
+    ),
+    "pooled": (
+        lambda x: x.reshape(x.shape[0], -1, 2).max(-1),
+        (f32(4, 8),),
+        "a (b c) -> a b; whole c; where c=2",
+    ),
+    "pairs": (
+        rope,
+        (f32(4, 6, 8), f32(4, 6)),
+        "a b (c d), a b -> a b (c e); whole d e; linear 0; where d=2 e=2",
+    ),
+    "gated": (gated, (f32(4, 6), f32(6, 16), f32(16)), "a b, b (c d), (e d) -> a d; whole b c e; where c=2"),
+    "tiled": (lambda x: jnp.tile(x, (1, 2)), (f32(4, 6),), "a b -> a (c b); whole c; linear 0; where c=2"),
+    "joined": (lambda x, y: jnp.concatenate([x, y]), (f32(6), f32(6)), "a, a -> (b a); whole b; linear 0 1; where b=2"),
+    "several results": (lambda x: (x.sum(0), x * 2), (f32(4, 6),), "a b -> b, a b; reduce a; linear 0"),
+    "all": (lambda x: jnp.all(x, 1), (bools(4, 6),), "a b -> a; reduce b:and"),
+    "keys": (
+        jax.vmap(lambda key: jax.random.normal(key, (6,))),
+        (jax.random.split(jax.random.key(0), 4),),
+        "a -> a b; whole b; where b=6",
+    ),
+    "factored": (
+        lambda x: jnp.linalg.cholesky(x, symmetrize_input=False),
+        (np.eye(4) + 4 * np.eye(4) * np.ones((6, 1, 1)) + 0.5,),
+        "a b c -> a d e; whole b c d e; where d=4 e=4",
+    ),
+    "on the host": (on_host, (f32(4, 6),), "a b -> a b"),
+    "a kernel": (kernel, (f32(4, 8), f32(8)), "a b, b -> a b; whole b; linear 1"),
+    "no array among the arguments": (lambda x, axis: x.sum(axis), (f32(4, 6), 1), "a b -> a; reduce b; linear 0"),
+}
+
+
+# The others take the same ways through the search, and longer.
+BRIEFLY = {"matmul", "layer norm", "softmax", "embedding", "argmax", "merged", "split within", "pooled", "a kernel"}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("fn", "args", "text"),
+    [pytest.param(*row, id=name, marks=[pytest.mark.slow] * (name not in BRIEFLY)) for name, row in FOUND.items()],
+)
+def test_what_is_found(fn, args, text):
+    found = discover(fn, *args)
+    assert found.text == text
+    assert found.rule.where(body=None).text.split("; where")[0] == text.split("; where")[0]
+    assert {e.factor for e in found.evidence} == {f.name for f in found.rule.factors if f.shardable}
+
+
+# Guesses that some values, sizes or cuts would let pass.
+TRAPS = {
+    "a product with itself": (lambda x: x @ x.T, (f32(6, 6),), "a b -> a c; reduce b; whole a c; where c=6"),
+    "one matrix times another": (jnp.matmul, (f32(6, 6), f32(6, 6)), "a b, b c -> a c; reduce b; linear 0; linear 1"),
+    "a sum of squares": (lambda x: (x * x).sum(), (f32(4, 6),), "a b -> []; reduce a b"),
+    "the square of a sum": (lambda x: x.sum() ** 2, (f32(4, 6),), "a b -> []; whole a b"),
+    "a mean": (lambda x: x.mean(1), (f32(4, 6),), "a b -> a; whole b; linear 0"),
+    "a sum and what is added once": (lambda x, y: x.sum() + y, (f32(4), f32()), "a, [] -> []; whole a; linear 0 1"),
+    "one size, nothing in common": (lambda x, y: (x * 2, y * 3), (f32(6), f32(6)), "a, b -> a, b; linear 0 1"),
+    "two of three": (
+        lambda x, y, z: (x + y, z * 2),
+        (f32(6), f32(6), f32(6)),
+        "a, a, b -> a, b; linear 0 1 2",
+    ),
+    "an outer product": (lambda x, y: x[:, None] * y, (f32(6), f32(6)), "a, b -> a b; linear 0; linear 1"),
+    "a maximum of negative values": (
+        lambda x: x.max(1),
+        (-1 - np.arange(24.0).reshape(4, 6),),
+        "a b -> a; reduce b:max",
+    ),
+    "a maximum unless all are negative": (
+        lambda x: jnp.where(x.max(1) < 0, x.sum(1), x.max(1)),
+        (f32(4, 64),),
+        "a b -> a; whole b",
+    ),
+    "a sum where ones are given": (lambda x: (x**3).sum(1), (np.ones((4, 6), np.float32),), "a b -> a; reduce b"),
+    "the first": (lambda x: x[0], (f32(4, 6),), "a b -> b; whole a; linear 0"),
+    "the last first": (lambda x: x[::-1], (f32(4, 6),), "a b -> a b; whole a; linear 0"),
+    "unlike terms": (lambda x: (x.sum(0), x.max(0)), (f32(4, 6),), "a b -> b, b; whole a"),
+    "a count beside it": (lambda x: (x * 2, jnp.zeros(())), (f32(4, 6),), "a b -> a b, []; linear 0"),
+    "pieces of one element": (
+        lambda x: x.squeeze(),
+        (f32(4, 6),),
+        "(a b) (c d) -> (a e) (c f); whole b d e f; linear 0; where b=2 d=3 e=2 f=3",
+    ),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("fn", "args", "text"), TRAPS.values(), ids=TRAPS.keys())
+def test_wrong_guesses_are_refused(fn, args, text):
+    assert discover(fn, *args).text == text
+
+
+def shaped(x):
+    assert x.shape == (4, 6), "only (4, 6) is known here"
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "why"),
+    [
+        (
+            shaped,
+            (f32(4, 6),),
+            "operand 0 dim 0 cut into 2: it does not take the pieces: AssertionError: only (4, 6) is",
+        ),
+        (lambda x: x @ x.T, (f32(6, 6),), "result 0 of a piece has shape (3, 3), of the whole (6, 6)"),
+        (lambda x: x.mean(1), (f32(4, 6),), "no way of putting its pieces together gives the whole (the closest: "),
+        (
+            lambda x: (x.sum(0), x.max(0)),
+            (f32(4, 6),),
+            "unlike each other, which no rule says: result 0: sum, result 1: max",
+        ),
+        (lambda x: (x > 1e9).any(1), (f32(4, 6),), "only 0 of 32 sets of values gave results that say anything"),
+        (lambda x: (x, (x > 1e9).any()), (f32(4, 6),), "result 1 is the same on all sets of values"),
+        (lambda x: x * 2, (f32(11),), "11 is not cut into 2, 3, 5 or 7 equal pieces"),
+    ],
+)
+def test_what_is_refused_says_why(fn, args, why):
+    found = discover(fn, *args)
+    assert why in str(found)
+    assert any(why in reason for refusal in found.refused for _, reason in refusal.tried) or why in str(
+        found.refused[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [
+        (lambda: 1, (), "has no array arguments. Give arrays or jax.ShapeDtypeStructs"),
+        (lambda x: x, (3,), "has no array arguments"),
+        (lambda x: None, (f32(4),), "returns no arrays"),
+        (lambda x: x @ x, (f32(4, 6),), "cannot be traced with the whole arguments: TypeError: "),
+        (lambda x: x + np.random.default_rng().normal(), (f32(4),), "two runs on the same values differ in result 0"),
+        (
+            lambda x: x + jax.pure_callback(lambda: np.float32(next(COUNTER)), jax.ShapeDtypeStruct((), np.float32)),
+            (f32(4),),
+            "two runs on the same values differ in result 0",
+        ),
+    ],
+)
+def test_what_nothing_can_be_learned_of(fn, args, message):
+    with pytest.raises(DiscoveryError, match=r"^discover\(<lambda>\): ") as error:
+        discover(fn, *args)
+    assert message in str(error.value)
+
+
+COUNTER = itertools.count()
+
+
+def test_what_is_no_function():
+    with pytest.raises(TypeError, match="discover takes a function and its arguments, got 3"):
+        discover(3, f32(4))  # pyright: ignore[reportArgumentType]
+
+
+def test_values_that_the_host_refuses_are_left_out():
+    table = np.arange(7, dtype=np.float32) ** 2
+
+    def looked_up(at):
+        assert at.min() >= 0, "no position"
+        return table[at]
+
+    found = discover(
+        lambda at: jax.pure_callback(looked_up, jax.ShapeDtypeStruct(at.shape, np.float32), at), np.array([1, 2, 3, 6])
+    )
+    assert found.text == "a -> a" and found.evidence[0].sets < 16
+
+
+def test_the_evidence_is_told():
+    found = discover(jnp.matmul, f32(4, 6), f32(6, 8))
+    assert isinstance(found, Discovery) and isinstance(found.rule, Rule)
+    assert [(e.factor, e.size, e.pieces, e.operands, e.joins) for e in found.evidence] == [
+        ("a", 4, (2, 4), ("0 dim 0",), ("side by side along dim 0",)),
+        ("b", 6, (2, 6), ("0 dim 1", "1 dim 0"), ("by sum",)),
+        ("c", 8, (2, 8), ("1 dim 1",), ("side by side along dim 1",)),
+    ]
+    assert all(e.sets == 16 and e.error < 1e-5 for e in found.evidence) and not found.refused
+    text = str(found)
+    assert text.startswith(found.text) and "by sum; 16 sets" in text
+    assert "not proof. @autoshard.operator(text) applies it." in text
+
+
+def test_nothing_is_applied_and_the_oracle_agrees(own_registry):
+    before = dict(registry._RULES)
+    args = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32), np.ones(8, np.float32)
+    found = discover(kernel, *args)
+    assert registry._RULES == before
+    norm = operator(found.text)(kernel)
+    assert [f for f in check_rule(norm, *args, partitioner=False) if f.kind == "wrong"] == []
+    step = autoshard.auto_shard(lambda x, scale: norm(jnp.sin(x), scale), mesh={"data": 4})
+    np.testing.assert_allclose(step(*args), kernel(jnp.sin(args[0]), args[1]), rtol=1e-5)
+
+
+def test_what_only_the_oracle_finds_wrong_is_withdrawn():
+    """Each of two dimensions can be cut, both cannot: pieces are too small."""
+
+    def large(x):
+        if x.size < 8:
+            raise ValueError("at least 8 elements")
+        return x + 1
+
+    found = discover(large, f32(4, 6))
+    assert found.text == "(a b) c -> (a d) c; whole b c d; where b=2 d=2"
+    assert "cannot run on these shards: ValueError: at least 8" in str(found.refused[-1])
+
+
+# Against derived rules --------------------------------------------------------------------------------------------
+
+CATALOGUE = {op.name: op for _, op in catalogue.catalogue()}
+QUICKLY = ("gelu", "rms_norm", "cumsum")
+SAME_AS_DERIVED = (
+    "softmax", "layer_norm", "batch_norm", "logsumexp", "matmul", "embedding", "rope", "feed_forward", "swiglu",
+    "linear_attention", "conv2d", "conv2d_depthwise", "max_pool2d", "take_along_axis",
+    "one_hot", "index_put", "segment_sum", "argmax", "sort", "isclose", "transpose", "cholesky", "cross_entropy",
+    "adamw", "dot",
+)  # fmt: skip
+
+
+def cuts(rule):
+    """What can be cut by running the function on a shard: for each such factor its operation and where it stands."""
+
+    def places(arrays, name):
+        for i, dims in enumerate(arrays):
+            for d, dim in enumerate(dims):
+                if name in dim:
+                    yield i, d, math.prod(rule.factor(f).size for f in dim[: dim.index(name)])
+
+    return {
+        (f.kind, f.op, *places(rule.operands, f.name), "->", *places(rule.results, f.name))
+        for f in rule.factors
+        if f.kind in ("pass", "reduce") and any(True for _ in places(rule.operands, f.name))
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.whole) for name in QUICKLY]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in SAME_AS_DERIVED],
+)
+def test_operators_of_the_catalogue_are_as_derived(name):
+    op = CATALOGUE[name]
+    assert cuts(discover(op.fn, *op.args).rule) == cuts(derive(op.fn, *op.args).rule)

@@ -1,0 +1,220 @@
+"""Collectives in every form in which XLA's compilers print them: counted once, with their bytes."""
+
+import pytest
+
+from autoshard.sharding.hlo.collectives import Collectives
+from autoshard.sharding.hlo.parser import read
+from tests.sharding.hlo.texts import text_of
+
+GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
+META = 'metadata={op_name="jit(step)/dot_general" stack_frame_id=1}'
+
+
+def events(entry, *computations, across=()):
+    program = read(text_of(entry, *computations))
+    found = Collectives(program, across)
+    return [(i.name, event) for i in program.entry.instructions for event in found.events(program.entry, i)]
+
+
+def only(entry, *computations, across=()):
+    """The one collective that begins in an entry computation."""
+    begun = [e.collective for _, e in events(entry, *computations, across=across) if e.collective]
+    assert len(begun) == 1
+    return begun[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "payload", "wire"),
+    [
+        (f"%c = f32[64,32] all-gather(%a), {GROUPS}, dimensions={{0}}", "all-gather", 8192, 6144),
+        (f"%c = f32[16,32] all-reduce(%a), {GROUPS}, to_apply=%add", "all-reduce", 2048, 3072),
+        (f"%c = f32[4,32] reduce-scatter(%a), {GROUPS}, dimensions={{0}}, to_apply=%add", "reduce-scatter", 2048, 1536),
+        (f"%c = f32[16,32] all-to-all(%a), {GROUPS}, dimensions={{0}}", "all-to-all", 2048, 1536),
+        ("%c = f32[16,32] collective-permute(%a), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
+         "collective-permute", 2048, 2048),
+        (f"%c = f32[16,32] collective-broadcast(%a), {GROUPS}", "collective-broadcast", 2048, 2048),
+        (f"%c = (f32[64,32], f32[32]) all-gather(%a, %b), {GROUPS}, dimensions={{0}}", "all-gather", 8320, 6240),
+        (f"%c = (f32[16,32], f32[8]) all-reduce(%a, %b), {GROUPS}, to_apply=%add", "all-reduce", 2080, 3120),
+    ],
+)  # fmt: skip
+def test_plain_ones(line, kind, payload, wire):
+    found = only(f"%a = f32[16,32] parameter(0)\n%b = f32[8] parameter(1)\n{line}\nROOT %r = f32[] constant(0)")
+    assert (found.kind, found.payload_bytes, found.wire_bytes) == (kind, payload, wire)
+
+
+def test_a_permute_of_a_piece_of_a_buffer_sends_the_piece():
+    found = only("""
+        %a = f32[16,32] parameter(0)
+        %b = f32[16,32] parameter(1)
+        %i = s32[] constant(0)
+        %at = (s32[], s32[]) tuple(%i, %i)
+        %c = f32[16,32] collective-permute(%a, %b, %at, %at), source_target_pairs={{0,1},{1,0}}, slice_sizes={{4,32}}
+    """)
+    assert found.wire_bytes == 4 * 32 * 4
+
+
+def test_what_stays_on_its_device_costs_nothing():
+    for line in ("all-reduce(%a), replica_groups={{0},{1}}, to_apply=%add",
+                 "collective-permute(%a), source_target_pairs={{0,0},{1,1}}"):  # fmt: skip
+        assert only(f"%a = f32[16,32] parameter(0)\nROOT %c = f32[16,32] {line}").wire_bytes == 0
+
+
+def roles(entry, *computations):
+    return [(name, event.role) for name, event in events(entry, *computations)]
+
+
+def test_a_start_and_its_end():
+    entry = f"""
+        %a = f32[16,32] parameter(0)
+        %s = (f32[16,32], f32[64,32]) all-gather-start(%a), {GROUPS}, dimensions={{0}}
+        ROOT %d = f32[64,32] all-gather-done(%s)
+    """
+    found = events(entry)
+    assert [(n, e.role) for n, e in found] == [("s", "start"), ("d", "done")]
+    assert found[0][1].key == found[1][1].key
+    assert only(entry).wire_bytes == 6144
+
+
+def test_a_start_that_is_waited_for_at_once():
+    entry = f"""
+        %a = f32[16,32] parameter(0)
+        %s = (f32[16,32], f32[64,32]) all-gather-start(%a), {GROUPS}, backend_config={{"is_sync":true}}
+        ROOT %d = f32[64,32] all-gather-done(%s)
+    """
+    assert roles(entry)[0] == ("s", "whole")
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("async-start(%a), calls=%wrapped", "async-done(%u), calls=%wrapped"),
+        ("call-start(%a), to_apply=%wrapped", "call-done(%u), to_apply=%wrapped"),
+        ("fusion-start(%a), kind=kLoop, calls=%wrapped", "fusion-done(%u), calls=%wrapped"),
+    ],
+)
+def test_a_computation_that_runs_beside_the_rest(start, end):
+    wrapped = f"""
+%wrapped (p: f32[16,32]) -> f32[4,32] {{
+  %p = f32[16,32] parameter(0)
+  ROOT %rs = f32[4,32] reduce-scatter(%p), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}
+"""
+    entry = f"""
+        %a = f32[16,32] parameter(0), {META}
+        %s = ((f32[16,32]), f32[4,32], u32[]) {start}
+        %u = ((f32[16,32]), f32[4,32], u32[]) async-update(%s)
+        ROOT %d = f32[4,32] {end}
+    """
+    found = events(entry, wrapped)
+    assert [(n, e.role) for n, e in found] == [("s", "start"), ("d", "done")]
+    assert found[0][1].key == found[1][1].key
+    collective = only(entry, wrapped)
+    assert (collective.kind, collective.wire_bytes) == ("reduce-scatter", 1536)
+    assert collective.line == "/home/me/model.py:12 (loss)"  # of what it is made of: it has none itself
+
+
+def test_copies_beside_the_rest_are_no_collectives():
+    assert not events("""
+        %a = f32[16,32] parameter(0)
+        %s = (f32[16,32]{1,0:S(1)}, f32[16,32], u32[]) copy-start(%a)
+        ROOT %d = f32[16,32]{1,0:S(1)} copy-done(%s)
+    """)
+
+
+def fused(name, body, root):
+    return f"%{name} (p: f32[16,32]) -> f32[64,32] {{\n  %p = f32[16,32] parameter(0)\n  {body}\n  {root}\n}}\n"
+
+
+def test_asynchronous_fusions_count_once_however_many_carry_on():
+    gather = f'%g = f32[64,32] all-gather(%p), {GROUPS}, backend_config={{"async_collective_fusion_config":{{}}}}'
+    begin = fused("begin", gather, 'ROOT %m = f32[64,32] custom-call(%g), custom_call_target="AsyncCollectiveStart"')
+    carry = fused("carry", gather.replace("%g ", "%g2 "), "ROOT %n = f32[16,32] negate(%p)")
+    finish = fused("finish", gather.replace("%g ", "%g3 "),
+                   'ROOT %e = f32[64,32] custom-call(%p, %g3), custom_call_target="AsyncCollectiveDone"')  # fmt: skip
+    entry = f"""
+        %a = f32[16,32] parameter(0)
+        %s = f32[64,32] fusion(%a), kind=kCustom, calls=%begin, {META}
+        %w = f32[16,32] fusion(%a), kind=kOutput, calls=%carry
+        ROOT %d = f32[64,32] fusion(%a), kind=kCustom, calls=%finish
+    """
+    found = events(entry, begin, carry, finish)
+    assert [(n, e.role) for n, e in found] == [("s", "start"), ("d", "done")]
+    assert found[0][1].key == found[1][1].key
+    collective = only(entry, begin, carry, finish)
+    assert (collective.kind, collective.wire_bytes, collective.name) == ("all-gather", 6144, "s")
+    assert collective.line == "/home/me/model.py:12 (loss)"
+
+
+def test_a_reduce_scatter_hidden_in_a_fusion():
+    hidden = f"""
+%all-reduce-scatter.3 (p: f32[16,32]) -> f32[4,32] {{
+  %p = f32[16,32] parameter(0)
+  %ar = f32[16,32] all-reduce(%p), {GROUPS}, to_apply=%add
+  %i = s32[] constant(0)
+  ROOT %part = f32[4,32] dynamic-slice(%ar, %i, %i), dynamic_slice_sizes={{4,32}}
+}}
+"""
+    entry = f"%a = f32[16,32] parameter(0)\nROOT %f = f32[4,32] fusion(%a), calls=%all-reduce-scatter.3, {META}"
+    collective = only(entry, hidden)
+    assert (collective.kind, collective.payload_bytes, collective.wire_bytes) == ("reduce-scatter", 2048, 1536)
+    assert roles(entry, hidden) == [("f", "whole")]
+
+
+def test_sending_and_receiving():
+    pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}'
+    found = events(f"""
+        %a = f32[16,32] parameter(0)
+        %t = token[] after-all()
+        %r = (f32[16,32], u32[], token[]) recv(%t), channel_id=3, {pairs}
+        %s = (f32[16,32], u32[], token[]) send(%a, %t), channel_id=3, {pairs}
+        %sd = token[] send-done(%s), channel_id=3
+        ROOT %rd = (f32[16,32], token[]) recv-done(%r), channel_id=3
+    """)
+    assert [(n, e.role) for n, e in found] == [("s", "start"), ("sd", "done"), ("rd", "done")]
+    assert len({e.key for _, e in found}) == 1
+    collective = found[0][1].collective
+    assert collective is not None
+    assert (collective.kind, collective.wire_bytes, collective.groups) == ("collective-permute", 2048, ((0, 1), (1, 2)))
+
+
+def test_what_goes_between_slices():
+    told = ('is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="all-gather.4_0",'
+            '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}')  # fmt: skip
+    entry = f"""
+        %a = f32[16,32] parameter(0)
+        %t = token[] after-all()
+        %r = (f32[32,32], u32[], token[]) recv(%t), channel_id=3, {told}
+        %s = (f32[16,32], u32[], token[]) send(%a, %t), channel_id=4, {told}
+        %sd = token[] send-done(%s), channel_id=4, is_host_transfer=true
+        ROOT %rd = (f32[32,32], token[]) recv-done(%r), channel_id=3, is_host_transfer=true
+    """
+    across = ((0, 4), (1, 5), (2, 6), (3, 7))
+    program = read(text_of(entry))
+    found = [e for i in program.entry.instructions for e in Collectives(program, across).events(program.entry, i)]
+    assert [e.role for e in found] == ["start", "done"]  # what is waited for is the other end
+    assert found[0].key == found[1].key
+    collective = only(entry, across=across)
+    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", across, 4096)
+
+
+def test_what_goes_to_the_host_is_no_collective():
+    assert not events("""
+        %a = f32[16,32] parameter(0)
+        %t = token[] after-all()
+        %s = (f32[16,32], u32[], token[]) send(%a, %t), channel_id=4, is_host_transfer=true
+        ROOT %d = token[] send-done(%s), channel_id=4, is_host_transfer=true
+    """)
+
+
+@pytest.mark.parametrize(
+    ("source", "sums", "widened"),
+    [("bf16[16,32]", "add", True), ("f32[16,32]", "add", False), ("f32[16,32]", "add.clone_promoted", True)],
+)
+def test_sixteen_bit_numbers_that_are_sent_as_wider_ones(source, sums, widened):
+    found = only(f"""
+        %n = {source} parameter(0)
+        %a = f32[16,32] convert(%n)
+        %b = f32[512] bitcast(%a)
+        ROOT %c = f32[512] all-reduce(%b), {GROUPS}, to_apply=%{sums}
+    """)
+    assert found.widened == widened

@@ -1,0 +1,147 @@
+"""Operations and bytes of single instructions, counted by hand."""
+
+import numpy as np
+import pytest
+
+from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, flops_of
+from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.machines.chips import CHIPS
+from tests.sharding.hlo.texts import text_of
+
+
+def priced(entry, *computations, chip="v5e"):
+    """The instruction `%i` of an entry, and the prices of its program."""
+    program = read(text_of(entry, *computations))
+    return program.entry, program.entry.named["i"], Kernels(program, CHIPS[chip])
+
+
+CUBLAS = (
+    'f32[16,64] custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+    '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "flops"),
+    [
+        ("f32[16,64] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 16 * 64 * 32),
+        ("f32[16,64] convolution(%a, %b), dim_labels=bf_io->bf", 2 * 16 * 64 * 32),
+        (CUBLAS, 2 * 16 * 64 * 32),
+        ('f32[16,64] custom-call(%a, %b), custom_call_target="other"', 0),
+        ("f32[16,32] add(%a, %a)", 0),
+    ],
+)  # fmt: skip
+def test_operations_of_products(line, flops):
+    where, i, _ = priced(f"%a = f32[16,32] parameter(0)\n%b = f32[32,64] parameter(1)\nROOT %i = {line}")
+    assert flops_of(where, i) == flops
+
+
+@pytest.mark.parametrize(
+    ("size", "taps", "stride", "pad", "spread", "gap"),
+    [
+        (16, 3, 1, 1, 1, 1),
+        (16, 3, 2, 1, 1, 1),
+        (16, 5, 1, 0, 1, 1),
+        (9, 3, 1, 2, 2, 1),
+        (16, 3, 1, 2, 1, 2),
+        (4, 4, 1, 3, 1, 1),
+    ],
+)
+def test_operations_of_convolutions_leave_out_padding_and_holes(size, taps, stride, pad, spread, gap):
+    spaced = np.zeros((size - 1) * spread + 1)
+    spaced[::spread] = 1
+    padded = np.pad(spaced, pad)
+    reach = (taps - 1) * gap + 1
+    out = (len(padded) - reach) // stride + 1
+    meets = sum(padded[o * stride + t * gap] for o in range(out) for t in range(taps))
+    window = f"size={taps} stride={stride} pad={pad}_{pad} lhs_dilate={spread} rhs_dilate={gap}"
+    where, i, _ = priced(f"""
+        %a = f32[2,{size},3] parameter(0)
+        %b = f32[{taps},3,5] parameter(1)
+        ROOT %i = f32[2,{out},5] convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f
+    """)
+    assert flops_of(where, i) == 2 * 2 * 5 * 3 * meets
+
+
+def test_a_product_inside_a_fusion_and_its_precision():
+    inner = """
+%inner (a: bf16[16,32], b: bf16[32,64]) -> bf16[16,64] {
+  %a = bf16[16,32] parameter(0)
+  %b = bf16[32,64] parameter(1)
+  ROOT %d = bf16[16,64] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}PRECISION
+}
+"""
+    entry = """
+        %a = bf16[16,32]{1,0:S(1)} parameter(0)
+        %b = bf16[32,64]{1,0:S(1)} parameter(1)
+        ROOT %i = bf16[16,64]{1,0:S(1)} fusion(%a, %b), kind=kOutput, calls=%inner
+    """
+    where, i, kernels = priced(entry, inner.replace("PRECISION", ""))
+    once = 2 * 16 * 64 * 32 / (197e12 * 0.95) * 1e6
+    assert kernels.times_us(where, i) == (pytest.approx(once), 0)  # on-chip memory costs nothing
+    where, i, kernels = priced(entry, inner.replace("PRECISION", ", operand_precision={highest,highest}"))
+    assert kernels.times_us(where, i)[0] == pytest.approx(6 * once)
+
+
+A, B = 1024 * 4, 4 * 64 * 4
+MOVED = [
+    ("ROOT %i = f32[1024] add(%a, %a)", 3 * A),
+    ("ROOT %i = f32[1024] bitcast(%a)", 0),
+    ("ROOT %i = f32[64] slice(%a), slice={[0:64]}", 2 * 256),
+    ("ROOT %i = f32[1,64] dynamic-slice(%b, %n, %n), dynamic_slice_sizes={1,64}", 2 * 256 + 8),
+    ("%u = f32[1,64] constant(0)\nROOT %i = f32[4,64] dynamic-update-slice(%b, %u, %n, %n)", 2 * 256),
+    ("ROOT %i = f32[1024]{0:S(1)} copy(%a)", A),
+    ("ROOT %i = (f32[1024]{0:S(1)}, f32[1024], u32[]) copy-start(%a)", A),
+    ("%s = (f32[1024]{0:S(1)}, f32[1024], u32[]) copy-start(%a)\nROOT %i = f32[1024]{0:S(1)} copy-done(%s)", 0),
+    ("ROOT %i = f32[1024] all-reduce(%a), to_apply=%add", 0),
+    ('ROOT %i = (f32[1024], s8[4096]) custom-call(%a), custom_call_target="__cublas$gemm"', 2 * A),
+    ('ROOT %i = (f32[1024], s8[4096]) custom-call(%a), custom_call_target="mine"', 2 * A + 4096),
+]
+
+
+@pytest.mark.parametrize(("lines", "nbytes"), MOVED)
+def test_bytes_of_instructions(lines, nbytes):
+    entry = f"%a = f32[1024] parameter(0)\n%b = f32[4,64] parameter(1)\n%n = s32[] parameter(2)\n{lines}"
+    where, i, kernels = priced(entry)
+    assert kernels.moved(where, i) == nbytes
+
+
+FUSED = """
+%inner (a: f32[8,64], n: s32[], b: f32[8,64], c: f32[64]) -> (f32[8,64], f32[64]) {
+  %a = f32[8,64] parameter(0)
+  %n = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %row = f32[1,64] dynamic-slice(%a, %n, %z), dynamic_slice_sizes={1,64}
+  %flat = f32[64] bitcast(%row)
+  %c = f32[64] parameter(3)
+  %sum = f32[64] add(%flat, %c)
+  %up = f32[1,64] bitcast(%sum)
+  %b = f32[8,64] parameter(2)
+  %put = f32[8,64] dynamic-update-slice(%b, %up, %n, %z)
+  ROOT %out = (f32[8,64], f32[64]) tuple(%put, %sum)
+}
+"""
+
+
+def test_bytes_of_a_fusion_that_takes_and_puts_slices():
+    where, i, kernels = priced(
+        """
+        %a = f32[8,64] parameter(0)
+        %n = s32[] parameter(1)
+        %b = f32[8,64] parameter(2)
+        %c = f32[64] parameter(3)
+        ROOT %i = (f32[8,64], f32[64]) fusion(%a, %n, %b, %c), kind=kLoop, calls=%inner
+        """,
+        FUSED,
+    )
+    row = 64 * 4
+    assert kernels.moved(where, i) == 4 * row + 4  # a row of a, c, the sum, a row of b; the index
+
+
+def test_cycles():
+    where, i, _ = priced('ROOT %i = f32[] add(%a), backend_config={"window_config":{"estimated_cycles":"1234"}}')
+    assert cycles_of(i) == 1234
+    where, i, _ = priced(f'ROOT %i = f32[] add(%a), backend_config={{"estimated_cycles":"{2**63 - 1}"}}')
+    assert cycles_of(i) is None
+    where, i, _ = priced("ROOT %i = f32[] add(%a)")
+    assert cycles_of(i) is None

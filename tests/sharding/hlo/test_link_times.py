@@ -1,0 +1,101 @@
+"""Time on the wire of groups that are mesh axes, and of those that are not."""
+
+from itertools import product
+
+import pytest
+
+from autoshard.sharding.hlo.collectives import Collective
+from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.machines.targets import find_target
+
+SIZE = 1 << 24
+
+
+def wires(name, order=None):
+    target = find_target(name)
+    return Wires(target.topology, tuple(order or range(target.devices)))
+
+
+def along(target, mesh, axis):
+    """The groups of a mesh axis."""
+    places = list(product(*(range(n) for n in mesh.values())))
+    at = list(mesh).index(axis)
+    groups = {}
+    for number, place in enumerate(places):
+        groups.setdefault(place[:at] + place[at + 1 :], []).append(number)
+    return tuple(map(tuple, groups.values()))
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
+@pytest.mark.parametrize("target", ["v5e:4x4", "v5p:4x4x4", "h100:4x8", "v5p:2x2x4*2", "tpu7x:2x2x4", "cpu:8"])
+def test_groups_of_mesh_axes_take_the_time_that_plans_reckon_with(target, kind):
+    machine = find_target(target)
+    mesh = {"fsdp": machine.devices // 2, "tp": 2}
+    laying = machine.lay(mesh)
+    links = Wires(machine.topology, laying.order)
+    for axis, n in mesh.items():
+        payload = SIZE * n if kind == "all-gather" else SIZE
+        found = links.time_us(Collective(kind, along(machine, mesh, axis), payload))
+        assert found == pytest.approx(laying.time_us(kind, [axis], SIZE))
+
+
+def test_one_device_sends_nothing():
+    assert wires("v5e:4x4").time_us(Collective("all-reduce", ((0,), (1,)), SIZE)) == 0
+
+
+def test_the_order_of_the_devices_says_where_a_group_lies():
+    machine = find_target("v5p:4x4x4")
+    turned = [z * 16 + y * 4 + x for x, y, z in product(range(4), repeat=3)]
+    column = Collective("all-gather", ((0, 1, 2, 3),), SIZE)
+    assert wires("v5p:4x4x4", turned).pieces((0, 1, 2, 3))[0].dim == 0
+    assert wires("v5p:4x4x4").pieces((0, 1, 2, 3))[0].dim == 2
+    assert wires("v5p:4x4x4", turned).links(column) == {(0, 1), (0, -1)}
+    assert machine.topology.dims[0].name == "z"
+
+
+def test_groups_that_are_no_box_count_as_the_box_around_them():
+    links = wires("v5e:4x4")
+    boxed = links.time_us(Collective("all-reduce", ((0, 1, 2, 3),), SIZE))
+    assert links.time_us(Collective("all-reduce", ((0, 1, 3),), SIZE)) == pytest.approx(boxed)
+
+
+LINK = 45e9  # bytes per second, v5e
+
+
+@pytest.mark.parametrize(
+    ("pairs", "on_a_link", "hops"),
+    [
+        (((0, 1), (1, 2), (2, 3)), 1, 1),
+        (((0, 1), (1, 2), (2, 3), (3, 0)), 1, 3),  # the way back has links of its own
+        (((0, 2), (1, 3)), 2, 2),
+        (((0, 5),), 1, 2),  # one dimension after the other
+    ],
+)
+def test_permutes_on_a_line(pairs, on_a_link, hops):
+    links = wires("v5e:4x4")
+    found = links.time_us(Collective("collective-permute", pairs, SIZE))
+    latency = links.topology.dims[0].latency_us
+    assert found == pytest.approx(hops * latency + on_a_link * SIZE / LINK * 1e6)
+
+
+def test_permutes_around_a_ring_take_the_shorter_way():
+    ring = tuple((x, (x + 1) % 4) for x in range(4))
+    links = wires("v5p:4x4x4")
+    assert links.time_us(Collective("collective-permute", ring, SIZE)) == pytest.approx(1 + SIZE / 90e9 * 1e6)
+    assert links.links(Collective("collective-permute", ring, SIZE)) == {(2, 1)}
+    other = tuple((b, a) for a, b in ring)
+    assert links.links(Collective("collective-permute", other, SIZE)) == {(2, -1)}
+
+
+def test_permutes_between_hosts_go_over_the_network():
+    links = wires("h100:2x8")
+    near = links.time_us(Collective("collective-permute", ((0, 1), (8, 9)), SIZE))
+    far = links.time_us(Collective("collective-permute", ((0, 8), (1, 9)), SIZE))
+    assert near == pytest.approx(5 + SIZE / 450e9 * 1e6)
+    assert far == pytest.approx(15 + SIZE / 50e9 * 1e6)
+
+
+def test_what_stands_at_one_place_in_all_slices():
+    machine = find_target("v5p:2x2x1*2")
+    assert Wires(machine.topology, tuple(range(8))).across == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert wires("v5e:4x4").across == ()

@@ -1,0 +1,331 @@
+"""What users fix, and what programs bring along, is kept or refused by name."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard import Plan, auto_shard, plan
+from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
+from autoshard.sharding.axes.state_checks import StateChangedError
+from autoshard.sharding.layout.fixed_shardings import FixedError
+from autoshard.spmdrules.core.placement import to_partition_spec
+from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
+
+MESH = {"data": 2, "model": 4}
+
+
+def specs(made):
+    return {leaf.path: leaf.spec for leaf in made.inputs}
+
+
+def test_fixed_specs_hold():
+    fixed = {"0/w": P("model"), "1": P("data")}
+    step = auto_shard(sgd_step, mesh=MESH, fixed=fixed)
+    found = specs(step.plan(mlp_state(), batch()))
+    assert found["0/w"] == P("model") and found["1"] == P("data")
+    params, _ = step(mlp_state(), batch())
+    assert params["w"].sharding.spec == P("model")
+    assert_close(sgd_step(mlp_state(), batch())[0], params)
+
+
+def test_fixed_by_logical_axes():
+    table = {"tp": ["ffn"]}
+    free = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
+    assert free["0/w"] == P(None, "tp") and free["0/v"] == P("tp")
+    fixed = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}, fixed={"0/w": (None, None)}))
+    assert fixed["0/w"] == P() and fixed["0/v"] == P("tp")
+
+
+def test_a_given_mesh_is_never_split_and_tables_name_its_axes():
+    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan={"data": ["batch"], "model": ["ffn"]})
+    assert dict(zip(made.mesh.axis_names, made.mesh.axis_sizes, strict=True)) == MESH
+    assert specs(made)["0/w"] == P(None, "model") and specs(made)["1"] == P("data")
+    assert plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan="data=fsdp:2 model=tp:4").storage == {
+        "parameter": ("data",),
+        "optimizer": ("data",),
+    }
+
+
+def test_constraints_of_the_program_are_kept(mesh8):
+    def loss(params, x):
+        h = jnp.tanh(x @ params["w"] + params["b"])
+        h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh8, P("model", "data")))
+        return jnp.mean((h @ params["v"] - x) ** 2)
+
+    sharded = auto_shard(jax.grad(loss))
+    assert_close(jax.grad(mlp_loss)(mlp_state(), batch()), sharded(mlp_state(), batch()))
+    text = sharded.lower(mlp_state(), batch()).as_text()
+    assert '[{"model"}, {"data"}]' in text
+    with pytest.raises(AutoshardError, match=r"constraint .* at .*test_pins.py.* names mesh axis 'model'"):
+        auto_shard(loss, mesh={"a": 8})(mlp_state(), batch())
+
+
+def test_partitioned_boxes_of_linen_are_pins():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+    dense = linen.Dense(16, kernel_init=init)
+    variables = dense.init(jax.random.key(0), batch())
+
+    def forward(variables, x):
+        return dense.apply(variables, x)
+
+    found = specs(plan(forward, variables, batch(), mesh=MESH))
+    assert found["0/params/kernel"] == P(None, "model")
+    with pytest.raises(AutoshardError, match="annotated '0/params/kernel'.*'model'"):
+        plan(forward, variables, batch(), mesh={"data": 8})
+
+
+def test_what_is_fixed_goes_before_what_is_written_on_an_array():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
+    dense = linen.Dense(16, kernel_init=init)
+    variables = dense.init(jax.random.key(0), batch())
+    made = plan(dense.apply, variables, batch(), mesh=MESH, fixed={"0/params/kernel": P("data")})
+    assert specs(made)["0/params/kernel"] == P("data")
+
+
+def test_metadata_of_nnx_variables_are_pins(mesh8):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    with jax.set_mesh(mesh8):
+        layer = nnx.Linear(64, 16, kernel_init=init, rngs=nnx.Rngs(0))
+    sharded = auto_shard(lambda layer, x: layer(x))
+    assert_close(layer(batch()), sharded(layer, batch()))
+    assert specs(sharded.plan(layer, batch()))["0/kernel"] == P(None, "model")
+
+
+def test_explicit_axes_are_taken_as_they_are():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(batch(), NamedSharding(mesh, P("data")))
+    step = auto_shard(sgd_step)
+    for _ in range(2):
+        np.testing.assert_allclose(step(mlp_state(), x)[1], sgd_step(mlp_state(), batch())[1], rtol=1e-5)
+    assert specs(step.plan(mlp_state(), x))["1"] == P("data")
+
+
+def test_a_plan_goes_through_json():
+    made = plan(sgd_step, mlp_state(), batch(), plan="fsdp:4 tp:2")
+    read = Plan.from_json(made.to_json())
+    assert read.to_json() == made.to_json()
+    with pytest.raises(AutoshardError, match="plan.bind"):
+        read.jit()
+    bound = read.bind(sgd_step, mlp_state(), batch())
+    assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
+    used = auto_shard(sgd_step, plan=read)
+    assert specs(used.plan(mlp_state(), batch())) == specs(made)
+    with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
+        read.bind(sgd_step, mlp_state(hidden=256), batch())
+
+
+def test_what_was_fixed_is_fixed_in_a_plan_that_is_read():
+    fixed = {"0/w": P("model"), "1": P("data")}
+    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
+    bound = Plan.from_json(made.to_json()).bind(sgd_step, mlp_state(), batch())
+    values = bound.bound.traced.program.inputs
+    assert {leaf.path: to_partition_spec(bound.bound.layout.stored(v))
+            for v, leaf in zip(values, made.inputs, strict=True)} == specs(made)  # fmt: skip
+    assert specs(made)["0/w"] == P("model")
+
+
+BAD = {
+    "unknown word": (dict(plan="fdsp:8"), r"unknown word 'fdsp:8'.*Did you mean 'fsdp'"),
+    "no size": (dict(plan="tp"), "needs a number of devices, such as tp:8"),
+    "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, cpu:8 has 8"),
+    "no such axis": (dict(plan="ep:8"), "no axis for ep, it has some for dp, zero1, fsdp, tp; its"),
+    "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
+    "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
+    "plan of no kind": (dict(plan=8), "plan is 8; give words such as 'fsdp:8'"),
+    "memory in words": (dict(memory_limit_bytes="4GB"), "memory_limit_bytes is '4GB'; give a positive number"),
+    "no memory": (dict(memory_limit_bytes=0), "memory_limit_bytes is 0; give a positive number"),
+    "donated": (dict(donate_argnums=5), "donate_argnums 5: the function has 2 positional arguments, numbered 0 to 1"),
+    "donated by name": (dict(donate_argnums="params"), "donate_argnums 'p'"),
+    "static": (dict(static_argnums=(1, 2)), "static_argnums 2: the function has 2"),
+    "mesh": (dict(mesh={"data": 0}), "mesh is"),
+    "other mesh": (dict(mesh={"data": 8}, plan="fsdp:8"), "does not fit the mesh"),
+    "target": (dict(target="v7:3"), "does not exist.*v5p"),
+    "target and mesh": (dict(target="cpu:4", mesh={"data": 8}), "has 8 devices, target 'cpu:4' has 4"),
+    "fixed nothing": (dict(mesh={"data": 8}, fixed={"0/zz*": P("data")}), "matches no input"),
+    "fixed axis": (dict(mesh={"data": 8}, fixed={"0/w": P("model")}), "names mesh axis 'model'"),
+    "fixed rank": (dict(mesh={"data": 8}, fixed={"0/b": P(None, "data")}), "has 2 entries, the array has 1"),
+    "fixed twice": (dict(mesh={"data": 8}, fixed={"0/w": P("data", "data")}), "'data' twice"),
+    "fixed names": (dict(fixed={"0/w": ("batch", "nothing")}), "is no logical axis"),
+    "fixed to another name": (
+        dict(fixed={"0/w": ("ffn", "batch")}),
+        r"'0/w' says \('ffn', 'batch'\): dim 0 is embed, not ffn, dim 1 is ffn, not batch. Name what a dimension is",
+    ),
+    "memory": (dict(memory_limit_bytes=1000), "KiB too much .*would do"),
+    "memory of a request": (dict(memory_limit_bytes=1000, plan="dp:8"), "plan asked for does not fit"),
+    "verify": (dict(verify=-1), "verify is -1; give the number of plans"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests_get_one_clear_error(name):
+    options, message = BAD[name]
+    with pytest.raises(AutoshardError, match=message):
+        plan(sgd_step, mlp_state(), batch(), **options)
+
+
+def test_every_fixed_spec_that_cannot_hold_is_named_at_once():
+    fixed = {"0/zz": P(), "0/w": P("nope"), "1": P(None, None, "data")}
+    with pytest.raises(AutoshardError, match="(?s)matches no input.*'nope'.*3 entries"):
+        plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
+
+
+def test_of_many_specs_that_cannot_hold_the_first_are_told():
+    params = {f"w{i}": jnp.ones((6, 6)) for i in range(9)}
+    with pytest.raises(FixedError) as caught:
+        plan(lambda p: sum(map(jnp.sum, p.values())), params, mesh={"data": 8}, fixed={"*": P("data")})
+    assert len(caught.value.complaints) == 9 and "'0/w5' dim 0 has size 6" in str(caught.value)
+    assert "'0/w6'" not in str(caught.value) and str(caught.value).endswith("from its spec and 3 more")
+
+
+CONTRARY = {
+    "one axis twice": ({"0/w": P("data", "data")}, r"fixed '0/w': P\(.*\) uses mesh axis 'data' twice. Keep it on one"),
+    "two patterns": (
+        {"0/[wv]": P("data"), "*/w": P(None, "data"), "1": P("data")},
+        r"fixed '0/\[wv\]' says P\('data'.*\) and fixed '\*/w' says P\(None, 'data'\), and both match '0/w': drop one, "
+        "or give '0/w' by its own path",
+    ),
+    "two kinds": ({"0/*": P("data"), "*/b": (None,)}, r"'0/\*' says .* '\*/b' says \(None,\), and both match '0/b'"),
+    "two of all": ({"*": P("data"), "0/*": P()}, r"'\*' says .* and fixed '0/\*' says P\(\), .* '0/b' and 2 more: "),
+    "mesh axis": ({"0/v": P("dtaa")}, "names mesh axis 'dtaa', the mesh has {'data': 8}; did you mean 'data'"),
+    "no such path": ({"0/params/w": P("data")}, r"fixed '0/params/w' matches no input. Near it: 0/w"),
+    "no such glob": ({"0/*/kernel": P("data")}, r"fixed '0/\*/kernel' matches no input. There are 0/b, 0/v, 0/w, 1"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRARY)
+def test_specs_that_contradict_each_other_or_the_mesh(name):
+    fixed, message = CONTRARY[name]
+    with pytest.raises(FixedError, match=message) as caught:
+        plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
+    assert isinstance(caught.value, PlanError) and len(caught.value.complaints) == 1
+    assert str(copy.copy(caught.value)) == str(caught.value)
+
+
+def test_a_path_goes_before_patterns_in_any_order():
+    for fixed in ({"0/w": P("data"), "0/*": P()}, {"0/*": P(), "0/w": P("data")}):
+        found = specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
+        assert found["0/w"] == P("data") and found["0/v"] == P() == found["0/b"]
+    same = {"0/*": P("data"), "*/w": P("data", None)}  # said in two ways, but the same
+    assert specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
+
+
+def test_two_pins_that_share_a_logical_axis_hold_and_a_note_says_what_it_costs():
+    apart = {"0/w": P(None, "model"), "0/v": P("data")}  # both cut ffn, over other mesh axes
+    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=apart)
+    assert specs(made)["0/w"] == P(None, "model") and specs(made)["0/v"] == P("data")
+    note = next(note for note in made.notes if "both hold" in note)
+    assert "fixed '0/v' has ffn over data, fixed '0/w' over model" in note and "moved in every step" in note
+    assert_close(sgd_step(mlp_state(), batch())[0], made.jit()(mlp_state(), batch())[0])
+    alike = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed={"0/w": P(None, "model"), "0/v": P("model")})
+    assert not [note for note in alike.notes if "both hold" in note]
+
+
+def test_without_a_mesh_the_plans_are_searched_in_which_the_spec_holds():
+    made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P(None, "tp")})
+    assert "tp" in made.mesh.axis_names and specs(made)["0/w"] == P(None, "tp")
+    assert all("tp" in words for words, _, _ in made.candidates)
+    with pytest.raises(FixedError, match="names mesh axis 'model'.*No mesh was given, .* tried have axes dp, z"):
+        plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P("model")})
+
+
+def test_a_plan_and_fixed_specs_at_once():
+    made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", plan="fsdp:8")
+    with pytest.raises(AutoshardError, match="plan is a Plan.* and fixed says it too. Drop one, or .*: plan='fsdp:8'"):
+        auto_shard(sgd_step, plan=made, fixed={"0/w": P()})
+
+
+def test_a_dimension_that_does_not_divide():
+    params = mlp_state(hidden=100)
+    with pytest.raises(AutoshardError, match=r"dim 1 has size 100, not divisible.*\(8\). Pad it to 104"):
+        plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
+    made = plan(sgd_step, params, batch(), plan="tp:8")  # asked for by name: as far as it goes, and it says so
+    assert any("(100) is not divisible by" in note and "104" in note for note in made.notes)
+    odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
+    assert "ffn (101) is not divisible by mesh axes tp (4): it stays whole; 104 would be cut into 4" in odd.notes
+    assert_close(sgd_step(params, batch())[0], made.jit()(params, batch())[0])
+
+
+@pytest.mark.parametrize(("words", "axis"), [("dp:8", "dp"), ("data=dp:8", "data")])
+def test_words_that_cut_nothing_are_refused_with_what_would_do(words, axis):
+    mesh = {"data": 8} if axis == "data" else None
+    with pytest.raises(AutoshardError, match=f"'{words}' cuts nothing: batch 7 is not .* by {axis} 8. Pad batch to 8"):
+        plan(sgd_step, mlp_state(), batch(size=7), plan=words, mesh=mesh)
+    with pytest.warns(AutoshardWarning, match=r"nothing is computed in parts: .* \(batch 7 is not divisible by fsdp 8"):
+        made = plan(sgd_step, mlp_state(), batch(size=7), plan="fsdp:8")  # at least the state is stored in parts
+    assert made.estimate.memory_bytes["parameter"] < 9000
+
+
+def test_a_plan_that_was_not_asked_for_by_words_may_cut_nothing():
+    with pytest.warns(
+        AutoshardWarning, match=r"nothing is sharded: every one of the 7 .* \(.* is not divisible by data 7"
+    ):
+        made = plan(sgd_step, mlp_state(), batch(), mesh={"data": 7})
+    assert_close(sgd_step(mlp_state(), batch())[0], made.jit()(mlp_state(), batch())[0])
+
+
+def test_arguments_of_a_function_that_takes_any_number_can_be_donated():
+    step = auto_shard(lambda *args: sgd_step(*args), donate_argnums=0)
+    assert_close(sgd_step(mlp_state(), batch())[1], step(mlp_state(), batch())[1])
+
+
+def test_a_mesh_with_more_devices_than_there_are():
+    with pytest.raises(AutoshardError, match="takes 16 devices, there are 8"):
+        plan(sgd_step, mlp_state(), batch(), mesh={"data": 16}).jit()
+
+
+def test_a_leaked_tracer_is_named():
+    kept = []
+    jax.jit(lambda x: kept.append(x) or x)(batch())
+    with pytest.raises(AutoshardError, match="argument '1' is a leaked tracer"):
+        auto_shard(sgd_step)(mlp_state(), kept[0])
+
+
+def test_a_state_that_changes_through_the_step_is_named():
+    def step(params, x):
+        return {**params, "w": params["w"].astype(jnp.bfloat16)}, x.sum()
+
+    with pytest.raises(StateChangedError, match="'w' from float32.* to bfloat16"):
+        auto_shard(step, donate_argnums=0)(mlp_state(), batch())
+
+
+def test_a_primitive_without_a_rule_is_named():
+    from jax.extend.core import Primitive
+
+    opaque = Primitive("opaque_kernel")
+    opaque.def_impl(lambda x: x)
+    opaque.def_abstract_eval(lambda x: x)
+    with (
+        pytest.warns(AutoshardWarning, match="nothing is sharded: every one of the 8 devices"),
+        pytest.warns(AutoshardWarning, match="no rule for 'opaque_kernel' at .*test_pins.py"),
+    ):
+        made = plan(lambda x: opaque.bind(x) * 2, batch())
+    assert "opaque_kernel" in made.unknown
+    with pytest.raises(AutoshardError, match="no rule for 'opaque_kernel'"):
+        plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)
+
+
+def test_a_primitive_without_a_rule_or_a_source_line(monkeypatch):
+    from jax.extend.core import Primitive
+
+    opaque = Primitive("nameless_kernel")
+    opaque.def_impl(lambda x: x)
+    opaque.def_abstract_eval(lambda x: x)
+    monkeypatch.setattr("autoshard._compat.source_line", lambda eqn: "")
+    with pytest.raises(AutoshardError, match=r"no rule for 'nameless_kernel' \(it has no source line\)\. Their"):
+        plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)
+
+
+def test_functions_that_share_state_on_one_device_stay_there(mesh_of):
+    one = NamedSharding(mesh_of(data=1), P())
+    params = jax.device_put(mlp_state(), one)
+    loss = auto_shard(mlp_loss)
+    assert_close(mlp_loss(mlp_state(), batch()), loss(params, batch()))
+    assert loss.plan(params, batch()).mesh.size == 1
+    beside = jax.device_put(batch(), NamedSharding(mesh_of(data=8), P("data")))
+    assert auto_shard(mlp_loss).plan(params, beside).mesh.size == 8

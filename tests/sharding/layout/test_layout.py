@@ -1,0 +1,99 @@
+"""From a table to the spec of every value: what is contiguous, what is stored, where gradients go."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard import auto_shard, plan
+from autoshard.sharding.axes.logical_axes import find_axes
+from autoshard.sharding.axes.roles import find_roles
+from autoshard.sharding.layout.layout import Layout
+from autoshard.spmdrules.ir.program import build
+from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
+
+
+@pytest.mark.parametrize(
+    ("mesh", "table", "merged", "split"),
+    [
+        ({"a": 2}, "major", "a", ((), ("a",), ())),
+        ({"a": 2}, "minor", "", ((), (), ("a",))),  # not contiguous in the merged dimension
+        ({"a": 4, "b": 2}, "major minor", "ab", ((), ("a",), ("b",))),
+        ({"a": 2, "b": 2}, "major minor", "a", ((), ("a",), ("b",))),
+        ({"a": 2, "b": 4}, "major major", "a", ((), ("a",), ())),  # together they do not divide it
+    ],
+)
+def test_a_minor_part_is_cut_only_behind_single_elements(mesh, table, merged, split):
+    program = build(jax.make_jaxpr(lambda x: x.reshape(8, 4, 16))(jax.ShapeDtypeStruct((8, 64), "float32")))
+    axes = find_axes(program)
+    classes = dict(zip(("major", "minor"), axes.of_value[program.inputs[0]][1], strict=True))
+    columns = {axis: (classes[word],) for axis, word in zip(mesh, table.split(), strict=True)}
+    layout = Layout(axes, find_roles(program, axes), mesh, columns)
+    assert layout.spec(program.inputs[0]) == ((), tuple(merged))
+    assert layout.spec(program.outputs[0]) == split
+
+
+def test_layers_that_a_loop_counts_are_never_cut():
+    def step(weights, x):
+        def loss(weights):
+            out, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) @ w["v"], None), x, weights)
+            return jnp.mean(out**2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = {"w": jax.ShapeDtypeStruct((512, 16, 64), "float32"), "v": jax.ShapeDtypeStruct((512, 64, 16), "float32")}
+    found = plan(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), plan="fsdp:8", target="h100:8")
+    assert {leaf.path: leaf.spec for leaf in found.inputs} == {
+        "0/w": P(None, None, "fsdp"), "0/v": P(None, "fsdp"), "1": P("fsdp")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_is_scattered_to_its_state_even_where_it_comes_out_transposed(transposed):
+    def step(params, x):
+        h = jnp.tanh(x @ params["w"])
+        gradient = (h.T @ x).T if transposed else x.T @ h
+        return {**params, "w": params["w"] - gradient}, jnp.sum(h @ params["v"])
+
+    made = plan(step, mlp_state(), batch(size=4096), plan="fsdp:8", target="h100:8")
+    kinds = {(kind, round(size)) for kind, _, size, _ in made.traffic if size > 1000}
+    assert ("reduce-scatter", 7 / 8 * 4 * 64 * 128) in kinds
+    assert "all-reduce" not in {kind for kind, _ in kinds}
+
+
+def test_a_gradient_goes_to_its_own_state_not_to_that_of_a_weight_with_its_axes_turned():
+    """JAX leaves gradients transposed; the other weight of a perceptron has those axes in that order."""
+    params = jax.eval_shape(lambda: mlp_state(hidden=128))
+    step = auto_shard(adamw_step, plan="fsdp:4 tp:2", donate_argnums=0)
+    given = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
+    stored = {leaf.path: leaf.spec for leaf in step.plan(*given).inputs}
+    assert stored["0/0/w"] == P("fsdp", "tp") and stored["0/0/v"] == P(("tp", "fsdp"))
+    assert "all-to-all" not in step.lower(*given).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "spec"),
+    [
+        ((3, 3, 128, 256), P(None, None, "fsdp")),  # input features, though there are more output features
+        ((3, 3, 64, 256), P(None, None, None, "fsdp")),  # too few of them for rows of 16
+        ((3, 3, 100, 256), P(None, None, None, "fsdp")),  # not divisible
+        ((1, 1, 256, 128), P(None, None, "fsdp")),
+    ],
+)
+def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
+    """And its momentum like it: XLA:TPU scatters a gradient there, and reduces some whole along output features."""
+
+    def step(state, x):
+        w, m = state
+
+        def loss(w):
+            y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return (y**2).mean()
+
+        m = 0.9 * m + jax.grad(loss)(w)
+        return w - 0.1 * m, m
+
+    w = jax.ShapeDtypeStruct(kernel, jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 8, 8, kernel[2]), jnp.float32)
+    made = plan(step, (w, w), x, target="v5e:4x2", plan="fsdp:8")
+    assert [leaf.spec for leaf in made.inputs[:2]] == [spec, spec]

@@ -1,0 +1,133 @@
+"""How the work of one operator is counted and cut."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.sharding.axes.roles import CONTRACTIONS
+from autoshard.sharding.layout.operator_strategy import Arrays, choose
+from autoshard.sharding.program.flops import flops_of
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.ir.program import build
+
+
+def convolution(groups, stride, padding):
+    def fn(image, kernel):
+        return lax.conv_general_dilated(
+            image, kernel, (stride, stride), padding, feature_group_count=groups,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+
+    return fn
+
+
+def of_weights(fn, *shapes):
+    """The gradient of `fn` with respect to its second argument, at ones."""
+    arrays = [jnp.ones(shape) for shape in shapes]
+    return jax.make_jaxpr(lambda x, w: jax.grad(lambda w: jnp.sum(fn(x, w) ** 2))(w))(*arrays)
+
+
+def contractions(closed):
+    return [op for op in build(closed).ops() if op.name in CONTRACTIONS]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "flops"),
+    [
+        (convolution(1, 1, "SAME"), [(8, 32, 32, 16), (3, 3, 16, 32)], 2 * 8 * 32 * 32 * 16 * 32 * 9),
+        (convolution(1, 4, "VALID"), [(8, 32, 32, 16), (4, 4, 16, 32)], 2 * 8 * 8 * 8 * 16 * 32 * 16),
+        (convolution(16, 1, "SAME"), [(8, 32, 32, 16), (3, 3, 1, 32)], 2 * 8 * 32 * 32 * 32 * 9),
+        (lambda a, b: jnp.einsum("bmk,bkn->bmn", a, b), [(2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
+        (lambda a, b: lax.ragged_dot(a, b, jnp.full(4, 16, jnp.int32)), [(64, 16), (4, 16, 32)], 2 * 64 * 16 * 32),
+    ],
+    ids=["convolution", "patches", "depthwise", "batched", "ragged"],
+)
+def test_the_work_of_a_contraction_and_of_its_gradient(fn, shapes, flops):
+    found = [flops_of(op) for op in contractions(of_weights(fn, *shapes))]
+    ragged = fn(*map(jnp.ones, shapes)).shape == (64, 32)  # its gradient is a product of all rows for each of 4 groups
+    assert found == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
+
+
+def test_a_mesh_axis_is_taken_for_the_part_of_a_dimension_that_it_cuts():
+    op = next(op for op in build(jax.make_jaxpr(lambda x: x.reshape(8, 4))(jnp.ones(32))).ops() if op.name == "reshape")
+    mesh = {"a": 8, "b": 2, "c": 3}
+    assert op.rule is not None
+    merged = op.rule.operands[0][0]
+    assert len(merged) == 2
+    places = Arrays(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).places
+    assert places == [{"a": merged[0], "b": merged[1]}]
+    assert Arrays(op.rule.operands, [128], [(("a", "c"),)], op.rule, mesh).places == [{"a": merged[0], "c": ""}]
+
+
+# --- the choice ---
+
+WHOLE = ((), ())
+
+
+def cut(shapes, specs, want, mesh, flops_per_byte):
+    """The strategy of `x @ w` with operands at `specs` and its result wanted at `want`."""
+    (m, k), (_, n) = shapes
+    rule = Rule.parse("m k, k n -> m n; reduce k", *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    operands = Arrays(rule.operands, [4 * m * k, 4 * k * n], specs, rule, mesh)
+    results = Arrays(rule.results, [4 * m * n], [want], rule, mesh)
+    return choose(rule, operands, results, mesh, 2 * m * k * n, flops_per_byte)
+
+
+@pytest.mark.parametrize(
+    ("flops_per_byte", "factor", "array", "sent"),
+    [(10, None, 0, 7 / 8 * 4 * 4096 * 8), (1, "m", -1, 7 / 8 * 4 * 4096 * 64)],
+)
+def test_work_is_repeated_where_that_is_cheaper_than_what_it_saves(flops_per_byte, factor, array, sent):
+    found = cut([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
+    assert found.factors == {"a": factor}
+    assert [(m.kind, m.array, m.wire_bytes) for m in found.moves] == [("all-gather", array, sent)]
+
+
+def test_a_partial_goes_to_where_it_is_wanted_or_is_made_whole():
+    specs = [((), ("a",)), (("a",), ())]
+    whole = cut([(64, 128), (128, 64)], specs, WHOLE, {"a": 4}, 0.01)
+    apart = cut([(64, 128), (128, 64)], specs, ((), ("a",)), {"a": 4}, 0.01)
+    assert whole.factors == apart.factors == {"a": "k"}
+    assert [(m.kind, m.array, m.wire_bytes) for m in whole.moves] == [("all-reduce", -1, 2 * 3 / 4 * 4 * 64 * 64)]
+    assert [(m.kind, m.array, m.wire_bytes) for m in apart.moves] == [("reduce-scatter", -1, 3 / 4 * 4 * 64 * 64)]
+
+
+def test_a_factor_is_cut_only_as_far_as_all_axes_divide_it():
+    mesh, specs = {"a": 2, "b": 4}, [(("a",), ()), WHOLE]
+    fits = cut([(8, 16), (16, 16)], specs, (("a", "b"), ()), mesh, 0.01)
+    small = cut([(4, 16), (16, 16)], specs, (("b",), ()), mesh, 0.01)
+    assert fits.factors == {"a": "m", "b": "m"} and small.factors == {"a": "m", "b": None}
+
+
+@pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
+def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(size, behind):
+    """A merged dimension's shard is one piece: `n` may be cut where each shard holds one `m`, not two."""
+    rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
+    mesh = {"a": 2, "b": 2}
+    operands = Arrays(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
+    results = Arrays(rule.results, [1024], [((),)], rule, mesh)
+    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    assert plan.factors == {"a": "m", "b": behind}
+    gathered = [move.axes for move in plan.moves if move.kind == "all-gather" and not move.array]
+    assert gathered == ([("b",)] if behind is None else [])
+
+
+def test_a_tensor_is_gathered_over_all_its_axes_at_once():
+    """What two axes of 4 hold in 16 parts is sent 15 times, not 3 times and 3 times."""
+    rule = Rule.parse("b m, m n -> b n; reduce m; where b=64 m=64 n=64")
+    mesh = {"a": 4, "b": 4}
+    operands = Arrays(rule.operands, [1 << 20, 1600], [(("a", "b"), ()), ((), ("a", "b"))], rule, mesh)
+    results = Arrays(rule.results, [1 << 20], [(("a", "b"), ())], rule, mesh)
+    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    assert [(m.kind, m.axes, m.array, m.wire_bytes) for m in plan.moves] == [("all-gather", ("a", "b"), 1, 1500)]
+
+
+def test_a_gradient_is_scattered_before_the_rest_of_it_is_summed():
+    rule = Rule.parse("b m, b n -> m n; reduce b; where b=64 m=64 n=64")
+    mesh = {"a": 2, "b": 4}
+    operands = Arrays(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
+    results = Arrays(rule.results, [1600], [((), ("b",))], rule, mesh)
+    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    wanted = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
+    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == wanted

@@ -1,0 +1,65 @@
+"""What the words of a plan mean: which state is stored in parts, how the mesh is made."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard import plan
+from autoshard.sharding.layout.plan_request import may_name
+from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
+
+
+def sizes(made):
+    return dict(zip(made.mesh.axis_names, made.mesh.axis_sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "parameter", "moment", "data"),
+    [
+        ("dp:8", P(), P(), P("dp")),
+        ("zero1:8", P(), P(None, "zero1"), P("zero1")),
+        ("fsdp:8", P(None, "fsdp"), P(None, "fsdp"), P("fsdp")),
+        ("fsdp:4 dp:2", P(None, "fsdp"), P(None, "fsdp"), P(("dp", "fsdp"))),
+        ("dp:2 zero1:4", P(), P(None, "zero1"), P(("dp", "zero1"))),
+        ("dp:8 state", P(None, "dp"), P(None, "dp"), P("dp")),
+        ("tp:4 fsdp:2", P("fsdp", "tp"), P("fsdp", "tp"), P("fsdp")),
+    ],
+)
+def test_where_words_store_state_and_cut_data(words, parameter, moment, data):
+    state = mlp_state(), OPTIMIZER.init(mlp_state())
+    made = plan(adamw_step, state, batch(), plan=words)
+    found = {leaf.path: leaf.spec for leaf in made.inputs}
+    assert found["0/0/w"] == parameter and found["0/1/0/mu/w"] == found["0/1/0/nu/w"] == moment
+    assert found["1"] == data
+    kinds = ["dp", "zero1", "fsdp", "tp"]
+    assert list(sizes(made)) == sorted(sizes(made), key=kinds.index)  # the one that talks most is innermost
+
+
+def test_a_mesh_axis_is_split_where_only_a_part_of_it_divides():
+    def fn(x, a, b, c, d):
+        return jnp.tanh(x @ a) @ b + jnp.tanh(x @ c) @ d
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((32, 64), (64, 4), (4, 64), (64, 256), (256, 64))]
+    made = plan(fn, *shapes, plan="tp:8")
+    found = {leaf.path: leaf.spec for leaf in made.inputs}
+    assert sizes(made) == {"tp": 4, "tp_1": 2}
+    assert found["1"] == P(None, "tp") and found["3"] == P(None, ("tp", "tp_1"))
+    given = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
+    assert sizes(given) == {"tp": 8}  # never a mesh that was given
+
+
+@pytest.mark.parametrize(
+    ("axis", "mesh", "words", "may"),
+    [
+        ("tp", None, None, True),
+        ("tp_1", None, "fsdp:8", True),  # another plan may be asked for, and split where only a part divides
+        ("model", None, "model=tp:8", True),
+        ("model", None, "fsdp:8", False),
+        ("tp_x", None, None, False),
+        ("model", {"model": 8}, None, True),
+        ("tp", {"model": 8}, None, False),
+    ],
+)
+def test_which_mesh_axes_a_plan_may_have(axis, mesh, words, may):
+    assert may_name(axis, mesh, words) is may

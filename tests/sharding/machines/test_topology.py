@@ -1,0 +1,140 @@
+"""How long collectives take on rings, lines, tori and switches, and where mesh axes are laid."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.machines.topology import Dim, Laying, Piece, Topology, lay, layings
+from autoshard.spmdrules.core.placement import ReshardKind
+
+RING = Dim("x", 16, "ring", 10.0, 1.0, wraps=True)
+LINE = Dim("y", 4, "ring", 10.0, 1.0)
+NETWORK = Dim("host", 4, "switch", 2.0, 7.0)
+SWITCH = Dim("gpu", 8, "switch", 40.0, 3.0)
+
+
+def time(dims, kind, *pieces, local=160.0):
+    return Topology(dims).time_us(kind, tuple(Piece(*p) for p in pieces), local)
+
+
+def us(size, bandwidth, latency=0.0):
+    return pytest.approx(latency + size / bandwidth * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all-gather", 15 * 160), ("reduce-scatter", 15 / 16 * 160), ("all-reduce", 2 * 15 / 16 * 160)],
+)
+def test_a_closed_ring_sends_both_ways(kind, sent):
+    rounds = 2 if kind == "all-reduce" else 1
+    assert time((RING,), kind, (0, 16, 1)) == us(sent, 20, latency=8.0 * rounds)
+
+
+def test_a_line_sends_one_way_at_its_ends():
+    assert time((LINE,), "all-gather", (0, 4, 1)) == us(3 * 160, 10, latency=3)
+
+
+def test_dimensions_of_a_torus_work_together():
+    assert time((RING, LINE), "all-gather", (0, 16, 1), (1, 4, 1)) == us(63 * 160, 30, latency=8)
+
+
+def test_a_part_of_a_ring_is_a_line_and_groups_that_are_interleaved_share_its_links():
+    assert time((RING,), "all-gather", (0, 4, 1)) == us(3 * 160, 10, latency=3)
+    assert time((RING,), "all-gather", (0, 4, 4)) == us(3 * 160, 20 / 4, latency=2 * 4)
+    both = time((RING,), "all-gather", (0, 4, 4), (0, 4, 1))
+    assert both == time((RING,), "all-gather", (0, 16, 1))
+
+
+def test_the_slow_network_carries_what_the_fast_one_has_not_gathered():
+    """4 hosts of 8: a device takes 3/4 of its own eighth over the network, then 7/8 of everything inside."""
+    whole = 32 * 160
+    found = time((NETWORK, SWITCH), "all-gather", (0, 4, 1), (1, 8, 1))
+    assert found == us(3 / 4 * whole / 8, 2, latency=7 + 3 + 7 / 8 * whole / 40 * 1e6)
+
+
+def test_an_exchange_crosses_the_middle_of_the_longest_dimension():
+    assert time((RING, LINE), "all-to-all", (0, 16, 1), (1, 4, 1)) == us(16 / 4 * 160, 20, latency=8)
+    assert time((SWITCH,), "all-to-all", (0, 8, 1)) == us(7 / 8 * 160, 40, latency=3)
+
+
+def test_nothing_takes_no_time():
+    assert time((RING,), "all-gather") == 0 == time((RING,), "all-gather", (0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "places"),
+    [
+        ("v5e:4x4", {"dp": 4, "tp": 4}, {"dp": "y:4", "tp": "x:4"}),
+        ("v5e:16x16", {"fsdp": 64, "tp": 4}, {"fsdp": "y:16 x:4/4", "tp": "x:4"}),
+        ("v5p:4x4x4", {"fsdp": 8, "tp": 8}, {"fsdp": "z:4 y:2/2", "tp": "y:2 x:4"}),
+        ("h100:4x8", {"dp": 4, "tp": 8}, {"dp": "host:4", "tp": "gpu:8"}),
+        ("h100:4x8", {"dp": 2, "tp": 16}, {"dp": "host:2/2", "tp": "host:2 gpu:8"}),
+        ("v5p:4x4x4*2", {"dp": 2, "fsdp": 64}, {"dp": "slice:2", "fsdp": "z:4 y:4 x:4"}),
+    ],
+)
+def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
+    assert find_target(target).lay(mesh).text() == places
+
+
+@pytest.mark.parametrize("mesh", [{"a": 4, "b": 4}, {"a": 2, "b": 8}, {"a": 8, "b": 2}, {"a": 2, "b": 2, "c": 4}])
+def test_every_laying_gives_each_device_one_place(mesh):
+    topology = find_target("v5e:4x4").topology
+    for first in itertools.permutations(mesh):
+        found = list(layings(topology, mesh, first))
+        assert found
+        assert all(sorted(one.order) == list(range(16)) for one in found)
+
+
+def test_the_order_of_devices_follows_the_pieces():
+    topology = Topology((Dim("y", 4, "ring", 1, 1), Dim("x", 4, "ring", 1, 1)))
+    laying = Laying(topology, {"a": (Piece(1, 4, 1),), "b": (Piece(0, 2, 2), Piece(0, 2, 1))})
+    devices = np.arange(16).reshape(4, 4)  # [y, x]
+    assert (np.array(laying.order).reshape(4, 4) == devices.T).all()
+
+
+def test_the_time_of_a_laying_is_that_of_its_pieces():
+    target = find_target("v5p:4x4x4")
+    laying = target.lay({"fsdp": 16, "tp": 4})
+    kinds: tuple[ReshardKind, ...] = ("all-gather", "all-to-all")
+    for kind, axes in itertools.product(kinds, [("tp",), ("fsdp",), ("fsdp", "tp")]):
+        pieces = tuple(p for a in axes for p in laying.pieces[a])
+        assert laying.time_us(kind, axes, 12345.0) == pytest.approx(target.topology.time_us(kind, pieces, 12345.0))
+
+
+def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
+    laying = lay(Topology((LINE,)), (("a", 2), ("b", 1), ("c", 2)))
+    assert sorted(laying.order) == [0, 1, 2, 3]
+    odd = lay(Topology((Dim("x", 6, "ring", 1, 1), Dim("y", 4, "ring", 2, 1))), (("a", 3), ("b", 8)))
+    assert sorted(odd.order) == list(range(24)) and odd.time_us("all-gather", ["b"], 100.0) > 0
+
+
+def test_threads_of_one_process_wait_for_each_other():
+    laying = find_target("cpu:8").lay({"a": 4, "b": 2})
+    near, far, both = (laying.time_us("all-reduce", axes, 0.0) for axes in (("b",), ("a",), ("a", "b")))
+    assert near < far < both < 7 * near
+    gpus = find_target("h100:1x8").lay({"a": 4, "b": 2})
+    assert gpus.time_us("all-reduce", ("b",), 0.0) == gpus.time_us("all-reduce", ("a",), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "axes", "scatter", "gather"),
+    [
+        ("v5e:4x4", {"a": 16}, ("a",), "all-reduce", "all-gather"),  # two lines
+        ("v5e:4x4", {"a": 4, "b": 4}, ("b",), "reduce-scatter", "all-gather"),
+        ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
+        ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),
+        ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
+        ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("v5p:4x4x4", {"b": 2, "a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two neighbours of a plane
+        ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
+    ],
+)
+def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, gather):
+    """As in programs that XLA compiled for these machines."""
+    laying = find_target(target).lay(mesh)
+    n = mesh[axes[0]]
+    assert laying.topology.compiled("reduce-scatter", laying.over(axes), 64.0) == (scatter, 64.0)
+    whole = 64.0 if gather == "all-gather" else 64.0 * n
+    assert laying.topology.compiled("all-gather", laying.over(axes), 64.0) == (gather, whole)

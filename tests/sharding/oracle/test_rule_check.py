@@ -1,0 +1,424 @@
+"""The oracle finds what is wrong: rules are broken on purpose, one way at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autoshard import _compat
+from autoshard.sharding.oracle import partitioner_check, rule_check
+from autoshard.sharding.oracle.cases import Case, collect
+from autoshard.sharding.oracle.rule_check import Finding, check_rule
+from autoshard.spmdrules.core import registry
+from autoshard.spmdrules.core.rule import Factor, Rule
+
+A = np.arange(24, dtype=np.float32).reshape(4, 6) / 7 - 1.5
+B = np.arange(48, dtype=np.float32).reshape(6, 8) % 5 - 2.25
+SQUARE = np.arange(36, dtype=np.float32).reshape(6, 6) % 7 - 3.1
+
+
+@pytest.fixture
+def ruled(monkeypatch):
+    """Replaces the rule of a primitive for one test: `ruled("sin", "a b -> a b")` or with a rule function."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "_CACHE", {})
+
+    def override(name, rule, **more):
+        made = rule if callable(rule) else lambda *avals, **params: Rule.parse(rule, *avals, **more)
+        primitive = _compat.primitive(name)
+        assert primitive is not None
+        registry._RULES[primitive] = made  # type: ignore[assignment]
+        registry._CACHE.clear()
+
+    return override
+
+
+def kinds(findings: list[Finding]) -> set[tuple[str, tuple[str, ...]]]:
+    return {(f.kind, f.factors) for f in findings}
+
+
+def shards(fn, *args) -> list[Finding]:
+    return check_rule(fn, *args, partitioner=False)
+
+
+# The contraction ------------------------------------------------------------------------------------------------
+
+DOT = "m k, k n -> m n; reduce k; linear 0; linear 1"
+
+
+def test_right_rule_has_no_findings(ruled):
+    ruled("dot_general", DOT)
+    assert check_rule(lambda a, b: a @ b, A, B) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (DOT.replace("reduce k", "reduce k:max"), ("wrong", ("k",))),
+        (DOT.replace("reduce k", "reduce k:mul"), ("wrong", ("k",))),
+        (DOT.replace("; reduce k", ""), ("wrong", ("k",))),  # copies that are not equal
+        (DOT.replace("reduce k", "whole k"), ("missing", ("k",))),
+        (DOT.replace("reduce k", "reduce k; whole n"), ("missing", ("n",))),
+        (DOT.replace("linear 0;", "linear 0 1;"), ("wrong", ())),
+        (DOT.replace("linear 0;", ""), ("missing", ())),
+        ("m k, j n -> m n; linear 0; linear 1", ("wrong", ("k",))),  # a factor dropped
+        (DOT.replace("-> m n", "-> n m"), ("wrong", ())),  # shapes disagree
+    ],
+)
+def test_broken_contraction(ruled, text, expected):
+    ruled("dot_general", text)
+    assert expected in kinds(shards(lambda a, b: a @ b, A, B))
+
+
+def test_swapped_dimensions_of_one_size(ruled):
+    ruled("dot_general", DOT.replace("-> m n", "-> n m"))
+    found = kinds(shards(lambda a, b: a @ b, SQUARE, SQUARE))
+    assert {("wrong", ("m",)), ("wrong", ("n",))} <= found
+
+
+# Recorded values must not hide anything ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -np.inf])
+def test_uninformative_values_are_replaced(ruled, value):
+    ruled("reduce_max", "a b -> a; reduce b:min")
+    assert ("wrong", ("b",)) in kinds(shards(lambda x: x.max(1), np.full((4, 6), value, np.float32)))
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("and", "or"), ("or", "and"), ("or", "xor"), ("and", "max")])
+def test_reductions_of_booleans(ruled, right, wrong):
+    fn = {"and": jnp.all, "or": jnp.any}[right]
+    ruled(f"reduce_{right}", f"a b -> a; reduce b:{right}")
+    assert shards(lambda x: fn(x, axis=1), np.ones((4, 6), bool)) == []
+    ruled(f"reduce_{right}", f"a b -> a; reduce b:{wrong}")
+    assert ("wrong", ("b",)) in kinds(shards(lambda x: fn(x, axis=1), np.ones((4, 6), bool)))
+
+
+def test_low_precision_sums_are_allowed_their_rounding(ruled):
+    ruled("reduce_sum", "a b -> a; reduce b; linear 0")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
+    assert shards(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), x) == []
+
+
+# Parameters, bodies ----------------------------------------------------------------------------------------------
+
+
+def reshaped(params, shard):
+    return {**params, "new_sizes": shard.shape(shard.rule.results[0])}
+
+
+def test_compound_dimensions(ruled):
+    x = np.arange(32, dtype=np.float32).reshape(2, 16)
+    good = "b (h d) -> b h d; linear 0; moves 0; where h=4 d=4"
+    ruled("reshape", good, local=reshaped)
+    assert check_rule(lambda x: x.reshape(2, 4, 4), x) == []
+    ruled("reshape", good.replace("(h d)", "(d h)"), local=reshaped)
+    found = kinds(shards(lambda x: x.reshape(2, 4, 4), x))
+    assert {("wrong", ("h",)), ("wrong", ("d",))} <= found
+
+
+def test_forgotten_local(ruled):
+    ruled("reshape", "b (h d) -> b h d; linear 0; moves 0; where h=4 d=4")
+    found = shards(lambda x: x.reshape(2, 4, 4), np.ones((2, 16), np.float32))
+    assert ("wrong", ("b",)) in kinds(found)
+    assert "cannot run on these shards" in str(found[0])
+
+
+def iota_rule(right):
+    def rule(*, dtype, shape, dimension, **_):
+        def body(shard):
+            start = shard.offset("n") if right else 0
+            return lax.iota(dtype, shard.size("n")) + jnp.asarray(start, dtype)
+
+        return Rule((), ((("n",),),), (Factor("n", shape[0], "offset"),), body=body)
+
+    return rule
+
+
+def test_offset(ruled):
+    def fn():
+        return lax.iota(np.int32, 12)
+
+    ruled("iota", iota_rule(right=True))
+    assert check_rule(fn) == []
+    ruled("iota", iota_rule(right=False))
+    assert ("wrong", ("n",)) in kinds(check_rule(fn))
+
+
+def lookup_rule(masked):
+    def rule(table, at, **params):
+        def body(shard, table, at):
+            local = at[:, 0] - shard.offset("v")
+            inside = (local >= 0) & (local < shard.size("v"))
+            rows = table[jnp.clip(local, 0, shard.size("v") - 1)]
+            return jnp.where(inside[:, None], rows, 0) if masked else rows
+
+        return Rule.parse("v d, b 1 -> b d; index v; linear 0", table, at, body=body)
+
+    return rule
+
+
+def test_index(ruled):
+    def fn(table, at):
+        return table.at[at].get(mode="promise_in_bounds")
+
+    def gathered(table, at):
+        numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+        return lax.gather(table, at, numbers, (1, 4), mode="promise_in_bounds")
+
+    table, at = np.zeros((8, 4), np.float32), np.zeros((6, 1), np.int32)
+    ruled("gather", lookup_rule(masked=True))
+    assert check_rule(gathered, table, at) == []
+    ruled("gather", lookup_rule(masked=False))
+    assert ("wrong", ("v",)) in kinds(shards(gathered, table, at))
+
+
+def cumsum_rule(right):
+    def rule(x, **params):
+        def body(shard, x):
+            local = jnp.cumsum(x, axis=0)
+            if "s" not in shard.axes:
+                return local
+            totals = lax.all_gather(local[-1], shard.axes["s"])
+            earlier = jnp.arange(shard.count("s")) < shard.index["s"] + (not right)
+            return local + jnp.sum(jnp.where(earlier[:, None], totals, 0), axis=0)
+
+        return Rule.parse("s d -> s d; halo s; linear 0", x, body=body)
+
+    return rule
+
+
+def test_bodies_that_talk_run_on_devices(ruled):
+    x = np.ones((8, 6), np.float32)
+    ruled("cumsum", cumsum_rule(right=True))
+    assert shards(lambda x: lax.cumsum(x), x) == []
+    ruled("cumsum", cumsum_rule(right=False))
+    assert ("wrong", ("s",)) in kinds(shards(lambda x: lax.cumsum(x), x))
+
+
+def argmax_rule(right):
+    def rule(x, *, axes, index_dtype):
+        def body(shard, x):
+            return lax.argmax(x, axes[0], index_dtype) + jnp.asarray(shard.offset("k") if right else 0, index_dtype)
+
+        return Rule.parse("b k -> b; reduce k:argmax", x, body=body)
+
+    return rule
+
+
+def test_argmax(ruled):
+    def fn(x):
+        return lax.argmax(x, 1, np.int32)
+
+    ruled("argmax", argmax_rule(right=True))
+    assert shards(fn, A) == []
+    ruled("argmax", argmax_rule(right=False))
+    assert ("wrong", ("k",)) in kinds(shards(fn, A))
+
+
+def test_random_keys_are_operands_too(ruled):
+    factors = (Factor("b", 4), Factor("w", 2, "whole"))
+    keys = jax.random.split(jax.random.key(0), 4)
+    ruled("random_unwrap", lambda x: Rule(((("b",),),), ((("b",), ("w",)),), factors))
+    assert check_rule(jax.random.key_data, keys) == []
+    ruled("random_unwrap", lambda x: Rule(((),), (((), ("w",)),), factors[1:]))
+    (found,) = shards(jax.random.key_data, keys)
+    assert "operand 0 has" in found.message
+
+
+# Linearity -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_linear(ruled):
+    ruled("exp", "a b -> a b; linear 0")
+    (found,) = shards(jnp.exp, A)
+    assert found.kind == "wrong" and "not linear in operands 0" in found.message
+
+
+def test_linear_that_is_not_said(ruled):
+    ruled("neg", "a b -> a b")
+    (found,) = shards(lambda x: -x, A)
+    assert found.kind == "missing" and "linear in operands 0" in found.message
+
+
+def test_what_does_not_only_move(ruled):
+    ruled("neg", "a b -> a b; linear 0; moves 0")
+    (found,) = shards(lambda x: -x, A)
+    assert found.kind == "wrong" and "partial maxima" in found.message
+
+
+# Missing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "rule", "joined"),
+    [
+        ("sin", jnp.sin, "a b -> a b; whole b", "side by side along dimension 1"),
+        ("reduce_max", lambda x: x.max(1), "a b -> a; whole b", "max"),
+        ("reduce_min", lambda x: x.min(1), "a b -> a; whole b", "min"),
+        ("reduce_prod", lambda x: x.prod(1), "a b -> a; whole b", "mul"),
+        ("reduce_sum", lambda x: x.sum(1), "a b -> a; whole b; linear 0", "sum"),
+        ("sin", jnp.sin, "a b -> c d; whole a b c d; where c=4 d=6", "side by side along dimension 1"),
+    ],
+)
+def test_missing_strategy(ruled, name, fn, rule, joined):
+    ruled(name, lambda *avals, **params: _with_sizes(rule, avals))
+    found = [f for f in shards(fn, A) if f.factors == ("b",)]
+    assert [f.kind for f in found] == ["missing"]
+    assert found[0].message.endswith(joined)
+
+
+def _with_sizes(text, avals):
+    head = text.partition("; where")[0]
+    rule = Rule.parse(head).bind(*avals)
+    sizes = {"c": 4, "d": 6}
+    factors = tuple(f if f.size else type(f)(f.name, sizes[f.name], f.kind, f.op) for f in rule.factors)
+    return rule.where(factors=factors)
+
+
+def test_what_really_is_whole_is_not_missing(ruled):
+    ruled("cumsum", "a b -> a b; whole b; linear 0")
+    assert shards(lambda x: lax.cumsum(x, axis=1), A) == []
+
+
+def test_unknown(monkeypatch):
+    monkeypatch.setattr(registry, "_RULES", {})
+    (found,) = check_rule(lambda x: lax.sin(lax.sin(x)), A)
+    assert (found.kind, found.primitive) == ("unknown", "sin")
+    assert "Register one with @rule" in str(found)
+
+
+def test_rule_that_raises(ruled):
+    def broken(*_, **__):
+        raise KeyError("axes")
+
+    ruled("sin", broken)
+    (found,) = check_rule(jnp.sin, A)
+    assert found.kind == "wrong" and "KeyError" in found.message
+
+
+# Where equations are found ---------------------------------------------------------------------------------------
+
+
+def sine(x):
+    return lax.sin(x)
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return sine(x)
+
+
+with_vjp.defvjp(lambda x: (sine(x), x), lambda x, g: (g,))
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return sine(x)
+
+
+with_jvp.defjvp(lambda p, t: (with_jvp(p[0]), t[0]))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jax.jit(sine),
+        jax.checkpoint(sine),  # type: ignore[attr-defined]
+        with_vjp,
+        with_jvp,
+        lambda x: lax.scan(lambda c, row: (c, sine(row)), 0, x)[1],
+        lambda x: lax.scan(lambda c, _: (sine(c), None), x, None, length=2, reverse=True)[0],
+        lambda x: lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, sine(c[1])), (0, x)),
+        lambda x: lax.while_loop(lambda c: sine(c)[0, 0] > 2, lambda c: c, x),
+        lambda x: lax.cond(x[0, 0] > 1e9, sine, lambda x: x, x),
+        lambda x: jax.jit(lambda c: lax.scan(lambda c, _: (jax.jit(sine)(c), None), c, None, length=2))(x),
+    ],
+    ids=["jit", "remat", "custom_vjp", "custom_jvp", "scan", "carry", "while", "while cond", "cond", "nested"],
+)
+def test_nested_equations_are_found(ruled, fn):
+    def half(x, **_):
+        dims = " ".join("ab"[: len(x.shape)])
+        return Rule.parse(f"{dims} -> {dims}; linear 0", x)
+
+    ruled("sin", half)
+    (found,) = [f for f in shards(fn, A) if f.primitive == "sin"]
+    assert found.kind == "wrong" and "test_oracle.py" in found.source
+
+
+def test_equations_are_examined_once():
+    cases = collect(lambda x: sine(sine(x)) + sine(x[:2]).sum(), (A,))
+    assert [c.avals[0].shape for c in cases if c.name == "sin"] == [(4, 6), (2, 6)]
+
+
+def test_shapes_stand_for_values(ruled):
+    ruled("sin", "a b -> a b")
+    assert shards(sine, jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_types_with_few_bits_are_linear_too(dtype):
+    """Sums of two terms that the type cannot hold would speak against an operator that is linear."""
+    a, b = jnp.ones((4, 6), dtype), jnp.ones((6, 4), dtype)
+    assert check_rule(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32), a, b, partitioner=False) == []
+
+
+# The partitioner -------------------------------------------------------------------------------------------------
+
+
+def case_of(fn, *args) -> Case:
+    (case,) = collect(fn, args)
+    return case
+
+
+def test_collectives_that_the_rule_does_not_account_for():
+    case = case_of(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), A)
+    free = Rule.parse("a b -> a", A)
+    faults = partitioner_check.check_partitioner(case, free, [{"a": 2}, {"b": 2}, {"a": 2, "b": 2}], [A])
+    assert [factors for factors, _ in faults] == [("b",), ("a", "b")]
+    assert "1 x all-reduce" in faults[0][1]
+
+
+def test_gathered_operand_is_found():
+    case = case_of(lambda x: lax.cumsum(x, axis=1), A)
+    faults = partitioner_check.check_partitioner(case, Rule.parse("a b -> a b; halo b", A), [{"b": 2}], [A])
+    assert "gathers the whole of operand 0" in faults[0][1]
+
+
+def test_silently_wrong_partitioner_is_found():
+    class Other(Case):
+        """An operator whose result on one device is another one."""
+
+        def run(self, operands, params=None):
+            return [x + 1 for x in super().run(operands, params)]
+
+    case = case_of(jnp.sin, A)
+    strategies = [{"a": 2}, {"b": 2}]
+    rule = Rule.parse("a b -> a b", A)
+    assert partitioner_check.check_partitioner(case, rule, strategies, [A]) == []
+    faults = partitioner_check.check_partitioner(Other(case.eqn, case.operands), rule, strategies, [A])
+    assert [factors for factors, _ in faults] == [("a",), ("b",)]
+    assert "silently wrong" in faults[0][1]
+
+
+def test_minor_factors_have_no_spec():
+    rule = Rule.parse("(h d) -> (h d); where h=4 d=4", np.ones(16))
+    assert partitioner_check._strategy(rule, {"d": 2}) is None
+    assert partitioner_check._strategy(rule, {"h": 2, "d": 2}) is None
+    assert partitioner_check._strategy(rule, {"h": 2}) is not None
+
+
+def test_too_few_devices(monkeypatch):
+    monkeypatch.setattr(rule_check.jax, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="needs 4 devices, there are 1.*partitioner=False"):
+        check_rule(jnp.sin, A)
+
+
+def test_finding_reads_as_a_sentence(ruled):
+    ruled("reduce_sum", "a b -> a; reduce b:max; linear 0")
+    (found,) = shards(lambda x: x.sum(1), A)
+    text = str(found)
+    assert text.startswith("wrong: reduce_sum at ")
+    for part in ("b cut 2 ways", "test_oracle.py", "a b -> a; reduce b:max", "Correct the rule"):
+        assert part in text

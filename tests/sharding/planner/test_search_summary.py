@@ -1,0 +1,149 @@
+"""What a plan keeps of its search, of its time by kind, and of what its step makes."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import autoshard
+from autoshard.sharding.plan.search_record import Searched, Tried
+from autoshard.sharding.plan.sharding_plan import Estimate, Plan, abstract_mesh
+from autoshard.sharding.report.page.search import lost, search_section
+from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
+from tests.sharding.example_step import shapes, train_step
+
+
+def step(state, batch, *, twice=False):
+    state, metrics = train_step(state, batch)
+    return train_step(state, batch) if twice else (state, metrics)
+
+
+@cache
+def planned(**options) -> Plan:
+    return autoshard.plan(train_step, *shapes(), target="v5e:2x4", donate_argnums=0, **options)
+
+
+def test_all_that_was_proposed_is_accounted_for():
+    (found,) = planned().history
+    known = [t for t in found.tried if not t.changed]
+    assert found.proposed == len(known) + found.alike + found.idle and found.alike > 0
+    tried = {(t.words, t.step_time_us, t.peak_bytes) for t in found.tried}
+    assert tried >= set(planned().candidates) >= {(t.words, t.step_time_us, t.peak_bytes) for t in known}
+    assert [t.step_time_us for t in found.tried] == sorted(t.step_time_us for t in found.tried)
+    assert len(planned(plan="fsdp:8").history[0].tried) == 1
+
+
+def test_what_leaves_devices_idle_is_counted():
+    state, batch = shapes(batch=2, seq=3)  # eight devices, and the batch has two rows
+    plan = autoshard.plan(train_step, state, batch, target="cpu:8", donate_argnums=0)
+    (found,) = plan.history
+    assert found.idle > 0 and found.proposed == sum(not t.changed for t in found.tried) + found.alike + found.idle
+
+
+def test_what_the_best_were_changed_into_is_kept_too():
+    (found,) = planned().history
+    changed = [t for t in found.tried if t.changed]
+    assert changed and all("+" in t.words or "-" in t.words for t in changed)
+    assert len({t.words for t in found.tried}) == len(found.tried)  # none stands there twice
+    faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
+    assert all(lost(planned(), t).startswith("faster by repeating work") for t in faster)
+
+
+def test_a_page_calls_no_plan_the_fastest_beside_a_faster_one():
+    plan = planned()
+    (found,) = plan.history
+    slower = tuple(t for t in found.tried if t.step_time_us >= plan.estimate.step_time_us)
+    assert "is the fastest of those" in search_section(replace(plan, history=(replace(found, tried=slower),)))
+    quicker = replace(found.tried[0], words="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
+    told = search_section(replace(plan, history=(replace(found, tried=(quicker, *found.tried)),)))
+    assert "fastest" not in told.split("</p>")[0] and "each faster one says why it was not" in told
+
+
+def test_each_variant_has_its_search():
+    plan = autoshard.plan(step, *shapes(), target="v5e:2x4", donate_argnums=0, variants={"twice": [False, True]})
+    assert [dict(each.variant) for each in plan.history] == [{"twice": False}, {"twice": True}]
+    for each, (variant, words, us, peak) in zip(plan.history, plan.variants, strict=True):
+        assert dict(each.variant) == dict(variant)
+        assert next((t.step_time_us, t.peak_bytes) for t in each.tried if t.words == words) == (us, peak)
+    assert plan.history[1].tried[0].step_time_us > plan.history[0].tried[0].step_time_us
+
+
+def test_the_record_is_the_same_each_time_and_in_json():
+    plan, again = planned(), autoshard.plan(train_step, *shapes(), target="v5e:2x4", donate_argnums=0)
+    assert (plan.history, plan.traffic_us, plan.activations) == (again.history, again.traffic_us, again.activations)
+    read = Plan.from_json(plan.to_json())
+    for name in ("history", "traffic_us", "activations", "links", "topology", "candidates"):
+        assert getattr(read, name) == getattr(plan, name), name
+
+
+def test_json_has_a_line_for_each_plan_that_was_tried():
+    lines = [line.strip() for line in planned().to_json().splitlines()]
+    for t in planned().history[0].tried:
+        assert any(line.startswith(f'["{t.words}", {t.step_time_us}, {t.peak_bytes}, ') for line in lines)
+    odd = planned().where(chosen="[\n]", notes=("a [ b\n c ] d", "e"))
+    read = Plan.from_json(odd.to_json())
+    assert (read.chosen, read.notes) == (odd.chosen, odd.notes)
+
+
+@pytest.mark.parametrize("words", ["fsdp:8", "fsdp:2 tp:4 seq", "dp:8"])
+def test_the_times_of_collectives_are_those_of_the_step(words):
+    plan = planned(plan=words)
+    assert len(plan.traffic_us) == len(plan.traffic) > 1
+    assert sum(us for us, _ in plan.traffic_us) == pytest.approx(plan.estimate.comm_us)
+    assert sum(waits for _, waits in plan.traffic_us) == pytest.approx(exposed_us(plan))
+    assert all(0 <= waits <= us * (1 + 1e-9) for us, waits in plan.traffic_us)
+    tried = plan.history[0].tried[0]
+    assert tried.compute_us == plan.estimate.compute_us and 0 < tried.waits_us <= exposed_us(plan) * (1 + 1e-9)
+
+
+def test_what_is_hidden_is_what_can_be():
+    plan = autoshard.plan(train_step, *shapes(batch=4096), target="v5e:2x4", plan="fsdp:8", donate_argnums=0)
+    hidden = {kind for (kind, *_), (us, waits) in zip(plan.traffic, plan.traffic_us, strict=True) if us > waits * 1.001}
+    assert hidden == {"all-gather"}  # of what data parallelism moves, the only kind that v5e's compiler hides
+
+
+def test_activations_are_the_batchs_with_their_axes_and_shardings():
+    plan = planned(plan="fsdp:2 tp:4 seq")
+    found = {one.axes: one for one in plan.activations if one.role == "activation"}
+    inner = found["batch", "seq", "ffn"]
+    assert inner.shape == (16, 16, 128) and tuple(inner.spec) == ("fsdp", None, "tp")
+    assert inner.line.startswith("/") and "example_step.py" in inner.line and inner.path == "dot_general"
+    assert all("batch" in "*".join(one.axes) for one in found.values())
+    gradients = [one for one in plan.activations if one.role == "gradient"]
+    assert any(one.axes == ("vocab", "embed") and tuple(one.spec) == ("tp", "fsdp") for one in gradients)
+    held = sum(one.held_bytes for one in plan.activations)
+    assert 0 < held <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
+    sizes = mesh_sizes(plan)
+    tiles = 128 / 16  # at most: the sequence has 16
+    assert all(one.held_bytes <= one.count * local_bytes(one, sizes) * tiles for one in found.values())
+
+
+def test_links_say_how_devices_are_joined():
+    assert planned().links == {"y": ("line", 4.5e10), "x": ("line", 4.5e10)}
+    rings = autoshard.plan(train_step, *shapes(batch=64), target="v5p:4x4x4", plan="fsdp:64", donate_argnums=0)
+    assert {kind for kind, _ in rings.links.values()} == {"ring"}
+    hosts = autoshard.plan(train_step, *shapes(), target="h100:2x4", plan="fsdp:8", donate_argnums=0)
+    assert {name: kind for name, (kind, _) in hosts.links.items()} == {"host": "switch", "gpu": "switch"}
+
+
+LOSERS = [
+    (Tried("a", 9.0, 12.0), "does not fit: 2 B too much"),
+    (Tried("a", 110.0, 9.0, 80.0), "20.0 us more compute"),
+    (Tried("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "waits 10.0 us longer, most of all for all-gather"),
+    (Tried("a", 130.0, 9.0, 65.0, "all-gather", 40.0),
+     "waits 25.0 us longer, most of all for all-gather and 5.00 us more compute"),
+    (Tried("a", 100.0001, 9.0, 60.0), "as fast, to 0.01 %"),
+    (Tried("a", 90.0, 9.0, 60.0), "faster by the estimate"),
+    (Tried("a", 90.0, 9.0, 60.0, changed=True),
+     "faster by repeating work, or by too little for a plan that has no name"),
+    (Tried("a", 110.0, 9.0), "slower"),
+    (Tried("a", math.inf, 9.0), "slower"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tried", "why"), LOSERS)
+def test_why_a_plan_lost(tried, why):
+    plan = Plan(mesh=abstract_mesh({}), axis_rules={}, storage={}, inputs=(), outputs=(), target="", limit_bytes=10.0,
+                estimate=Estimate(100.0, 60.0, 40.0, 0.0, 5.0), history=(Searched(tried=(tried,)),))  # fmt: skip
+    assert lost(plan, tried) == why

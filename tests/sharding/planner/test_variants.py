@@ -1,0 +1,255 @@
+"""Variants of a program: which is chosen, what is said of the others, and which of them are compiled."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import AutoshardWarning, Plan, plan
+from autoshard.commands import plan as command
+from autoshard.errors import AutoshardError, ConfigError, PlanError
+from autoshard.models.workloads import workload
+from autoshard.sharding import audit as aot
+from autoshard.sharding.planner.variants import contest, unlike
+from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
+
+TINY = workload("gpt-tiny").with_(batch_size=64)
+
+
+def tiny(**options: Any) -> Plan:
+    """The plan of a tiny workload, over its variants."""
+    given: dict[str, Any] = {"target": "cpu:8", "variants": variants_of(TINY), "donate_argnums": 0} | options
+    return plan(*workload_variants(TINY), **given)
+
+
+def test_the_fastest_variant_that_fits_is_chosen():
+    made = tiny()
+    assert len(made.variants) == 9
+    times = {tuple(v.values()): (peak > made.limit_bytes, us) for v, _, us, peak in made.variants}
+    assert times[tuple(made.variant.values())] == min(times.values())
+    alone = plan(*workload_step(TINY.with_(remat="full"), 2), target="cpu:8", donate_argnums=0)
+    assert times["full", 2] == (False, pytest.approx(alone.estimate.step_time_us))
+
+
+def test_less_memory_takes_another_variant():
+    peaks = {tuple(v.values()): peak for v, _, _, peak in tiny().variants}
+    limit = (min(peaks.values()) + sorted(peaks.values())[1]) / 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoshardWarning)  # what does not fit is not complained of: something does
+        made = tiny(memory_limit_bytes=limit)
+    assert made.fits and peaks[tuple(made.variant.values())] == min(peaks.values())
+
+
+def test_a_function_says_what_is_tried_next():
+    """It is told what became of what it asked for; what was tried before is not tried again."""
+    asked: list[list[tuple[Any, bool]]] = []
+
+    def following(attempts):
+        asked.append([(each.keywords["remat"], each.step_time_us > 0 and each.fits) for each in attempts])
+        return [{"remat": "full", "accumulation": 1}, *([{"remat": "dots", "accumulation": 1}] if attempts else [])]
+
+    made = tiny(variants=following)
+    assert asked == [[], [("full", True)], [("full", True), ("dots", True)]]
+    assert [v["remat"] for v, *_ in made.variants] == ["full", "dots"] and made.variant["remat"] == "dots"
+    for wrong, said in (
+        (object(), "or a function of what was tried, not <object"),
+        (lambda attempts: {"remat": "full"}, "variants returned {'remat': 'full'}: return a list"),
+        (lambda attempts: None, "variants returned None: return a list"),
+        ({"remat": "full"}, "variants: 'remat' is 'full'; give a list of its values"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(said)):
+            tiny(variants=wrong)
+    with pytest.raises(PlanError, match="variants name nothing to try"):
+        tiny(variants=lambda attempts: [])
+
+
+def test_what_a_function_does_to_its_attempts_changes_nothing():
+    def following(attempts):
+        for each in attempts:
+            each.keywords["remat"] = "none"
+        return [{"remat": "full", "accumulation": 1}]
+
+    assert [v["remat"] for v, *_ in tiny(variants=following).variants] == ["full"]
+
+
+def test_as_many_layers_as_fit_take_the_lighter_policy():
+    """Between a policy that does not fit and one that does, layers in turn are searched, and the plan keeps to it."""
+    work = workload("gpt-350m")
+    search = search_of({"remat": ["none", "dots", "full"], "accumulation": [1]}, work.config.layers)
+
+    def found(limit: int | None = None) -> Plan:
+        return plan(*workload_variants(work), target="v5e:2x4", plan="fsdp:8", variants=search,
+                    memory_limit_bytes=limit, donate_argnums=0)  # fmt: skip
+
+    peaks = {v["remat"]: peak for v, _, _, peak in found(10**11).variants}
+    assert list(peaks) == ["none", "dots", "full"]
+    for part, wanted in ((0.2, "full"), (0.35, "dots,full,full,full"), (0.6, "dots,full")):
+        made = found(int(peaks["full"] + part * (peaks["dots"] - peaks["full"])))
+        assert made.fits and made.variant["remat"] == wanted and len(made.variants) == 3 + ("," in wanted)
+
+
+def test_layers_in_turn_move_what_layers_alike_move():
+    """A loop over groups of layers gathers and reduces as one over layers does, and holds as much."""
+    one, two = (
+        plan(*workload_step(workload("gpt-350m").with_(remat=remat)), target="v5e:2x4", plan="fsdp:8",
+             donate_argnums=0)
+        for remat in ("dots", "dots,dots")
+    )  # fmt: skip
+    assert two.estimate.comm_bytes == pytest.approx(one.estimate.comm_bytes, rel=1e-3)
+    assert two.estimate.peak_memory_bytes == pytest.approx(one.estimate.peak_memory_bytes, rel=0.03)
+    assert two.estimate.step_time_us == pytest.approx(one.estimate.step_time_us, rel=0.01)
+
+
+def of_groups(taken: Callable[[jax.Array], Any] | None) -> Callable[..., Any]:
+    """A step over eight layers: in groups of two, out of which `taken` takes the layers, or one by one."""
+
+    def loss(stacks, x):
+        def layer(x, up, down):
+            return x + jnp.tanh(x @ up) @ down
+
+        def body(x, group):
+            if taken is None:
+                return jax.checkpoint(layer)(x, *group), None
+            for n in range(2):
+                x = jax.checkpoint(lambda x, *each, n=n, of=taken: layer(x, *(of(w)[n] for w in each)))(x, *group)
+            return x, None
+
+        if taken is not None:
+            stacks = [stack.reshape(4, 2, *stack.shape[1:]) for stack in stacks]
+        return jnp.mean(jnp.square(jax.lax.scan(body, x, stacks)[0]))
+
+    def step(stacks, x):
+        value, grads = jax.value_and_grad(loss)(stacks, x)
+        return jax.tree.map(lambda p, g: p - g, stacks, grads), value
+
+    return step
+
+
+def test_layers_can_be_taken_out_of_a_group_in_several_ways():
+    """However it is written, what is moved and held is that of a loop over layers."""
+    stacks = [jax.ShapeDtypeStruct((8, 512, 2048), "float32"), jax.ShapeDtypeStruct((8, 2048, 512), "float32")]
+    x = jax.ShapeDtypeStruct((1024, 512), "float32")
+    ways = {"index": lambda a: a, "unstack": jnp.unstack, "split": lambda a: [part[0] for part in jnp.split(a, 2)]}
+    found = {name: plan(of_groups(way), stacks, x, target="v5e:2x4", plan="fsdp:8") for name, way in ways.items()}
+    alone = plan(of_groups(None), stacks, x, target="v5e:2x4", plan="fsdp:8").estimate
+    for made in found.values():
+        assert made.estimate.comm_bytes == pytest.approx(alone.comm_bytes, rel=1e-3)
+        assert made.estimate.peak_memory_bytes == pytest.approx(alone.peak_memory_bytes, rel=0.45)
+
+
+def test_what_is_compiled_differs():
+    ranked = [(1.0, 5.0, "a"), (1.0005, 5.001, "a again"), (1.0006, 9.0, "b"), (1.2, 5.0, "c")]
+    assert [name for *_, name in unlike(ranked)] == ["a", "b", "c", "a again"]
+
+
+def test_the_text_and_the_json_tell_the_variant():
+    made = tiny()
+    chosen = ", ".join(f"{name}={value}" for name, value in made.variant.items())
+    assert f"variant: {chosen}, of 9" in str(made) and "next best variants: " in str(made)
+    again = Plan.from_json(made.to_json())
+    assert (again.variant, again.variants) == (made.variant, made.variants)
+    assert "variant" not in str(plan(*workload_step(TINY), target="cpu:8", donate_argnums=0))
+
+
+def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
+    class Audit:
+        ok, peak_bytes, kind, message = True, 0, "ok", ""
+
+        def __init__(self, made: Plan):
+            self.step_time_us = 1.0 if made.variant["remat"] == "none" else 2.0
+
+    asked = []
+    monkeypatch.setattr(aot, "verify", lambda made: asked.append((made.variant, made.chosen)) or Audit(made))
+    made = tiny(verify=4, variants=variants_of(TINY) | {"accumulation": [1]})
+    assert len(asked) == 4 == len({(*variant.values(), words) for variant, words in asked})
+    assert made.variant["remat"] == ("none" if any(v["remat"] == "none" for v, _ in asked) else asked[0][0]["remat"])
+    assert len(made.audits) == 4 and made.notes[-1].startswith("the fastest of 4 compiled for cpu:8: ")
+    ranked = sorted(us for _, _, us, _ in tiny(variants=variants_of(TINY) | {"accumulation": [1]}).variants)
+    assert made.estimate.step_time_us >= ranked[0]
+
+
+def test_what_hardly_does_not_fit():
+    """The fastest that takes up to a quarter more, and one up to half more where that is faster still."""
+    asked, one, measured = contest(2, 0), contest(1, 0), contest(0, 2)
+    assert asked is not None and one is not None and measured is not None
+    near, far, slow, huge = (8.0, 1.2, "near"), (7.0, 1.4, "far"), (8.5, 1.1, "slow"), (1.0, 1.6, "huge")
+    assert asked.beyond([slow, near, far, huge], 1.0, 9.0) == [near, far]
+    assert asked.beyond([slow, (6.0, 1.2, "near"), far], 1.0, 9.0) == [(6.0, 1.2, "near")]
+    assert asked.beyond([slow, near, far], 1.0, 7.5) == [far]
+    assert asked.beyond([slow, near, far], 2.0, 9.0) == []
+    assert one.beyond([near, far], 1.0, 9.0) == measured.beyond([near, far], 1.0, 9.0) == []
+
+
+@pytest.mark.parametrize("compiled", [0.9, 1.1])
+def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
+    """XLA computes again what does not fit: a variant that is faster may do all the same, or not."""
+    variants = {"remat": ["none", "full"], "accumulation": [1]}
+    peaks = {choice["remat"]: peak for choice, _, _, peak in tiny(variants=variants).variants}
+    limit = peaks["none"] / 1.1
+    assert peaks["full"] < limit
+
+    class Audit:
+        message = ""
+
+        def __init__(self, made: Plan):
+            part = 0.5 if made.fits else compiled
+            self.ok, self.kind = part < 1, "ok" if part < 1 else "oom"
+            self.peak_bytes, self.step_time_us = part * limit, made.estimate.step_time_us
+            asked.append(made)
+
+    asked: list[Plan] = []
+    monkeypatch.setattr(aot, "verify", Audit)
+    made = tiny(verify=2, variants=variants, memory_limit_bytes=limit)
+    assert [each.fits for each in asked] == [True, True, False]
+    if compiled < 1:
+        assert made.variant["remat"] == "none" and not made.fits and len(made.audits) == 3
+        assert "XLA computes again what does not fit" in made.notes[-2]
+        assert "as it was compiled, not by the estimate" in str(made)
+    else:
+        assert made.variant["remat"] == "full" and made.fits
+        assert len(made.audits) == 2 and all(audit.ok for audit in made.audits)
+
+
+def test_a_variant_can_be_called():
+    """What is run is the variant that was chosen."""
+
+    def fn(x, *, times):
+        return jnp.tanh(x) * times
+
+    made = plan(fn, jax.ShapeDtypeStruct((8, 4), "float32"), target="cpu:8", variants={"times": [3]})
+    assert float(made.jit()(jnp.ones((8, 4)))[0, 0]) == pytest.approx(3 * float(jnp.tanh(1.0)))
+
+
+def test_what_changes_numbers_is_no_variant():
+    for name in ("moe-tiny", "mixtral-tiny", "wide-resnet-tiny"):
+        assert variants_of(workload(name))["accumulation"] == [1]
+        assert variants_of(workload(name), numerics=True)["accumulation"] == [1, 2, 4]
+    assert variants_of(workload("gpt-tiny").with_(batch_size=6))["accumulation"] == [1, 2]
+
+
+def test_the_command_searches_what_is_not_given(capsys):
+    assert command.run(["gpt-tiny", "--target", "cpu:8"]) == 0
+    assert ", of 9" in capsys.readouterr().out
+    assert command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots", "--accumulation", "2"]) == 0
+    assert "variant: remat=dots, accumulation=2, of 1" in capsys.readouterr().out
+    assert command.run(["moe-tiny", "--target", "cpu:8"]) == command.run(
+        ["moe-tiny", "--target", "cpu:8", "--allow-numerics"]
+    )
+    assert re.findall(", of [0-9]", capsys.readouterr().out) == [", of 3", ", of 9"]
+    wish = ["--plan", "fsdp:4 tp:2", "--explain", "0/params/blocks/attention/wq=-,-,-,fsdp+tp"]
+    assert command.run(["gpt-tiny", "--target", "cpu:8", *wish, "--fixed", "*/w_up=-,tp,fsdp"]) == 0
+    said = capsys.readouterr().out
+    assert "wq: P(None, None, None, ('fsdp', 'tp')) instead of P(" in said
+    assert re.search(r"w_up .* -> P\(None, 'tp', 'fsdp'\)|w_up .*fixed", said)
+    with pytest.raises(ConfigError, match="write a path and its mesh axes by dimension"):
+        command.run(["gpt-tiny", "--target", "cpu:8", "--fixed", "*/w_up"])
+    with pytest.raises(ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 layers .* groups of 3"):
+        command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots,full,dots"])
+    with pytest.raises(ConfigError, match="remat is 'some'"):
+        command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "some"])
+    with pytest.raises(AutoshardError, match="does not divide into 3"):
+        command.run(["gpt-tiny", "--target", "cpu:8", "--accumulation", "3"])

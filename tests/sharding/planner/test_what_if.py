@@ -1,0 +1,233 @@
+"""What else could have been chosen for a tensor: what `explain` says of it is what planning with it fixed gives."""
+
+import re
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard import Plan
+from autoshard._units import bytes_text, change_text, time_text
+from autoshard.errors import PlanError
+from autoshard.sharding.planner.what_if import moments_of, neighbours, under
+from tests.sharding.example_step import shapes, train_step
+from tests.sharding.programs import adamw_step, mlp_state
+
+WQ = "0/params/attention/wq"
+MOMENT = "0/moments/attention/wq"
+
+
+@cache
+def planned(words: Any = "fsdp:2 tp:4 seq", **options: Any) -> Plan:
+    return autoshard.plan(train_step, *shapes(), plan=words, target="cpu:8", donate_argnums=0, **options)
+
+
+def with_fixed(words: Any, fixed: Any, **options: Any) -> Plan:
+    given: dict[str, Any] = {"plan": words, "target": "cpu:8", "donate_argnums": 0, "fixed": fixed} | options
+    return autoshard.plan(train_step, *shapes(), **given)
+
+
+def leaf(plan: Plan, path: str) -> Any:
+    return next(x for x in plan.inputs if x.path == path)
+
+
+def flat(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.mark.parametrize(("words", "path"), [("zero1:8", WQ), ("fsdp:8", "0/params/embed"), ("fsdp:2 tp:4 seq", "1/x")])
+def test_a_choice_costs_what_the_plan_costs_that_has_it(words, path):
+    found = neighbours(planned(words), [leaf(planned(words), path)])
+    assert len({tuple(c.fixed.items()) for c in found}) == len(found) >= 2
+    for choice in found:
+        made = with_fixed(words, choice.fixed).estimate
+        assert (choice.step_time_us, choice.peak_bytes) == pytest.approx((made.step_time_us, made.peak_memory_bytes))
+    assert [c.step_time_us for c in found] == sorted(c.step_time_us for c in found)
+
+
+def test_explain_shows_the_next_best_choice_and_what_it_costs():
+    plan = planned("fsdp:8")
+    best = neighbours(plan, [leaf(plan, WQ)])[0]
+    whole = with_fixed("fsdp:8", {WQ: P(), MOMENT: P()}).estimate
+    text = plan.explain(WQ)
+    assert f"P({', '.join(map(repr, best.fixed[WQ]))})" in text
+    assert "other choices (all else as planned: step " in text and "its moment stored alike" in text
+    step = change_text(whole.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
+    memory = change_text(whole.peak_memory_bytes, plan.estimate.peak_memory_bytes, bytes_text, 1e-3)
+    assert re.search(rf"P\(\) +dearer: +step {re.escape(step)}, memory {re.escape(memory)}", text)
+    assert step.startswith("+") and step.endswith(" %)")
+
+
+def test_a_choice_that_does_not_fit_is_infeasible():
+    limit = planned("fsdp:8").estimate.peak_memory_bytes + 100
+    plan = planned("fsdp:8", memory_limit_bytes=limit)
+    table = next(x for x in neighbours(plan, [leaf(plan, "0/params/embed")]) if not any(x.fixed["0/params/embed"]))
+    assert table.peak_bytes > limit
+    over = bytes_text(table.peak_bytes - limit)
+    assert re.search(rf"P\(\) infeasible: .*{over} over the limit of", flat(plan.explain("params/embed")))
+
+
+def test_nothing_is_said_of_what_cannot_be_cut():
+    assert "other choices" not in planned().explain("0/count") + planned().explain("1/loss")
+    assert "other choices" not in autoshard.plan(train_step, *shapes(), target="cpu:1").explain(WQ)
+    assert "other choices" not in Plan.from_json(planned().to_json()).explain(WQ)
+
+
+# wishes
+
+
+def test_a_wish_is_priced_as_the_plan_that_has_it():
+    plan = planned("fsdp:8")
+    text = flat(plan.explain(WQ, P()))
+    # gathered once updated, instead of before it is used
+    assert text.startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time under this plan (fsdp:8): step ")
+    alone, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
+    assert alone.step_time_us < both.step_time_us  # so the moment stays where it is
+    change = change_text(alone.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
+    assert f"step {time_text(alone.step_time_us)}, {change}; memory {bytes_text(alone.peak_memory_bytes)}" in text
+    change = change_text(both.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
+    assert f"alone; with its moment stored alike: step {change}" in text
+    assert f"to have it so: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
+
+
+def test_a_wish_is_planned_anew_too():
+    spec = P(None, None, "tp")
+    asked = flat(planned("dp:2 tp:4").explain(WQ, spec))
+    around = min(with_fixed(None, dict.fromkeys(f, spec)).estimate.step_time_us for f in ([WQ], [WQ, MOMENT]))
+    # compared with the best plan without the wish, not with the one that was asked for
+    best = planned(None)
+    change = change_text(around, best.estimate.step_time_us, time_text, 1e-3)
+    assert f"against {best.chosen} without it): step {time_text(around)}, {change};" in asked
+
+
+def test_a_wish_that_ties_or_is_there_already():
+    plan = planned("fsdp:8")
+    assert ": a tie under this plan (fsdp:8): " in flat(plan.explain(WQ, P(None, "fsdp")))
+    assert "P('fsdp', None) is how it is stored already" in flat(plan.explain(WQ, P("fsdp", None)))
+
+
+def test_a_wish_can_be_cheaper():
+    """What was fixed badly is better undone; under the same words it is the plan without it."""
+    plan = with_fixed("fsdp:8", {WQ: P(), MOMENT: P()})
+    text = flat(plan.explain(WQ, P("fsdp")))
+    assert re.match(rf"{WQ}: P\('fsdp'\) instead of P\(\): cheaper", text)
+    assert f"step {time_text(planned('fsdp:8').estimate.step_time_us)}, -" in text
+    assert "with its moment stored alike" in text
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        (P(None, None, "tp", "fsdp"), "has 4 entries, the array has 3 dimensions"),
+        (P("model"), "names mesh axis 'model'"),
+        (P("tp", "tp"), "uses mesh axis 'tp' twice"),
+        (P(None, None, ("tp", "fsdp")), r"dim 2 has size 4, not divisible by mesh axes \('tp', 'fsdp'\) \(8\)"),
+        (("nothing",), "is no logical axis"),
+    ],
+)
+def test_a_wish_that_cannot_be_says_why(wish, reason):
+    text = flat(planned().explain(WQ, wish))
+    assert re.match(rf"{WQ}: .* instead of P\('fsdp', 'tp'\): infeasible", text)
+    assert re.search(f"cannot be: .*{reason}", text) and text.count("has 4 entries") <= 1
+
+
+def test_a_wish_by_names_says_what_it_means_here():
+    text = flat(planned("fsdp:8").explain(WQ, (None, "heads")))
+    assert text.startswith(f"{WQ}: (None, 'heads'), under this plan P(), instead of P('fsdp'): ")
+
+
+def test_a_wish_for_several():
+    text = flat(planned().explain("*/attention/w[qk]", P()))
+    assert text.startswith("0/moments/attention/wk and 3 more: P() instead of P('fsdp', 'tp'): ")
+
+
+@pytest.mark.parametrize(
+    ("path", "wish", "message"),
+    [
+        (WQ, 8, "wish is 8; give a PartitionSpec, or names of logical axes"),
+        (WQ, {"wq": P()}, "wish is .*; give a PartitionSpec"),
+        ("1/loss", P(), "'1/loss' is a result, which cannot be fixed.*Ask about an input"),
+        ("wz", P(), "no input or result is called 'wz'"),
+    ],
+)
+def test_what_is_no_wish(path, wish, message):
+    with pytest.raises(PlanError, match=message):
+        planned().explain(path, wish)
+
+
+def test_a_wish_needs_the_function():
+    with pytest.raises(PlanError, match=r"plan\.bind"):
+        Plan.from_json(planned().to_json()).explain(WQ, P())
+
+
+def test_a_plan_that_was_read_prices_wishes_as_the_one_that_was_written():
+    plan = planned("fsdp:8")
+    again = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
+    ours, theirs = (under(p, [leaf(p, WQ)], P())[1] for p in (plan, again))
+    assert (ours.step_time_us, ours.peak_bytes) == pytest.approx((theirs.step_time_us, theirs.peak_bytes))
+    assert flat(again.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
+
+
+def test_the_moments_of_a_parameter():
+    state = jax.eval_shape(lambda: (mlp_state(), __import__("optax").adamw(1e-2).init(mlp_state())))
+    plan = autoshard.plan(adamw_step, state, jax.ShapeDtypeStruct((32, 64), "float32"), target="cpu:8")
+    found = {x.path for x in moments_of(plan, [leaf(plan, "0/0/w")])}
+    assert len(found) == 2 and all(path.endswith(("mu/w", "nu/w")) for path in found)
+    assert "the 2 moments" in plan.explain("0/0/w", P(None, plan.mesh.axis_names[0])) + plan.explain("0/0/w", P())
+
+
+def test_moments_of_layers_that_are_alike_stay_apart():
+    def step(state, x):
+        params, moments = state
+        grads = jax.grad(lambda ps: sum(jnp.mean(jnp.tanh(x @ p["w"]) ** 2) for p in ps))(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(lambda p, m: p - m, params, moments), moments
+
+    layers = [{"w": jax.ShapeDtypeStruct((64, 64), "float32")} for _ in range(3)]
+    plan = autoshard.plan(step, (layers, layers), jax.ShapeDtypeStruct((32, 64), "float32"), target="cpu:8")
+    roles = {x.path: x.role for x in plan.inputs}
+    parameter = next(path for path, role in roles.items() if role == "parameter" and "/1/" in path)
+    assert [x.path[-3:] for x in moments_of(plan, [leaf(plan, parameter)])] == ["1/w"]
+
+
+# what is fixed is paid for
+
+
+def scanned(state, x):
+    def loss(w):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2)
+
+    return state - 0.1 * jax.grad(loss)(state)
+
+
+def scan_plan(words, spec=None):
+    w, x = jax.ShapeDtypeStruct((8, 512, 512), "float32"), jax.ShapeDtypeStruct((8192, 512), "float32")
+    fixed = {} if spec is None else {"0": spec}
+    return autoshard.plan(scanned, w, x, plan=words, target="cpu:8", fixed=fixed, donate_argnums=0)
+
+
+@pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_stack_that_is_fixed_in_parts_is_gathered_for_its_loop(words, dim):
+    plan = scan_plan(words, P(*[None] * dim, words.partition(":")[0]))
+    gathered = sum(size for kind, _, size, _ in plan.traffic if kind == "all-gather")
+    assert gathered >= 7 / 8 * 8 * 512 * 512 * 4  # the whole stack, at least once
+    if dim == 0:  # along the loop: all of it lies there at once
+        assert plan.estimate.peak_memory_bytes > scan_plan(words).estimate.peak_memory_bytes
+    text = plan.bound.jit(plan).lower(*plan.bound.traced.in_avals).compile().as_text()
+    assert "all-gather" in text
+
+
+def test_pin_plan_again_and_compare():
+    searched = planned(None)
+    spec = P() if leaf(searched, WQ).spec != P() else P(searched.mesh.axis_names[0])
+    again = with_fixed(searched.chosen, {WQ: spec, MOMENT: spec})
+    text = flat(searched.diff(again))
+    assert "input attention/wq x2: " in text and text.count("input ") == 1
+    assert f"{time_text(searched.estimate.step_time_us)} -> {time_text(again.estimate.step_time_us)}" in text
+    assert again.estimate.step_time_us > searched.estimate.step_time_us
+    assert "as it was fixed" in flat(again.explain(WQ)) or spec == P()

@@ -1,0 +1,194 @@
+"""The listed faults of the partitioner are still there: one that is mended should leave the list."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+
+from autoshard import _compat
+from autoshard.sharding.oracle.cases import collect, plain
+from autoshard.sharding.oracle.partitioner_check import check_partitioner
+from autoshard.sharding.oracle.probe_values import difference, trials
+from autoshard.sharding.oracle.shard_runner import device_mesh
+from autoshard.sharding.program.partitioner_faults import KNOWN_PARTITIONER_FAULTS, Cut, known_fault
+from autoshard.spmdrules.core.placement import to_partition_spec
+from autoshard.spmdrules.core.registry import rule_for
+from autoshard.spmdrules.custom_ops.sharded_execution import body_of, on_shards
+
+COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def conv(groups=1, batch_groups=1, strides=(1, 1), padding="SAME", dilation=(1, 1)):
+    return lambda x, kernel: lax.conv_general_dilated(
+        x, kernel, strides, padding, None, dilation, feature_group_count=groups, batch_group_count=batch_groups
+    )
+
+
+def bound(name, **params):
+    primitive = _compat.primitive(name)
+    assert primitive is not None
+    return lambda *xs: primitive.bind(*xs, **params)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def solve(x, y):
+    return lax.linalg.triangular_solve(x + 4 * jnp.eye(4, dtype=x.dtype), y, left_side=True)
+
+
+def all_xor(x):
+    return lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,))
+
+
+@jax.vmap
+def windows_of(x, at):
+    return lax.dynamic_slice(x, (at,), (3,))
+
+
+@jax.vmap
+def write_windows(x, update, at):
+    return lax.dynamic_update_slice(x, update, (at,))
+
+
+def ragged_gradient(x, y, sizes):
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    return lax.ragged_dot_general(x, y, sizes.astype(jnp.int32), numbers)
+
+
+# primitive, effect, function, arguments, the dimensions (of which operand) that are cut
+FAULTS = [
+    ("conv_general_dilated", "wrong", conv(batch_groups=4), (f32(8, 4, 6, 6), f32(16, 4, 3, 3)), ["c"]),
+    ("conv_general_dilated", "wrong", conv(strides=(2, 2), padding="VALID"),
+     (f32(4, 3, 8, 8), f32(8, 3, 2, 2)), ["t", "o"]),
+    ("conv_general_dilated", "wrong", conv(dilation=(2, 2)), (f32(4, 3, 8, 8), f32(8, 3, 2, 1)), ["a", "o"]),
+    ("conv_general_dilated", "wrong", conv(dilation=(2, 2), padding="VALID"),
+     (f32(4, 3, 8, 8), f32(8, 3, 4, 4)), ["r"]),
+    ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 4, 8, 8), f32(4, 2, 1, 1)), ["n", "g"]),
+    ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 2, 6, 6), f32(8, 1, 3, 2)), ["g", "o"]),
+    ("conv_general_dilated", "dear", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
+    ("dynamic_slice", "dear", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
+    ("dynamic_update_slice", "dear", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),
+     (f32(8, 4), f32(2, 4), np.int32(3)), ["v"]),
+    ("ragged_dot_general", "dear", ragged_gradient, (f32(8, 4), f32(8, 12), np.array([3, 1, 0, 4])), ["v"]),
+    ("gather", "dear", windows_of, (f32(4, 8), np.array([5, 0, 3, 2])), ["u"]),
+    ("scatter", "dear", write_windows, (f32(4, 8), f32(4, 3), np.array([5, 0, 3, 2])), ["u"]),
+    ("scatter-sub", "dear", lambda x, i, u: x.at[i].subtract(u), (f32(8, 4), np.arange(4), f32(4, 4)), ["n"]),
+    ("triangular_solve", "dear", solve, (f32(2, 4, 4), f32(2, 4, 8)), ["n"]),
+    ("fft", "dear", jnp.fft.fft, (jax.ShapeDtypeStruct((4, 8), jnp.complex64),), ["a"]),
+    ("top_k", "dear", lambda x: lax.top_k(x, 2), (f32(4, 8),), ["a"]),
+    ("igamma", "dear", lax.igamma, (f32(4, 8), f32(4, 8)), ["a"]),
+    ("mulhi", "fail", bound("mulhi") if _compat.primitive("mulhi") else None, (i32(4, 8), i32(4, 8)), ["a"]),
+    ("reduce_xor", "fail", all_xor, (i32(4, 8),), ["r"]),
+    ("reduce_and", "fail", lambda x: lax.reduce_and_p.bind(x, axes=(1,)), (i32(4, 8),), ["r"]),
+    ("reduce_or", "fail", lambda x: lax.reduce_or_p.bind(x, axes=(1,)), (i32(4, 8),), ["r"]),
+]  # fmt: skip
+SIGNS = {"wrong": "silently wrong", "fail": "the partitioner failed", "dear": "the partitioner "}
+ONLY_OLD = {"fft", "ragged_dot_general"}
+
+
+def case_of(name, fn, args):
+    case = next(case for case in collect(fn, args) if case.name == name)
+    rule = rule_for(case.eqn.primitive, case.avals, case.eqn.params)
+    assert rule is not None
+    return case, rule
+
+
+def made(name, *_):
+    return _compat.primitive(name.replace("-", "_")) is not None
+
+
+def existing(name, *_):
+    return made(name) and not (name in ONLY_OLD and jax.__version_info__ >= (0, 12))
+
+
+def each(kept):
+    """A test of every row of which `kept` is true."""
+    rows = [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if kept(*row)]
+    return pytest.mark.parametrize(("name", "effect", "fn", "args", "factors"), rows)
+
+
+@each(existing)
+def test_fault_is_still_there(name, effect, fn, args, factors):
+    case, rule = case_of(name, fn, args)
+    fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
+    assert fault is not None
+    counts, operands = [dict.fromkeys(factors, 2)], trials(case)[1]
+    found = check_partitioner(case, rule, counts, operands, known=False)
+    assert any(SIGNS[effect] in text for _, text in found), f"mended, so take it off the list: {fault}"
+    assert check_partitioner(case, rule, counts, operands) == []
+
+
+@each(made)
+def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
+    """What a plan does instead: no gather, and a reduction where the rule has one."""
+    case, rule = case_of(name, fn, args)
+    fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
+    assert fault is not None
+    if not fault.avoided:
+        return
+    mesh = device_mesh((2, 2))
+    assert mesh is not None
+    cut = dict(zip("ab", factors, strict=False))
+    run = jax.jit(
+        lambda *xs: on_shards(rule, body_of(case.eqn, rule), case.results, mesh, cut, [None] * len(case.results), *xs)
+    )
+    operands = trials(case)[1]
+    for found, expected in zip(run(*operands), case.run(operands), strict=True):
+        assert difference(expected, plain(found)) is None
+    specs = [tuple(tuple(a for f in dim for a, g in cut.items() if g == f) for dim in dims) for dims in rule.operands]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, to_partition_spec(s))) for x, s in zip(operands, specs, strict=True)
+    ]
+    text = run.lower(*placed).compile().as_text() or ""
+    partial = any(rule.partial(f, r) for f in factors for r in range(len(rule.results)))
+    assert set(COLLECTIVE.findall(text)) <= ({"all-reduce"} if partial else set())
+
+
+CRASH = """
+import jax, numpy as np, jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+devices = np.array(jax.devices()[:4]).reshape(2, 2)
+mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+image, kernel, out = (NamedSharding(mesh, spec) for spec in (P("a"), P(("a", "b")), P(None, ("a", "b"))))
+fn = lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", batch_group_count=2)
+arrays = jnp.ones((4, 4, 6, 6)), jnp.ones((8, 4, 3, 3))
+lowered = jax.jit(fn, in_shardings=(image, kernel), out_shardings=out).lower(*arrays)
+print("compiles", flush=True)
+lowered.compile()
+print("mended", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_crash_is_still_there():
+    """In a process of its own, since it ends."""
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=120)
+    assert "compiles" in done.stdout, done.stderr
+    assert "mended" not in done.stdout and "Check failed" in done.stderr
+
+
+def test_batch_groups_are_a_known_crash():
+    case, rule = case_of("conv_general_dilated", conv(batch_groups=2), (f32(4, 4, 6, 6), f32(8, 4, 3, 3)))
+    assert known_fault(case.name, Cut(case.avals, case.eqn.params, rule, ["g", "o"]), "crash") is not None
+
+
+def test_every_fault_is_checked():
+    found = set()
+    for name, effect, fn, args, factors in filter(lambda row: existing(*row), FAULTS):
+        case, rule = case_of(name, fn, args)
+        found.add(known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect))
+    known = [f for f in KNOWN_PARTITIONER_FAULTS if any(existing(name, f.effect) for name in f.primitives)]
+    assert [f for f in known if f not in found and f.effect != "crash"] == []

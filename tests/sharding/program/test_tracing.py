@@ -1,0 +1,45 @@
+"""What of a function is state: the arguments that come back, each of them once."""
+
+import jax
+import jax.numpy as jnp
+
+from autoshard.sharding.program.tracing import trace
+from tests.sharding.programs import batch, mlp_state
+
+
+def state_of(fn, *args):
+    """The paths of what goes in and of what it comes back as."""
+    traced = trace(fn, args, {})
+    return [(traced.in_paths[i], traced.out_paths[o]) for i, o in traced.state]
+
+
+def test_a_part_of_the_results_is_the_state_of_one_argument():
+    def add(params, others, x):
+        return jax.tree.map(jnp.add, params, others), x.sum()
+
+    found = state_of(add, mlp_state(), mlp_state(), batch())
+    assert found == [("0/b", "0/b"), ("0/v", "0/v"), ("0/w", "0/w")]
+
+
+def test_both_of_two_arguments_come_back():
+    def swap(params, moments, x):
+        return moments, params
+
+    found = state_of(swap, mlp_state(), mlp_state(), batch())
+    assert len(found) == 6 and len({o for _, o in found}) == 6
+
+
+def test_arrays_of_other_types_do_not_come_back():
+    def narrow(params, x):
+        return {k: v.astype(jnp.bfloat16) for k, v in params.items()}, x.sum()
+
+    assert state_of(narrow, mlp_state(), batch()) == []
+
+
+def test_a_lone_array_is_state_only_where_it_stood():
+    def step(w, x):
+        return w - x.sum(), x * 2
+
+    assert state_of(step, jnp.ones((8, 8)), batch()) == [("0", "0"), ("1", "1")]
+    assert state_of(lambda w, x: (x * 2, w.sum()), jnp.ones((8, 8)), batch()) == []
+    assert state_of(lambda x: x * 2, batch()) == []

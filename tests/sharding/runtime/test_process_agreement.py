@@ -1,0 +1,56 @@
+"""Processes that made different plans all stop before the first step."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CODE = """
+import jax, jax.numpy as jnp, sys
+from autoshard import auto_shard
+from autoshard.sharding.runtime.process_agreement import agree
+from autoshard.sharding.plan.sharding_plan import PlanError
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+mine = jax.process_index()
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+w, x = jnp.ones((16, 8)), jnp.ones((32, 16))
+out = auto_shard(step, plan="fsdp:4")(w, x)
+print("agreed", float(out.addressable_shards[0].data[0, 0]) < 1)
+try:
+    auto_shard(step, plan="fsdp:4" if mine else "dp:4")(w, x)
+except PlanError as error:
+    print(error)
+if mine == 0:
+    try:
+        agree(auto_shard(step, plan="dp:4").plan(w, x), timeout_s=1)
+    except PlanError as error:
+        print(error)
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.multiprocess
+def test_processes_with_different_plans_stop():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for number in range(2):
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
+        }  # fmt: skip
+        command = [sys.executable, "-c", CODE, f"127.0.0.1:{port}", str(number)]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for printed, complaints in outputs:
+        lines = [line for line in printed.splitlines() if "[Gloo]" not in line]
+        assert lines and lines[0] == "agreed True", complaints
+        assert "made different plans" in lines[1]
+        assert "step 'dp:4' in process 0" in lines[1] and "step 'fsdp:4' in process 1" in lines[1]
+    assert "process 1 has not planned after 1 s" in outputs[0][0]
