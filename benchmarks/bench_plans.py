@@ -36,7 +36,8 @@ from autoshard import plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import Job
 from autoshard.sharding.audit.export import export, export_plan
-from autoshard.sharding.planner.variants import Attempt, contest, rounds
+from autoshard.sharding.autotune.contest import contest
+from autoshard.sharding.planner.variants import Attempt, rounds
 from autoshard.train.program.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.sharding.audit import Job, build
 from autoshard.sharding.audit.export import export
-from autoshard.sharding.plan.sharding_plan import abstract_mesh
+from autoshard.sharding.machines.device_mesh import abstract_mesh
 
 LAYERS, WIDTH, HIDDEN, BATCH = 3, 1024, 4096, 512
 WEIGHT = WIDTH * HIDDEN * 2  # bytes, bf16

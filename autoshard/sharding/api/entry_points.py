@@ -20,7 +20,8 @@ from autoshard.sharding.plan.sharding_plan import Plan
 from autoshard.sharding.planner.planning import PlanLike, argnums
 from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
-from autoshard.sharding.runtime.dispatch import Entry, GraphArguments, GraphFunction, PureFunction, born_sharded
+from autoshard.sharding.runtime.dispatch import Entry, GraphArguments, GraphFunction, PureFunction
+from autoshard.sharding.runtime.sharded_init import born_sharded
 
 
 def auto_shard(

@@ -35,7 +35,8 @@ from autoshard.sharding.api.entry_points import AutoSharded
 from autoshard.sharding.plan.sharding_plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
-from autoshard.sharding.runtime.dispatch import Entry, PureFunction, born_sharded
+from autoshard.sharding.runtime.dispatch import Entry, PureFunction
+from autoshard.sharding.runtime.sharded_init import born_sharded
 from autoshard.sharding.runtime.static_arguments import Arguments, frozen, split_arguments
 
 

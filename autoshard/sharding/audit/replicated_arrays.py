@@ -16,7 +16,8 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.audit.traffic_diff import place
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
-from autoshard.sharding.layout.operator_sharding import decides, home, strategy
+from autoshard.sharding.layout.operator_sharding import home, strategy
+from autoshard.sharding.program.operator_kinds import decides
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:

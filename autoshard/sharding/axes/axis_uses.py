@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
-
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoshard.sharding.axes.axis_uses import CONTRACTIONS
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 
 _ROWS = -1  # stands for the class of the rows that meet a weight
 

@@ -12,18 +12,18 @@ context     those of them that no loop runs over
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jax import numpy as jnp
-
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.axes.axis_uses import CONTRACTIONS, Uses, find_uses
+from autoshard.sharding.axes.axis_names import name_axes
+from autoshard.sharding.axes.axis_uses import Uses, find_uses
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.program.array_sizes import axis_weight, is_float, itemsize, nbytes
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -50,26 +50,6 @@ class Roles:
     turned: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
-def nbytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype; a typed key counts its words."""
-    return math.prod(aval.shape) * itemsize(aval)
-
-
-def itemsize(aval: Any) -> int:
-    """Bytes of an element; of a typed key, its words."""
-    return 8 if _compat.is_extended(aval.dtype) else jnp.dtype(aval.dtype).itemsize
-
-
-def _weight(aval: Any) -> int:
-    """Bytes of an array, an empty dimension counted as one: roles are the same for an empty batch."""
-    return math.prod(max(n, 1) for n in aval.shape) * itemsize(aval)
-
-
-def is_float(aval: Any) -> bool:
-    """Whether the value is of a floating type."""
-    return _compat.is_floating(aval.dtype)
-
-
 def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *, batch: int | None = None) -> Roles:
     """Finds the roles.
 
@@ -86,7 +66,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     weight = Counter()
     for v in parameters:
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
-            weight[c] += _weight(program.avals[v])
+            weight[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1}
     data = [v for v, role in inputs.items() if role == "data"]
@@ -224,7 +204,7 @@ def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
         if op.rule is not None:
             for v in op.results:
                 if not _compat.is_extended((aval := program.avals[v]).dtype):
-                    found[axes.of_value[v]] += int(_weight(aval) * op.trips)
+                    found[axes.of_value[v]] += int(axis_weight(aval) * op.trips)
     return found
 
 
@@ -303,46 +283,7 @@ def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -
     return ordered
 
 
-def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence[str]) -> dict[int, str]:
-    """Names for people: from structure first, then from the path of the first input that has the axis.
-
-    Args:
-        program: the program.
-        axes: its logical axes.
-        roles: their roles.
-        paths: the path of each program input.
-    """
-    names: dict[int, str] = {}
-    taken: Counter[str] = Counter()
-
-    def give(cls: int | None, name: str) -> None:
-        if cls is not None and cls not in names:
-            names[cls] = f"{name}_{taken[name]}" if taken[name] else name
-            taken[name] += 1
-
-    give(roles.batch, "batch")
-    give(roles.residual, "embed")
-    for c in roles.experts:
-        give(c, "experts")
-    for c in roles.vocabulary:
-        give(c, "vocab")
-    for c in roles.classes:
-        give(c, "vocab" if roles.vocabulary else "classes")
-    for c in roles.heads:
-        give(c, "heads")
-    for c in roles.sequence:
-        give(c, "seq")
-    for c in roles.parallel:
-        give(c, "ffn")
-    data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
-    for c in sorted(axes.stacked):
-        beside = {other for dim in data_dims if c in dim for other in dim}
-        give(c, "layers" if not beside else "microbatch" if roles.batch in beside else "blocks")
-    for v, path in zip(program.inputs, paths, strict=True):
-        for d, dim in enumerate(axes.of_value[v]):
-            for part, c in enumerate(dim):
-                give(c, f"{path}:{d}" + (f".{part}" if len(dim) > 1 else ""))
-    return names
-
-
 __all__ = ["Role", "Roles", "find_roles", "is_float", "itemsize", "name_axes", "nbytes"]
+
+
+STATE: tuple[Role, ...] = ("parameter", "optimizer")

@@ -17,9 +17,10 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.roles import Roles, itemsize
+from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.fusion import Fusion, Kernel
-from autoshard.sharding.layout.operator_sharding import decides
+from autoshard.sharding.program.array_sizes import itemsize
+from autoshard.sharding.program.operator_kinds import decides
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Block, Op
 

@@ -31,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.sharding.axes.axis_uses import CONTRACTIONS
-from autoshard.sharding.axes.roles import itemsize, nbytes
-from autoshard.sharding.layout.operator_sharding import decides
+from autoshard.sharding.program.array_sizes import itemsize, nbytes
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, decides
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"

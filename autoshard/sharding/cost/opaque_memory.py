@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.sharding.axes.roles import nbytes
 from autoshard.sharding.cost.fusion import Fusion, fuse
+from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import Shapes, inner_program
 from autoshard.spmdrules.ir.program import Block, Program, inlined
 

@@ -19,12 +19,13 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.roles import Roles, nbytes
+from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.cost.collectives import Waiting
 from autoshard.sharding.cost.equivalence_classes import Kinds, find_kinds, pinned_apart
 from autoshard.sharding.cost.fusion import Fusion
-from autoshard.sharding.cost.step_time import Waiting
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import home
+from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.ir.program import Block, inlined
 

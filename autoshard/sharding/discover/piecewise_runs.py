@@ -21,7 +21,7 @@ import numpy as np
 
 from autoshard.sharding.discover.subject import Refused, Subject
 from autoshard.sharding.oracle.cases import is_key
-from autoshard.sharding.oracle.probe_values import _relative_error, difference
+from autoshard.sharding.oracle.probe_values import difference, relative_error
 from autoshard.sharding.oracle.shards import reduce_pieces
 
 SAME = "same"
@@ -205,12 +205,12 @@ def _error(whole: np.ndarray, joined: Sequence[np.ndarray], slack: float) -> flo
     if any(difference(whole, x) and difference(whole, x, slack) for x in joined):
         return None
     inexact = jnp.issubdtype(whole.dtype, jnp.inexact)
-    return max(_relative_error(whole, x) for x in joined) if inexact and whole.size else 0.0
+    return max(relative_error(whole, x) for x in joined) if inexact and whole.size else 0.0
 
 
 def _closest(joined: Mapping[Way, Sequence[np.ndarray]], whole: np.ndarray) -> str:
     """Which way of joining comes closest to the whole, in words."""
-    far = {way: max(_relative_error(whole, x) for x in xs) for way, xs in joined.items()}
+    far = {way: max(relative_error(whole, x) for x in xs) for way, xs in joined.items()}
     best = min(far, key=lambda way: far[way])
     told = f"side by side along {best.along}" if isinstance(best, Part) else best
     off = "" if math.isinf(far[best]) else f", with a relative error of {far[best]:.2g}"

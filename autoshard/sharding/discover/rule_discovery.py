@@ -24,9 +24,9 @@ from autoshard.sharding.discover.piecewise_runs import Outcome, Part
 from autoshard.sharding.discover.rule_text import Found, declared
 from autoshard.sharding.discover.subject import DiscoveryError, Refused, Subject, asked
 from autoshard.sharding.oracle.cases import Case
-from autoshard.sharding.oracle.missing_strategies import _additive, _possible_groups, _surely_additive
+from autoshard.sharding.oracle.missing_strategies import additive, possible_groups, surely_additive
 from autoshard.sharding.oracle.probe_values import trials
-from autoshard.sharding.oracle.rule_check import _check_shards
+from autoshard.sharding.oracle.rule_check import check_shards
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import apply, make_primitive
 
@@ -187,7 +187,7 @@ class _Discovery:
         own = sorted(self.subject.samples, key=lambda sample: sample.loudness)[:_OWN_SETS]
         loudest = max((_QUIET, *(sample.loudness for sample in own)))
         sets = [sample.operands for sample in own] + [x for x in trials(case) if self.loudness(x) <= loudest]
-        return ((f.factors, f.message) for f in (_check_shards(case, rule, sets) if sets else ()))
+        return ((f.factors, f.message) for f in (check_shards(case, rule, sets) if sets else ()))
 
     def loudness(self, operands: list[np.ndarray]) -> float:
         """What of an error on these values is rounding; infinite where the function does not take them."""
@@ -202,8 +202,8 @@ class _Discovery:
         sets = [sample.operands for sample in self.subject.samples[-3:]]
         try:
             with asked():
-                some = [g for g in _possible_groups(case) if _surely_additive(case, g, sets)]
-                groups = [g for g in some if _additive(case, g, sets)]
+                some = [g for g in possible_groups(case) if surely_additive(case, g, sets)]
+                groups = [g for g in some if additive(case, g, sets)]
         except Refused:  # it does not take the terms of a sum
             return []
         return [g for g in groups if not any(set(other) < set(g) for other in groups)]

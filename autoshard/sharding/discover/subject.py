@@ -14,9 +14,9 @@ import numpy as np
 from autoshard import _compat
 from autoshard.errors import AutoshardError
 from autoshard.sharding.discover.value_sets import rounded, value_sets
-from autoshard.sharding.oracle.cases import _example, brief, plain, typed
+from autoshard.sharding.oracle.cases import brief, example, plain, typed
 from autoshard.sharding.oracle.missing_strategies import tells
-from autoshard.sharding.oracle.probe_values import _relative_error, difference
+from autoshard.sharding.oracle.probe_values import difference, relative_error
 from autoshard.sharding.oracle.shard_runner import QUICK
 
 _ROUNDINGS = 8  # of the operands: a difference that these make is none
@@ -71,7 +71,7 @@ class Subject:
                 "neither stays as it is."
             )
         given = [not isinstance(leaves[i], jax.ShapeDtypeStruct) for i in self.places]
-        self.examples = [jnp.asarray(_example(leaves[i])) for i in self.places]
+        self.examples = [jnp.asarray(example(leaves[i])) for i in self.places]
         self.shapes = [tuple(x.shape) for x in self.examples]
 
         def flat(*arrays: Any) -> list[Any]:
@@ -130,7 +130,7 @@ class Subject:
         """A set of operands with its results."""
         whole, near = self.run(operands), self.run(rounded(operands))
         pairs = zip(whole, near, strict=True)
-        noise = [_relative_error(a, b) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0 for a, b in pairs]
+        noise = [relative_error(a, b) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0 for a, b in pairs]
         return Sample(operands, whole, tuple(min(_ROUNDINGS * n, _MOST_SLACK) for n in noise))
 
     def _check_repeats(self, sample: Sample) -> None:

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.sharding.cost.step_time import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
-from autoshard.sharding.machines.chips import Chip
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED, Chip
 
 FREE = (
     "add-dependency", "after-all", "bitcast", "conditional", "constant", "domain", "get-tuple-element", "opt-barrier",

@@ -18,7 +18,8 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
-from autoshard.sharding.axes.roles import Role, Roles, is_float, nbytes
+from autoshard.sharding.axes.roles import Role, Roles
+from autoshard.sharding.program.array_sizes import is_float, nbytes
 from autoshard.spmdrules.core.placement import Spec
 
 EARLY_BYTES = 1 << 16  # a message of so few bytes is all latency

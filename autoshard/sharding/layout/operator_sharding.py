@@ -9,43 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
-from autoshard.sharding.axes.axis_uses import CONTRACTIONS
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.roles import Roles, nbytes
+from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import Arrays, Strategy, choose
+from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.partitioner_faults import SPOILED, Cut, known_fault
 from autoshard.spmdrules.core.placement import Spec, axes_of, sent
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
-from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.ir.program import Op
 
-ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-# XLA does not gather what these need whole: the compiled program fails, or counts an initial value on every shard.
-UNABLE = ("fft", "reduce", "reduce_window")
 ONCE_UPDATED = "once updated"
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-
-
-def decides(op: Op) -> bool:
-    """Whether the layout has something to say at this operator; a sum over dimensions of size 1 is only a reshape."""
-    if op.rule is None:
-        return False
-    if op.name in REDUCTIONS:
-        return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
-    return constrained(op) or op.name in SPOILED or declared(op)
-
-
-def constrained(op: Op) -> bool:
-    """Whether constraints stand on the operands and the results of an operator, so that XLA cuts it as planned."""
-    return any(op.name in names for names in (CONTRACTIONS, ADDRESSED, UNABLE, REDUCTIONS, KERNELS))
-
-
-def declared(op: Op) -> bool:
-    """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
-    return is_operator(op.eqn.primitive)
 
 
 def home(layout: Layout, value: int) -> Spec:

@@ -17,16 +17,16 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
 from autoshard._shown import shown
 from autoshard._typed import fit, shortly
 from autoshard.errors import PlanRequestError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.roles import Role, Roles
+from autoshard.sharding.axes.roles import STATE, Role, Roles
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.plan_edits import Change, changed, state_parts, uses_of
 
 KINDS = (
     "dp",
@@ -37,26 +37,6 @@ KINDS = (
     "tp",
 )  # outermost first: tp talks most, so it gets the nearest devices
 FLAGS = ("seq", "state")
-STATE: tuple[Role, ...] = ("parameter", "optimizer")
-
-
-@shown
-@dataclass(frozen=True)
-class Change:
-    """A mesh axis that cuts (stores) one thing more, or less, than its kind of parallelism does: `tp-ffn`.
-
-    Attributes:
-        axis: the mesh axis.
-        more: whether it is one more.
-        what: a logical axis, behind those that the mesh axis has already; or a role of the state.
-    """
-
-    axis: str
-    more: bool
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.axis}{'+' if self.more else '-'}{self.what}"
 
 
 @dataclass(frozen=True)
@@ -193,7 +173,7 @@ def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
     for axis, size in asked.sizes.items():
         kind = asked.kinds[axis]
         classes = classes_for(kind, roles, asked.flags)
-        parts = [size] if asked.fixed_mesh else _parts(size, _uses(axes, classes, size))
+        parts = [size] if asked.fixed_mesh else state_parts(size, uses_of(axes, classes, size))
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], owners[name], table[name] = part, kind, classes
@@ -201,96 +181,6 @@ def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
     for change in asked.changes:
         layout = changed(layout, change)
     return layout
-
-
-def changed(layout: Layout, change: Change) -> Layout:
-    """A layout with one word more or less, without pins.
-
-    Raises:
-        PlanRequestError: there is no such axis, or nothing to take away.
-    """
-    axis, names = change.axis, {name: c for c, name in layout.axes.names.items()}
-    table, storage = dict(layout.table), dict(layout.storage)
-    if axis not in layout.mesh:
-        raise PlanRequestError(f"plan '{change}': there is no mesh axis '{axis}'; there is {', '.join(layout.mesh)}")
-    role: Role | None = next((role for role in STATE if role == change.what), None)
-    if role is None and change.what not in names:
-        near = difflib.get_close_matches(change.what, [*names, *STATE], n=1)
-        hint = f" Did you mean '{axis}{'+' if change.more else '-'}{near[0]}'?" if near else ""
-        raise PlanRequestError(
-            f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}; "
-            f"and of the state there is {', '.join(STATE)}.{hint}"
-        )
-    given = storage.get(role, ()) if role else table.get(axis, ())
-    what = axis if role else names[change.what]
-    if (what in given) == change.more:
-        raise PlanRequestError(
-            f"plan '{change}': '{axis}' {'has' if change.more else 'does not have'} {change.what} "
-            f"{'already' if change.more else 'to begin with'}; leave the word out"
-        )
-    if role:
-        storage[role] = tuple(a for a in layout.mesh if (a in given) != (a == axis))
-    else:
-        cut = table.get(axis, ())
-        table[axis] = (*cut, names[change.what]) if change.more else tuple(c for c in cut if c != names[change.what])
-    return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
-
-
-def _uses(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
-    """How many of `size` devices each class can use of what is left to it by those before it that are beside it."""
-    found: dict[int, int] = {}
-    for c in classes:
-        left = size // math.prod(found[d] for d in found if d in axes.beside.get(c, ()))
-        found[c] = math.gcd(left, axes.sizes[c])
-    return list(found.values())
-
-
-def _parts(size: int, uses: Sequence[int]) -> list[int]:
-    """A mesh axis of `size` in the coarsest factors of which every class can take as many as it uses."""
-    parts = [size]
-    for most in uses:
-        if any(math.prod(some) == most for k in range(len(parts) + 1) for some in combinations(parts, k)):
-            continue
-        out: list[int] = []
-        for part in parts:
-            shared = math.gcd(part, most)
-            most //= shared
-            out += [shared, part // shared] if 1 < shared < part else [part]
-        parts = out
-    return parts
-
-
-def seeds(roles: Roles, devices: int) -> Iterator[Request]:
-    """The known plans for this many devices, simplest first."""
-    plain = list(_plain_seeds(roles, devices))
-    yield from plain
-    for asked in plain:
-        if len(asked.sizes) > 1 or "fsdp" not in asked.sizes:
-            yield request(asked.sizes, *asked.flags, "state")
-
-
-def _plain_seeds(roles: Roles, devices: int) -> Iterator[Request]:
-    tensor = bool([c for c in roles.parallel if c not in roles.experts])
-    for tp in _divisors(devices) if tensor else [1]:
-        for ep in _divisors(devices // tp) if roles.experts else [1]:
-            for cp in _divisors(devices // tp // ep) if roles.context else [1]:
-                rest = devices // tp // ep // cp
-                inner = {k: n for k, n in (("cp", cp), ("ep", ep), ("tp", tp)) if n > 1}
-                for sizes in _batch_kinds(rest) if roles.batch is not None or rest == 1 else []:
-                    whole = {**sizes, **inner} or {"dp": 1}
-                    for flags in [[], ["seq"]] if tp > 1 and roles.sequence else [[]]:
-                        yield request(whole, *flags)
-
-
-def _batch_kinds(n: int) -> list[dict[str, int]]:
-    if n == 1:
-        return [{}]
-    hybrids = [{"dp": n // k, "fsdp": k} for k in _divisors(n) if 1 < k < n]
-    return [{"dp": n}, {"zero1": n}, {"fsdp": n}, *hybrids]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @shown

@@ -17,20 +17,9 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import (
-    ADDRESSED,
-    REDUCTIONS,
-    comes_straight,
-    constrained,
-    cut_of,
-    decides,
-    declared,
-    home,
-    runs_on_shards,
-    strategy,
-    wanted,
-)
+from autoshard.sharding.layout.operator_sharding import comes_straight, cut_of, home, runs_on_shards, strategy, wanted
 from autoshard.sharding.lower.conv_as_matmul import folded, is_product, product, unfolded
+from autoshard.sharding.program.operator_kinds import ADDRESSED, REDUCTIONS, constrained, decides, declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, on_shards

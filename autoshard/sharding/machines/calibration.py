@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.cost.step_time import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.device_mesh import device_mesh, in_order
 from autoshard.sharding.machines.targets import Target, target_for
 from autoshard.sharding.machines.topology import Dim, Topology

@@ -202,3 +202,9 @@ def chip_name(kind: str) -> str | None:
     """The chip that JAX's `device_kind` means, None where it is not known (a CPU is not)."""
     found = [(len(part), name) for name, chip in CHIPS.items() for part in chip.kinds if part in kind.lower()]
     return max(found)[1] if found else None
+
+
+PEAK_REACHED = 0.95  # of a chip's operations per second by large products
+
+
+BANDWIDTH_REACHED = 0.8  # of its memory's

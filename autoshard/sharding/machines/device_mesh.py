@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -17,6 +17,9 @@ from autoshard._typed import fit, shortly
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import MOST_DEVICES, Target, find_target, target_for
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec
+
+if TYPE_CHECKING:
+    pass
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -139,3 +142,8 @@ def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
                 "them to one"
             )
     return most, {i: spec for i, mesh, spec in found if mesh == most}  # the others are moved to it
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """An abstract mesh of Auto axes."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

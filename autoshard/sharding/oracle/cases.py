@@ -85,14 +85,15 @@ def collect(fn: Any, args: Sequence[Any]) -> list[Case]:
         fn: any traceable function.
         args: pytrees of arrays; a `ShapeDtypeStruct` stands for random values.
     """
-    concrete = jax.tree.map(_example, tuple(args), is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    concrete = jax.tree.map(example, tuple(args), is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
     closed = jax.make_jaxpr(fn)(*concrete)
     cases: dict[Any, Case] = {}
     _interpret(closed, jax.tree.leaves(concrete), cases)
     return list(cases.values())
 
 
-def _example(leaf: Any) -> Any:
+def example(leaf: Any) -> Any:
+    """A value that stands for a shape: zeros-like data that the oracle may run on."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if is_key(leaf.dtype):

@@ -149,16 +149,16 @@ def check_linear(
     tried = [operands for operands in tried if all(map(_finite, operands))]  # an infinity has no terms
     found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
-        if _can_split(case, group) and not _additive(case, group, tried):
+        if _can_split(case, group) and not additive(case, group, tried):
             found.append(("wrong", f"is not linear in operands {_listed(group)}"))
     if rule.moves:
-        if _can_split(case, rule.moves) and not _additive(case, rule.moves, tried):
+        if _can_split(case, rule.moves) and not additive(case, rule.moves, tried):
             found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass"))
         if not _monotone(case, rule.moves, tried):
             found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass"))
     known = [set(g) for g in (*rule.linear, rule.moves)]
-    for group in _possible_groups(case):
-        if not _implied(set(group), known) and _surely_additive(case, group, tried):
+    for group in possible_groups(case):
+        if not _implied(set(group), known) and surely_additive(case, group, tried):
             found.append(("missing", f"is linear in operands {_listed(group)}"))
     return found
 
@@ -182,7 +182,7 @@ def _can_split(case: Case, group: Sequence[int]) -> bool:
     return all(not is_key(a.dtype) and a.dtype != np.bool_ for a in avals)
 
 
-def _possible_groups(case: Case) -> list[tuple[int, ...]]:
+def possible_groups(case: Case) -> list[tuple[int, ...]]:
     """Each operand of a floating type alone, and all of them together."""
     if case.name in _NOT_TO_TELL:
         return []
@@ -192,11 +192,12 @@ def _possible_groups(case: Case) -> list[tuple[int, ...]]:
     return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
 
 
-def _additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+def additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+    """Whether the operator, run on terms of these operands, gives terms of its results."""
     return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:3])
 
 
-def _surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+def surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
     """Linear beyond rounding, and seen on values that tell; on more of them where a result is few numbers."""
     turns = max(1, _ENOUGH // max(1, sum(math.prod(a.shape) for a in case.results)))
     told = False

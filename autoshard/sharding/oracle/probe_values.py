@@ -179,7 +179,7 @@ def difference(whole: np.ndarray, other: np.ndarray, tolerance: float | None = N
     if not jnp.issubdtype(whole.dtype, jnp.inexact):
         wrong = int(np.sum(whole != other))
         return f"{wrong} of {whole.size} elements differ" if wrong else None
-    error = _relative_error(whole, other)
+    error = relative_error(whole, other)
     allowed = _TOLERANCE.get(_real_bytes(whole.dtype), 0.3) if tolerance is None else tolerance
     return None if error <= allowed else f"largest relative error {error:.3g} (allowed {allowed:g})"
 
@@ -188,7 +188,7 @@ def _real_bytes(dtype: Any) -> int:
     return np.dtype(dtype).itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
 
 
-def _relative_error(whole: np.ndarray, other: np.ndarray) -> float:
+def relative_error(whole: np.ndarray, other: np.ndarray) -> float:
     """The largest difference of an element against its own size or that of most elements."""
     a, b = np.asarray(whole, np.complex128), np.asarray(other, np.complex128)
     finite = np.isfinite(a)

@@ -121,7 +121,7 @@ def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -
     if mismatch := _shape_mismatch(case, rule):
         return [_finding(case, rule, "wrong", {}, mismatch)]
     operands = trials(case)
-    findings = list(_check_shards(case, rule, operands))
+    findings = list(check_shards(case, rule, operands))
     findings += [_finding(case, rule, kind, {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
     undeclared = [] if _is_foreign(case) else [*missing_factors(case, rule), *_kinds_that_hold(case, rule)]
     for name, how in undeclared:
@@ -207,7 +207,8 @@ def _shape_mismatch(case: Case, rule: Rule) -> str | None:
     return None
 
 
-def _check_shards(case: Case, rule: Rule, operands: Sequence[Sequence[np.ndarray]]) -> Iterator[Finding]:
+def check_shards(case: Case, rule: Rule, operands: Sequence[Sequence[np.ndarray]]) -> Iterator[Finding]:
+    """Findings where a rule's shards, put together, differ from the unsharded results."""
     tried = strategies(rule)
     wholes = [case.run(x) for x in operands]
     guilty: set[str] = set()

@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from autoshard._typed import Readers, fields_of, finite, fit, shortly
 from autoshard.errors import PlanError
+from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.targets import MOST_DEVICES
 from autoshard.sharding.plan.search_record import Tried
-from autoshard.sharding.plan.sharding_plan import FORMAT, Plan, abstract_mesh
+from autoshard.sharding.plan.sharding_plan import FORMAT, Plan
 from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of an array that can be counted

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from autoshard._shown import shown
 from autoshard._typed import shortly
@@ -267,8 +267,3 @@ def _like(plan: Plan, attributes: Mapping[str, Any]) -> Plan:
     made = object.__new__(type(plan))
     made.__dict__.update(attributes)
     return made
-
-
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """An abstract mesh of Auto axes."""
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

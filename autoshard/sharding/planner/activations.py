@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.cost.collectives import Waiting
 from autoshard.sharding.cost.peak_memory import MemoryModel
-from autoshard.sharding.cost.step_time import Waiting
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import home
 from autoshard.sharding.plan.tensors import Activation

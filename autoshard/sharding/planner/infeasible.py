@@ -27,7 +27,8 @@ from autoshard.sharding.layout.plan_request import Request, lay_out, request
 from autoshard.sharding.machines.machine_sizes import larger, roomier
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.sharding_plan import Plan
-from autoshard.sharding.search.layout_search import Candidate, on_mesh, price, search
+from autoshard.sharding.search.candidate import Candidate, price
+from autoshard.sharding.search.layout_search import on_mesh, search
 
 if TYPE_CHECKING:
     from autoshard.sharding.planner.planning import Planner

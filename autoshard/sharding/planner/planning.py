@@ -15,11 +15,13 @@ from autoshard import _compat
 from autoshard._gc import paused
 from autoshard._units import bytes_text
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.axes.axis_names import name_axes
 from autoshard.sharding.axes.expert_routing import part_routing
 from autoshard.sharding.axes.generated_batches import join_batches
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
-from autoshard.sharding.axes.roles import Role, Roles, batch_axis, find_roles, name_axes
+from autoshard.sharding.axes.roles import STATE, Role, Roles, batch_axis, find_roles
 from autoshard.sharding.axes.state_checks import complain_of_changes
+from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
@@ -34,15 +36,16 @@ from autoshard.sharding.layout.fixed_shardings import (
 )
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.executable import Bound
-from autoshard.sharding.machines.device_mesh import Machine, MeshLike, find_machine, placed
+from autoshard.sharding.machines.device_mesh import Machine, MeshLike, abstract_mesh, find_machine, placed
 from autoshard.sharding.machines.topology import Laying, Piece
-from autoshard.sharding.plan.search_record import Tally, searched, traffic
-from autoshard.sharding.plan.sharding_plan import Estimate, Plan, abstract_mesh
+from autoshard.sharding.plan.sharding_plan import Estimate, Plan
 from autoshard.sharding.plan.tensors import Leaf, Padding
 from autoshard.sharding.planner.activations import activations
-from autoshard.sharding.planner.variants import SEEN, Contest, unlike
+from autoshard.sharding.planner.search_summary import searched
+from autoshard.sharding.planner.shortlist import SEEN, Contest, unlike
 from autoshard.sharding.program.tracing import Traced
-from autoshard.sharding.search.layout_search import Candidate, idle_layouts, laid_well, price, search
+from autoshard.sharding.search.candidate import Candidate, Tally, laid_well, price
+from autoshard.sharding.search.layout_search import idle_layouts, search
 from autoshard.sharding.search.padding import Undivided, multiple, undivided, what_padding_wins
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
 
@@ -374,9 +377,7 @@ class Planner:
         sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
         numbers = {name: c for c, name in self.axes.names.items()}
         table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
-        storage: dict[Role, tuple[str, ...]] = {
-            role: plan.storage[role] for role in plan_request.STATE if role in plan.storage
-        }
+        storage: dict[Role, tuple[str, ...]] = {role: plan.storage[role] for role in STATE if role in plan.storage}
         layout = Layout(self.axes, self.roles, sizes, table, storage)
         specs = {
             v: from_partition_spec(leaf.spec, len(leaf.shape))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.step_time import relaid
+from autoshard.sharding.cost.collectives import relaid
 from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_pins
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.program.path_patterns import few

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from autoshard import _compat
-from autoshard.sharding.axes.axis_uses import CONTRACTIONS
-from autoshard.sharding.axes.roles import itemsize
+from autoshard.sharding.program.array_sizes import itemsize
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Dims
 from autoshard.spmdrules.custom_ops.opaque_primitive import flat, is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops

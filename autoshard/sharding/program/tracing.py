@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.axes.state_checks import Drift, match
+from autoshard.sharding.program.state_matching import Drift, match
 from autoshard.spmdrules.ir.program import Program, build
 
 # Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.

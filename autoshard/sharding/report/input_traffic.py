@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard import _compat
 from autoshard._units import line_text
+from autoshard.sharding.cost.collectives import collective
 from autoshard.sharding.cost.equivalence_classes import in_loops
-from autoshard.sharding.cost.step_time import collective
-from autoshard.sharding.layout.operator_sharding import decides, regathers, strategy
+from autoshard.sharding.layout.operator_sharding import regathers, strategy
+from autoshard.sharding.program.operator_kinds import decides
 from autoshard.spmdrules.core.placement import sent
 
 if TYPE_CHECKING:

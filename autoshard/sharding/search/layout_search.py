@@ -12,41 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.peak_memory import MemoryModel
-from autoshard.sharding.cost.step_time import CostModel, StepCost, best_laying
+from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, lay_out, request, seeds
-from autoshard.sharding.machines.topology import Laying
-from autoshard.sharding.plan.search_record import Tally
+from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, lay_out, request
+from autoshard.sharding.search.candidate import Candidate, Tally, candidate_time, laid_well, price
+from autoshard.sharding.search.known_plans import seeds
 from autoshard.sharding.search.local_search import WORTH, improved
 
 RELAID = 12  # how many of the fastest candidates have their mesh axes laid onto the topology anew
 IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
-
-
-@shown
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with what it costs."""
-
-    name: str
-    layout: Layout
-    cost: StepCost
-    peak_bytes: float
-    memory: Mapping[str, float]
-    laying: Laying
-
-    def fits(self, limit: float) -> bool:
-        """Whether its worst moment fits in `limit` bytes."""
-        return self.peak_bytes <= limit
 
 
 def search(
@@ -100,17 +81,19 @@ def search(
         tally.changed.append(price(name, layout, cost, memory))
         return tally.changed[-1]
 
-    known = sorted(priced, key=lambda c: (not c.fits(limit), _time(c) if c.fits(limit) else c.peak_bytes))
+    known = sorted(priced, key=lambda c: (not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes))
     better = improved(known, tried, limit)
     fitting = [c for c in [*priced, *better] if c.fits(limit)]
     if not fitting:
         priced += better
-        return laid_well(min(priced, key=lambda c: c.peak_bytes), cost), sorted(priced, key=_time)
-    again = {id(c): laid_well(c, cost) for c in sorted(fitting, key=_time)[:RELAID]}
+        return laid_well(min(priced, key=lambda c: c.peak_bytes), cost), sorted(priced, key=candidate_time)
+    again = {id(c): laid_well(c, cost) for c in sorted(fitting, key=candidate_time)[:RELAID]}
     of_known = [again[id(c)] for c in known if id(c) in again]
-    most = min(map(_time, of_known)) * (1 - WORTH) if of_known else math.inf
-    found = [again[id(c)] for c in better if id(c) in again and _time(again[id(c)]) < most]
-    return min([*found, *of_known], key=_time), sorted([*found, *(again.get(id(c), c) for c in priced)], key=_time)
+    most = min(map(candidate_time, of_known)) * (1 - WORTH) if of_known else math.inf
+    found = [again[id(c)] for c in better if id(c) in again and candidate_time(again[id(c)]) < most]
+    return min([*found, *of_known], key=candidate_time), sorted(
+        [*found, *(again.get(id(c), c) for c in priced)], key=candidate_time
+    )
 
 
 def idle_layouts(
@@ -121,29 +104,12 @@ def idle_layouts(
     return [(name, layout) for name, layout in layouts if layout.idle()]
 
 
-def _time(candidate: Candidate) -> float:
-    return round(candidate.cost.step_time_us, 3)
-
-
-def laid_well(candidate: Candidate, cost: CostModel) -> Candidate:
-    """A candidate whose mesh axes lie where their traffic takes the least time."""
-    laying, found = best_laying(cost.target, candidate.layout.mesh, candidate.cost)
-    return replace(candidate, laying=laying, cost=found)
-
-
 def _at_work(priced: list[Candidate], limit: float) -> list[Candidate]:
     """Without candidates that leave devices nothing of their own to do and are no faster for it than noise."""
     times = [c.cost.step_time_us for c in priced if c.fits(limit) and not c.layout.idle()]
     if not times:
         return priced
     return [c for c in priced if not c.layout.idle() or c.cost.step_time_us * IDLE_MARGIN < min(times)]
-
-
-def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:
-    """A layout with its cost."""
-    step = cost(layout)
-    peak, kinds = memory(layout, step.waiting)
-    return Candidate(name, layout, step, peak, kinds, cost.target.lay(layout.mesh))
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from autoshard.sharding.axes.roles import STATE
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_request import STATE, Change, changed
+from autoshard.sharding.layout.plan_edits import Change, changed
 
 if TYPE_CHECKING:
-    from autoshard.sharding.search.layout_search import Candidate
+    from autoshard.sharding.search.candidate import Candidate
 
 STARTS = 2  # of the best known plans, each on a mesh of its own
 STEP = 2e-3

@@ -20,12 +20,12 @@ import jax
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
-from autoshard.sharding.axes.roles import nbytes
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.tensors import Padding
-from autoshard.sharding.search.layout_search import Candidate, laid_well, price
+from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.search.candidate import Candidate, laid_well, price
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Block, Op, Program

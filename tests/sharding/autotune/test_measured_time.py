@@ -11,8 +11,8 @@ import pytest
 from autoshard import Plan, auto_shard, plan
 from autoshard._processes import MissingProcessError
 from autoshard.errors import AutoshardWarning, PlanError
-from autoshard.sharding.autotune import measured_time
-from autoshard.sharding.planner.variants import unlike
+from autoshard.sharding.autotune import measured_time, synthetic_inputs
+from autoshard.sharding.planner.shortlist import unlike
 
 
 @pytest.fixture
@@ -187,7 +187,9 @@ def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypa
     number = 3 if loop is counted_within else 0.5
     made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
     assert made.chosen == best.chosen and made.inputs == best.inputs
-    said = rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*test_measure.py:\d+"
+    said = (
+        rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*test_measured_time.py:\d+"
+    )
     assert re.match(said, made.notes[-1])
 
 
@@ -197,7 +199,7 @@ def test_a_loop_inside_a_whole_operator_is_seen():
     for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
         mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         eqns = jax.make_jaxpr(mapped)(arguments()[1]).eqns
-        assert any(measured_time._holds_while(eqn) for eqn in eqns) is found
+        assert any(synthetic_inputs._holds_while(eqn) for eqn in eqns) is found
 
 
 def test_loops_that_end_whatever_the_values_are_run():
@@ -213,7 +215,7 @@ def test_loops_that_end_whatever_the_values_are_run():
 
 def test_no_scalar_and_no_first_element_is_zero():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64):
-        assert measured_time._numbers((), dtype) != 0 and measured_time._numbers((3, 2), dtype)[0, 0] != 0
+        assert synthetic_inputs._numbers((), dtype) != 0 and synthetic_inputs._numbers((3, 2), dtype)[0, 0] != 0
 
 
 def test_side_effects_do_not_take_place():

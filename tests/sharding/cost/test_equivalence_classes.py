@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from autoshard.models.workloads import workload
-from autoshard.sharding.axes.roles import nbytes
 from autoshard.sharding.cost.canonical_layout import Nameless
 from autoshard.sharding.cost.equivalence_classes import in_loops
-from autoshard.sharding.layout.operator_sharding import decides, home, wanted
+from autoshard.sharding.layout.operator_sharding import home, wanted
 from autoshard.sharding.machines.device_mesh import find_machine
 from autoshard.sharding.planner.planning import Planner
+from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.operator_kinds import decides
 from autoshard.sharding.program.tracing import trace
 from autoshard.train.program.build import workload_step
 

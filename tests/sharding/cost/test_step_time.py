@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost.step_time import BANDWIDTH_REACHED, HIDING, PEAK_REACHED, filled
+from autoshard.sharding.cost.collectives import HIDING
+from autoshard.sharding.cost.step_time import filled
 from autoshard.sharding.layout.operator_strategy import Strategy
 from autoshard.sharding.layout.plan_request import parse_request
-from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, CHIPS, PEAK_REACHED
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.sharding_plan import Estimate
 from autoshard.spmdrules.core.rule import Rule

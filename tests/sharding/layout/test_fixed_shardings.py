@@ -62,7 +62,7 @@ def test_constraints_of_the_program_are_kept(mesh8):
     assert_close(jax.grad(mlp_loss)(mlp_state(), batch()), sharded(mlp_state(), batch()))
     text = sharded.lower(mlp_state(), batch()).as_text()
     assert '[{"model"}, {"data"}]' in text
-    with pytest.raises(AutoshardError, match=r"constraint .* at .*test_pins.py.* names mesh axis 'model'"):
+    with pytest.raises(AutoshardError, match=r"constraint .* at .*test_fixed_shardings.py.* names mesh axis 'model'"):
         auto_shard(loss, mesh={"a": 8})(mlp_state(), batch())
 
 
@@ -302,7 +302,7 @@ def test_a_primitive_without_a_rule_is_named():
     opaque.def_abstract_eval(lambda x: x)
     with (
         pytest.warns(AutoshardWarning, match="nothing is sharded: every one of the 8 devices"),
-        pytest.warns(AutoshardWarning, match="no rule for 'opaque_kernel' at .*test_pins.py"),
+        pytest.warns(AutoshardWarning, match="no rule for 'opaque_kernel' at .*test_fixed_shardings.py"),
     ):
         made = plan(lambda x: opaque.bind(x) * 2, batch())
     assert "opaque_kernel" in made.unknown

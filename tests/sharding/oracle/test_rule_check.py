@@ -344,7 +344,7 @@ def test_nested_equations_are_found(ruled, fn):
 
     ruled("sin", half)
     (found,) = [f for f in shards(fn, A) if f.primitive == "sin"]
-    assert found.kind == "wrong" and "test_oracle.py" in found.source
+    assert found.kind == "wrong" and "test_rule_check.py" in found.source
 
 
 def test_equations_are_examined_once():
@@ -420,5 +420,5 @@ def test_finding_reads_as_a_sentence(ruled):
     (found,) = shards(lambda x: x.sum(1), A)
     text = str(found)
     assert text.startswith("wrong: reduce_sum at ")
-    for part in ("b cut 2 ways", "test_oracle.py", "a b -> a; reduce b:max", "Correct the rule"):
+    for part in ("b cut 2 ways", "test_rule_check.py", "a b -> a; reduce b:max", "Correct the rule"):
         assert part in text

@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 
 import autoshard
+from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import Searched, Tried
-from autoshard.sharding.plan.sharding_plan import Estimate, Plan, abstract_mesh
+from autoshard.sharding.plan.sharding_plan import Estimate, Plan
 from autoshard.sharding.report.page.search import lost, search_section
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step

@@ -14,7 +14,8 @@ from autoshard.commands import plan as command
 from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models.workloads import workload
 from autoshard.sharding import audit as aot
-from autoshard.sharding.planner.variants import contest, unlike
+from autoshard.sharding.autotune.contest import contest
+from autoshard.sharding.planner.shortlist import unlike
 from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)

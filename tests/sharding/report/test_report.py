@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import Searched, Tried
-from autoshard.sharding.plan.sharding_plan import Estimate, Plan, abstract_mesh
+from autoshard.sharding.plan.sharding_plan import Estimate, Plan
 from autoshard.sharding.plan.tensors import Activation, Leaf
 from autoshard.sharding.report.input_traffic import traffic_of
 from autoshard.sharding.report.page import page

@@ -7,7 +7,8 @@ import pytest
 from autoshard import Plan, plan
 from autoshard.errors import PlanRequestError
 from autoshard.models import workload
-from autoshard.sharding.layout.plan_request import Change, parse_request
+from autoshard.sharding.layout.plan_edits import Change
+from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.search import layout_search, local_search
 from autoshard.train.program.build import workload_step
 from tests.sharding.search.test_layout_search import train_step

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.oracle.cases import Case, _example, collect, plain
+from autoshard.sharding.oracle.cases import Case, collect, example, plain
 from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE, _elements
 from autoshard.sharding.oracle.probe_values import difference
 from autoshard.sharding.oracle.rule_check import Finding, check_case
@@ -283,7 +283,7 @@ def values(number: int, x: Any) -> jax.Array:
     """An argument; floats unlike those of the other arguments, or gradients would cancel."""
     if isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating):
         return jax.random.normal(jax.random.key(number), x.shape, x.dtype)
-    return _example(x) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+    return example(x) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
 def excess(f: DerivedFactor, rule: Derived, leaves: list[Any], text: str) -> list[str]:

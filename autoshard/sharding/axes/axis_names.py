@@ -1,0 +1,52 @@
+"""Names for logical axes, by their roles and by the paths of parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.roles import Roles
+from autoshard.spmdrules.ir.program import Program
+
+
+def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence[str]) -> dict[int, str]:
+    """Names for people: from structure first, then from the path of the first input that has the axis.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        roles: their roles.
+        paths: the path of each program input.
+    """
+    names: dict[int, str] = {}
+    taken: Counter[str] = Counter()
+
+    def give(cls: int | None, name: str) -> None:
+        if cls is not None and cls not in names:
+            names[cls] = f"{name}_{taken[name]}" if taken[name] else name
+            taken[name] += 1
+
+    give(roles.batch, "batch")
+    give(roles.residual, "embed")
+    for c in roles.experts:
+        give(c, "experts")
+    for c in roles.vocabulary:
+        give(c, "vocab")
+    for c in roles.classes:
+        give(c, "vocab" if roles.vocabulary else "classes")
+    for c in roles.heads:
+        give(c, "heads")
+    for c in roles.sequence:
+        give(c, "seq")
+    for c in roles.parallel:
+        give(c, "ffn")
+    data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
+    for c in sorted(axes.stacked):
+        beside = {other for dim in data_dims if c in dim for other in dim}
+        give(c, "layers" if not beside else "microbatch" if roles.batch in beside else "blocks")
+    for v, path in zip(program.inputs, paths, strict=True):
+        for d, dim in enumerate(axes.of_value[v]):
+            for part, c in enumerate(dim):
+                give(c, f"{path}:{d}" + (f".{part}" if len(dim) > 1 else ""))
+    return names

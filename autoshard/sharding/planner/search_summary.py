@@ -1,0 +1,44 @@
+"""What a search priced, summarised for the plan that it found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoshard.sharding.plan.sharding_plan import Plan
+    from autoshard.sharding.search.candidate import Candidate
+from autoshard.sharding.cost.exposed_communication import waits_us
+from autoshard.sharding.plan.search_record import Searched, Tried
+from autoshard.sharding.search.candidate import Tally
+
+
+def searched(priced: Sequence[Candidate], tally: Tally, hides: Sequence[str]) -> Searched:
+    """The record of one search.
+
+    Args:
+        priced: the candidates, the fastest first.
+        tally: what the search noted.
+        hides: the kinds of collectives that run beside compute.
+    """
+    changed = {id(c.layout) for c in tally.changed}
+    kept = {id(c.layout) for c in priced}  # of what was changed only the best is a candidate
+    rows = [*priced, *(c for c in tally.changed if id(c.layout) not in kept)]
+    tried = sorted((_tried(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
+    return Searched({}, tally.proposed or len(priced), tally.alike, tally.idle, tuple(tried))
+
+
+def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> Tried:
+    cost, by_kind = candidate.cost, defaultdict(float)
+    for c, us in zip(cost.collectives, waits_us(cost, hides), strict=True):
+        by_kind[c.kind] += us
+    kind = max(sorted(by_kind), key=lambda k: by_kind[k], default="")
+    return Tried(candidate.name, cost.step_time_us, candidate.peak_bytes, cost.compute_us,
+                 kind if by_kind[kind] else "", by_kind[kind], changed)  # fmt: skip
+
+
+def of_variants(made: Sequence[tuple[Mapping[str, Any], Plan]]) -> tuple[Searched, ...]:
+    """The searches of all variants, each under its keywords."""
+    return tuple(replace(each, variant=dict(variant)) for variant, plan in made for each in plan.history)
