@@ -32,8 +32,8 @@ def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
     best, told = plans[winner], []
     if not best.fits:
         told.append(
-            f"by the estimate {variant_name(best)} takes {bytes_text(best.estimate.peak_memory_bytes)} of a device, compiled "
-            f"{bytes_text(audits[winner].peak_bytes or 0)}: XLA computes again what does not fit"
+            f"by the estimate {variant_name(best)} takes {bytes_text(best.estimate.peak_memory_bytes)} of a device, "
+            f"compiled {bytes_text(audits[winner].peak_bytes or 0)}: XLA computes again what does not fit"
         )
     told.append(
         f"the fastest of {len(able)} compiled for {best.target}: "
