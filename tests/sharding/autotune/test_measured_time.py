@@ -188,7 +188,7 @@ def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypa
     made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
     assert made.chosen == best.chosen and made.inputs == best.inputs
     said = (
-        rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*test_measured_time.py:\d+"
+        rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*_time.py:\d+"
     )
     assert re.match(said, made.notes[-1])
 
