@@ -34,22 +34,22 @@ from rooflines import bound
 
 from autoshard import plan
 from autoshard.errors import AutoshardError
-from autoshard.sharding.audit import Job
+from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
 from autoshard.sharding.autotune.contest import contest
-from autoshard.sharding.planner.variants import Attempt, rounds
+from autoshard.sharding.planner.variants import Attempt, variant_rounds
 from autoshard.train.program.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
 QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2
 
 
-def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> Job:
+def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
     """An expert's step as the compiler takes it."""
     made = expert_step(case.variant(remat), style, microbatches)
     platform = "cuda" if find_target(case.target).gpu else "tpu"
     program = export(made.fn, made.avals, made.given, made.made, platform)
-    return Job(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
+    return CompileJob(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
 
 
 def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
@@ -126,7 +126,7 @@ def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
     lighter = REMATS[: REMATS.index(winner.remat)][-1:]
     search = search_of({"remat": [*lighter, winner.remat], "accumulation": [parts]}, layers_of(case.work.config))
     attempts: list[Attempt] = []
-    for choice in itertools.chain.from_iterable(rounds(search, attempts)):
+    for choice in itertools.chain.from_iterable(variant_rounds(search, attempts)):
         if clock.over:
             return
         remat = choice["remat"]
@@ -204,7 +204,7 @@ def planned(
     return plan(*made, target=case.target, plan=words, donate_argnums=0, memory_limit_bytes=limit_bytes)
 
 
-def export_ours(case: Case, words: str, remat: str, microbatches: int, options: Mapping[str, str]) -> Job:
+def export_ours(case: Case, words: str, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
     """A plan of the planner as the compiler takes it."""
     return export_plan(planned(case, remat, microbatches, words), options)
 

@@ -38,7 +38,7 @@ import orbax.checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from autoshard.ckpt import Checkpointer, Keep
+from autoshard.ckpt import Checkpointer, RetentionPolicy
 from autoshard.ckpt.state import array_digest
 
 ROUNDS = 15
@@ -100,7 +100,7 @@ def loops(root: Path, state: Any) -> Iterator[dict[str, Callable[[int], tuple[fl
     newest = ocp.training.preservation_policies.LatestN(1)
     options = orbax.checkpoint.CheckpointManagerOptions(max_to_keep=1)
     with (
-        Checkpointer(root / "ours", keep=Keep(last=1)) as ours,
+        Checkpointer(root / "ours", keep=RetentionPolicy(last=1)) as ours,
         ocp.training.Checkpointer(root / "training", preservation_policy=newest) as training,
         orbax.checkpoint.CheckpointManager(root / "manager", options=options) as manager,
     ):

@@ -13,7 +13,7 @@ from typing import Any
 from common import RESULTS
 from estimate import Estimate, estimate
 
-from autoshard.sharding.audit import Job, build
+from autoshard.sharding.audit import CompileJob, build
 from autoshard.sharding.audit.aot_compile import Compiled
 from autoshard.sharding.audit.compiler_process import versions as compilers
 
@@ -127,7 +127,7 @@ class Store:
         """The store of a file."""
         return cls(path.stem, json.loads(path.read_text())["target"], path.parent)
 
-    def finish(self, planned: Planned, options: Mapping[str, str], job: Job) -> Row:
+    def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
         """The row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
         known = next((row for row in self.rows if row.digest == digest), None)

@@ -21,7 +21,7 @@ from autoshard.ckpt import Checkpointer
 from autoshard.errors import AutoshardError, AutoshardWarning, DamagedCheckpointError
 from autoshard.models.workloads import workload
 from autoshard.sharding.audit.verification import Audit
-from autoshard.sharding.hlo.rematerializations import Remark
+from autoshard.sharding.hlo.rematerializations import Rematerialization
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.machines.targets import find_target
 from autoshard.train.config.train_config import TrainConfig
@@ -41,7 +41,7 @@ def samples() -> dict[str, Any]:
         "auto_shard": step,
         "plan": plan,
         "read": autoshard.Plan.from_json(plan.to_json()),
-        "audit": Audit("error", remarks=(Remark.__new__(Remark),)),
+        "audit": Audit("error", remarks=(Rematerialization.__new__(Rematerialization),)),
         "propagation": autoshard.propagate(jnp.tanh, x, in_specs=(P("a"),), mesh={"a": 2}),
         "discovery": autoshard.discover(jnp.tanh, jnp.ones((8, 4))),
         "check": autoshard.check_rule(jnp.tanh, jnp.ones((8, 4))),

@@ -3,10 +3,13 @@
 if __name__ != "autoshard.ckpt":  # through the link at the root: no second copy may come to be
     raise ImportError("'ckpt' at the root is only a link: import autoshard.ckpt instead")
 
+import warnings
+from typing import Any
+
 from autoshard.ckpt.checkpointer import Checkpointer
 from autoshard.ckpt.restore.checkpoint_info import Description
 from autoshard.ckpt.restore.restore_request import Restored
-from autoshard.ckpt.store.retention import Every, Keep
+from autoshard.ckpt.store.retention import RetentionPolicy, SaveEvery
 from autoshard.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError, RemovedStepError
 
 __all__ = [
@@ -15,9 +18,19 @@ __all__ = [
     "Checkpointer",
     "DamagedCheckpointError",
     "Description",
-    "Every",
-    "Keep",
     "MismatchError",
     "RemovedStepError",
     "Restored",
+    "SaveEvery",
+    "RetentionPolicy",
 ]
+
+_RENAMED = {"Keep": RetentionPolicy, "Every": SaveEvery}  # old names, removed in 0.3
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'autoshard.ckpt' has no attribute '{name}'")
+    new = _RENAMED[name]
+    warnings.warn(f"autoshard.ckpt.{name} is now autoshard.ckpt.{new.__name__}", DeprecationWarning, stacklevel=2)
+    return new

@@ -17,7 +17,7 @@ from autoshard.ckpt.exchange.export import SHARD_BYTES, Exported, Model, copy_st
 from autoshard.ckpt.restore.checkpoint_info import Description, describe_step
 from autoshard.ckpt.restore.expert_remapping import dims_by, dims_of
 from autoshard.ckpt.restore.restore import damaged_leaves, read_manifest, restore_step
-from autoshard.ckpt.restore.restore_request import Restored, Wanted
+from autoshard.ckpt.restore.restore_request import Restored, RestoreRequest
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
 from autoshard.ckpt.state.process_agreement import together
 from autoshard.ckpt.state.snapshot import check_alike, savable, take_snapshot
@@ -25,7 +25,7 @@ from autoshard.ckpt.store.argument_checks import is_integer, no_dims, no_mapping
 from autoshard.ckpt.store.directory import StepDirectory
 from autoshard.ckpt.store.manifest import Manifest, plain, plain_metrics, written_by
 from autoshard.ckpt.store.orbax_storage import Pending, Writer
-from autoshard.ckpt.store.retention import Keep, doomed
+from autoshard.ckpt.store.retention import RetentionPolicy, expired_steps
 from autoshard.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError, RemovedStepError
 
 T = TypeVar("T")
@@ -50,19 +50,19 @@ class Checkpointer:
         7
     """
 
-    def __init__(self, directory: Any, *, keep: int | Keep | None = 3) -> None:
+    def __init__(self, directory: Any, *, keep: int | RetentionPolicy | None = 3) -> None:
         """Looks at the directory, and writes nothing.
 
         Args:
             directory: a path; a new or empty directory, or one that a Checkpointer made.
-            keep: how many of the newest steps stay, None for all; or a `Keep`, which can say more.
+            keep: how many of the newest steps stay, None for all; or a `RetentionPolicy`, which can say more.
 
         Raises:
             CheckpointError: the directory holds something else, or `keep` keeps nothing.
         """
-        if not isinstance(keep, Keep) and keep is not None and not (is_integer(keep) and keep > 0):
+        if not isinstance(keep, RetentionPolicy) and keep is not None and not (is_integer(keep) and keep > 0):
             raise CheckpointError(f"keep={keep!r}: at least one step must stay, or None for all.")
-        self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
+        self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(last=keep)
         self.restored: Restored | None = None
         self._directory = StepDirectory(directory)
         self._writer = Writer()
@@ -137,7 +137,7 @@ class Checkpointer:
             step: the number of the step, not negative and not there yet.
             state: a pytree of arrays, typed or raw RNG keys, numbers, str and bytes.
             config: what to keep with it, as JSON; the section `model` is what `restore` compares.
-            metrics: numbers to keep with it, by which the best steps can be kept (`Keep`).
+            metrics: numbers to keep with it, by which the best steps can be kept (`RetentionPolicy`).
             plan: the plan that it is trained under: a `Plan`, or its JSON.
             expert_dims: patterns of paths (`*/experts/w_*`) -> dimension of experts, where no plan says it.
             block: whether to wait until it is committed.
@@ -219,9 +219,9 @@ class Checkpointer:
             ) from error
         self._saved.add(step)
         if jax.process_index() == 0:  # the step that was just written is intact, and stays
-            self._remove(doomed(self.keep, self.steps(), self._metrics_of, self._saved))
+            self._remove(expired_steps(self.keep, self.steps(), self._metrics_of, self._saved))
 
-    def prune(self, keep: Keep) -> list[int]:
+    def prune(self, keep: RetentionPolicy) -> list[int]:
         """Removes the steps that do not stay, and returns them; the newest that is intact always stays.
 
         To know it, the newest step is read and compared with its digests, as `verify` does, where something is to go;
@@ -242,14 +242,14 @@ class Checkpointer:
             except OSError as error:
                 raise CheckpointError(f"step {step} cannot be removed from {self.directory}: {error}") from error
 
-    def would_prune(self, keep: Keep) -> list[int]:
+    def would_prune(self, keep: RetentionPolicy) -> list[int]:
         """The steps that `prune` would remove; reads what it would.
 
         Raises:
             CheckpointError: steps would go, and none is intact.
         """
         steps = self.steps()
-        gone = doomed(keep, steps, self._metrics_of, self._saved)
+        gone = expired_steps(keep, steps, self._metrics_of, self._saved)
         if not gone:
             return []
         damaged: list[int] = []
@@ -410,7 +410,7 @@ class Checkpointer:
         """
         self.wait()
         fall_back = step is None if fallback is None else fallback
-        wanted = Wanted(
+        wanted = RestoreRequest(
             template=like,
             shardings=shardings,
             config=config,
@@ -423,7 +423,7 @@ class Checkpointer:
         )
         return self._read(step, lambda number: self._restore(number, wanted, fall_back))
 
-    def _restore(self, step: int, wanted: Wanted, fallback: bool) -> Any:
+    def _restore(self, step: int, wanted: RestoreRequest, fallback: bool) -> Any:
         try:
             state, self.restored = restore_step(self._directory.step_path(step), step, wanted)
         except DamagedCheckpointError as error:
@@ -463,7 +463,7 @@ class Checkpointer:
             raise CheckpointError(f"there is no step {step} in {self._directory.path}: it has {_few(steps)}.")
         return steps[-1] if step is None else step
 
-    def _intact_before(self, step: int, wanted: Wanted) -> tuple[Any, Restored, list[int]] | None:
+    def _intact_before(self, step: int, wanted: RestoreRequest) -> tuple[Any, Restored, list[int]] | None:
         """The newest intact state before a step, how it went, and the damaged steps on the way."""
         passed: list[int] = []
         for earlier in reversed([one for one in self.steps() if one < step]):

@@ -243,12 +243,12 @@ def _prune_arguments(options: Parser) -> None:
 
 
 def _prune(given: argparse.Namespace) -> int:
-    from autoshard.ckpt import CheckpointError, Keep
+    from autoshard.ckpt import CheckpointError, RetentionPolicy
 
     place = find(given.place)
     if place.step is not None:
         raise ConfigError(f"{given.place!r} names a step: name the folder, and what is to stay")
-    keep = Keep(given.last, best=given.best, metric=given.metric, mode=given.mode, every=given.every)
+    keep = RetentionPolicy(given.last, best=given.best, metric=given.metric, mode=given.mode, every=given.every)
     with place.checkpoints as checkpoints:
         if keep.best:
             known: set[str] = set()

@@ -6,7 +6,7 @@ import pytest
 from estimate import estimate
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.audit import Job, build
+from autoshard.sharding.audit import CompileJob, build
 from autoshard.sharding.audit.export import export
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 
@@ -48,7 +48,7 @@ def layers_job(kind, topology="v5e:4x4"):
     )
     platform = "cuda" if topology.startswith("h100") else "tpu"
     program = export(step, avals, taken, given, platform)
-    return Job(program, platform, topology, mesh, tuple(range(16)), (0, 1), options)
+    return CompileJob(program, platform, topology, mesh, tuple(range(16)), (0, 1), options)
 
 
 @pytest.mark.tpu_compile

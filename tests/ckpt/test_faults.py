@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, Keep
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, RetentionPolicy
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -239,7 +239,10 @@ def unwritable(folder: Path, mesh: Mesh) -> str:
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with Checkpointer(folder, keep=None) as checkpoints:
         said = []
-        for change in (lambda: checkpoints.save(4, counted(mesh, 4), block=True), lambda: checkpoints.prune(Keep(1))):
+        for change in (
+            lambda: checkpoints.save(4, counted(mesh, 4), block=True),
+            lambda: checkpoints.prune(RetentionPolicy(1)),
+        ):
             with pytest.raises(CheckpointError) as caught:
                 change()
             said.append(str(caught.value))

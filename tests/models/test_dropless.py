@@ -9,7 +9,7 @@ from autoshard import plan
 from autoshard.models import dropless, workload
 from autoshard.sharding.audit import verify
 from autoshard.sharding.cost.opaque_memory import inside
-from autoshard.sharding.program.flops import flops_of, products
+from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step
 
@@ -98,7 +98,7 @@ def operator_of(fn, *args):
 
 def test_its_work_is_known():
     forward = operator_of(dropless.swiglu_experts, *operands())
-    assert products(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
+    assert matmul_flops(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
     backward = operator_of(dropless.swiglu_experts_gradients, *operands(), operands()[0])
     # Hidden units again; for each product the gradient of its rows, and of its weights: all rows for each expert.
     assert flops_of(backward) == (2 + 3 + 3 * EXPERTS) * 2.0 * ROWS * EMBED * FFN

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-from autoshard.spmdrules.core.placement import Place, Spec
+from autoshard.spmdrules.core.placement import Placement, Spec
 
 Made = Callable[..., Any]
 Draw = Callable[..., Any]
@@ -93,7 +93,7 @@ def positions_of(count: int, seed: int) -> np.ndarray:
 
 
 @st.composite
-def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: bool = True) -> Place:
+def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: bool = True) -> Placement:
     """Where an array is: each mesh axis cuts a dimension that it divides (two may cut one), holds terms, or neither."""
     spec: list[tuple[str, ...]] = [()] * len(shape)
     terms: list[tuple[str, str]] = []
@@ -105,7 +105,7 @@ def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: 
             terms.append((axis, op))
         elif where != "whole":
             spec[where] = (*spec[where], axis)
-    return Place(tuple(spec), tuple(sorted(terms)))
+    return Placement(tuple(spec), tuple(sorted(terms)))
 
 
 @st.composite

@@ -19,9 +19,9 @@ import numpy as np
 from autoshard import _compat
 from autoshard.sharding.oracle.shards import join_positions
 from autoshard.spmdrules import Shard
-from autoshard.spmdrules.core.conflict_resolution import Settled
+from autoshard.spmdrules.core.conflict_resolution import Resolution
 from autoshard.spmdrules.core.factor_projection import project
-from autoshard.spmdrules.core.placement import Place, Spec
+from autoshard.spmdrules.core.placement import Placement, Spec
 from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.ir.program import Block, Op, build
 from autoshard.spmdrules.propagation import control_flow
@@ -67,13 +67,13 @@ class Simulation(Walk):
         place = dict(zip(self.mesh, device, strict=True))
         return functools.reduce(lambda at, a: at * self.mesh[a] + place[a], axes, 0)
 
-    def _cut(self, x: Any, place: Place, device: Device) -> Any:
+    def _cut(self, x: Any, place: Placement, device: Device) -> Any:
         for d, axes in enumerate(place.spec):
             size = x.shape[d] // math.prod(self.mesh[a] for a in axes)
             x = np.take(x, range(self._at(device, axes) * size, (self._at(device, axes) + 1) * size), d)
         return x
 
-    def _term(self, x: Any, place: Place, device: Device) -> Any:
+    def _term(self, x: Any, place: Placement, device: Device) -> Any:
         for axis, op in place.partial:
             at, n = self._at(device, (axis,)), self.mesh[axis]
             if op == "sum":
@@ -82,7 +82,7 @@ class Simulation(Walk):
                 x = x - {"max": 1.0, "min": -1.0}[op] * (at != x.size % n)
         return x
 
-    def join(self, shards: Shards, place: Place) -> Any:
+    def join(self, shards: Shards, place: Placement) -> Any:
         """The whole array."""
         held = dict(shards)
         for axis, op in place.partial:
@@ -101,7 +101,7 @@ class Simulation(Walk):
         joined = {line: combine(pieces) for line, pieces in lines.items()}
         return {d: joined[(*d[:k], *d[k + 1 :])] for d in held}
 
-    def reshard(self, shards: Shards, old: Place, new: Place) -> Shards:
+    def reshard(self, shards: Shards, old: Placement, new: Placement) -> Shards:
         """What every device holds after a reshard; what stays partial is joined by itself on each device."""
         if old == new:
             return shards
@@ -112,13 +112,13 @@ class Simulation(Walk):
         for at in itertools.product(*(range(self.mesh[a]) for a in stays)):
             fixed = dict(zip(stays, at, strict=True))
             same = {d: shards[tuple(fixed.get(a, i) for a, i in zip(self.mesh, d, strict=True))] for d in self.devices}
-            whole = self.join(same, Place(old.spec, tuple(p for p in old.partial if p[0] not in stays)))
+            whole = self.join(same, Placement(old.spec, tuple(p for p in old.partial if p[0] not in stays)))
             for d in self.devices:
                 if all(self._at(d, (a,)) == i for a, i in fixed.items()):
                     made[d] = self._cut(whole, new, d)
         return made
 
-    def move(self, op: Op, operand: int, value: int, target: Place, times: float | None = None) -> None:
+    def move(self, op: Op, operand: int, value: int, target: Placement, times: float | None = None) -> None:
         before = self.place(value)
         super().move(op, operand, value, target, times)
         if not self.recording or value < 0:
@@ -130,7 +130,7 @@ class Simulation(Walk):
         self.used[id(op), operand] = self.reshard(here, before, target)
         self.env[value] = self.reshard(here, before, self.place(value))
 
-    def apply(self, op: Op) -> Settled:
+    def apply(self, op: Op) -> Resolution:
         settled = super().apply(op)
         if not self.recording:
             return settled
@@ -145,7 +145,7 @@ class Simulation(Walk):
             self.env[v] = self.reshard(value, place, self.place(v))
         return settled
 
-    def _decided(self, op: Op, settled: Settled, held: Shards, place: Place) -> tuple[Shards, Place]:
+    def _decided(self, op: Op, settled: Resolution, held: Shards, place: Placement) -> tuple[Shards, Placement]:
         """Positions that shards found, decided among by the values there."""
         assert op.rule is not None
         operand, dims = self.join(self.used[id(op), 0], settled.operands[0]), op.rule.operands[0]
@@ -156,10 +156,10 @@ class Simulation(Walk):
         for axis, how in place.partial:
             join = functools.partial(join_positions, op=how, operand=operand, dims=dims, name=factors[axis])
             held = self._over(held, axis, join)
-        there = Place(place.spec)
+        there = Placement(place.spec)
         return {d: self._cut(x, there, d) for d, x in held.items()}, there
 
-    def _shard(self, op: Op, settled: Settled, device: Device) -> Shard:
+    def _shard(self, op: Op, settled: Resolution, device: Device) -> Shard:
         rule = op.rule
         assert rule is not None
         axes: dict[str, list[str]] = {}
@@ -231,7 +231,7 @@ def _is_key(x: Any) -> bool:
 def simulate(
     fn: Any,
     args: Sequence[Any],
-    inputs: Sequence[Place],
+    inputs: Sequence[Placement],
     mesh: dict[str, int],
     goals: Sequence[Spec | None] | None = None,
     chosen: Sequence[int] = (),

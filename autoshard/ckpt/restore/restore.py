@@ -17,7 +17,7 @@ from autoshard._columns import listing
 from autoshard._gc import paused
 from autoshard._processes import gathered
 from autoshard.ckpt.restore.expert_remapping import changes, dims_by
-from autoshard.ckpt.restore.restore_request import Match, Restored, Wanted, casts, check_leaves, renamed
+from autoshard.ckpt.restore.restore_request import Match, Restored, RestoreRequest, casts, check_leaves, renamed
 from autoshard.ckpt.state import array_digest
 from autoshard.ckpt.state.array_packing import pack_target, taken
 from autoshard.ckpt.state.named_leaves import PACKS, Key, LeafSpec, as_tree, named_leaves, rebuilt, target_struct
@@ -31,7 +31,7 @@ from autoshard.errors import CheckpointError, DamagedCheckpointError, RemovedSte
 
 
 @paused()
-def restore_step(path: Any, step: int, wanted: Wanted) -> tuple[Any, Restored]:
+def restore_step(path: Any, step: int, wanted: RestoreRequest) -> tuple[Any, Restored]:
     """The state of one step, placed as is wanted and compared with the digests that were saved; and how it went.
 
     Raises:
@@ -91,7 +91,7 @@ def _restored(path: Any, step: int, manifest: Manifest, match: Match, begun: flo
     return jax.tree.unflatten(match.structure, state), told
 
 
-def _matched(manifest: Manifest, wanted: Wanted, where: str) -> Match:
+def _matched(manifest: Manifest, wanted: RestoreRequest, where: str) -> Match:
     """Which saved leaf is for which wanted one, and what has to be done with it.
 
     Raises:

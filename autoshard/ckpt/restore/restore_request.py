@@ -21,7 +21,7 @@ from autoshard.errors import CheckpointError, MismatchError
 
 @shown
 @dataclass(frozen=True)
-class Wanted:
+class RestoreRequest:
     """What is to be read, and what of a checkpoint that is not quite that will do.
 
     Attributes:
@@ -194,7 +194,7 @@ def check_leaves(
     leaves: Mapping[Key, Any],
     given: Mapping[Key, Any],
     unread: Sequence[LeafSpec],
-    wanted: Wanted,
+    wanted: RestoreRequest,
     where: str,
 ) -> None:
     """Refuses saved leaves that are not what is wanted, and wanted ones that cannot be placed, all at once.

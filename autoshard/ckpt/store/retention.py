@@ -15,7 +15,7 @@ from autoshard.errors import CheckpointError
 
 @shown
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Which committed steps stay: the union of what each of these asks for; the newest one always does.
 
     Attributes:
@@ -27,7 +27,7 @@ class Keep:
 
     Example:
         >>> losses = {10: {"loss": 2.0}, 20: {"loss": 1.0}, 30: {"loss": 1.5}, 40: {}}
-        >>> sorted(Keep(last=1, best=1, metric="loss", every=30).of(losses))
+        >>> sorted(RetentionPolicy(last=1, best=1, metric="loss", every=30).of(losses))
         [20, 30, 40]
     """
 
@@ -83,7 +83,7 @@ class Keep:
 
 @shown
 @dataclass
-class Every:
+class SaveEvery:
     """When a training loop saves: every so many steps, or after so many minutes, whichever comes first.
 
     Attributes:
@@ -118,8 +118,8 @@ class Every:
         self._since = self.now()
 
 
-def doomed(
-    keep: Keep,
+def expired_steps(
+    keep: RetentionPolicy,
     steps: Sequence[int],
     metrics_of: Callable[[int], Mapping[str, float]],
     own: Container[int] = (),

@@ -5,7 +5,7 @@ programs, `audit` compares them with the plan.
 """
 
 from autoshard.sharding.audit.aot_compile import Compiled, build, missing_compiler
-from autoshard.sharding.audit.export import Job, export_plan
+from autoshard.sharding.audit.export import CompileJob, export_plan
 from autoshard.sharding.audit.verification import Audit, AuditError, verify
 
-__all__ = ["Audit", "AuditError", "Compiled", "Job", "build", "export_plan", "missing_compiler", "verify"]
+__all__ = ["Audit", "AuditError", "Compiled", "CompileJob", "build", "export_plan", "missing_compiler", "verify"]

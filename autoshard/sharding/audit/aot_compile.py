@@ -30,7 +30,7 @@ from typing import Any, Literal
 from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit.compiler_process import GPUS, versions
-from autoshard.sharding.audit.export import Job
+from autoshard.sharding.audit.export import CompileJob
 
 CHILD = Path(__file__).with_name("compiler_process.py")
 TIMEOUT_S = 900.0
@@ -113,7 +113,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoshard" / "compiled"
 
 
-def build(job: Job, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> Compiled:
+def build(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> Compiled:
     """Compiles a job, or takes it from the cache. Never raises for what the compiler does.
 
     What does not compile is not kept: the reason may be gone next time. What was kept and cannot be read is compiled
@@ -143,7 +143,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="autoshard-")
 
 
-def _build(job: Job, timeout_s: float, folder: Path) -> Compiled:
+def _build(job: CompileJob, timeout_s: float, folder: Path) -> Compiled:
     if found := _kept(folder):
         return found
     folder.parent.mkdir(parents=True, exist_ok=True)

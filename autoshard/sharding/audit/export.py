@@ -21,7 +21,7 @@ FRAMES = "jax_traceback_in_locations_limit"
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """What a compiler needs.
 
     Attributes:
@@ -49,7 +49,7 @@ class Job:
         return hashlib.sha256(self.program + text).hexdigest()[:32]
 
 
-def export_plan(plan: Plan, options: Options | None = None) -> Job:
+def export_plan(plan: Plan, options: Options | None = None) -> CompileJob:
     """Lowers a bound plan over its abstract mesh for its target's platform; needs no device and no compiler.
 
     Args:
@@ -62,7 +62,7 @@ def export_plan(plan: Plan, options: Options | None = None) -> Job:
     program = export(bound.run(plan.mesh), bound.traced.in_avals, *plan.shardings(plan.mesh), target.platform)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     donated = tuple(map(int, bound.traced.donated))
-    return Job(program, target.platform, topology_name(target), sizes, plan.device_order, donated, given)
+    return CompileJob(program, target.platform, topology_name(target), sizes, plan.device_order, donated, given)
 
 
 def topology_name(target: Target) -> str:

@@ -16,8 +16,8 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.audit.traffic_diff import place
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
-from autoshard.sharding.layout.operator_sharding import home, strategy
-from autoshard.sharding.program.operator_kinds import decides
+from autoshard.sharding.layout.operator_sharding import operand_spec, strategy
+from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ NO_BUFFERS = ("bitcast", "conditional", "get-tuple-element", "parameter", "tuple
 
 @shown
 @dataclass(frozen=True)
-class Whole:
+class ReplicatedArray:
     """An array that is whole, or cut less than the plan says, on every device.
 
     Attributes:
@@ -52,7 +52,7 @@ class Whole:
     line: str = ""
 
 
-def replicated(plan: Plan, program: Program, peak_bytes: float) -> tuple[Whole, ...]:
+def replicated(plan: Plan, program: Program, peak_bytes: float) -> tuple[ReplicatedArray, ...]:
     """What is whole although the plan cuts it, the largest first."""
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     entry = program.entry
@@ -66,19 +66,19 @@ def replicated(plan: Plan, program: Program, peak_bytes: float) -> tuple[Whole, 
 
 def _leaves(
     what: Literal["input", "result"], leaves: Sequence[Leaf], arrays: Sequence[Any], sizes: Mapping[str, int]
-) -> Iterator[Whole]:
+) -> Iterator[ReplicatedArray]:
     if len(leaves) != len(arrays):
         return
     for leaf, array in zip(leaves, arrays, strict=True):
         local = local_shape(leaf.shape, from_partition_spec(leaf.spec, len(leaf.shape)), sizes)
         if len(local) == len(array.dims) and math.prod(array.dims) > math.prod(local):
             item = array.nbytes / max(array.elements, 1)
-            yield Whole(what, leaf.path, str(array), array.nbytes, item * math.prod(local))
+            yield ReplicatedArray(what, leaf.path, str(array), array.nbytes, item * math.prod(local))
 
 
-def _temporaries(bound: Any, program: Program, sizes: Mapping[str, int], least: float) -> list[Whole]:
+def _temporaries(bound: Any, program: Program, sizes: Mapping[str, int], least: float) -> list[ReplicatedArray]:
     cut = cut_shapes(bound, sizes)
-    found: dict[Shape, Whole] = {}
+    found: dict[Shape, ReplicatedArray] = {}
     for _, i in scheduled(program):
         for array in i.arrays if i.opcode not in NO_BUFFERS else ():
             shape = _squeezed(array.dims)
@@ -87,7 +87,7 @@ def _temporaries(bound: Any, program: Program, sizes: Mapping[str, int], least: 
             line, name = program.line(i), i.op_name.rpartition("/")[2] or i.name
             if place(line) in cut[shape].places:
                 planned = array.nbytes / cut[shape].ways
-                found[shape] = Whole("temporary", name, str(array), array.nbytes, planned, line)
+                found[shape] = ReplicatedArray("temporary", name, str(array), array.nbytes, planned, line)
     return list(found.values())
 
 
@@ -119,14 +119,14 @@ def cut_shapes(bound: Any, sizes: Mapping[str, int]) -> dict[Shape, Cut]:
             pieces.add(_squeezed(local_shape(shape, spec, sizes)))
 
     for value in range(len(avals)):
-        for spec in (layout.spec(value), home(layout, value), layout.gradient_spec(value)):
+        for spec in (layout.spec(value), operand_spec(layout, value), layout.gradient_spec(value)):
             note(value, spec or layout.spec(value))
     for op in layout.axes.program.ops():
         line = place(_compat.source_line(op.eqn))
         for value in (*op.operands, *op.results):
             if value >= 0:
                 note(value, layout.spec(value), line)
-        if decides(op):
+        if is_decision_point(op):
             plan = strategy(layout, op, bound.flops_per_byte)
             for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
                 note(value, plan.spec(dims), line)

@@ -21,12 +21,12 @@ from autoshard._typed import finite, fit
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit.aot_compile import TIMEOUT_S, Compiled, build, missing_compiler, remarks
 from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.audit.replicated_arrays import Whole, replicated
+from autoshard.sharding.audit.replicated_arrays import ReplicatedArray, replicated
 from autoshard.sharding.audit.traffic_diff import Context, Found, Missing, Unplanned, compare, place
 from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import Wires
-from autoshard.sharding.hlo.rematerializations import Remark, read_remarks
+from autoshard.sharding.hlo.rematerializations import Rematerialization, read_remarks
 from autoshard.sharding.hlo.replica_groups import axes_of
 from autoshard.sharding.hlo.schedule import Runs, Schedule
 from autoshard.sharding.machines.chips import Options
@@ -92,8 +92,8 @@ class Audit:
     collectives: tuple[Found, ...] = ()
     unplanned: tuple[Unplanned, ...] = ()
     missing: tuple[Missing, ...] = ()
-    replicated: tuple[Whole, ...] = ()
-    remarks: tuple[Remark, ...] = ()
+    replicated: tuple[ReplicatedArray, ...] = ()
+    remarks: tuple[Rematerialization, ...] = ()
     notes: tuple[str, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: float | None = None

@@ -15,7 +15,7 @@ from autoshard.spmdrules.ir.program import Op, Program
 
 
 @dataclass(eq=False)
-class Uses:
+class AxisUses:
     """How contractions and gathers use the axes of parameters."""
 
     # axis -> weights that have it; a weight is the inputs that it is made of
@@ -33,7 +33,7 @@ class Uses:
 
 def find_uses(
     program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
-) -> Uses:
+) -> AxisUses:
     """How the operators of a program use the axes of its parameters.
 
     Args:
@@ -56,7 +56,7 @@ class _Reader:
     batch: int | None
     in_parameters: set[int]
     owner: Mapping[int, frozenset[int]]
-    use: Uses = field(default_factory=Uses)
+    use: AxisUses = field(default_factory=AxisUses)
 
     def read(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Notes what an operator says."""

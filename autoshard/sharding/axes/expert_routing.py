@@ -16,7 +16,7 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op
 
 
-def part_routing(axes: LogicalAxes, roles: Roles) -> None:
+def split_expert_axes(axes: LogicalAxes, roles: Roles) -> None:
     """Gives the router's experts a class of their own in `axes`, where there is a router."""
     for experts in roles.experts:
         having = [v for v, leaves in enumerate(axes.of_value) if any(experts in dim for dim in leaves)]

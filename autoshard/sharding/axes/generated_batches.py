@@ -15,7 +15,7 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 _ROWS = -1  # stands for the class of the rows that meet a weight
 
 
-def join_batches(axes: LogicalAxes, batch: int | None) -> None:
+def join_generated_batches(axes: LogicalAxes, batch: int | None) -> None:
     """Makes the batch in `axes` of all that take its weights as it does."""
     if batch is None:
         return

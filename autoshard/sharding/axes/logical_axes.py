@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autoshard._shown import shown
-from autoshard.spmdrules.ir.dimension_classes import Joined, join
+from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Block, Program
 
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
@@ -44,7 +44,7 @@ class LogicalAxes:
     names: dict[int, str] = field(default_factory=dict)
 
     @cached_property
-    def held(self) -> dict[int, int]:
+    def parameter_aliases(self) -> dict[int, int]:
         """Values that are a program input, or one loop step's slice of it, but for casts and turns: value -> the input.
 
         What a loop stacks of such slices is the input again: a cast parameter that is kept for the backward pass. A
@@ -58,7 +58,7 @@ class LogicalAxes:
         return {v: where for v, (_, where) in self._held.items() if where}
 
     @cached_property
-    def narrow(self) -> dict[int, Any]:
+    def transfer_dtype(self) -> dict[int, Any]:
         """Of what is held and was cast to a wider float, the dtype that it moves in: the narrowest on the way to it.
 
         A stored parameter is gathered in that one, whether it is cast before the gather or behind it.
@@ -68,7 +68,7 @@ class LogicalAxes:
 
         def follow(taken: int, result: int) -> None:
             before = found.get(taken, dtypes[taken])
-            if result in self.held and before != dtypes[result] and _holds(dtypes[result], before):
+            if result in self.parameter_aliases and before != dtypes[result] and _holds(dtypes[result], before):
                 found[result] = before
 
         def visit(block: Block) -> None:
@@ -142,7 +142,7 @@ class LogicalAxes:
         return len(own) >= inner and own[len(own) - inner :] == stack[1:] and leading <= set(stack[0])
 
     @cached_property
-    def beside(self) -> dict[int, frozenset[int]]:
+    def co_occurring(self) -> dict[int, frozenset[int]]:
         """For each class the others that every value has which has it: of grouped heads, the key-value heads."""
         found: dict[int, frozenset[int]] = {}
         for leaves in set(self.of_value):
@@ -165,10 +165,10 @@ def _holds(wide: Any, narrow: Any) -> bool:
 
 def find_axes(program: Program) -> LogicalAxes:
     """Unifies the factors of every operator of `program`."""
-    return _collect(program, join(program))
+    return _collect(program, unify(program))
 
 
-def _collect(program: Program, joined: Joined) -> LogicalAxes:
+def _collect(program: Program, joined: DimensionClasses) -> LogicalAxes:
     nodes = joined.nodes
     numbers: dict[int, int] = {}
     sizes: list[int] = []

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes
-from autoshard.sharding.axes.axis_uses import Uses, find_uses
+from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
@@ -260,13 +260,13 @@ def _input_roles(
     return roles, owner
 
 
-def _summed_up(use: Uses) -> set[int]:
+def _summed_up(use: AxisUses) -> set[int]:
     """Axes that a weight makes and that are then summed up, such as the classes of a loss; no part of a head."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
 
 
-def _residual(use: Uses, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
+def _residual(use: AxisUses, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
     """The axis that most weights start from or return to."""
     found = [c for c in weight if c in able]
     if len(found) < 2:

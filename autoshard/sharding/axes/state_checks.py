@@ -18,7 +18,7 @@ from autoshard.spmdrules.ir.program import Program
 
 if TYPE_CHECKING:
     from autoshard.sharding.program.tracing import Traced
-from autoshard.sharding.program.state_matching import Drift
+from autoshard.sharding.program.state_matching import StateMismatch
 
 NAMED = 5  # changes that a message lists
 
@@ -27,7 +27,7 @@ class StateChangedError(AutoshardError):
     """A state that does not come back as it went in."""
 
 
-def complain_of_changes(traced: Traced, axes: LogicalAxes) -> None:
+def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
     """Refuses state that comes back changed; warns of what is likely to be state.
 
     Raises:
@@ -52,7 +52,7 @@ def complain_of_changes(traced: Traced, axes: LogicalAxes) -> None:
         )
 
 
-def _surely_donated(drift: Drift, traced: Traced, axes: LogicalAxes) -> bool | None:
+def _surely_donated(drift: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
     """True for a donated argument that most of comes back, None for one that is data or is used up."""
     if drift.same_paths:
         return True
@@ -60,7 +60,7 @@ def _surely_donated(drift: Drift, traced: Traced, axes: LogicalAxes) -> bool | N
     return True if shared >= len(drift.dropped) + len(drift.added) and _may_be_state(drift, traced, axes) else None
 
 
-def _surely_state(drift: Drift, traced: Traced, axes: LogicalAxes) -> bool | None:
+def _surely_state(drift: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
     """True for what must be state, False for what may be, None for what is not, of arguments that are not donated.
 
     Evidence is that parameters are among its leaves (or beside them, of moments), and that at least half of what has a
@@ -80,7 +80,7 @@ def _surely_state(drift: Drift, traced: Traced, axes: LogicalAxes) -> bool | Non
     return False if kept > odd and updated and drift.same_paths else None
 
 
-def _may_be_state(drift: Drift, traced: Traced, axes: LogicalAxes) -> bool:
+def _may_be_state(drift: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool:
     """Whether an argument, taken as state, has parameters or stands beside them; what shares one dimension is data."""
     mine = [v for v, owner in zip(traced.program.inputs, traced.owners, strict=True) if owner == drift.owner]
     arrays = [v for v in mine if traced.program.avals[v].shape]
@@ -116,7 +116,7 @@ def _made_of(program: Program, value: int, source: int) -> bool:
     return False
 
 
-def _changes(drift: Drift, traced: Traced) -> str:
+def _changes(drift: StateMismatch, traced: Traced) -> str:
     """What differs, `'w' from float32[8,8] to bfloat16[8,8]; 'v' is missing`."""
 
     def name(i: int) -> str:

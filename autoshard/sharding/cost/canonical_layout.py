@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.equivalence_classes import Group, find_kinds
+from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import beside_state, home, is_gradient
+from autoshard.sharding.layout.operator_sharding import beside_state, is_gradient, operand_spec
 from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
@@ -29,12 +29,12 @@ class Values:
         of_group: of each group the numbers of its operands, its results, and what its kernel reads and writes.
     """
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, groups: Sequence[Group]):
+    def __init__(self, axes: LogicalAxes, roles: Roles, groups: Sequence[OperatorClass]):
         self.examples: list[tuple[_Ask, int]] = []
         self.of_group: list[tuple[int, ...]] = []
         asked = [_asked(g, axes, roles) for g in groups]
         values = dict.fromkeys(v for some in asked for _, v in some if v >= 0)
-        found = find_kinds(axes, roles, values, apart=roles.inputs)
+        found = value_classes(axes, roles, values, apart=roles.inputs)
         kind = dict(zip(values, found.numbers.tolist(), strict=True)) | {-1: -1}
         numbers: dict[tuple[_Ask, int], int] = {}
         for some in asked:
@@ -44,19 +44,19 @@ class Values:
             self.of_group.append(tuple(numbers[ask, kind[v]] for ask, v in some))
 
 
-def _asked(g: Group, axes: LogicalAxes, roles: Roles) -> list[tuple[_Ask, int]]:
+def _asked(g: OperatorClass, axes: LogicalAxes, roles: Roles) -> list[tuple[_Ask, int]]:
     """What a layout is asked about a group."""
     memory = (*g.kernel.reads, *g.kernel.writes) if g.kernel else ()
-    operands = [(home if v >= 0 else _nowhere, v) for v in g.op.operands]
+    operands = [(operand_spec if v >= 0 else _nowhere, v) for v in g.op.operands]
     results = [(beside_state if is_gradient(axes, roles, g.op, v) else Layout.spec, v) for v in g.op.results]
-    return [*operands, *results, *((home, v) for v in memory)]
+    return [*operands, *results, *((operand_spec, v) for v in memory)]
 
 
 def _nowhere(layout: Layout, literal: int) -> Spec:
     return ()
 
 
-class Nameless:
+class CanonicalLayout:
     """The specs that one layout gives to values."""
 
     def __init__(self, layout: Layout, values: Values):
@@ -75,13 +75,13 @@ class Nameless:
         specs = [self.spec_of[v] for v in values]
         some = frozenset(specs)
         if some not in self._known:
-            names, sizes, plain = nameless([self.specs[n] for n in some], self.mesh)
+            names, sizes, plain = canonical([self.specs[n] for n in some], self.mesh)
             self._known[some] = names, sizes, dict(zip(some, plain, strict=True))
         names, sizes, plain = self._known[some]
         return names, sizes, tuple([plain[n] for n in specs])
 
 
-def nameless(specs: Sequence[Spec], mesh: Mapping[str, int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
+def canonical(specs: Sequence[Spec], mesh: Mapping[str, int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
     """Specs with mesh axes numbered in mesh order, those that always stand one behind the other as one.
 
     Returns:

@@ -11,8 +11,8 @@ import numpy as np
 from autoshard._shown import shown
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
-from autoshard.sharding.machines.topology import Laying, layings
-from autoshard.spmdrules.core.placement import ReshardKind, sent
+from autoshard.sharding.machines.topology import DeviceAssignment, assignments
+from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
 
 HIDING = 0.9  # the part of a step's compute that can hide traffic
 
@@ -48,12 +48,12 @@ class Collective:
     count: float
     time_us: float
     line: str
-    ahead: bool = False
+    prefetchable: bool = False
 
 
 @shown
 @dataclass(eq=False)
-class Waiting:
+class LiveBuffers:
     """Arrays that a device holds besides its own: gathered for operators, behind one to be scattered, or inside.
 
     Attributes:
@@ -78,11 +78,11 @@ class StepCost:
     comm_bytes: float
     collectives: tuple[Collective, ...]
     kernels_us: float = 0.0  # of compute_us, the program's kernels
-    waiting: tuple[Waiting, ...] = field(default=(), repr=False)
+    waiting: tuple[LiveBuffers, ...] = field(default=(), repr=False)
 
 
 def collective(
-    laying: Laying,
+    laying: DeviceAssignment,
     asked: ReshardKind,
     axes: tuple[str, ...],
     local_bytes: float,
@@ -93,7 +93,7 @@ def collective(
     """A collective as XLA does it where its axes lie."""
     kind, more, devices = laying.compiled(asked, axes)
     local = local_bytes * more
-    wire = sent(kind, devices) * local
+    wire = bytes_sent_per_byte(kind, devices) * local
     time = laying.time_us(kind, axes, local) * count
     return Collective(kind, axes, asked, local_bytes, wire, count, time, line, ahead)
 
@@ -101,7 +101,7 @@ def collective(
 def summed(kernels_us: float, collectives: Sequence[Collective], chip: Chip) -> StepCost:
     """The cost of a step from its parts."""
     comm = sum(c.time_us for c in collectives)
-    hidden = sum(c.time_us for c in collectives if c.ahead and c.kind in chip.hides)
+    hidden = sum(c.time_us for c in collectives if c.prefetchable and c.kind in chip.hides)
     instead = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.asked)  # an all-reduce sends it twice
     compute = kernels_us + INSTEAD_PASSES * instead / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     wire = sum(c.wire_bytes * c.count for c in collectives)
@@ -109,13 +109,15 @@ def summed(kernels_us: float, collectives: Sequence[Collective], chip: Chip) -> 
     return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us)
 
 
-def relaid(cost: StepCost, laying: Laying, chip: Chip) -> StepCost:
+def reassigned(cost: StepCost, laying: DeviceAssignment, chip: Chip) -> StepCost:
     """The same step with its mesh axes laid onto other devices."""
-    again = [collective(laying, c.asked, c.axes, c.local_bytes, c.count, c.line, c.ahead) for c in cost.collectives]
+    again = [
+        collective(laying, c.asked, c.axes, c.local_bytes, c.count, c.line, c.prefetchable) for c in cost.collectives
+    ]
     return replace(summed(cost.kernels_us, again, chip), waiting=cost.waiting)
 
 
-def best_laying(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[Laying, StepCost]:
+def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:
     """Where to lay the axes of a mesh so that a step's traffic takes the least time; ties go to the plainest.
 
     The axes are given their places in the order of their traffic, the heaviest first or last, and in mesh order.
@@ -126,10 +128,10 @@ def best_laying(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tupl
             heavy[a] += c.wire_bytes * c.count
     by_traffic = sorted(mesh, key=lambda a: -heavy[a])
     orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
-    best: tuple[Laying, StepCost] | None = None
+    best: tuple[DeviceAssignment, StepCost] | None = None
     for first in orders:
-        for laying in islice(layings(target.topology, mesh, first), MOST_LAYINGS):
-            now = relaid(cost, laying, target.chip)
+        for laying in islice(assignments(target.topology, mesh, first), MOST_LAYINGS):
+            now = reassigned(cost, laying, target.chip)
             if best is None or now.step_time_us < best[1].step_time_us * (1 - 1e-9):
                 best = laying, now
     assert best is not None

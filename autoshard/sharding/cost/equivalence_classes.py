@@ -20,13 +20,13 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.program.array_sizes import itemsize
-from autoshard.sharding.program.operator_kinds import decides
+from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Block, Op
 
 
 @dataclass(frozen=True)
-class Kinds:
+class ValueClasses:
     """Values by kind: `decide.home` of one is that of all of its kind.
 
     Attributes:
@@ -40,7 +40,7 @@ class Kinds:
     examples: list[int]
 
 
-def find_kinds(axes: LogicalAxes, roles: Roles, values: Iterable[int], apart: Collection[int]) -> Kinds:
+def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], apart: Collection[int]) -> ValueClasses:
     """The kinds of values.
 
     Args:
@@ -58,16 +58,16 @@ def find_kinds(axes: LogicalAxes, roles: Roles, values: Iterable[int], apart: Co
     for v in (values := list(values)):
         given = v in roles.inputs
         becomes, permutation = roles.turned.get(v, (v, ()))
-        source = stored[v if given else axes.held.get(v)]
+        source = stored[v if given else axes.parameter_aliases.get(v)]
         kind = axes.of_value[v], given, source, v in roles.gradients, axes.of_value[becomes], permutation
         found.append(numbers.setdefault(kind, len(numbers)))
         if len(numbers) > len(examples):
             examples.append(v)
-    return Kinds(np.array(values, int), np.array(found, int), examples)
+    return ValueClasses(np.array(values, int), np.array(found, int), examples)
 
 
 @dataclass(eq=False)
-class Taken:
+class SharedOperands:
     """Values that stand at the same operands of the same groups: what moves one of them moves all.
 
     Attributes:
@@ -82,7 +82,7 @@ class Taken:
 
 
 @dataclass(eq=False)
-class Group:
+class OperatorClass:
     """Operators with the same rule, shapes and classes: one of them stands for all.
 
     Attributes:
@@ -97,7 +97,7 @@ class Group:
     kernel: Kernel | None
     runs: float = 0.0
     numbers: list[int] = field(default_factory=list)
-    taken: list[list[Taken]] = field(default_factory=list)
+    taken: list[list[SharedOperands]] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -132,7 +132,9 @@ def _stored_by(axes: LogicalAxes, roles: Roles, value: int) -> Any:
     return axes.of_value[value], aval.shape, aval.dtype, roles.inputs[value]
 
 
-def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozenset[int] = frozenset()) -> list[Group]:
+def operator_classes(
+    axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozenset[int] = frozenset()
+) -> list[OperatorClass]:
     """The groups of a program's operators, without those for which no layout has to pay.
 
     Args:
@@ -141,14 +143,14 @@ def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozense
         fusion: its kernels.
         apart: inputs that are like no other (`pinned_apart`).
     """
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, OperatorClass] = {}
     listed = list(in_loops(axes.program.block))
-    inputs, avals, of_value, held = set(axes.program.inputs), axes.program.avals, axes.of_value, axes.held
+    inputs, avals, of_value, held = set(axes.program.inputs), axes.program.avals, axes.of_value, axes.parameter_aliases
     numbers: dict[Any, int] = {}
     told = [  # what a layout tells values apart by
         numbers.setdefault(
             (of_value[v], v in roles.gradients, of_value[held[v]] if v in held else None,
-             source if (source := held.get(v, v)) in apart else None, axes.narrow.get(v)),
+             source if (source := held.get(v, v)) in apart else None, axes.transfer_dtype.get(v)),
             len(numbers),
         )
         for v in range(len(avals))
@@ -166,7 +168,7 @@ def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozense
         key = (op.name, id(op.rule), values, memory, tuple([v in inputs for v in op.operands[:3]]))
         found = groups.get(key)
         if found is None:
-            found = groups[key] = Group(op, kernel)
+            found = groups[key] = OperatorClass(op, kernel)
         found.runs += op.trips
         found.numbers.append(number)
     paid = [g for g in groups.values() if _costs(g, axes, roles)]
@@ -174,9 +176,9 @@ def find_groups(axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozense
     return paid
 
 
-def _note_taken(groups: Sequence[Group], listed: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
+def _note_taken(groups: Sequence[OperatorClass], listed: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
     """Finds what each group takes. A value is that of one loop: what is moved for it is moved in each loop anew."""
-    held, layers = axes.held, axes.layers
+    held, layers = axes.parameter_aliases, axes.layers
     takers: defaultdict[Any, dict[tuple[int, int], list[int]]] = defaultdict(dict)
     for n, g in enumerate(groups):
         for number in g.numbers:
@@ -192,12 +194,12 @@ def _note_taken(groups: Sequence[Group], listed: Sequence[tuple[Op, int]], axes:
     for number, (places, some) in enumerate(alike.items()):
         for n, i in places:
             first, last = (np.array([each[n, i][end] for each in some]) for end in (0, -1))
-            groups[n].taken[i].append(Taken(number, first, last))
+            groups[n].taken[i].append(SharedOperands(number, first, last))
 
 
-def _costs(g: Group, axes: LogicalAxes, roles: Roles) -> bool:
+def _costs(g: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
     """Whether any layout has to pay for an operator: it is a kernel, decides, or takes activations elsewhere."""
-    if g.kernel is not None or decides(g.op):
+    if g.kernel is not None or is_decision_point(g.op):
         return True
     if not any(roles.batch in dim for v in g.op.results for dim in axes.of_value[v]):
         return False
@@ -208,7 +210,7 @@ def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     """Whether every layout has an operand where it has the result: their dimensions are the same, in any order."""
     if value < 0 or not any(axes.of_value[value]):
         return True
-    if value in roles.inputs or value in axes.held or value in roles.gradients:
+    if value in roles.inputs or value in axes.parameter_aliases or value in roles.gradients:
         return False  # may be stored elsewhere
     after = axes.of_value[op.results[0]]
     classes = [c for dim in after for c in dim]

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, decides
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
@@ -68,7 +68,7 @@ def is_kernel(op: Op) -> bool:
     """Whether an operator is computed by itself, not inside those that take its result."""
     if op.rule is None or op.name in _SLICES:
         return False
-    return decides(op) or op.name in _WHOLE or op.name in _IN_PLACE
+    return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE
 
 
 @dataclass(frozen=True)

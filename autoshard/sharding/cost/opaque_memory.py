@@ -18,7 +18,7 @@ from autoshard.spmdrules.ir.program import Block, Program, inlined
 
 
 @dataclass(frozen=True)
-class Inside:
+class OpaqueMemory:
     """Bytes that an operator moves to and from memory in one run, and the most that it holds of its own."""
 
     moved_bytes: float
@@ -26,14 +26,14 @@ class Inside:
 
 
 @functools.lru_cache(maxsize=512)
-def inside(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> Inside | None:
+def inside(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> OpaqueMemory | None:
     """What a function does on operands of these shapes and types; None where it does not take them."""
     program = inner_program(fn, operands)
     if program is None:
         return None
     fusion = fuse(program, fuses_operands)
     moved = sum(k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes)) for k in fusion.kernels.values())
-    return Inside(moved, _held(program, fusion, program.block))
+    return OpaqueMemory(moved, _held(program, fusion, program.block))
 
 
 def _bytes(program: Program, fusion: Fusion, values: Iterable[int]) -> float:

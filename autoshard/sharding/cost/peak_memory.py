@@ -20,11 +20,11 @@ import numpy as np
 from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.collectives import Waiting
-from autoshard.sharding.cost.equivalence_classes import Kinds, find_kinds, pinned_apart
+from autoshard.sharding.cost.collectives import LiveBuffers
+from autoshard.sharding.cost.equivalence_classes import ValueClasses, pinned_apart, value_classes
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import home
+from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.ir.program import Block, inlined
@@ -74,7 +74,7 @@ class MemoryModel:
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
             for role in ("parameter", "optimizer", "data", "other")
         }
-        self._kinds: dict[frozenset[int], Kinds] = {}
+        self._kinds: dict[frozenset[int], ValueClasses] = {}
 
     def resized(self, axes: LogicalAxes) -> MemoryModel:
         """The same model of a program with the same operators, on axes of other sizes (`padding.lengthened`)."""
@@ -120,7 +120,7 @@ class MemoryModel:
                     if v >= 0:
                         self.death[v] = max(self.death[v], last)
 
-    def __call__(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> tuple[float, dict[str, float]]:
+    def __call__(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:
         """Peak bytes on one device, and their kinds: parameters, optimizer, data and other, temporaries.
 
         Args:
@@ -136,14 +136,14 @@ class MemoryModel:
         )
         return sum(held.values()), held
 
-    def at_peak(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> list[tuple[int, float]]:
+    def at_peak(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
         """The temporaries that are held at the worst moment, the largest first: (value, bytes on one device)."""
         local = self._local(layout)
         moment = int(self._live(local, waiting).argmax())
         held = [v for v in self.keep.tolist() if self.birth[v] <= moment <= self.death[v]]
         return sorted(((v, float(local[v])) for v in held), key=lambda item: -item[1])
 
-    def kinds_at_peak(self, layout: Layout, waiting: Sequence[Waiting] = ()) -> dict[str, float]:
+    def kinds_at_peak(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> dict[str, float]:
         """What the temporaries of the worst moment are, in bytes on one device; they sum to the kind `temporary`.
 
         Returns:
@@ -169,7 +169,7 @@ class MemoryModel:
 
     def _part(self, layout: Layout, value: int) -> float:
         """One device's part of a value, with what pads it."""
-        spec, shape = home(layout, value), self.axes.program.avals[value].shape
+        spec, shape = operand_spec(layout, value), self.axes.program.avals[value].shape
         part = 1 / layout.ways(axes_of(spec))
         if not self.is_tiled or not any(self.roles.batch in dim for dim in self.axes.of_value[value]):
             return part  # dimensions of weights may lie together
@@ -178,14 +178,14 @@ class MemoryModel:
         local = [n // layout.ways(over) for n, over in zip(shape, spec, strict=True)]
         return part * min((-(-n // LANES) * LANES / n for n in local if n), default=1.0)
 
-    def kinds(self, layout: Layout) -> Kinds:
+    def kinds(self, layout: Layout) -> ValueClasses:
         """The kinds of the values that have a size."""
-        apart = pinned_apart(self.axes, self.roles, layout.pins)
+        apart = pinned_apart(self.axes, self.roles, layout.fixed)
         if apart not in self._kinds:
-            self._kinds[apart] = find_kinds(self.axes, self.roles, self.sized, apart)
+            self._kinds[apart] = value_classes(self.axes, self.roles, self.sized, apart)
         return self._kinds[apart]
 
-    def _live(self, local: np.ndarray, waiting: Sequence[Waiting] = ()) -> np.ndarray:
+    def _live(self, local: np.ndarray, waiting: Sequence[LiveBuffers] = ()) -> np.ndarray:
         """The bytes of temporaries at each point of the program."""
         first, last, sizes = [self.birth[self.keep]], [self.death[self.keep]], [local[self.keep]]
         for some in waiting:

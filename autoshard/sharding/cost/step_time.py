@@ -32,20 +32,27 @@ import numpy as np
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.canonical_layout import Nameless, Names, Values
-from autoshard.sharding.cost.collectives import Collective, StepCost, Waiting, collective, summed
-from autoshard.sharding.cost.equivalence_classes import Group, Kinds, Taken, find_groups, find_kinds, pinned_apart
+from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, Values
+from autoshard.sharding.cost.collectives import Collective, LiveBuffers, StepCost, collective, summed
+from autoshard.sharding.cost.equivalence_classes import (
+    OperatorClass,
+    SharedOperands,
+    ValueClasses,
+    operator_classes,
+    pinned_apart,
+    value_classes,
+)
 from autoshard.sharding.cost.fusion import Fusion
-from autoshard.sharding.cost.opaque_memory import Inside, inside
+from autoshard.sharding.cost.opaque_memory import OpaqueMemory, inside
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import ONCE_UPDATED, moved_bytes, regathers, strategy_at
-from autoshard.sharding.layout.operator_strategy import Move, Strategy
+from autoshard.sharding.layout.operator_sharding import ONCE_UPDATED, moved_bytes, state_gathers, strategy_at
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.program.flops import products
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, decides, declared
-from autoshard.spmdrules.core.placement import Spec, sent, ways
+from autoshard.sharding.program.flops import matmul_flops
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, declared, is_decision_point
+from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Op
 
@@ -75,7 +82,7 @@ class CostModel:
     ):
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion, self.apart = fusion, apart
-        self.groups = find_groups(axes, roles, fusion, apart)
+        self.groups = operator_classes(axes, roles, fusion, apart)
         self.values = Values(axes, roles, self.groups)
         self._memo: dict[Any, Price] = {}
         self._others: dict[frozenset[int], CostModel] = {}
@@ -91,23 +98,23 @@ class CostModel:
 
     def __call__(self, layout: Layout) -> StepCost:
         """The cost of one step under `layout`."""
-        apart = pinned_apart(self.axes, self.roles, layout.pins)
+        apart = pinned_apart(self.axes, self.roles, layout.fixed)
         if apart != self.apart:
             return self._telling(apart)(layout)
         compute, collectives = 0.0, []
-        there: dict[Any, Waiting] = {}  # what is moved already: one gather serves all that take it
-        named, laying = Nameless(layout, self.values), self.target.lay(layout.mesh)
+        there: dict[Any, LiveBuffers] = {}  # what is moved already: one gather serves all that take it
+        named, laying = CanonicalLayout(layout, self.values), self.target.assign(layout.mesh)
         for number, g in enumerate(self.groups):
             price, names = self._price(number, g, named)
             compute += price.time_us * g.runs
             if price.held_bytes:
-                there["inside", number] = Waiting(price.held_bytes, g.members, g.members)
+                there["inside", number] = LiveBuffers(price.held_bytes, g.members, g.members)
             for move in price.moves:
                 new, axes = g.count, tuple(a for name in move.axes for a in names[name])
                 if move.array >= 0:
                     new = self._share(there, move, axes, g.taken[move.array])
                 elif move.kind == "reduce-scatter":
-                    there["reduced", number, move.array] = Waiting(move.local_bytes, g.members, g.members)
+                    there["reduced", number, move.array] = LiveBuffers(move.local_bytes, g.members, g.members)
                 if new:
                     runs, ahead = g.runs * new / g.count, self._is_ahead(g.op, move)
                     collectives.append(collective(laying, move.kind, axes, move.local_bytes, runs, g.line, ahead))
@@ -124,13 +131,15 @@ class CostModel:
                 self._others[apart] = CostModel(*shared, apart)
         return self._others[apart]
 
-    def _share(self, there: dict[Any, Waiting], move: Move, axes: tuple[str, ...], taken: Sequence[Taken]) -> int:
+    def _share(
+        self, there: dict[Any, LiveBuffers], move: Move, axes: tuple[str, ...], taken: Sequence[SharedOperands]
+    ) -> int:
         """How many of the values that a group needs moved are not there yet; notes who takes them."""
         new, extra = 0, move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
         for some in taken:
             found = there.get((move.kind, axes, some.number))
             if found is None:
-                there[move.kind, axes, some.number] = Waiting(extra, some.first, some.last)
+                there[move.kind, axes, some.number] = LiveBuffers(extra, some.first, some.last)
                 new += len(some.first)
             else:
                 found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)
@@ -143,9 +152,9 @@ class CostModel:
 
     @cached_property
     def _state_values(self) -> set[int]:
-        return {*self.axes.held, *self.axes.program.inputs}
+        return {*self.axes.parameter_aliases, *self.axes.program.inputs}
 
-    def _price(self, number: int, g: Group, named: Nameless) -> tuple[Price, Names]:
+    def _price(self, number: int, g: OperatorClass, named: CanonicalLayout) -> tuple[Price, Names]:
         """What one run of a group's operator costs, and the mesh axes behind the numbers in its moves.
 
         It depends on which dimensions are cut how many ways, not on the names of mesh axes.
@@ -161,10 +170,15 @@ class CostModel:
         return found, names
 
     def _price_new(
-        self, g: Group, mesh: Mapping[str, int], specs: Sequence[Spec], outs: Sequence[Spec], memory: Sequence[Spec]
+        self,
+        g: OperatorClass,
+        mesh: Mapping[str, int],
+        specs: Sequence[Spec],
+        outs: Sequence[Spec],
+        memory: Sequence[Spec],
     ) -> Price:
         op, chip = g.op, self.target.chip
-        if not decides(op):
+        if not is_decision_point(op):
             return Price(self._memory_us(g, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs))
         plan = strategy_at(op, specs, outs, moved_bytes(self.axes, op), mesh, self.target.flops_per_byte)
         assert op.rule is not None
@@ -173,7 +187,7 @@ class CostModel:
         else:
             taken = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
             time = self._memory_us(g, mesh, memory, {v: plan.spec(dims) for v, dims in taken})
-        if work := products(op):
+        if work := matmul_flops(op):
             shards = math.prod(mesh[a] for a, f in plan.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
                 shards *= filled(op.rule, plan, mesh, chip.tile)
@@ -181,27 +195,29 @@ class CostModel:
             time = max(time, busy / shards * 1e6)
         return Price(time, plan.moves, within.held_bytes if within else 0.0)
 
-    def _inside(self, op: Op, plan: Strategy, mesh: Mapping[str, int]) -> Inside | None:
+    def _inside(self, op: Op, plan: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """What a declared operator does on one shard; None of any other."""
         if not declared(op):
             return None
         assert op.rule is not None
         shapes = tuple(
             (
-                tuple(n // ways((over,), mesh) for n, over in zip(v.aval.shape, plan.spec(dims), strict=True)),
+                tuple(n // shard_count((over,), mesh) for n, over in zip(v.aval.shape, plan.spec(dims), strict=True)),
                 v.aval.dtype,
             )
             for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
         )
         return inside(op.eqn.params["fn"], shapes, fuses_operands=self.target.platform == "tpu")
 
-    def _memory_us(self, g: Group, mesh: Mapping[str, int], memory: Sequence[Spec], where: Mapping[int, Spec]) -> float:
+    def _memory_us(
+        self, g: OperatorClass, mesh: Mapping[str, int], memory: Sequence[Spec], where: Mapping[int, Spec]
+    ) -> float:
         """The time that a kernel's reads and writes take; `where` says where values are that are not at home."""
         if g.kernel is None:
             return 0.0
         avals, total, room = self.axes.program.avals, 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
         for v, spec in zip((*g.kernel.reads, *g.kernel.writes), memory, strict=True):
-            size = nbytes(avals[v]) / ways(where.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
+            size = nbytes(avals[v]) / shard_count(where.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
             total += 0.0 if size <= room * self.fusion.near.get(v, 0.0) else size
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
 
@@ -216,13 +232,13 @@ class CostModel:
         for i, (v, spec) in enumerate(zip(op.operands, specs, strict=True)):
             if v < 0 or not spec:
                 continue
-            local = nbytes(self.axes.program.avals[v]) / ways(spec, mesh)
+            local = nbytes(self.axes.program.avals[v]) / shard_count(spec, mesh)
             own = {c for dim in self.axes.of_value[v] for c in dim}
             for axis, cls in self._class_of_axis(mesh, v, spec).items():
                 n, to = mesh[axis], after.get(axis)
                 if to != cls and cls in own:
                     kind = "all-to-all" if to in own else "all-gather"
-                    moves.append(Move(kind, (axis,), i, local, local * sent(kind, n)))
+                    moves.append(Move(kind, (axis,), i, local, local * bytes_sent_per_byte(kind, n)))
         return tuple(moves)
 
     def _class_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, int]:
@@ -240,15 +256,15 @@ class CostModel:
         return found
 
     @cached_property
-    def _updated(self) -> Kinds:
+    def _updated(self) -> ValueClasses:
         """The kinds of the inputs that come back changed."""
-        return find_kinds(self.axes, self.roles, [source for source, _ in self.state], self.apart)
+        return value_classes(self.axes, self.roles, [source for source, _ in self.state], self.apart)
 
     def _state_moves(self, layout: Layout) -> list[Collective]:
         updated = self._updated
-        laying, early, once = self.target.lay(layout.mesh), [], {}
-        for move in regathers(layout, updated.examples):
-            local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
+        laying, early, once = self.target.assign(layout.mesh), [], {}
+        for move in state_gathers(layout, updated.examples):
+            local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.ways(move.axes))
             line = f"parameters, {move.when}"
             made = collective(laying, "all-gather", move.axes, local, 1.0, line, ahead=True)
             if move.when == ONCE_UPDATED:
@@ -259,7 +275,7 @@ class CostModel:
         return early + [made for kind in updated.numbers.tolist() if (made := of_kind[kind]) is not None]
 
 
-def filled(rule: Rule, plan: Strategy, mesh: Mapping[str, int], tile: int) -> float:
+def filled(rule: Rule, plan: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:
     """The part of the matrix unit's tiles that one shard of a contraction fills.
 
     Of the three sizes of a product (rows, columns, what is summed) the longest streams by; the others fill tiles.

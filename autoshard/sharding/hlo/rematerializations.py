@@ -31,7 +31,7 @@ _REMARK = re.compile(
 
 @shown
 @dataclass(frozen=True)
-class Remark:
+class Rematerialization:
     """A tensor that the partitioner makes whole on every device, to cut it anew.
 
     Attributes:
@@ -57,7 +57,7 @@ class Remark:
 
 def read_remarks(
     lines: Iterable[str], program: Program | None = None, wires: Wires | None = None
-) -> tuple[Remark, ...]:
+) -> tuple[Rematerialization, ...]:
     """The remarks in a compiler's log, each once, the largest first.
 
     Args:
@@ -74,19 +74,23 @@ def read_remarks(
     return tuple(sorted(found.values(), key=lambda r: -r.bytes))
 
 
-def _remark(line: str, places: dict[str, str], wires: Wires | None) -> Remark:
+def _remark(line: str, places: dict[str, str], wires: Wires | None) -> Rematerialization:
     text = re.sub(r"^.*?\[SPMD\] ", "", line.strip())
     name = re.search(r'op_name="([^"]*)"', text)
     op_name = name[1] if name else ""
     said = _REMARK.search(text)
     if not said:
-        return Remark("", 0.0, 0.0, 0.0, "the partitioner does not say", op_name, places.get(op_name, ""), text)
+        return Rematerialization(
+            "", 0.0, 0.0, 0.0, "the partitioner does not say", op_name, places.get(op_name, ""), text
+        )
     array, n = arrays_of(said["shape"])[0], pieces(said["old"])
     whole = array.nbytes * n
     everyone = Collective("all-gather", (tuple(range(len(wires.order))),), whole) if wires else None
     time = wires.time_us(everyone) if wires and everyone and n > 1 else 0.0
     cause = f"no way from {said['old']} to {said['new']} at {said['opcode']}"
-    return Remark(str(array), whole, array.nbytes * (n - 1), time, cause, op_name, places.get(op_name, ""), text)
+    return Rematerialization(
+        str(array), whole, array.nbytes * (n - 1), time, cause, op_name, places.get(op_name, ""), text
+    )
 
 
 def pieces(sharding: str) -> int:

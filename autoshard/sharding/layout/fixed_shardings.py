@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.program.path_patterns import few, near
+from autoshard.sharding.program.path_patterns import first_few, suggestions
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, names_axes
 from autoshard.spmdrules.ir.program import Op
@@ -83,7 +83,7 @@ class FixedError(PlanError):
     """
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
-        super().__init__(f"auto_shard({name}): {few(complaints, '; ')}{hint}")
+        super().__init__(f"auto_shard({name}): {first_few(complaints, '; ')}{hint}")
         self.name, self.complaints, self.lacks_axis = name, tuple(complaints), lacks_axis
 
 
@@ -143,7 +143,7 @@ def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, wrong: lis
         same = [i for i, path in enumerate(traced.in_paths) if pattern in (path, glob.escape(path))]
         found = same or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
         if not found:
-            wrong.append(f"{word} '{pattern}' matches no input. {near(pattern, traced.in_paths)}")
+            wrong.append(f"{word} '{pattern}' matches no input. {suggestions(pattern, traced.in_paths)}")
         for i in found:
             (exact if same else by_pattern).setdefault(i, []).append(pattern)
     chosen = {i: (exact if i in exact else by_pattern)[i] for i in sorted({*exact, *by_pattern})}
@@ -202,11 +202,11 @@ def _strange(fixed: Any, word: str) -> list[str]:
     """What of the user's table is no path, no `PartitionSpec` and no sequence of names."""
     if not isinstance(fixed, Mapping):
         return [f"{word} is {fixed!r}; {_EITHER}"]
-    pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not says_something(w)]
+    pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not is_sharding_wish(w)]
     return [f"{word} {pattern!r}: {what!r}; {_EITHER}" for pattern, what in pairs]
 
 
-def says_something(what: Any) -> bool:
+def is_sharding_wish(what: Any) -> bool:
     """Whether this is a `PartitionSpec`, or names of logical axes and None."""
     if isinstance(what, PartitionSpec):
         return all(map(names_axes, what.partitions))

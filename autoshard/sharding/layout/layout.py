@@ -45,7 +45,7 @@ class Layout:
     mesh: Mapping[str, int]
     table: Mapping[str, tuple[int, ...]]
     storage: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
-    pins: Mapping[int, Spec] = field(default_factory=dict)
+    fixed: Mapping[int, Spec] = field(default_factory=dict)
 
     def __post_init__(self):
         self._specs: dict[Leaves, Spec] = {}
@@ -56,8 +56,8 @@ class Layout:
     @cached_property
     def held(self) -> Mapping[int, int]:
         """Value inside a loop or after a cast -> the input that it is (a slice of), where inputs are stored apart."""
-        apart = any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.pins.items())
-        return self.axes.held if apart else {}
+        apart = any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.fixed.items())
+        return self.axes.parameter_aliases if apart else {}
 
     def spec(self, value: int) -> Spec:
         """The sharding in which a value is computed and used."""
@@ -126,8 +126,8 @@ class Layout:
 
     def stored(self, value: int) -> Spec:
         """The sharding in which a program input is held between calls."""
-        if value in self.pins:
-            return self.pins[value]
+        if value in self.fixed:
+            return self.fixed[value]
         role = self.roles.inputs.get(value, "other")
         key = self.axes.of_value[value], self.axes.program.avals[value].shape, role
         found = self._homes.get(key)
@@ -210,7 +210,7 @@ class Layout:
         roles = {role for role in ("optimizer", "parameter") if self.storage.get(role)}
         found: dict[Leaves, Spec] = {}
         for v, role in self.roles.inputs.items():
-            if role not in roles and not (v in self.pins and is_float(self.axes.program.avals[v])):
+            if role not in roles and not (v in self.fixed and is_float(self.axes.program.avals[v])):
                 continue
             leaves, spec = self.axes.of_value[v], self.stored(v)
             slices = [(leaves, spec)]

@@ -12,18 +12,18 @@ from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_strategy import Arrays, Strategy, choose
+from autoshard.sharding.layout.operator_strategy import OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
-from autoshard.sharding.program.partitioner_faults import SPOILED, Cut, known_fault
-from autoshard.spmdrules.core.placement import Spec, axes_of, sent
+from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, Cut, known_fault
+from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.ir.program import Op
 
 ONCE_UPDATED = "once updated"
 
 
-def home(layout: Layout, value: int) -> Spec:
+def operand_spec(layout: Layout, value: int) -> Spec:
     """Where a value is before an operator takes it: a (slice of a) parameter where it is stored, a gradient too."""
     if value in layout.roles.inputs:
         return layout.stored(value)
@@ -36,7 +36,7 @@ def home(layout: Layout, value: int) -> Spec:
     return layout.spec(value)
 
 
-def wanted(layout: Layout, op: Op, value: int) -> Spec:
+def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     """Where the result of a deciding operator should end: a gradient as its state is stored, others as computed."""
     if is_gradient(layout.axes, layout.roles, op, value):
         return beside_state(layout, value)
@@ -58,7 +58,7 @@ def beside_state(layout: Layout, value: int) -> Spec:
 
 
 @dataclass(frozen=True)
-class Regather:
+class StateGather:
     """State that is gathered whole outside of any operator.
 
     Attributes:
@@ -74,7 +74,7 @@ class Regather:
     when: str
 
 
-def regathers(layout: Layout, updated: Iterable[int]) -> list[Regather]:
+def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
     """The gathers of small stacks before their loops, and of parameters from where they are updated (ZeRO-1 and 2).
 
     Args:
@@ -91,25 +91,25 @@ def regathers(layout: Layout, updated: Iterable[int]) -> list[Regather]:
         kept = set(axes_of(after))
         extra = tuple(a for a in axes_of(before) if a not in kept)
         local = nbytes(layout.axes.program.avals[v]) / layout.ways({*kept, *extra})
-        if wire := sent("all-gather", layout.ways(extra)) * local:
-            found.append(Regather(v, extra, wire, when))
+        if wire := bytes_sent_per_byte("all-gather", layout.ways(extra)) * local:
+            found.append(StateGather(v, extra, wire, when))
     return found
 
 
-def strategy(layout: Layout, op: Op, flops_per_byte: float) -> Strategy:
+def strategy(layout: Layout, op: Op, flops_per_byte: float) -> OperatorStrategy:
     """The cut of a deciding operator under a layout."""
-    places = [home(layout, v) if v >= 0 else () for v in op.operands]
-    wants, moved = [wanted(layout, op, v) for v in op.results], moved_bytes(layout.axes, op)
+    places = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
+    wants, moved = [result_spec(layout, op, v) for v in op.results], moved_bytes(layout.axes, op)
     return strategy_at(op, places, wants, moved, layout.mesh, flops_per_byte)
 
 
 def moved_bytes(axes: LogicalAxes, op: Op) -> list[float]:
     """Bytes of each operand where a collective moves it: a parameter in the narrowest type that it was cast from."""
     sizes = [float(nbytes(v.aval)) for v in op.eqn.invars]
-    if axes.narrow:
+    if axes.transfer_dtype:
         for i, v in enumerate(op.operands):
-            if v in axes.narrow:
-                sizes[i] *= axes.narrow[v].itemsize / op.eqn.invars[i].aval.dtype.itemsize
+            if v in axes.transfer_dtype:
+                sizes[i] *= axes.transfer_dtype[v].itemsize / op.eqn.invars[i].aval.dtype.itemsize
     return sizes
 
 
@@ -120,7 +120,7 @@ def strategy_at(
     moved: Sequence[float],
     mesh: Mapping[str, int],
     flops_per_byte: float,
-) -> Strategy:
+) -> OperatorStrategy:
     """The cut of a deciding operator.
 
     Args:
@@ -134,17 +134,17 @@ def strategy_at(
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
     specs = [place or ((),) * a.ndim for place, a in zip(places, avals, strict=True)]
-    operands = Arrays(op.rule.operands, moved, specs, op.rule, mesh)
-    results = Arrays(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, mesh)
-    return choose(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
+    operands = OperandSpecs(op.rule.operands, moved, specs, op.rule, mesh)
+    results = OperandSpecs(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], outs, op.rule, mesh)
+    return choose_strategy(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
 
 
-def cut_of(plan: Strategy, mesh: Mapping[str, int]) -> dict[str, str]:
+def cut_of(plan: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:
     """Mesh axis -> the factor that it cuts, of axes that cut anything."""
     return {axis: factor for axis, factor in plan.factors.items() if factor is not None and mesh[axis] > 1}
 
 
-def runs_on_shards(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> bool:
+def runs_on_shards(op: Op, plan: OperatorStrategy, mesh: Mapping[str, int]) -> bool:
     """Whether an operator runs on shards as its rule says, since XLA's partitioner would spoil it.
 
     It is known to compute some strategies wrongly, to abort, or to gather what the rule leaves where it is.
@@ -155,7 +155,7 @@ def runs_on_shards(op: Op, plan: Strategy, mesh: Mapping[str, int]) -> bool:
 def _faulty(op: Op, cut: Sequence[str], mesh: Mapping[str, int]) -> bool:
     """Whether the partitioner is known to spoil the operator where these factors are cut."""
     assert op.rule is not None
-    if not cut or op.name not in SPOILED or any(_compat.is_extended(v.aval.dtype) for v in op.eqn.invars):
+    if not cut or op.name not in MISPARTITIONED or any(_compat.is_extended(v.aval.dtype) for v in op.eqn.invars):
         return False
     place = Cut([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(cut))
     axes = sum(n > 1 for n in mesh.values())
@@ -163,7 +163,7 @@ def _faulty(op: Op, cut: Sequence[str], mesh: Mapping[str, int]) -> bool:
     return fault is not None and fault.avoided
 
 
-def comes_straight(layout: Layout, op: Op, plan: Strategy, result: int, want: Spec) -> bool:
+def comes_straight(layout: Layout, op: Op, plan: OperatorStrategy, result: int, want: Spec) -> bool:
     """Whether XLA may take a result straight to where it is wanted, with all that the wish says cut as well."""
     rule = op.rule
     assert rule is not None

@@ -21,7 +21,7 @@ from typing import Literal
 
 from autoshard._shown import shown
 from autoshard.spmdrules.core.factor_projection import project
-from autoshard.spmdrules.core.placement import Spec, axes_of, sent, ways
+from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
@@ -49,7 +49,7 @@ class Move:
 
 @shown
 @dataclass(frozen=True)
-class Strategy:
+class OperatorStrategy:
     """The factor that each mesh axis cuts (None: none), and the collectives that follow."""
 
     factors: Mapping[str, str | None]
@@ -61,7 +61,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Arrays:
+class OperandSpecs:
     """An operator's operands (or results): their dims, bytes whole, and specs."""
 
     dims: Sequence[Dims]
@@ -79,14 +79,14 @@ class Arrays:
         ]
 
 
-def choose(
+def choose_strategy(
     rule: Rule,
-    operands: Arrays,
-    results: Arrays,
+    operands: OperandSpecs,
+    results: OperandSpecs,
     mesh: Mapping[str, int],
     flops: float,
     flops_per_byte: float,
-) -> Strategy:
+) -> OperatorStrategy:
     """The cheapest cut for each mesh axis.
 
     Args:
@@ -115,7 +115,7 @@ def choose(
             cut[best[1]] = cut.get(best[1], 1) * n
     for axis in _scattered(rule, chosen, cut):
         chosen[axis] = None
-    return Strategy(chosen, tuple(_moves(rule, operands, results, mesh, chosen)))
+    return OperatorStrategy(chosen, tuple(_moves(rule, operands, results, mesh, chosen)))
 
 
 def _scattered(rule: Rule, chosen: Mapping[str, str | None], cut: Mapping[str, int]) -> list[str]:
@@ -130,7 +130,11 @@ def _scattered(rule: Rule, chosen: Mapping[str, str | None], cut: Mapping[str, i
 
 
 def _moves(
-    rule: Rule, operands: Arrays, results: Arrays, mesh: Mapping[str, int], factors: Mapping[str, str | None]
+    rule: Rule,
+    operands: OperandSpecs,
+    results: OperandSpecs,
+    mesh: Mapping[str, int],
+    factors: Mapping[str, str | None],
 ) -> list[Move]:
     """The collectives if mesh axes cut these factors; axes that are not among them move nothing.
 
@@ -141,7 +145,7 @@ def _moves(
     def add(kind: MoveKind, axes: list[str], array: int, local: float) -> float:
         """A collective of an array that has `local` bytes on each device before; what it has then."""
         n = math.prod(mesh[a] for a in axes)
-        if wire := sent(kind, n) * local:
+        if wire := bytes_sent_per_byte(kind, n) * local:
             out.append(Move(kind, tuple(axes), array, local, wire))
         return local / n if kind == "reduce-scatter" else local
 
@@ -150,7 +154,7 @@ def _moves(
     ):
         leaving = [a for a, f in factors.items() if a in place and place[a] != f]
         if leaving:
-            local = size / ways(spec, mesh)
+            local = size / shard_count(spec, mesh)
             stays = [a for a in leaving if (f := factors[a]) is not None and _has(dims, f)]
             add("all-to-all", stays, i, local)
             add("all-gather", [a for a in leaving if a not in stays], i, local)

@@ -71,7 +71,7 @@ def uses_of(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
     """How many of `size` devices each class can use of what is left to it by those before it that are beside it."""
     found: dict[int, int] = {}
     for c in classes:
-        left = size // math.prod(found[d] for d in found if d in axes.beside.get(c, ()))
+        left = size // math.prod(found[d] for d in found if d in axes.co_occurring.get(c, ()))
         found[c] = math.gcd(left, axes.sizes[c])
     return list(found.values())
 

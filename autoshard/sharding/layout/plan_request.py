@@ -160,7 +160,7 @@ def storage_for(owners: Mapping[str, str], everything: bool) -> dict[Role, tuple
     return {role: axes for role, axes in stored.items() if axes}
 
 
-def lay_out(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
+def layout_of(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
     """The layout that a request means for a program.
 
     Unless the mesh is fixed, a mesh axis is split where one of its logical axes is divisible only by a part of it (two

@@ -16,25 +16,25 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
-from autoshard.sharding.machines.topology import Laying
+from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.plan.sharding_plan import Plan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
 
 @shown
 @dataclass(eq=False)
-class Bound:
+class Executable:
     """A plan's function: its trace, and the layout that the plan means for it."""
 
     traced: Traced
     layout: Layout
     flops_per_byte: float
-    laying: Laying
+    laying: DeviceAssignment
     mesh: Any = None
     planner: Any = None  # planner.Planner: it prices what else could have been chosen
     wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
 
-    def __deepcopy__(self, memo: Any) -> Bound:  # a trace cannot be copied: it is shared
+    def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied: it is shared
         return self
 
     def mesh_over(self, plan: Plan, devices: Any) -> Any:

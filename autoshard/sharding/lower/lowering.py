@@ -17,12 +17,19 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import comes_straight, cut_of, home, runs_on_shards, strategy, wanted
+from autoshard.sharding.layout.operator_sharding import (
+    comes_straight,
+    cut_of,
+    operand_spec,
+    result_spec,
+    runs_on_shards,
+    strategy,
+)
 from autoshard.sharding.lower.conv_as_matmul import folded, is_product, product, unfolded
-from autoshard.sharding.program.operator_kinds import ADDRESSED, REDUCTIONS, constrained, decides, declared
+from autoshard.sharding.program.operator_kinds import ADDRESSED, REDUCTIONS, constrained, declared, is_decision_point
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
-from autoshard.spmdrules.custom_ops.sharded_execution import body_of, on_shards
+from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 from autoshard.spmdrules.ir.program import Block, Op
 
 # Calls whose jaxpr holds no constants: they are the first operands, and this parameter counts them.
@@ -56,8 +63,8 @@ class Lowering:
         One that was turned around (a kernel, for the gradient of its convolution) is so behind the move, which others
         of its convolutions share then.
         """
-        narrow = self.layout.axes.narrow.get(value)
-        if home(self.layout, value) == spec:
+        narrow = self.layout.axes.transfer_dtype.get(value)
+        if operand_spec(self.layout, value) == spec:
             return self.constrain(x, spec)
         if value in self._around:
             op, before = self._around[value]
@@ -87,7 +94,7 @@ class Lowering:
             return self.nested(op, args)
         if op.name == "sharding_constraint":
             return self.own_constraint(op, args[0])
-        if not decides(op):
+        if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.held:
                 self._around[op.results[0]] = op, args[0]
             results = _compat.bind(op.eqn, op.eqn.params, *args)
@@ -95,12 +102,12 @@ class Lowering:
         rule = op.rule
         assert rule is not None
         plan = strategy(self.layout, op, self.flops_per_byte)
-        wants = [wanted(self.layout, op, v) for v in op.results]
+        wants = [result_spec(self.layout, op, v) for v in op.results]
         if declared(op):
             return run_sharded(op.eqn.params, self.mesh, [plan.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, plan, self.layout.mesh):
             cut, avals = cut_of(plan, self.layout.mesh), [v.aval for v in op.eqn.outvars]
-            return on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, cut, wants, *args)
+            return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, cut, wants, *args)
         if not constrained(op):
             return self.near_state(op, _compat.bind(op.eqn, op.eqn.params, *args))
         if op.name in ADDRESSED and args[1].dtype.itemsize < 4:
@@ -134,7 +141,7 @@ class Lowering:
         """
         layout = self.layout
         if op.name == "convert_element_type" and op.results[0] in layout.held:
-            return [self.constrain(results[0], home(layout, op.results[0]))]
+            return [self.constrain(results[0], operand_spec(layout, op.results[0]))]
         if op.name in ("broadcast_in_dim", "reshape"):
             taken = op.operands[0]
             if taken in layout.held and layout.early(taken):

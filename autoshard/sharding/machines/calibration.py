@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
-from autoshard.sharding.machines.device_mesh import device_mesh, in_order
+from autoshard.sharding.machines.device_mesh import device_mesh, topology_order
 from autoshard.sharding.machines.targets import Target, target_for
 from autoshard.sharding.machines.topology import Dim, Topology
 
@@ -54,7 +54,7 @@ def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None
         devices: of one kind; default: all attached ones.
         effort: how much is computed and moved; default: as much as suits the platform.
     """
-    devices = in_order(jax.devices() if devices is None else devices)
+    devices = topology_order(jax.devices() if devices is None else devices)
     effort = effort or EFFORT[devices[0].platform]
     known = target_for(devices, len(devices))
     half, single = (_flops(devices, effort, dtype) / PEAK_REACHED for dtype in (jnp.bfloat16, jnp.float32))
@@ -69,7 +69,7 @@ def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None
     if len(devices) == 1:
         return replace(known, chip=chip)
     bandwidth, latency_us = _links(devices, effort)
-    pieces = known.lay({"all": len(devices)}).pieces["all"]
+    pieces = known.assign({"all": len(devices)}).pieces["all"]
     expected = (len(devices) - 1) / known.topology.time_us("all-gather", pieces, 1e9) * 1e15
     slower = bandwidth / expected
     dims = tuple(_measured(d, d.bandwidth * slower, latency_us) for d in known.topology.dims)

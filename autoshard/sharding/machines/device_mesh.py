@@ -71,7 +71,7 @@ def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:
     return mesh.devices.shape if isinstance(mesh, Mesh) else mesh.axis_sizes
 
 
-def in_order(devices: Sequence[Any]) -> list[Any]:
+def topology_order(devices: Sequence[Any]) -> list[Any]:
     """Devices in the row-major order of their topology: by slice and coordinates, else by process and number."""
 
     def place(device: Any) -> tuple[Any, ...]:
@@ -107,12 +107,12 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
             f"{len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    have = in_order(have[:need])
+    have = topology_order(have[:need])
     places = np.array([have[i] for i in order] if len(order) == need else have)
     return Mesh(places.reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
 
 
-def placed(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
+def existing_placement(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
     """The mesh that arrays already lie on, and the spec of each that does; (None, {}) if they do not.
 
     Where they lie on several meshes of the same devices, it is the one that holds most of them.

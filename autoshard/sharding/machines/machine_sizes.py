@@ -21,7 +21,7 @@ MOST_ON_A_SWITCH = 1024  # where any number could hang on one: processors
 MOST_TIMES = 64  # as many devices as a machine of a file has
 
 
-def larger(target: Target) -> list[Target]:
+def larger_machines(target: Target) -> list[Target]:
     """Machines of the target's kind with more devices, the smallest first."""
     name, _, shape = target.name.partition(":")
     key = ALIASES.get(name, name)
@@ -34,7 +34,7 @@ def larger(target: Target) -> list[Target]:
     return [t for t in map(find_target, sizes(key, CHIPS[key])) if t.devices > target.devices]
 
 
-def roomier(target: Target) -> list[Target]:
+def machines_with_more_memory(target: Target) -> list[Target]:
     """Machines of as many devices of the same platform with more memory on each, the least of it first."""
     chips = sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes)
     found = []

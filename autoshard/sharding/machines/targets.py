@@ -26,7 +26,7 @@ from autoshard._shown import shown
 from autoshard._typed import Readers, fields_of, finite, fit, shortly
 from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
-from autoshard.sharding.machines.topology import Dim, Laying, Topology, lay
+from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
@@ -71,9 +71,9 @@ class Target:
         """The JAX platform: tpu, cuda or cpu."""
         return self.chip.platform
 
-    def lay(self, mesh: Mapping[str, int]) -> Laying:
+    def assign(self, mesh: Mapping[str, int]) -> DeviceAssignment:
         """The plainest laying of a mesh: its last axis on the nearest devices."""
-        return lay(self.topology, tuple(mesh.items()))
+        return assign(self.topology, tuple(mesh.items()))
 
     @cached_property
     def link_bandwidth(self) -> float:

@@ -170,7 +170,7 @@ class Topology:
 
 @shown
 @dataclass(frozen=True)
-class Laying:
+class DeviceAssignment:
     """Where each mesh axis lies: mesh axis -> pieces, major to minor."""
 
     topology: Topology
@@ -226,12 +226,12 @@ class Laying:
 
 
 @lru_cache(maxsize=4096)
-def lay(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> Laying:
+def assign(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> DeviceAssignment:
     """The plainest laying: the last mesh axis on the nearest devices."""
-    return next(layings(topology, dict(mesh), [a for a, _ in reversed(mesh)]))
+    return next(assignments(topology, dict(mesh), [a for a, _ in reversed(mesh)]))
 
 
-def layings(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -> Iterator[Laying]:
+def assignments(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -> Iterator[DeviceAssignment]:
     """Layings of a mesh that give the axes of `first` their places in that order, the best place first.
 
     An axis takes whole dimensions before parts of them, near ones before far ones; every way to do so is given, but
@@ -243,7 +243,7 @@ def layings(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -
         key = tuple((a, found[a]) for a in mesh)
         if key not in seen:
             seen.add(key)
-            yield Laying(topology, dict(key))
+            yield DeviceAssignment(topology, dict(key))
     if not seen:
         each_us = max(d.each_us for d in topology.dims)
         flat = Dim("device", topology.devices, "switch", *_slowest(topology), each_us=each_us)
@@ -252,7 +252,7 @@ def layings(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -
         for a in reversed(list(mesh)):
             pieces[a] = (Piece(0, mesh[a], stride),)
             stride *= mesh[a]
-        yield Laying(Topology((flat,)), {a: pieces[a] for a in mesh})
+        yield DeviceAssignment(Topology((flat,)), {a: pieces[a] for a in mesh})
 
 
 def _slowest(topology: Topology) -> tuple[float, float]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @shown
 @dataclass(frozen=True)
-class Tried:
+class PricedPlan:
     """A plan that was priced.
 
     Attributes:
@@ -42,7 +42,7 @@ class Tried:
 
 @shown
 @dataclass(frozen=True)
-class Searched:
+class SearchRecord:
     """The plans of one variant of the program.
 
     Attributes:
@@ -57,4 +57,4 @@ class Searched:
     proposed: int = 0
     alike: int = 0
     idle: int = 0
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[PricedPlan, ...] = ()

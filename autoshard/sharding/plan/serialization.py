@@ -15,7 +15,7 @@ from autoshard._typed import Readers, fields_of, finite, fit, shortly
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.targets import MOST_DEVICES
-from autoshard.sharding.plan.search_record import Tried
+from autoshard.sharding.plan.search_record import PricedPlan
 from autoshard.sharding.plan.sharding_plan import FORMAT, Plan
 from autoshard.sharding.plan.tensors import Leaf
 
@@ -147,7 +147,7 @@ def _plain(thing: Any) -> Any:
         return dict(zip(thing.axis_names, thing.axis_sizes, strict=True))
     if isinstance(thing, PartitionSpec | tuple | list):
         return [_plain(each) for each in tuple(thing)]
-    if isinstance(thing, Tried):  # there are many: a row for each
+    if isinstance(thing, PricedPlan):  # there are many: a row for each
         return [_plain(each) for each in vars(thing).values()]
     if dataclasses.is_dataclass(thing):
         return _plain(vars(thing))

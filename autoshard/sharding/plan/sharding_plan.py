@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from autoshard._shown import shown
 from autoshard._typed import shortly
 from autoshard.sharding.machines.chips import Options
-from autoshard.sharding.plan.search_record import Searched
+from autoshard.sharding.plan.search_record import SearchRecord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Plan:
     fingerprint: str = ""
     chosen: str = ""
     candidates: tuple[tuple[str, float, float], ...] = ()
-    history: tuple[Searched, ...] = ()
+    history: tuple[SearchRecord, ...] = ()
     function: str = ""
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from autoshard import _compat
-from autoshard.sharding.cost.collectives import Waiting
+from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import home
+from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.plan.tensors import Activation
 from autoshard.spmdrules.core.placement import to_partition_spec
 
@@ -33,7 +33,7 @@ class _Kind:
 
 
 def activations(
-    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], waiting: Sequence[Waiting] = ()
+    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], waiting: Sequence[LiveBuffers] = ()
 ) -> tuple[Activation, ...]:
     """The largest activations and gradients of a step, those that are held at its worst moment first.
 
@@ -86,7 +86,7 @@ def _activation(
         path=kind.operator,
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
-        spec=to_partition_spec(home(layout, kind.value)),
+        spec=to_partition_spec(operand_spec(layout, kind.value)),
         axes=names(kind.value),
         role=role,
         line=kind.line,

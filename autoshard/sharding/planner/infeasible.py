@@ -23,15 +23,15 @@ from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.fixed_shardings import FixedError
-from autoshard.sharding.layout.plan_request import Request, lay_out, request
-from autoshard.sharding.machines.machine_sizes import larger, roomier
+from autoshard.sharding.layout.plan_request import Request, layout_of, request
+from autoshard.sharding.machines.machine_sizes import larger_machines, machines_with_more_memory
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.sharding_plan import Plan
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import on_mesh, search
 
 if TYPE_CHECKING:
-    from autoshard.sharding.planner.planning import Planner
+    from autoshard.sharding.planner.planning import PlanningProblem
 
 LEANEST = 3  # variants that are tried on other machines: those of the least memory on this one
 MOST_SEARCHED = 512  # devices of a machine on which all plans are priced
@@ -46,7 +46,7 @@ class DoesNotFitError(PlanError):
 
 @shown
 @dataclass(frozen=True)
-class Fit:
+class FeasibleMachine:
     """A machine on which a program fits, and its best plan there."""
 
     target: Target
@@ -54,7 +54,7 @@ class Fit:
     variant: Mapping[str, Any]
 
 
-def complain(plans: Sequence[tuple[Mapping[str, Any], Plan]]) -> None:
+def report_infeasible(plans: Sequence[tuple[Mapping[str, Any], Plan]]) -> None:
     """Says that nothing fits: as an error, or as a warning where the memory was not asked about.
 
     Args:
@@ -64,7 +64,7 @@ def complain(plans: Sequence[tuple[Mapping[str, Any], Plan]]) -> None:
         DoesNotFitError: a limit was given, or a target that was to be planned for.
     """
     ranked = sorted(plans, key=lambda one: one[1].estimate.peak_memory_bytes)
-    planner: Planner = ranked[0][1].bound.planner
+    planner: PlanningProblem = ranked[0][1].bound.planner
     text = f"auto_shard({planner.traced.name}): {_shortage(*ranked[0])}. "
     if not planner.refuses:
         more = "A larger machine, " if planner.target_given else "More devices, "
@@ -98,14 +98,14 @@ def _contents(plan: Plan) -> str:
 
 def _ways_out(ranked: Sequence[tuple[Mapping[str, Any], Plan]]) -> str:
     """What would do: a larger machine, another, a smaller batch, a higher limit."""
-    planner: Planner = ranked[0][1].bound.planner
+    planner: PlanningProblem = ranked[0][1].bound.planner
     peak = ranked[0][1].estimate.peak_memory_bytes
     if not planner.searched:
         return f"memory_limit_bytes={_rounded_up(peak)} would do, or a smaller batch{_padded(ranked[0][1])}"
     target, parts = planner.machine.target, []
     if planner.machine.sizes is None:
         parts.append(_larger(ranked, target, peak))
-    if not planner.limit_given and (others := roomier(target)):
+    if not planner.limit_given and (others := machines_with_more_memory(target)):
         found = smallest(ranked, others)
         of_size = f"of other machines with {target.devices} device{'s' * (target.devices > 1)}"
         parts.append(f"{of_size}, {_text(found)} would do" if found else f"{of_size} none would do")
@@ -124,8 +124,8 @@ def _padded(plan: Plan) -> str:
 
 def _larger(ranked: Sequence[tuple[Mapping[str, Any], Plan]], target: Target, peak: float) -> str:
     """The smallest of the larger machines that would do, in words."""
-    planner: Planner = ranked[0][1].bound.planner
-    chip, bigger = target.name.partition(":")[0], larger(target)
+    planner: PlanningProblem = ranked[0][1].bound.planner
+    chip, bigger = target.name.partition(":")[0], larger_machines(target)
     if not bigger:
         return f"{chip} comes no larger"
     able = [t for t in bigger if t.devices * _limit(planner, t) >= peak * target.devices]
@@ -133,7 +133,7 @@ def _larger(ranked: Sequence[tuple[Mapping[str, Any], Plan]], target: Target, pe
     return f"the smallest {chip} that would do is {_text(found)}" if found else f"not even {bigger[-1].name} would do"
 
 
-def _text(fit: Fit) -> str:
+def _text(fit: FeasibleMachine) -> str:
     """`v5e:4x4 (fsdp:16, remat=full: 11.7 GiB a device)`."""
     name = fit.plan.name + (f", {variant_text(fit.variant)}" if fit.variant else "")
     return f"{fit.target.name} ({name}: {bytes_text(fit.plan.peak_bytes)} a device)"
@@ -146,21 +146,21 @@ def _rounded_up(n: float) -> str:
     return f"{digits / 100:.2f}e{power + 2}" if power else str(digits)
 
 
-def smallest(ranked: Sequence[tuple[Mapping[str, Any], Plan]], targets: Sequence[Target]) -> Fit | None:
+def smallest(ranked: Sequence[tuple[Mapping[str, Any], Plan]], targets: Sequence[Target]) -> FeasibleMachine | None:
     """The first of the machines on which one of the variants fits."""
     for target in targets:
         for variant, plan in ranked:
             found = _best_on(plan.bound.planner, target)
             if found is not None:
-                return Fit(target, found, variant)
+                return FeasibleMachine(target, found, variant)
         variant, plan = ranked[0]
         found = _best_on(plan.bound.planner, target, of_all=True) if target.devices <= MOST_SEARCHED else None
         if found is not None:
-            return Fit(target, found, variant)
+            return FeasibleMachine(target, found, variant)
     return None
 
 
-def _best_on(planner: Planner, target: Target, of_all: bool = False) -> Candidate | None:
+def _best_on(planner: PlanningProblem, target: Target, of_all: bool = False) -> Candidate | None:
     """The best plan on another machine, None where it does not fit, or (unless `of_all`) no lean one does."""
     cost = CostModel(planner.axes, planner.roles, target, planner.cost.fusion, planner.state)
     limit, mesh = _limit(planner, target), planner.machine.sizes
@@ -175,16 +175,16 @@ def _best_on(planner: Planner, target: Target, of_all: bool = False) -> Candidat
     return best if best.fits(limit) else None
 
 
-def _limit(planner: Planner, target: Target) -> float:
+def _limit(planner: PlanningProblem, target: Target) -> float:
     return planner.limit if planner.limit_given else target.chip.memory_bytes
 
 
-def _lean(planner: Planner, target: Target) -> Iterator[tuple[str, Any]]:
+def _lean(planner: PlanningProblem, target: Target) -> Iterator[tuple[str, Any]]:
     """Layouts that leave little on a device, the plainest first."""
     if planner.machine.sizes is not None:
         return iter(on_mesh(planner.axes, planner.roles, planner.machine.sizes))
     asked = _lean_requests(planner.roles, target.devices)
-    return ((str(one), lay_out(planner.axes, planner.roles, one)) for one in asked)
+    return ((str(one), layout_of(planner.axes, planner.roles, one)) for one in asked)
 
 
 def _lean_requests(roles: Roles, devices: int) -> Iterator[Request]:

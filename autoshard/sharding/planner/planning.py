@@ -16,11 +16,11 @@ from autoshard._gc import paused
 from autoshard._units import bytes_text
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.axis_names import name_axes
-from autoshard.sharding.axes.expert_routing import part_routing
-from autoshard.sharding.axes.generated_batches import join_batches
+from autoshard.sharding.axes.expert_routing import split_expert_axes
+from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
 from autoshard.sharding.axes.roles import STATE, Role, Roles, batch_axis, find_roles
-from autoshard.sharding.axes.state_checks import complain_of_changes
+from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.cost.peak_memory import MemoryModel
@@ -35,16 +35,16 @@ from autoshard.sharding.layout.fixed_shardings import (
     pin_all,
 )
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.lower.executable import Bound
-from autoshard.sharding.machines.device_mesh import Machine, MeshLike, abstract_mesh, find_machine, placed
-from autoshard.sharding.machines.topology import Laying, Piece
+from autoshard.sharding.lower.executable import Executable
+from autoshard.sharding.machines.device_mesh import Machine, MeshLike, abstract_mesh, existing_placement, find_machine
+from autoshard.sharding.machines.topology import DeviceAssignment, Piece
 from autoshard.sharding.plan.sharding_plan import Estimate, Plan
 from autoshard.sharding.plan.tensors import Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.search_summary import searched
-from autoshard.sharding.planner.shortlist import SEEN, Contest, unlike
+from autoshard.sharding.planner.shortlist import LOOKED_AT, Shortlist, without_near_duplicates
 from autoshard.sharding.program.tracing import Traced
-from autoshard.sharding.search.candidate import Candidate, Tally, laid_well, price
+from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
 from autoshard.sharding.search.layout_search import idle_layouts, search
 from autoshard.sharding.search.padding import Undivided, multiple, undivided, what_padding_wins
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
@@ -71,7 +71,7 @@ def plan_traced(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
-    asked: Contest | None = None,
+    asked: Shortlist | None = None,
     strict: bool = False,
 ) -> Plan:
     """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are.
@@ -79,15 +79,15 @@ def plan_traced(
     Where none fits the memory, it is the leanest: `unfit.complain` says so.
     """
     free = mesh is None and target is None and plan is None  # a plan that was asked for says where arrays go
-    held_mesh, held = placed(jax.tree.leaves(args)) if free else (None, {})
+    held_mesh, held = existing_placement(jax.tree.leaves(args)) if free else (None, {})
     constraints = own_constraints(traced)
     if mesh is None and target is None:
         meshes = (held_mesh, constraint_mesh(constraints), _compat.current_mesh())
         mesh = next((m for m in meshes if m is not None), None)
-    planner = Planner(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
+    planner = PlanningProblem(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
     planner.target_given = target is not None
-    planner.complain_of_unknown(strict)
-    complain_of_changes(traced, planner.axes)
+    planner.check_rules_known(strict)
+    check_state_kept(traced, planner.axes)
     if isinstance(plan, Plan):
         return planner.rebind(plan)
     candidate, others = planner.choose(plan, {planner.program.inputs[i]: s for i, s in held.items()}, fixed or {})
@@ -95,11 +95,11 @@ def plan_traced(
         made = planner.best_of(candidate, others, asked)
     else:
         made = planner.describe(candidate, others)
-    planner.tally = Tally()  # a plan that is kept keeps its planner: not all that was priced with it
+    planner.tally = SearchCounts()  # a plan that is kept keeps its planner: not all that was priced with it
     return made
 
 
-class Planner:
+class PlanningProblem:
     """One traced function on one machine."""
 
     def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
@@ -115,11 +115,11 @@ class Planner:
         self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
         state = [i for i, _ in self.state]
         batch = batch_axis(self.program, self.axes, frozenset(state))
-        join_batches(self.axes, batch)
+        join_generated_batches(self.axes, batch)
         self.roles: Roles = find_roles(self.program, self.axes, state, batch=batch)
-        part_routing(self.axes, self.roles)
+        split_expert_axes(self.axes, self.roles)
         self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
-        self.tally = Tally()
+        self.tally = SearchCounts()
 
     @property
     def refuses(self) -> bool:
@@ -145,7 +145,7 @@ class Planner:
         state = [(i, o) for i, o in self.state if i in donated]
         return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
 
-    def complain_of_unknown(self, strict: bool) -> None:
+    def check_rules_known(self, strict: bool) -> None:
         """Names the primitives that have no rule."""
         if not self.program.unknown:
             return
@@ -178,13 +178,13 @@ class Planner:
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
             fitting = [c for c in others if c.fits(self.limit)]
             by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
-            best = laid_well(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
+            best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
             if isinstance(asked, str):
                 self._refuse_idle(asked, best.layout)
         return best, others
 
     def search(
-        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], tally: Tally | None = None
+        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], tally: SearchCounts | None = None
     ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
         pin = partial(self.pinned, held=held, fixed=fixed)
@@ -243,7 +243,7 @@ class Planner:
             names = sorted(set(self.axes.names.values()))
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
                             f"{', '.join(able) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
-        return plan_request.lay_out(self.axes, self.roles, asked)
+        return plan_request.layout_of(self.axes, self.roles, asked)
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
         """Every way to spread the devices over named axes."""
@@ -257,17 +257,19 @@ class Planner:
 
     def _pin(self, layout: Layout, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
         written = {self.traced.in_paths[i]: spec for i, spec in self.traced.written.items()}
-        layout.pins = {
+        layout.fixed = {
             **fixed_pins(self.traced, self.axes, layout, written, "annotated"),
             **held,
             **fixed_pins(self.traced, self.axes, layout, fixed, "fixed"),
         }
         check_constraints(self.traced.name, self.constraints, layout)
 
-    def best_of(self, best: Candidate, others: Sequence[Candidate], asked: Contest) -> Plan:
+    def best_of(self, best: Candidate, others: Sequence[Candidate], asked: Shortlist) -> Plan:
         """Of the best candidates the one that wins a contest."""
         rest = [c for c in others if c.layout is not best.layout and c.fits(self.limit)]  # one laid anew is the same
-        ranked = unlike([(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SEEN * asked.count]])
+        ranked = without_near_duplicates(
+            [(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: LOOKED_AT * asked.count]]
+        )
         every = [(c.cost.step_time_us, c.peak_bytes, c) for c in others]
         beyond = asked.beyond(every, self.limit, best.cost.step_time_us if best.fits(self.limit) else math.inf)
         return asked.judge([self.describe(c, others) for *_, c in [*ranked[: asked.count], *beyond]], self.limit)
@@ -317,7 +319,7 @@ class Planner:
             axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
             limit_bytes=self.limit if math.isfinite(self.limit) else 0.0,
             alone=_estimate(price("one device", Layout(axes, self.roles, {}, {}), self.cost, self.memory)),
-            bound=Bound(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh, self),
+            bound=Executable(self.traced, layout, target.flops_per_byte, best.laying, self.machine.mesh, self),
         )
 
     def _leaf(self, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
@@ -349,13 +351,13 @@ class Planner:
                 f"{self.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
                 f"it {now}; {multiple(size, one.ways)} would be cut into {one.ways}"
             )
-        own = {v: s for v, s in layout.pins.items() if v not in self.held}
+        own = {v: s for v, s in layout.fixed.items() if v not in self.held}
         return (*notes, *disagreements(self.traced, self.axes, own))
 
     def _padding(self, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
         """What padding axes that do not divide would win, by the plan or, if it was searched for, by another."""
         idle = []
-        if self.searched and not any(c.layout.pins for c in others):
+        if self.searched and not any(c.layout.fixed for c in others):
             idle = idle_layouts(self.axes, self.roles, self.machine.target.devices, self.machine.sizes)
         return what_padding_wins(*self.models, best, others, self.limit, idle)
 
@@ -385,20 +387,20 @@ class Planner:
         }
         paths = zip(self.program.inputs, plan.inputs, strict=True)
         self.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored(v) != specs[v]}
-        layout.pins = specs
-        bound = Bound(
+        layout.fixed = specs
+        bound = Executable(
             self.traced, layout, self.machine.target.flops_per_byte, self._laying(plan), self.machine.mesh, self
         )
         return plan.where(bound=bound)
 
-    def _laying(self, plan: Plan) -> Laying:
+    def _laying(self, plan: Plan) -> DeviceAssignment:
         """Where a plan's mesh axes lie on this machine; as plainly as can be, if it was made for another."""
         topology = self.machine.target.topology
         numbers = {d.name: i for i, d in enumerate(topology.dims)}
         if not plan.placing or plan.topology != tuple((d.name, d.size) for d in topology.dims):
-            return self.machine.target.lay(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)))
+            return self.machine.target.assign(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)))
         pieces = {a: tuple(Piece(numbers[d], n, s) for d, n, s in found) for a, found in plan.placing.items()}
-        return Laying(topology, pieces)
+        return DeviceAssignment(topology, pieces)
 
 
 def _place(lines: Sequence[str]) -> str:
@@ -440,7 +442,7 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
     return [one(v) for v in program.outputs]
 
 
-def _placing(laying: Laying) -> dict[str, tuple[tuple[str, int, int], ...]]:
+def _placing(laying: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:
     """A laying as a plan keeps it: by the names of the topology's dimensions."""
     dims = laying.topology.dims
     return {a: tuple((dims[p.dim].name, p.size, p.stride) for p in pieces) for a, pieces in laying.pieces.items()}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoshard.sharding.plan.sharding_plan import Plan
     from autoshard.sharding.search.candidate import Candidate
-from autoshard.sharding.cost.exposed_communication import waits_us
-from autoshard.sharding.plan.search_record import Searched, Tried
-from autoshard.sharding.search.candidate import Tally
+from autoshard.sharding.cost.exposed_communication import exposed_us
+from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
+from autoshard.sharding.search.candidate import SearchCounts
 
 
-def searched(priced: Sequence[Candidate], tally: Tally, hides: Sequence[str]) -> Searched:
+def searched(priced: Sequence[Candidate], tally: SearchCounts, hides: Sequence[str]) -> SearchRecord:
     """The record of one search.
 
     Args:
@@ -27,18 +27,18 @@ def searched(priced: Sequence[Candidate], tally: Tally, hides: Sequence[str]) ->
     kept = {id(c.layout) for c in priced}  # of what was changed only the best is a candidate
     rows = [*priced, *(c for c in tally.changed if id(c.layout) not in kept)]
     tried = sorted((_tried(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
-    return Searched({}, tally.proposed or len(priced), tally.alike, tally.idle, tuple(tried))
+    return SearchRecord({}, tally.proposed or len(priced), tally.alike, tally.idle, tuple(tried))
 
 
-def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> Tried:
+def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> PricedPlan:
     cost, by_kind = candidate.cost, defaultdict(float)
-    for c, us in zip(cost.collectives, waits_us(cost, hides), strict=True):
+    for c, us in zip(cost.collectives, exposed_us(cost, hides), strict=True):
         by_kind[c.kind] += us
     kind = max(sorted(by_kind), key=lambda k: by_kind[k], default="")
-    return Tried(candidate.name, cost.step_time_us, candidate.peak_bytes, cost.compute_us,
+    return PricedPlan(candidate.name, cost.step_time_us, candidate.peak_bytes, cost.compute_us,
                  kind if by_kind[kind] else "", by_kind[kind], changed)  # fmt: skip
 
 
-def of_variants(made: Sequence[tuple[Mapping[str, Any], Plan]]) -> tuple[Searched, ...]:
+def of_variants(made: Sequence[tuple[Mapping[str, Any], Plan]]) -> tuple[SearchRecord, ...]:
     """The searches of all variants, each under its keywords."""
     return tuple(replace(each, variant=dict(variant)) for variant, plan in made for each in plan.history)

@@ -18,12 +18,12 @@ ALIKE = 0.001
 """Difference in time and in memory up to which two plans are taken for one program."""
 
 
-SEEN = 4
+LOOKED_AT = 4
 """How many times as many candidates as are compiled or run are looked at for those that are not alike."""
 
 
 @dataclass(frozen=True)
-class Contest:
+class Shortlist:
     """How the best candidates are told apart.
 
     Attributes:
@@ -48,7 +48,7 @@ class Contest:
         return found
 
 
-def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan, str], Plan | None]) -> Plan:
+def fastest_of_all(made: Sequence[Made], asked: Shortlist, replan: Callable[[Plan, str], Plan | None]) -> Plan:
     """Of the best candidates of all variants the one that wins a contest.
 
     Args:
@@ -73,7 +73,7 @@ def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan,
         if found is not None:
             plans.append(variant_table(found, choice, made))
 
-    for *_, n, words in unlike(ranked[: SEEN * asked.count]):
+    for *_, n, words in without_near_duplicates(ranked[: LOOKED_AT * asked.count]):
         if len(plans) == asked.count:
             break
         add(n, words)
@@ -83,7 +83,7 @@ def fastest_of_all(made: Sequence[Made], asked: Contest, replan: Callable[[Plan,
     return asked.judge(plans, limit)
 
 
-def unlike(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def without_near_duplicates(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Candidates `(time, bytes, ...)` with those last that differ from an earlier one in next to nothing.
 
     What is told apart by less than `ALIKE` in time and memory both is one program in other words: to compile both

@@ -45,7 +45,7 @@ Next = Callable[[Sequence[Attempt]], Sequence[Mapping[str, Any]]]
 Variants = Mapping[str, Sequence[Any]] | Next
 
 
-def rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> Iterator[list[dict[str, Any]]]:
+def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> Iterator[list[dict[str, Any]]]:
     """The variants to plan, round by round.
 
     Args:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.collectives import relaid
+from autoshard.sharding.cost.collectives import reassigned
 from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_pins
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.program.path_patterns import few
+from autoshard.sharding.program.path_patterns import first_few
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec, to_partition_spec
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ MOST = 24  # neighbours that are priced
 
 @shown
 @dataclass(frozen=True)
-class Choice:
+class Alternative:
     """Inputs stored in another way, and what a step then costs.
 
     Attributes:
@@ -55,7 +55,7 @@ class Choice:
     means: PartitionSpec | None = None
 
 
-def neighbours(plan: Plan, leaves: Sequence[Leaf]) -> list[Choice]:
+def neighbouring_specs(plan: Plan, leaves: Sequence[Leaf]) -> list[Alternative]:
     """Inputs of one kind with one mesh axis elsewhere, or whole: each priced under the plan, the best that fits first.
 
     Moments that lie like their parameter go along.
@@ -74,7 +74,7 @@ def neighbours(plan: Plan, leaves: Sequence[Leaf]) -> list[Choice]:
     return sorted(found, key=lambda c: (c.peak_bytes > limit, round(c.step_time_us, 3), c.peak_bytes))
 
 
-def under(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
+def price_in_plan(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
     """A wish for inputs under the plan as it is: with the moments of parameters, if there are any, and alone."""
     alike = moments_of(plan, leaves)
     alone = {x.path: wish for x in leaves}
@@ -82,7 +82,7 @@ def under(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
     return [*found, _under(plan, alone)]
 
 
-def anew(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
+def price_replanned(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
     """The same, planned anew around the wish: on the mesh that was given, if one was."""
     alike = moments_of(plan, leaves)
     alone = {x.path: wish for x in leaves}
@@ -90,11 +90,11 @@ def anew(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Choice]:
     return [*found, _anew(plan, alone)]
 
 
-def best_without(plan: Plan) -> Choice:
+def best_without(plan: Plan) -> Alternative:
     """What a plan around a wish is compared with: the best plan without it, which a searched plan is itself."""
     planner = plan._bound().planner
     if planner.searched:
-        return Choice({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
+        return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
     return _anew(plan, {})
 
 
@@ -131,25 +131,25 @@ def _moved(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set
                     yield moved
 
 
-def _under(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
+def _under(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
     bound = plan._bound()
     old, planner = bound.layout, bound.planner
     layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
     try:
         pins = fixed_pins(bound.traced, old.axes, layout, fixed, "wish")
     except FixedError as error:
-        return Choice(fixed, refusal=few(error.complaints, "; "))
-    layout.pins = {**old.pins, **pins}
+        return Alternative(fixed, refusal=first_few(error.complaints, "; "))
+    layout.fixed = {**old.pins, **pins}
     means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
-    cost = relaid(planner.cost(layout), bound.laying, planner.machine.target.chip)
+    cost = reassigned(planner.cost(layout), bound.laying, planner.machine.target.chip)
     peak, _ = planner.memory(layout, cost.waiting)
-    return Choice(fixed, cost.step_time_us, peak, plan.chosen, moments=moments, means=means)
+    return Alternative(fixed, cost.step_time_us, peak, plan.chosen, moments=moments, means=means)
 
 
-def _anew(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Choice:
+def _anew(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
     planner = plan._bound().planner
     try:
         best, _ = planner.search(planner.held, {**planner.fixed, **fixed})
     except FixedError as error:
-        return Choice(fixed, refusal=few(error.complaints, "; "))
-    return Choice(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)
+        return Alternative(fixed, refusal=first_few(error.complaints, "; "))
+    return Alternative(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)

@@ -34,11 +34,11 @@ def flops_of(op: Op) -> float:
         return 0.0
     if op.name in CONTRACTIONS:
         return _product(op)
-    found = sum(products(op).values())
+    found = sum(matmul_flops(op).values())
     return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
 
 
-def products(op: Op) -> Mapping[int, float]:
+def matmul_flops(op: Op) -> Mapping[int, float]:
     """The operations of the contractions in an operator, by the bytes of an element of their narrower operand."""
     if op.name in CONTRACTIONS:
         return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _product(op)}
@@ -56,7 +56,7 @@ def _products(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
     program = inner_program(fn, operands)
     for op in program.ops() if program is not None else ():
         if op.rule is not None:
-            for size, flops in products(op).items():
+            for size, flops in matmul_flops(op).items():
                 total[size] = total.get(size, 0.0) + flops * op.trips
     return total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.sharding.program.partitioner_faults import SPOILED
+from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.ir.program import Op
@@ -17,13 +17,13 @@ UNABLE = ("fft", "reduce", "reduce_window")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 
 
-def decides(op: Op) -> bool:
+def is_decision_point(op: Op) -> bool:
     """Whether the layout has something to say at this operator; a sum over dimensions of size 1 is only a reshape."""
     if op.rule is None:
         return False
     if op.name in REDUCTIONS:
         return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
-    return constrained(op) or op.name in SPOILED or declared(op)
+    return constrained(op) or op.name in MISPARTITIONED or declared(op)
 
 
 def constrained(op: Op) -> bool:

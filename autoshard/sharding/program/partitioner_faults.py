@@ -226,7 +226,7 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
 )
 
 
-SPOILED = frozenset(name for fault in KNOWN_PARTITIONER_FAULTS if fault.avoided for name in fault.primitives)
+MISPARTITIONED = frozenset(name for fault in KNOWN_PARTITIONER_FAULTS if fault.avoided for name in fault.primitives)
 
 
 def known_fault(primitive: str, cut: Cut, *effects: Effect, axes: int = 2) -> Fault | None:

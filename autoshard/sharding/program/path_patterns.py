@@ -9,13 +9,13 @@ from collections.abc import Iterable
 SHOWN = 6  # of anything that a long list would bury
 
 
-def means_any(path: str, paths: Iterable[str]) -> bool:
+def matches_any(path: str, paths: Iterable[str]) -> bool:
     """Whether a path, the end of one, or a glob means one of `paths`."""
     wanted = path.strip("/")
     return any(p == wanted or (wanted and p.endswith(f"/{wanted}")) or fnmatch.fnmatchcase(p, wanted) for p in paths)
 
 
-def near(path: str, paths: Iterable[str]) -> str:
+def suggestions(path: str, paths: Iterable[str]) -> str:
     """What to say of a path that is not among `paths`: those that are near it, else what there is."""
     paths = list(dict.fromkeys(paths))
     last = path.rpartition("/")[2].lower()
@@ -26,10 +26,10 @@ def near(path: str, paths: Iterable[str]) -> str:
     tails = {"/".join(p.split("/")[-depth:]): p for p in reversed(paths)}
     found += [tails[name] for name in difflib.get_close_matches(path, tails, n=3)]
     found = list(dict.fromkeys(found))[:4]
-    return f"Near it: {', '.join(found)}" if found else f"There are {few(paths)}"
+    return f"Near it: {', '.join(found)}" if found else f"There are {first_few(paths)}"
 
 
-def few(words: Iterable[str], between: str = ", ") -> str:
+def first_few(words: Iterable[str], between: str = ", ") -> str:
     """The first few words, and how many there are besides."""
     words = list(words)
     return between.join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")

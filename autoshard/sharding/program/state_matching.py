@@ -19,7 +19,7 @@ Words = tuple[str, ...]
 
 @shown
 @dataclass(frozen=True)
-class Drift:
+class StateMismatch:
     """An argument and the part of the results that is most like it, but not the same.
 
     Attributes:
@@ -63,7 +63,7 @@ class Matches:
 
     state: list[tuple[int, int]]
     alike: list[tuple[int, int]]
-    drifts: list[Drift]
+    drifts: list[StateMismatch]
 
 
 def match(
@@ -123,7 +123,7 @@ def _nearest(
     out_keys: Sequence[Any],
     out_avals: Sequence[Any],
     donated: bool,
-) -> list[Drift]:
+) -> list[StateMismatch]:
     """The part of the results that has most of an argument's leaves, if one has any."""
     found = []
     for prefix, part in parts.items():
@@ -143,7 +143,7 @@ def _nearest(
         dropped = tuple(i for k, i in leaves.items() if k not in part)
         changed = tuple(pair for pair in shared if pair not in kept)
         stands = len(prefix) == 1 and _stands_at(first, owner)
-        found.append(Drift(owner, kept, changed, dropped, added, len(prefix), stands))
+        found.append(StateMismatch(owner, kept, changed, dropped, added, len(prefix), stands))
     return sorted(found, key=lambda d: (-len(d.kept), d.odd, not d.stands))[:1]
 
 

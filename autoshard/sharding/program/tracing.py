@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.program.state_matching import Drift, match
+from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.spmdrules.ir.program import Program, build
 
 # Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
@@ -62,7 +62,7 @@ class Traced:
     written: dict[int, Any]
     flags: tuple[Any, ...]
     alike: list[tuple[int, int]]
-    drifts: list[Drift]
+    drifts: list[StateMismatch]
 
     @cached_property
     def program(self) -> Program:

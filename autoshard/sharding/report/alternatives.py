@@ -11,24 +11,24 @@ from jax.sharding import PartitionSpec
 from autoshard._columns import INDENT, columns
 from autoshard._units import bytes_text, change_text, spec_text, time_text
 from autoshard.sharding.layout.plan_request import is_request
-from autoshard.sharding.program.path_patterns import means_any
+from autoshard.sharding.program.path_patterns import matches_any
 from autoshard.sharding.report.summary import mesh_sizes
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan.sharding_plan import Plan
     from autoshard.sharding.plan.tensors import Leaf
-    from autoshard.sharding.planner.what_if import Choice
+    from autoshard.sharding.planner.what_if import Alternative
 
 FIXED_SHOWN = 3  # inputs of one choice
 
 
 def choice_lines(plan: Plan, leaves: Sequence[Leaf]) -> list[str]:
     """The next best shardings of inputs of one kind, and what they cost; nothing for what cannot be cut."""
-    from autoshard.sharding.planner.what_if import neighbours
+    from autoshard.sharding.planner.what_if import neighbouring_specs
 
     if plan.bound is None or plan.mesh.size == 1 or leaves[0] not in plan.inputs or math.prod(leaves[0].shape) < 2:
         return []
-    found = neighbours(plan, leaves)
+    found = neighbouring_specs(plan, leaves)
     if not found:
         return []
     now = _here(plan)
@@ -48,11 +48,11 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
         PlanError: it is of no kind that can be fixed, or of a result.
     """
     from autoshard.errors import PlanError
-    from autoshard.sharding.layout.fixed_shardings import same_spec, says_something
-    from autoshard.sharding.planner.what_if import anew, best_without, under
+    from autoshard.sharding.layout.fixed_shardings import is_sharding_wish, same_spec
+    from autoshard.sharding.planner.what_if import best_without, price_in_plan, price_replanned
 
     plan._bound()
-    if not says_something(wish):
+    if not is_sharding_wish(wish):
         raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or names of logical axes and None for "
                         "what stays whole, such as ('ffn', None)")  # fmt: skip
     check_fixable(leaves[0].path, [leaf.path for leaf in plan.inputs])
@@ -61,9 +61,9 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
     now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
     if isinstance(wish, PartitionSpec) and all(same_spec(wish, x.spec, len(x.shape)) for x in leaves):
         return [f"{name}: {text} is how it is stored already; explain without a wish says what else it could be"]
-    choices = under(plan, leaves, wish)
+    choices = price_in_plan(plan, leaves, wish)
     here = _best(plan, choices)
-    there, without = _best(plan, anew(plan, leaves, wish)), best_without(plan)
+    there, without = _best(plan, price_replanned(plan, leaves, wish)), best_without(plan)
     verdicts = [_verdict(plan, here, _here(plan)), _verdict(plan, there, without)]
     if here.means is not None and not isinstance(wish, PartitionSpec):
         text += f", under this plan {spec_text(here.means)},"
@@ -91,43 +91,43 @@ def check_fixable(path: str, inputs: Sequence[str]) -> None:
     """
     from autoshard.errors import PlanError
 
-    if not means_any(path, inputs):
+    if not matches_any(path, inputs):
         raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: state comes back as its "
                         "input is stored, other results as they are computed. Ask about an input")  # fmt: skip
 
 
-def _here(plan: Plan) -> Choice:
+def _here(plan: Plan) -> Alternative:
     """The plan as it is."""
-    from autoshard.sharding.planner.what_if import Choice
+    from autoshard.sharding.planner.what_if import Alternative
 
-    return Choice({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
+    return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
 
 
-def _anew_line(plan: Plan, choice: Choice, without: Choice) -> str:
+def _anew_line(plan: Plan, choice: Alternative, without: Alternative) -> str:
     if choice.refusal:
         return "planned anew: no other plan can hold it either"
     best = "" if without.words == plan.chosen else f", against {without.words} without it"
     return f"planned anew around it ({choice.words}{best}): {_line(plan, choice, without)}"
 
 
-def _spec(choice: Choice) -> Any:
+def _spec(choice: Alternative) -> Any:
     return next(iter(choice.fixed.values()))
 
 
-def _feasible(plan: Plan, choice: Choice) -> bool:
+def _feasible(plan: Plan, choice: Alternative) -> bool:
     return not choice.refusal and choice.peak_bytes <= (plan.limit_bytes or math.inf)
 
 
-def _best(plan: Plan, choices: Sequence[Choice]) -> Choice:
+def _best(plan: Plan, choices: Sequence[Alternative]) -> Alternative:
     """The fastest that fits; of those that cannot be the simplest."""
 
-    def rank(c: Choice) -> tuple[bool, float, float, int]:
+    def rank(c: Alternative) -> tuple[bool, float, float, int]:
         return (not _feasible(plan, c), round(c.step_time_us, 3), c.peak_bytes, len(c.fixed))
 
     return min(choices, key=rank)
 
 
-def _verdict(plan: Plan, choice: Choice, before: Choice) -> str:
+def _verdict(plan: Plan, choice: Alternative, before: Alternative) -> str:
     from autoshard.sharding.planner.what_if import TIE
 
     if not _feasible(plan, choice):
@@ -141,7 +141,7 @@ def _headline(here: str, anew: str) -> str:
     return here if here == anew else f"{here} under this plan, {anew} planned anew"
 
 
-def _line(plan: Plan, choice: Choice, before: Choice) -> str:
+def _line(plan: Plan, choice: Alternative, before: Alternative) -> str:
     if choice.refusal:
         return f"cannot be: {choice.refusal}"
     step, memory = _changes(choice, before)
@@ -149,7 +149,7 @@ def _line(plan: Plan, choice: Choice, before: Choice) -> str:
     return text + _excess(plan, choice)
 
 
-def _figures(plan: Plan, choice: Choice, before: Choice) -> str:
+def _figures(plan: Plan, choice: Alternative, before: Alternative) -> str:
     """`step +3.10 ms (+0.3 %), memory the same`."""
     step, memory = _changes(choice, before)
     if step == memory == "the same":
@@ -157,7 +157,7 @@ def _figures(plan: Plan, choice: Choice, before: Choice) -> str:
     return f"step {step}, memory {memory}{_excess(plan, choice)}"
 
 
-def _changes(choice: Choice, before: Choice) -> tuple[str, str]:
+def _changes(choice: Alternative, before: Alternative) -> tuple[str, str]:
     from autoshard.sharding.planner.what_if import TIE
 
     return (
@@ -166,25 +166,25 @@ def _changes(choice: Choice, before: Choice) -> tuple[str, str]:
     )
 
 
-def _excess(plan: Plan, choice: Choice) -> str:
+def _excess(plan: Plan, choice: Alternative) -> str:
     if _feasible(plan, choice):
         return ""
     over = choice.peak_bytes - plan.limit_bytes
     return f", {bytes_text(over)} over the limit of {bytes_text(plan.limit_bytes)}"
 
 
-def _moments(choice: Choice) -> str:
+def _moments(choice: Alternative) -> str:
     return "its moment" if choice.moments == 1 else f"the {choice.moments} moments"
 
 
-def _with_or_without(plan: Plan, best: Choice, choices: Sequence[Choice]) -> str:
+def _with_or_without(plan: Plan, best: Alternative, choices: Sequence[Alternative]) -> str:
     other = next(c for c in choices if c is not best)
     if best.moments:
         return f"with {_moments(best)} stored alike; alone: {_figures(plan, other, _here(plan))}"
     return f"alone; with {_moments(other)} stored alike: {_figures(plan, other, _here(plan))}"
 
 
-def _how(plan: Plan, choice: Choice, as_planned: bool) -> str:
+def _how(plan: Plan, choice: Alternative, as_planned: bool) -> str:
     """The keywords that give the choice."""
     shown = {path: spec_text(w) if isinstance(w, PartitionSpec) else str(tuple(w)) for path, w in choice.fixed.items()}
     fixed = ", ".join(f"'{path}': {text}" for path, text in list(shown.items())[:FIXED_SHOWN])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard._columns import INDENT, WIDTH
 from autoshard._typed import shortly
 from autoshard._units import bytes_text, spec_text
-from autoshard.sharding.program.path_patterns import SHOWN, few, means_any, near
+from autoshard.sharding.program.path_patterns import SHOWN, first_few, matches_any, suggestions
 from autoshard.sharding.report.alternatives import choice_lines, wish_lines
 from autoshard.sharding.report.input_traffic import traffic_of
 from autoshard.sharding.report.summary import (
@@ -82,7 +82,8 @@ def find_leaves(plan: Plan, path: str) -> list[Leaf]:
         ending = [leaf for leaf in leaves if path and leaf.path.endswith(f"/{path}")]
         chosen = [leaf for leaf in ending if leaf.role == "parameter"] or ending
         if len(chosen) > 1:
-            raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: {few(x.path for x in chosen)}. "
+            raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: "
+                            f"{first_few(x.path for x in chosen)}. "
                             "Give more of it, or a glob for all of them")  # fmt: skip
         if chosen:
             return chosen
@@ -99,8 +100,8 @@ def check_path(path: str, paths: Sequence[str]) -> None:
 
     if not isinstance(path, str):
         raise PlanError(f"explain: {shortly(path)} is no path; give one as text, such as '0/params/wq'")
-    if not means_any(path, paths):
-        hint = near(path.strip("/"), paths) if paths else "The plan has none at all"
+    if not matches_any(path, paths):
+        hint = suggestions(path.strip("/"), paths) if paths else "The plan has none at all"
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
 
 
@@ -114,7 +115,7 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
     lines = [leaf.path]
     if len(group.leaves) > 1:
-        others = few(x.path for x in group.leaves[1:])
+        others = first_few(x.path for x in group.leaves[1:])
         lines.append(f"{INDENT}and {len(group.leaves) - 1} like it: {others}")
     lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(leaf_bytes(leaf))}; "
                  f"{bytes_text(local_bytes(leaf, sizes))} on each device")  # fmt: skip

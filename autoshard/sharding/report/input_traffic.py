@@ -9,9 +9,9 @@ from autoshard import _compat
 from autoshard._units import line_text
 from autoshard.sharding.cost.collectives import collective
 from autoshard.sharding.cost.equivalence_classes import in_loops
-from autoshard.sharding.layout.operator_sharding import regathers, strategy
-from autoshard.sharding.program.operator_kinds import decides
-from autoshard.spmdrules.core.placement import sent
+from autoshard.sharding.layout.operator_sharding import state_gathers, strategy
+from autoshard.sharding.program.operator_kinds import is_decision_point
+from autoshard.spmdrules.core.placement import bytes_sent_per_byte
 
 if TYPE_CHECKING:
     from autoshard.sharding.plan.sharding_plan import Plan
@@ -36,7 +36,7 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
     found: dict[tuple[str, str, str, str], float] = {}
     gathered: set[Any] = set()
     for op, block in in_loops(program.block):
-        if not decides(op) or not _touches(op, source, slices, axes, is_parameter):
+        if not is_decision_point(op) or not _touches(op, source, slices, axes, is_parameter):
             continue
         for move in strategy(layout, op, per_byte).moves:
             value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
@@ -54,9 +54,9 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
             done = collective(plan.bound.laying, move.kind, move.axes, move.local_bytes, op.trips, "")
             key = (done.kind, " ".join(move.axes), what, line_text(_compat.source_line(op.eqn)))
             found[key] = found.get(key, 0.0) + done.wire_bytes * done.count * share
-    for move in regathers(layout, [source]):
+    for move in state_gathers(layout, [source]):
         if move.value == source:
-            local = move.wire_bytes / sent("all-gather", layout.ways(move.axes))
+            local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.ways(move.axes))
             done = collective(plan.bound.laying, "all-gather", move.axes, local, 1.0, "")
             found[done.kind, " ".join(move.axes), "it", move.when] = done.wire_bytes
     return found

@@ -20,12 +20,12 @@ from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.contest import contest
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.plan.sharding_plan import Plan
-from autoshard.sharding.planner.infeasible import complain
+from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
-from autoshard.sharding.planner.variants import Attempt, attempt, fastest, rounds
+from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
-from autoshard.sharding.runtime.process_agreement import agree
+from autoshard.sharding.runtime.process_agreement import check_same_plan
 
 
 class GraphArguments(Exception):
@@ -58,7 +58,7 @@ class Entry:
     def agreed(self) -> None:
         """Raises where another process is about to run another plan on these devices."""
         if len({d.process_index for d in self.mesh.devices.flat}) > 1:
-            agree(self.plan)
+            check_same_plan(self.plan)
 
     def misplaced(self, leaves: Sequence[Any]) -> list[int]:
         """The inputs that lie elsewhere than the plan has them, or on Explicit axes."""
@@ -207,7 +207,7 @@ class PureFunction:
         options: dict[str, Any] = dict(self.options)
         asked = contest(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
-        for choice in itertools.chain.from_iterable(rounds(self.variants, attempts)):
+        for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
@@ -223,7 +223,7 @@ class PureFunction:
         if not made:
             raise refused[0] if refused else PlanError(f"auto_shard({name_of(self.fn)}): variants name nothing to try")
         if not isinstance(options["plan"], Plan) and not any(plan.fits for _, plan in made):
-            complain(made)
+            report_infeasible(made)
 
         def replan(plan: Plan, words: str) -> Plan | None:
             try:

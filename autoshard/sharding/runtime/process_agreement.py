@@ -30,7 +30,7 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps([data[k] for k in kept]).encode()).hexdigest()[:16]
 
 
-def agree(plan: Plan, timeout_s: float = TIMEOUT_S) -> None:
+def check_same_plan(plan: Plan, timeout_s: float = TIMEOUT_S) -> None:
     """Returns where all processes are about to run the same plan.
 
     Args:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.collectives import StepCost, best_laying
+from autoshard.sharding.cost.collectives import StepCost, best_assignment
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.machines.topology import Laying
+from autoshard.sharding.machines.topology import DeviceAssignment
 
 if TYPE_CHECKING:
     from autoshard.sharding.cost.collectives import StepCost
@@ -28,7 +28,7 @@ class Candidate:
     cost: StepCost
     peak_bytes: float
     memory: Mapping[str, float]
-    laying: Laying
+    laying: DeviceAssignment
 
     def fits(self, limit: float) -> bool:
         """Whether its worst moment fits in `limit` bytes."""
@@ -40,9 +40,9 @@ def candidate_time(candidate: Candidate) -> float:
     return round(candidate.cost.step_time_us, 3)
 
 
-def laid_well(candidate: Candidate, cost: CostModel) -> Candidate:
+def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
     """A candidate whose mesh axes lie where their traffic takes the least time."""
-    laying, found = best_laying(cost.target, candidate.layout.mesh, candidate.cost)
+    laying, found = best_assignment(cost.target, candidate.layout.mesh, candidate.cost)
     return replace(candidate, laying=laying, cost=found)
 
 
@@ -50,11 +50,11 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Ca
     """A layout with its cost."""
     step = cost(layout)
     peak, kinds = memory(layout, step.waiting)
-    return Candidate(name, layout, step, peak, kinds, cost.target.lay(layout.mesh))
+    return Candidate(name, layout, step, peak, kinds, cost.target.assign(layout.mesh))
 
 
 @dataclass(eq=False)
-class Tally:
+class SearchCounts:
     """What a search notes while it goes on: see `Searched`; `changed` are the candidates that `improve` had priced."""
 
     proposed: int = 0

@@ -21,10 +21,10 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, lay_out, request
-from autoshard.sharding.search.candidate import Candidate, Tally, candidate_time, laid_well, price
+from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, layout_of, request
+from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
 from autoshard.sharding.search.known_plans import seeds
-from autoshard.sharding.search.local_search import WORTH, improved
+from autoshard.sharding.search.local_search import WORTH, hill_climb
 
 RELAID = 12  # how many of the fastest candidates have their mesh axes laid onto the topology anew
 IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
@@ -39,7 +39,7 @@ def search(
     limit: float,
     mesh: Mapping[str, int] | None = None,
     pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
-    tally: Tally | None = None,
+    tally: SearchCounts | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """The best layout, and all that were priced, best first.
 
@@ -64,10 +64,10 @@ def search(
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
-            first.setdefault((layout.effect(), tuple(layout.pins.items())), (name, layout))
+            first.setdefault((layout.effect(), tuple(layout.fixed.items())), (name, layout))
         layouts = list(first.values())
     priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
-    tally = tally or Tally()
+    tally = tally or SearchCounts()
     tally.proposed, tally.alike = proposed, cutting - len(layouts)
     tally.idle = proposed - tally.alike - len(priced)
 
@@ -82,12 +82,12 @@ def search(
         return tally.changed[-1]
 
     known = sorted(priced, key=lambda c: (not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes))
-    better = improved(known, tried, limit)
+    better = hill_climb(known, tried, limit)
     fitting = [c for c in [*priced, *better] if c.fits(limit)]
     if not fitting:
         priced += better
-        return laid_well(min(priced, key=lambda c: c.peak_bytes), cost), sorted(priced, key=candidate_time)
-    again = {id(c): laid_well(c, cost) for c in sorted(fitting, key=candidate_time)[:RELAID]}
+        return best_assigned(min(priced, key=lambda c: c.peak_bytes), cost), sorted(priced, key=candidate_time)
+    again = {id(c): best_assigned(c, cost) for c in sorted(fitting, key=candidate_time)[:RELAID]}
     of_known = [again[id(c)] for c in known if id(c) in again]
     most = min(map(candidate_time, of_known)) * (1 - WORTH) if of_known else math.inf
     found = [again[id(c)] for c in better if id(c) in again and candidate_time(again[id(c)]) < most]
@@ -114,7 +114,7 @@ def _at_work(priced: list[Candidate], limit: float) -> list[Candidate]:
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
     for asked in list(seeds(roles, devices)) or [request({"dp": devices})]:
-        yield str(asked), lay_out(axes, roles, asked)
+        yield str(asked), layout_of(axes, roles, asked)
 
 
 def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
@@ -124,4 +124,4 @@ def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterabl
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
         for flags in [[*seq, *state] for seq in sequences for state in ([], ["state"])]:
             asked = Request(mesh, dict(zip(mesh, kinds, strict=True)), frozenset(flags), fixed_mesh=True)
-            yield str(asked), lay_out(axes, roles, asked)
+            yield str(asked), layout_of(axes, roles, asked)

@@ -32,7 +32,7 @@ WORTH = 0.15
 LONGER = 1.05  # how much more compute and traffic (its time, its bytes) than its start a plan may have
 
 
-def improved(
+def hill_climb(
     known: Sequence[Candidate], price: Callable[[str, Layout], Candidate | None], limit: float
 ) -> list[Candidate]:
     """What is better than every known plan, best first.
@@ -99,7 +99,7 @@ def _listed(*classes: int | None) -> Iterable[int]:
 
 
 def _effect(layout: Layout) -> object:
-    return tuple(layout.mesh.items()), layout.effect(), tuple(layout.pins.items())
+    return tuple(layout.mesh.items()), layout.effect(), tuple(layout.fixed.items())
 
 
 def _worth(candidate: Candidate, limit: float) -> tuple[bool, float]:

@@ -25,7 +25,7 @@ from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.tensors import Padding
 from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.search.candidate import Candidate, laid_well, price
+from autoshard.sharding.search.candidate import Candidate, best_assigned, price
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Block, Op, Program
@@ -57,7 +57,7 @@ def undivided(layout: Layout) -> list[Undivided]:
     cuts: dict[int, tuple[str, ...]] = {}
     for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
         over = tuple(a for a, classes in layout.table.items() if c in classes)
-        before = {a for d, axes in cuts.items() if d in layout.axes.beside.get(c, ()) for a in axes}
+        before = {a for d, axes in cuts.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
         cuts[c] = tuple(layout.spec_of(((c,),))[0])
         cut, ways = layout.ways(cuts[c]), layout.ways([a for a in over if a not in before])
         if layout.axes.sizes[c] % ways and cut < ways:
@@ -75,7 +75,7 @@ def unstored(layout: Layout) -> list[Undivided]:
         leaves, spec, aval = layout.axes.of_value[v], layout.stored(v), layout.axes.program.avals[v]
         free = [a for a in layout.storage.get(role, ()) if a not in axes_of(spec)]
         able = [d for d, dim in enumerate(leaves) if len(dim) == 1 and dim[0] not in layout.axes.stacked]
-        if free and able and v not in layout.pins and nbytes(aval) >= LARGE_BYTES:
+        if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_BYTES:
             d = max(able, key=lambda d: (aval.shape[d] / layout.ways(spec[d]), -d))
             (c,), cut = leaves[d], layout.ways(spec[d])
             if aval.shape[d] % (cut * layout.ways(free)):
@@ -114,7 +114,7 @@ def what_padding_wins(
         longer = lengthened(axes, cls, size)
         longer_cost, longer_memory = cost.resized(longer), memory.resized(longer)
         for words, layout, ways in some:
-            made = laid_well(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
+            made = best_assigned(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
             if _wins(made, chosen, limit):
                 step = made.cost.step_time_us
                 won = Padding(axes.name(cls), axes.sizes[cls], ways, size, words, step, made.peak_bytes)
@@ -151,7 +151,7 @@ def _cases(
 
 def _on(axes: LogicalAxes, layout: Layout) -> Layout:
     """The same table on a program with other axes."""
-    return Layout(axes, layout.roles, layout.mesh, layout.table, layout.storage, layout.pins)
+    return Layout(axes, layout.roles, layout.mesh, layout.table, layout.storage, layout.fixed)
 
 
 def _wins(made: Candidate, chosen: Candidate, limit: float) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.spmdrules.core.factor_projection import project
-from autoshard.spmdrules.core.placement import Place, Spec, axes_of, cost
+from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, cost
 from autoshard.spmdrules.core.rule import Dims, Rule
 
 IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
@@ -37,45 +37,45 @@ class Operand:
         twin: the first operand that is the same value; its own number if there is none before it.
     """
 
-    place: Place
+    place: Placement
     nbytes: float
     zero: bool
     twin: int
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolution:
     """Where an operator takes its operands, and where it leaves its results."""
 
-    operands: tuple[Place, ...]
-    results: tuple[Place, ...]
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutFactor:
     """A mesh axis cuts a factor."""
 
     factor: str
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassPartial:
     """A mesh axis over which some operands are partial, and so the results."""
 
     operands: tuple[int, ...]
     op: str
 
 
-Choice = Cut | Pass | None
+Choice = CutFactor | PassPartial | None
 
 
-def settle(
+def resolve(
     rule: Rule,
     operands: Sequence[Operand],
     result_bytes: Sequence[float],
     wanted: Sequence[Spec | None],
     mesh: Mapping[str, int],
-) -> Settled:
+) -> Resolution:
     """The cut of one operator.
 
     Args:
@@ -85,10 +85,10 @@ def settle(
         wanted: where each result should be, None where nothing says so.
         mesh: mesh axis -> size.
     """
-    return _Settling(rule, operands, result_bytes, wanted, mesh).best()
+    return _Resolver(rule, operands, result_bytes, wanted, mesh).best()
 
 
-class _Settling:
+class _Resolver:
     def __init__(
         self,
         rule: Rule,
@@ -111,7 +111,7 @@ class _Settling:
             for dims, spec in zip(rule.results, wanted, strict=True)
         ]
 
-    def best(self) -> Settled:
+    def best(self) -> Resolution:
         """What the operands say where they agree, else the cheapest combination."""
         options = {axis: self.options(axis) for axis in self.mesh}
         if all(len(found) <= 1 for found in options.values()) and not self.reduces(options):
@@ -128,28 +128,28 @@ class _Settling:
         """What a mesh axis could do here, besides nothing."""
         found: list[Choice] = list(self.passes(axis))
         partial = any(axis == a for o in self.operands for a, _ in o.place.partial)
-        found += [Cut(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
+        found += [CutFactor(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
         if not found or partial:
-            found += [Cut(goal[axis]) for goal in self.goals if axis in goal]
+            found += [CutFactor(goal[axis]) for goal in self.goals if axis in goal]
         return list(dict.fromkeys(found))
 
     def reduces(self, options: Mapping[str, Sequence[Choice]]) -> bool:
         """Whether making a partial whole here may be cheaper: its axis cuts a factor, or what it makes is larger."""
         partial = {a for o in self.operands for a, _ in o.place.partial}
-        if any(isinstance(c, Cut) for a in partial for c in options.get(a, ())):
+        if any(isinstance(c, CutFactor) for a in partial for c in options.get(a, ())):
             return True
         largest = max(self.result_bytes, default=0.0)
-        passed = [c for found in options.values() for c in found if isinstance(c, Pass)]
+        passed = [c for found in options.values() for c in found if isinstance(c, PassPartial)]
         return any(largest > sum(self.operands[i].nbytes for i in c.operands) for c in passed)
 
-    def passes(self, axis: str) -> Iterator[Pass]:
+    def passes(self, axis: str) -> Iterator[PassPartial]:
         """The ways in which a partial over `axis` can pass through."""
         held = {i: op for i, o in enumerate(self.operands) for a, op in o.place.partial if a == axis}
         if len(set(held.values())) != 1:
             return
         op = next(iter(held.values()))
         if self.aligned:
-            yield Pass(tuple(held), op)
+            yield PassPartial(tuple(held), op)
             return
         found = set()
         if op == "sum":
@@ -161,7 +161,7 @@ class _Settling:
         if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].zero for i in rest)) or not rest):
             found.add(moved)
         for group in sorted(found):
-            yield Pass(group, op)
+            yield PassPartial(group, op)
 
     @property
     def aligned(self) -> bool:
@@ -169,7 +169,7 @@ class _Settling:
         rule = self.rule
         return 1 < len(rule.operands) == len(rule.moves) and rule.operands == rule.results
 
-    def greedy(self, options: Mapping[str, Sequence[Choice]]) -> Settled:
+    def greedy(self, options: Mapping[str, Sequence[Choice]]) -> Resolution:
         """One axis after the other, where there are too many combinations."""
         chosen: dict[str, Choice] = {}
         for axis, found in options.items():
@@ -178,9 +178,9 @@ class _Settling:
             chosen = trials[min(priced)[1]]
         return self.cheapest([chosen])
 
-    def cheapest(self, combinations: Iterator[dict[str, Choice]] | list[dict[str, Choice]]) -> Settled:
+    def cheapest(self, combinations: Iterator[dict[str, Choice]] | list[dict[str, Choice]]) -> Resolution:
         """The feasible combination with the lowest price; of equals the first."""
-        best: tuple[float, Settled] | None = None
+        best: tuple[float, Resolution] | None = None
         for chosen in combinations:
             settled = self.build(chosen)
             if settled is None:
@@ -191,7 +191,7 @@ class _Settling:
         assert best is not None, "cutting nothing is always feasible"
         return best[1]
 
-    def build(self, chosen: Mapping[str, Choice]) -> Settled | None:
+    def build(self, chosen: Mapping[str, Choice]) -> Resolution | None:
         """Where operands and results are under these choices, None where a dimension cannot be cut like that."""
         axes: dict[str, list[str]] = {}
         for i, cut in self.cuts.items():
@@ -201,17 +201,17 @@ class _Settling:
         if not self.feasible(axes):
             return None
         rule = self.rule
-        passing = [(a, c) for a, c in chosen.items() if isinstance(c, Pass)]
+        passing = [(a, c) for a, c in chosen.items() if isinstance(c, PassPartial)]
         operands = tuple(
-            Place(_spec(dims, axes), tuple((a, c.op) for a, c in passing if i in c.operands))
+            Placement(_spec(dims, axes), tuple((a, c.op) for a, c in passing if i in c.operands))
             for i, dims in enumerate(rule.operands)
         )
         results = []
         for j, dims in enumerate(rule.results):
             passed = [(a, c.op) for a, c in passing if not self.aligned or j in c.operands]
             cut = [(a, op) for f, over in axes.items() if (op := rule.partial(f, j)) for a in over]
-            results.append(Place(_spec(dims, axes), tuple(sorted([*passed, *cut]))))
-        return Settled(operands, tuple(results))
+            results.append(Placement(_spec(dims, axes), tuple(sorted([*passed, *cut]))))
+        return Resolution(operands, tuple(results))
 
     def collect(
         self, axes: dict[str, list[str]], chosen: Mapping[str, Choice], cut: Mapping[str, str], spec: Spec
@@ -219,7 +219,7 @@ class _Settling:
         """Adds the chosen axes of one array's spec to their factors, in its order."""
         for axis in axes_of(spec):
             choice = chosen.get(axis)
-            if isinstance(choice, Cut) and cut.get(axis) == choice.factor:
+            if isinstance(choice, CutFactor) and cut.get(axis) == choice.factor:
                 over = axes.setdefault(choice.factor, [])
                 if axis not in over:
                     over.append(axis)
@@ -238,7 +238,7 @@ class _Settling:
                     open_part = open_part or pieces.get(f, 1) != self.factors[f].size
         return True
 
-    def price(self, settled: Settled) -> float:
+    def price(self, settled: Resolution) -> float:
         """Bytes moved under a choice; see the module's head."""
         total = 0.0
         for i, (o, target) in enumerate(zip(self.operands, settled.operands, strict=True)):
@@ -247,7 +247,7 @@ class _Settling:
             total += cost(o.place, target, o.nbytes, self.mesh)
         for place, nbytes, spec in zip(settled.results, self.result_bytes, self.wanted, strict=True):
             if place.partial or spec is not None:
-                goal = place.whole if spec is None else Place(spec)
+                goal = place.whole if spec is None else Placement(spec)
                 total += cost(place, goal, nbytes, self.mesh)
         return total
 

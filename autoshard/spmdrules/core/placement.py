@@ -31,16 +31,16 @@ ReshardKind = Literal["slice", "reduce-scatter", "all-to-all", "collective-permu
 
 @shown
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where an array is: its spec, and `(mesh axis, operation)` for each axis that it is partial over."""
 
     spec: Spec
     partial: tuple[tuple[str, str], ...] = ()
 
     @property
-    def whole(self) -> Place:
+    def whole(self) -> Placement:
         """The same spec with nothing partial."""
-        return Place(self.spec)
+        return Placement(self.spec)
 
 
 @shown
@@ -53,15 +53,15 @@ class Step:
     nbytes: float
 
 
-def partial_place(spec: Spec, partial: tuple[tuple[str, str], ...]) -> Place:
+def partial_placement(spec: Spec, partial: tuple[tuple[str, str], ...]) -> Placement:
     """A partial place whose spec is `spec` without the axes that it is partial over."""
     over = {axis for axis, _ in partial}
-    return Place(tuple(tuple(a for a in dim if a not in over) for dim in spec), partial)
+    return Placement(tuple(tuple(a for a in dim if a not in over) for dim in spec), partial)
 
 
-def replicated_place(rank: int) -> Place:
+def replicated_placement(rank: int) -> Placement:
     """Whole on every device."""
-    return Place(((),) * rank)
+    return Placement(((),) * rank)
 
 
 def axes_of(spec: Spec) -> Iterator[str]:
@@ -70,7 +70,7 @@ def axes_of(spec: Spec) -> Iterator[str]:
         yield from dim
 
 
-def ways(spec: Spec, mesh: Mapping[str, int]) -> int:
+def shard_count(spec: Spec, mesh: Mapping[str, int]) -> int:
     """The number of different shards under a spec."""
     return math.prod(mesh[a] for a in axes_of(spec))
 
@@ -81,7 +81,7 @@ def bytes_of(aval: Any) -> float:
     return float(math.prod(aval.shape) * dtype.itemsize) if dtype is not None else 0.0
 
 
-def sent(kind: ReshardKind, n: int) -> float:
+def bytes_sent_per_byte(kind: ReshardKind, n: int) -> float:
     """What each of `n` devices sends for a step, in bytes for each byte on it before; see the module's head."""
     match kind:
         case "slice":
@@ -96,7 +96,7 @@ def sent(kind: ReshardKind, n: int) -> float:
             return n - 1.0
 
 
-def steps(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> list[Step]:
+def steps(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]) -> list[Step]:
     """What takes an array of `nbytes` from one place to another.
 
     Args:
@@ -113,14 +113,14 @@ def steps(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> lis
     summed = [axis for axis, _ in old.partial if axis not in stays]
     gathered = [a for a in before if a not in after]
     grown = {before[a] for a in gathered}
-    local = nbytes / ways(old.spec, mesh)
+    local = nbytes / shard_count(old.spec, mesh)
     made: list[Step] = []
 
     def step(kind: ReshardKind, axis: str) -> None:
         nonlocal local
         n = mesh[axis]
         if n > 1:
-            made.append(Step(kind, axis, sent(kind, n) * local))
+            made.append(Step(kind, axis, bytes_sent_per_byte(kind, n) * local))
             local *= n if kind == "all-gather" else 1 / n if kind in ("slice", "reduce-scatter") else 1
 
     late = []
@@ -151,18 +151,18 @@ def _majors(axes: Sequence[str], axis: str) -> Sequence[str]:
     return axes[: axes.index(axis)]
 
 
-def cost(old: Place, new: Place, nbytes: float, mesh: Mapping[str, int]) -> float:
+def cost(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]) -> float:
     """The bytes that each device sends to take an array from one place to another."""
     return sum(step.nbytes for step in steps(old, new, nbytes, mesh))
 
 
-def meet(places: Sequence[Place], nbytes: float, mesh: Mapping[str, int]) -> Place:
+def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) -> Placement:
     """The one of several places that the fewest bytes bring all of them to; of equals the first.
 
     A partial is made whole unless all of them are partial in the same way.
     """
     same = places[0].partial if len({p.partial for p in places}) == 1 else ()
-    options = dict.fromkeys(partial_place(p.spec, same) for p in places)
+    options = dict.fromkeys(partial_placement(p.spec, same) for p in places)
     return min(options, key=lambda o: sum(cost(p, o, nbytes, mesh) for p in places))
 
 

@@ -16,7 +16,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GROUPS = "v"  # the factor of the groups of a grouped matmul; their sizes are another factor
 
 
-class Build:
+class RuleBuilder:
     """Makes the factors of one rule, each with a name of its own."""
 
     def __init__(self) -> None:
@@ -69,15 +69,17 @@ class Build:
         return Rule(tuple(operands), tuple(results), factors, tuple(linear), moves, local, body)
 
 
-def like(shape: Sequence[int]) -> tuple[Build, Dims]:
+def like(shape: Sequence[int]) -> tuple[RuleBuilder, Dims]:
     """A builder, and pass-through dimensions for `shape`."""
-    build = Build()
+    build = RuleBuilder()
     return build, build.dims(shape)
 
 
-def along(shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None) -> tuple[Build, Dims]:
+def along(
+    shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None
+) -> tuple[RuleBuilder, Dims]:
     """A builder, and dimensions for `shape` of which `axes` are of another kind than pass."""
-    build = Build()
+    build = RuleBuilder()
     stem = "r" if kind == "reduce" else "w"
     rest = iter(build.dims([n for d, n in enumerate(shape) if d not in axes]))
     return build, tuple(build.dim(stem, n, kind, op) if d in axes else next(rest) for d, n in enumerate(shape))

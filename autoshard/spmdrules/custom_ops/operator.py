@@ -14,13 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from autoshard import _compat
-from autoshard.spmdrules.core.conflict_resolution import Operand, settle
+from autoshard.spmdrules.core.conflict_resolution import Operand, resolve
 from autoshard.spmdrules.core.factor_projection import project
-from autoshard.spmdrules.core.placement import Place, axes_of, bytes_of, from_partition_spec, to_partition_spec
+from autoshard.spmdrules.core.placement import Placement, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, shapes
-from autoshard.spmdrules.custom_ops.sharded_execution import on_shards
+from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
 _compat.not_users_lines(__file__)
 
@@ -178,9 +178,9 @@ def run_sharded(
                 f"'{text}': operand {i} (shape {args[i].shape}) cannot be cut over '{lost[0]}' as "
                 f"{to_partition_spec(spec)}: the dimension is needed whole, or does not divide. Gather it first."
             )
-    operands = [Operand(Place(s), bytes_of(x), False, i) for i, (s, x) in enumerate(zip(specs, args, strict=True))]
+    operands = [Operand(Placement(s), bytes_of(x), False, i) for i, (s, x) in enumerate(zip(specs, args, strict=True))]
     outs = shapes(fn, args)
-    settled = settle(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
+    settled = resolve(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
     cut: dict[str, str] = {}
     for dims, place in zip((*rule.operands, *rule.results), (*settled.operands, *settled.results), strict=True):
         factors = project(rule, dims, place.spec, sizes)
@@ -190,4 +190,4 @@ def run_sharded(
         local = rule.where(factors=tuple(replace(f, size=shard.size(f.name)) for f in rule.factors))
         return apply(_ON_SHARDS, shards, fn=fn, text=local.text, vjp=vjp)
 
-    return on_shards(rule, body, outs, mesh, cut, result_specs, *args)
+    return run_on_shards(rule, body, outs, mesh, cut, result_specs, *args)

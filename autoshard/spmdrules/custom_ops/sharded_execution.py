@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.spmdrules.core.factor_projection import project
-from autoshard.spmdrules.core.placement import Place, Spec, axes_of, from_partition_spec, to_partition_spec
+from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import flat, same_axes
 
@@ -35,7 +35,7 @@ def body_of(eqn: Any, rule: Rule) -> Body:
     return run
 
 
-def on_shards(
+def run_on_shards(
     rule: Rule,
     body: Body,
     results: Sequence[Any],
@@ -92,13 +92,13 @@ def on_shards(
     return [_moved(x, end, goal, mesh) for x, end, goal in zip(mapped(*args), ends, goals, strict=True)]
 
 
-def _place(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Place:
+def _place(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Placement:
     """Where a result is when the body has run."""
     ops = {f: rule.partial(f, result) for f in axes}
-    return Place(spec, tuple((a, op) for f, op in ops.items() if op is not None for a in axes[f]))
+    return Placement(spec, tuple((a, op) for f, op in ops.items() if op is not None for a in axes[f]))
 
 
-def _end(place: Place, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
+def _end(place: Placement, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
     """The spec in which shards leave: a partial sum goes to shards over an axis that the result wants as its next."""
     spec = [list(dim) for dim in place.spec]
     for axis, op in place.partial:
@@ -110,7 +110,7 @@ def _end(place: Place, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> 
     return tuple(map(tuple, spec))
 
 
-def _finish(x: Any, place: Place, end: Spec) -> Any:
+def _finish(x: Any, place: Placement, end: Spec) -> Any:
     """Reduces a shard's partials; what is the same on every shard of an axis is said to be."""
     for axis, op in place.partial:
         scattered = next((d for d, dim in enumerate(end) if axis in dim), None)

@@ -10,7 +10,7 @@ from jax import lax
 from autoshard._compat import primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Build, Dim, drops_sharding, without_sharding
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, drops_sharding, without_sharding
 from autoshard.spmdrules.families.window import slide
 
 EITHER = ((0,), (1,))
@@ -23,7 +23,7 @@ def dot_general(x: Any, y: Any, *, dimension_numbers: Any, out_sharding: Any = N
     https://openxla.org/stablehlo/spec#dot_general
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    build = Build()
+    build = RuleBuilder()
     batch = [build.dim("b", x.shape[d]) for d in x_batch]
     summed = [build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract]
     lhs, x_free = place_dims(build, "m", x.shape, [(x_batch, batch), (x_contract, summed)])
@@ -32,7 +32,7 @@ def dot_general(x: Any, y: Any, *, dimension_numbers: Any, out_sharding: Any = N
 
 
 def place_dims(
-    build: Build, stem: str, shape: Sequence[int], placed: Sequence[tuple[Sequence[int], Sequence[Dim]]]
+    build: RuleBuilder, stem: str, shape: Sequence[int], placed: Sequence[tuple[Sequence[int], Sequence[Dim]]]
 ) -> tuple[Dims, list[Dim]]:
     """An operand's dimensions, some of which are given; the others are made, and returned alone too."""
     known = {d: dim for where, dims in placed for d, dim in zip(where, dims, strict=True)}
@@ -49,7 +49,7 @@ def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scaled_dot.html
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-    build = Build()
+    build = RuleBuilder()
     batch = [build.dim("b", x.shape[d]) for d in x_batch]
     blocks = [
         _blocks(build, x.shape[i], x_scale.shape[i], y_scale.shape[j])
@@ -62,7 +62,7 @@ def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers:
     return build.rule([lhs, rhs, x_scales, y_scales], [(*batch, *x_free, *y_free)])
 
 
-def _blocks(build: Build, size: int, first: int, second: int) -> tuple[Dim, Dim, Dim]:
+def _blocks(build: RuleBuilder, size: int, first: int, second: int) -> tuple[Dim, Dim, Dim]:
     """A contracted dimension, and those of its two scales, which count blocks of it; the fewer, the larger."""
     few, many = sorted((first, second))
     if many % few:
@@ -102,7 +102,7 @@ def conv_general_dilated(
     https://openxla.org/stablehlo/spec#convolution
     """
     lhs, rhs, out = dimension_numbers
-    build = Build()
+    build = RuleBuilder()
     features, batches = feature_group_count, batch_group_count
     group = build.dim("g", max(features, batches))
     n = build.dim("n", x.shape[lhs[0]] // batches)
@@ -130,7 +130,7 @@ def conv_general_dilated(
 
 
 def _spatial(
-    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int
+    build: RuleBuilder, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int
 ) -> tuple[Dim, Dim, Dim]:
     """A spatial dimension of the image, of the kernel and of the result.
 

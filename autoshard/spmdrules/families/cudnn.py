@@ -12,7 +12,7 @@ from typing import Any
 from autoshard._compat import primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Kind, Reduction, Rule
-from autoshard.spmdrules.core.rule_builder import Build, Dim
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder
 
 _CAUSAL, _PADDED_CAUSAL = 2, 3  # of JAX's `MaskType`
 _HEADS_FIRST = 1  # the layout `batch heads sequence features`; the other is `batch sequence heads features`
@@ -31,7 +31,7 @@ def scaled_matmul(x: Any, y: Any, x_scale: Any, y_scale: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.scaled_matmul.html
     """
-    build = Build()
+    build = RuleBuilder()
     batch, m, n = build.dim("b", x.shape[0]), build.dim("m", x.shape[1]), build.dim("n", y.shape[1])
     blocks = build.dim("k", x_scale.shape[2], "reduce", "sum")
     full = blocks + build.dim("x", x.shape[2] // x_scale.shape[2], "reduce", "sum")
@@ -43,7 +43,7 @@ class _Attention:
     """The dimensions of one call: batch and key heads pass, the query heads that share a key head go with it."""
 
     def __init__(self, query: Any, key: Any, value: Any, layout: int, kind: Kind = "pass", op: Reduction | None = None):
-        self.build = build = Build()
+        self.build = build = RuleBuilder()
         self.layout = layout
         heads, seq = (1, 2) if layout == _HEADS_FIRST else (2, 1)
         self.size = query.shape[0]

@@ -14,7 +14,7 @@ from jax import lax
 from autoshard._compat import primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, LocalParams, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Build, Dim, along, like, put, without_sharding
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, along, like, put, without_sharding
 
 _FIRST = ((0,),)
 
@@ -87,7 +87,7 @@ def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequenc
 
     https://openxla.org/stablehlo/spec#reshape
     """
-    build = Build()
+    build = RuleBuilder()
     if 0 in x.shape:
         operand, result = (tuple(build.whole(n) for n in shape) for shape in (x.shape, new_sizes))
     else:
@@ -98,7 +98,7 @@ def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequenc
     return build.rule([operand, *scalars], [result], _FIRST, (0,), sets_shape(result, "new_sizes"))
 
 
-def common_factors(build: Build, old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims]:
+def common_factors(build: RuleBuilder, old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims]:
     """The factors of two shapes of as many elements, major to minor.
 
     Both are cut where their cumulative products agree. In each piece the greatest common divisor of the first
@@ -147,7 +147,7 @@ class _Side:
         else:
             self.minor[d] = dim + self.minor[d]
 
-    def dims(self, build: Build) -> Dims:
+    def dims(self, build: RuleBuilder) -> Dims:
         """Each dimension's factors, what is left in the middle being whole."""
         return tuple(
             (*major, *build.whole(rest), *minor)
@@ -225,14 +225,14 @@ def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], *
     """
     padding = [tuple(p) for p in padding_config]
     adds = any(n > 0 for p in padding for n in p)
-    build = Build()
+    build = RuleBuilder()
     pairs = [_padded(build, n, *p) for n, p in zip(x.shape, padding, strict=True)]
     operand, result = (tuple(side) for side in zip(*pairs, strict=True)) if pairs else ((), ())
     linear = ((0, 1),) if adds else ((0,), (0, 1))
     return build.rule([operand, ()], [result], linear, (0, 1) if adds else (0,))
 
 
-def _padded(build: Build, size: int, low: int, high: int, inner: int) -> tuple[Dim, Dim]:
+def _padded(build: RuleBuilder, size: int, low: int, high: int, inner: int) -> tuple[Dim, Dim]:
     """A dimension before and after it is padded."""
     if low == high == inner == 0:
         dim = build.next(size)
@@ -263,7 +263,7 @@ def slice_(
 
     https://openxla.org/stablehlo/spec#slice
     """
-    build = Build()
+    build = RuleBuilder()
     steps = strides or (1,) * len(x.shape)
     cuts = list(zip(x.shape, start_indices, limit_indices, steps, strict=True))
     pairs = [_sliced(build, *along) for along in cuts]
@@ -277,7 +277,7 @@ def slice_(
     return build.rule([operand], [tuple(after for _, after in pairs)], _FIRST, (0,), local)
 
 
-def _sliced(build: Build, size: int, start: int, limit: int, step: int) -> tuple[Dim, Dim]:
+def _sliced(build: RuleBuilder, size: int, start: int, limit: int, step: int) -> tuple[Dim, Dim]:
     """A dimension before and after it is sliced."""
     count = max(0, -((start - limit) // step))
     if (start, count, step) == (0, size, 1):
@@ -295,7 +295,7 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
 
     https://openxla.org/stablehlo/spec#iota
     """
-    build = Build()
+    build = RuleBuilder()
     dims = tuple(build.next(n, "offset" if d == dimension else "pass") for d, n in enumerate(shape))
     counted = dims[dimension]
 
@@ -322,4 +322,4 @@ def empty_scalar(**_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """
-    return Build().rule([], [()])
+    return RuleBuilder().rule([], [()])

@@ -12,7 +12,7 @@ from autoshard import _compat
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, LocalParams, Rule
-from autoshard.spmdrules.core.rule_builder import Build, drops_sharding, like
+from autoshard.spmdrules.core.rule_builder import RuleBuilder, drops_sharding, like
 
 _UNARY = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clz", "cos",
@@ -244,7 +244,7 @@ def device_put(*xs: Any, **_: Any) -> Rule:
 
 
 def _each(xs: tuple[Any, ...]) -> Rule:
-    build = Build()
+    build = RuleBuilder()
     dims = [build.dims(x.shape) for x in xs]
     everything = tuple(range(len(xs)))
     return build.rule(dims, dims, (everything,) if xs else (), everything)
@@ -256,6 +256,6 @@ def tie(x: Any, y: Any, **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
-    build = Build()
+    build = RuleBuilder()
     first, second = build.dims(x.shape), build.dims(y.shape)
     return build.rule([first, second], [second], ((1,), (0, 1)), (1,))

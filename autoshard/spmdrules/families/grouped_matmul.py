@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from autoshard._compat import bind_primitive, primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import GROUPS, Build, Dim, drops_sharding
+from autoshard.spmdrules.core.rule_builder import GROUPS, Dim, RuleBuilder, drops_sharding
 from autoshard.spmdrules.families.contraction import EITHER, place_dims
 
 _RAGGED_DOT = primitive("ragged_dot_general")
@@ -29,7 +29,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
     numbers = params["ragged_dot_dimension_numbers"]
     (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    build = Build()
+    build = RuleBuilder()
     batch = [build.dim("b", x.shape[d]) for d in x_batch]
     summed = [build.dim("k", x.shape[d], "reduce", "sum") for d in x_contract]
     placed = [(x_batch, batch), (x_contract, summed)]

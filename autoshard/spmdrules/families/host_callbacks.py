@@ -7,7 +7,7 @@ from typing import Any
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.core.rule_builder import Build
+from autoshard.spmdrules.core.rule_builder import RuleBuilder
 
 
 @rule(*primitives("debug_callback", "debug_print"))
@@ -16,7 +16,7 @@ def told(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.debug.callback.html
     """
-    build = Build()
+    build = RuleBuilder()
     if partitioned:
         return build.rule([build.dims(x.shape) for x in xs], [])
     return build.rule([tuple(map(build.whole, x.shape)) for x in xs], [])
@@ -28,7 +28,7 @@ def inspect_sharding(x: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.debug.inspect_array_sharding.html
     """
-    build = Build()
+    build = RuleBuilder()
     return build.rule([build.dims(x.shape)], [], body=lambda shard, x: [])
 
 
@@ -38,7 +38,7 @@ def dce_sink(x: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/jax.lax.html
     """
-    build = Build()
+    build = RuleBuilder()
     return build.rule([build.dims(x.shape)], [])
 
 
@@ -48,4 +48,4 @@ def platform_index(**_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.platform_dependent.html
     """
-    return Build().rule([], [()])
+    return RuleBuilder().rule([], [()])

@@ -18,7 +18,7 @@ from jax import lax
 from autoshard._compat import primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, Kind, LocalParams, Reduction, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Build, Dim, is_number, like
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, is_number, like
 
 _CLIP = lax.GatherScatterMode.CLIP
 _WINDOW = "u"  # the stem of factors of which windows are taken, that may reach into the next shard
@@ -61,7 +61,7 @@ def gather(
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     # With positions of less than 32 bits in a table that is cut there, the partitioner aborts the process.
     cuttable = is_number(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
-    build = Build()
+    build = RuleBuilder()
     picked = {d: build.dim("b", n) for d, n in enumerate(indices.shape[:-1])}
     dims, windows = [], []
     for d, (size, taken) in enumerate(zip(x.shape, slice_sizes, strict=True)):
@@ -90,7 +90,7 @@ def _fills_with_zero(fill_value: Any, dtype: Any) -> bool:
     return bool(fill_value == 0 or fill_value != fill_value)
 
 
-def _addressed(build: Build, size: int, taken: int, by_value: bool) -> Dim:
+def _addressed(build: RuleBuilder, size: int, taken: int, by_value: bool) -> Dim:
     """A dimension from which windows of `taken` elements are picked."""
     if taken == size:
         return build.dim("d", size)
@@ -215,7 +215,7 @@ def _scatter(
     x, indices, updates = avals
     numbers = params["dimension_numbers"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    build = Build()
+    build = RuleBuilder()
     shared = set(batching.values())
     rows = {
         d: build.dim("b", n) if d in shared else build.dim("n", n, kind, op) for d, n in enumerate(indices.shape[:-1])

@@ -10,7 +10,7 @@ from jax import lax
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.core.rule_builder import Build, like
+from autoshard.spmdrules.core.rule_builder import RuleBuilder, like
 
 Core = Sequence[int]
 
@@ -22,7 +22,7 @@ def _batched(avals: Sequence[Any], ranks: Sequence[int], cores: Sequence[Core]) 
     return build.rule(operands, [_whole(build, batch, core) for core in cores])
 
 
-def _whole(build: Build, batch: Dims, core: Core) -> Dims:
+def _whole(build: RuleBuilder, batch: Dims, core: Core) -> Dims:
     return (*batch, *map(build.whole, core))
 
 
@@ -65,7 +65,7 @@ def ormqr(x: Any, taus: Any, y: Any, *, left: bool, **_: Any) -> Rule:
     return build.rule([*operands, sides], [sides], ((2,),))
 
 
-def _sides(build: Build, batch: Dims, core: Core, left: bool) -> Dims:
+def _sides(build: RuleBuilder, batch: Dims, core: Core, left: bool) -> Dims:
     """What a matrix is applied to from the left (each column by itself) or from the right (each row)."""
     rows, columns = core
     if left:

@@ -15,7 +15,7 @@ from autoshard._compat import primitive
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import replicated, rule
 from autoshard.spmdrules.core.rule import Body, Dims, Factor, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Build
+from autoshard.spmdrules.core.rule_builder import RuleBuilder
 
 _SHARD_MAP = primitive("shard_map")
 
@@ -31,7 +31,7 @@ def shard_map(
 
     https://docs.jax.dev/en/latest/_autosummary/jax.shard_map.html
     """
-    build = Build()
+    build = RuleBuilder()
     results = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
     axes = {a: build.dim(_name(a), n) for a, n in mesh.shape.items()}
 

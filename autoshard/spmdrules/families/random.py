@@ -15,7 +15,7 @@ from jax import lax
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Build
+from autoshard.spmdrules.core.rule_builder import RuleBuilder
 from autoshard.spmdrules.families.elementwise import pointwise
 
 
@@ -63,7 +63,7 @@ def random_split(keys: Any, *, shape: Sequence[int], **params: Any) -> Rule:
 
 
 def _generated(name: str, keys: Any, shape: Sequence[int], params: Mapping[str, Any]) -> Rule:
-    build = Build()
+    build = RuleBuilder()
     batch = tuple(build.dim("k", n) for n in keys.shape)
     result = (*batch, *(build.next(n, "offset") for n in shape))
     return build.rule([batch], [result], body=cut_from_whole(_binds(name, params), result))
@@ -85,7 +85,7 @@ def random_wrap(data: Any, *, impl: Any, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.random.wrap_key_data.html
     """
     words = len(impl.key_shape)
-    build = Build()
+    build = RuleBuilder()
     batch = build.dims(data.shape[: len(data.shape) - words])
     return build.rule([(*batch, *map(build.whole, impl.key_shape))], [batch])
 
@@ -96,7 +96,7 @@ def random_unwrap(keys: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.key_data.html
     """
-    build = Build()
+    build = RuleBuilder()
     batch = build.dims(keys.shape)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(keys.shape, keys.dtype))
     return build.rule([batch], [(*batch, *map(build.whole, data.shape[len(batch) :]))])
@@ -144,7 +144,7 @@ def iota_2x32_shape(*, shape: Sequence[int]) -> Rule:
 
     https://docs.jax.dev/en/latest/jax.random.html
     """
-    build = Build()
+    build = RuleBuilder()
     dims = tuple(build.next(n, "offset") for n in shape)
     body = cut_from_whole(_binds("iota_2x32_shape", {"shape": tuple(shape)}), dims, dims)
     return build.rule([], [dims, dims], body=body)
@@ -156,7 +156,7 @@ def rng_bit_generator(key: Any, *, shape: Sequence[int], **params: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#rng_bit_generator
     """
-    build = Build()
+    build = RuleBuilder()
     bits = tuple(build.next(n, "offset") for n in shape)
     state = tuple(map(build.whole, key.shape))
     body = cut_from_whole(_binds("rng_bit_generator", {**params, "shape": tuple(shape)}), state, bits)
@@ -169,7 +169,7 @@ def rng_uniform(low: Any, high: Any, *, shape: Sequence[int], **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#rng
     """
-    build = Build()
+    build = RuleBuilder()
     return build.rule([(), ()], [tuple(map(build.whole, shape))])
 
 
@@ -179,7 +179,7 @@ def random_gamma(keys: Any, alphas: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.gamma.html
     """
-    build = Build()
+    build = RuleBuilder()
     batch = tuple(build.dim("k", n) for n in keys.shape)
     dims = (*batch, *map(build.whole, alphas.shape[len(batch) :]))
     return build.rule([batch, dims], [dims])

@@ -11,7 +11,7 @@ from jax import lax
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.core.rule_builder import Build, Dim
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder
 
 
 def window_count(
@@ -24,7 +24,14 @@ def window_count(
 
 
 def slide(
-    build: Build, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int, stem: str = "w"
+    build: RuleBuilder,
+    size: int,
+    window: int,
+    stride: int,
+    padding: Sequence[int],
+    base: int,
+    dilation: int,
+    stem: str = "w",
 ) -> tuple[Dim, Dim, Dim]:
     """A dimension over which windows slide, the window's own, and the one that counts windows.
 
@@ -60,10 +67,10 @@ def _windows(
     padding: Sequence[Sequence[int]],
     base_dilation: Sequence[int] | None = None,
     window_dilation: Sequence[int] | None = None,
-) -> tuple[Build, Dims, Dims]:
+) -> tuple[RuleBuilder, Dims, Dims]:
     """A builder, the dimensions that the windows slide over, and those that count the windows."""
     ones = (1,) * len(shape)
-    build = Build()
+    build = RuleBuilder()
     slid = [
         slide(build, *along)
         for along in zip(

@@ -16,7 +16,7 @@ _JOINED_BY_NOTHING = 0
 
 
 @dataclass(frozen=True)
-class Joined:
+class DimensionClasses:
     """The nodes of a program.
 
     Attributes:
@@ -32,7 +32,7 @@ class Joined:
     stacked: list[int]
 
 
-def join(program: Program) -> Joined:
+def unify(program: Program) -> DimensionClasses:
     """Joins the dimensions that the rules of `program` say are cut alike."""
     nodes = Nodes()
     dims: list[tuple[int, ...]] = [tuple(nodes.new(s) for s in a.shape) for a in program.avals]
@@ -54,7 +54,7 @@ def join(program: Program) -> Joined:
                 outer = outer[1:]
             for a, b in zip(outer, dims[tie.inner], strict=True):
                 nodes.join(a, b)
-    return Joined(nodes, dims, factors, stacked)
+    return DimensionClasses(nodes, dims, factors, stacked)
 
 
 def _join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str, int]:

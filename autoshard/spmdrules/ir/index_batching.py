@@ -40,7 +40,7 @@ _BATCHES = ("start_indices_batching_dims", "scatter_indices_batching_dims")
 
 
 @dataclass(eq=False)
-class Numbers:
+class ConstantIndices:
     """The whole numbers of a program that its inputs do not change, by the numbers of its values.
 
     Attributes:

@@ -19,13 +19,13 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.spmdrules.core.registry import check_fit, replicated, rule_for
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.ir.index_batching import Numbers
+from autoshard.spmdrules.ir.index_batching import ConstantIndices
 from autoshard.spmdrules.ir.pooling_gradient import joined
 
 
 @shown
 @dataclass(frozen=True)
-class Tie:
+class LoopEdge:
     """Two values that are sharded alike; if `stacked`, the outer one has one more, leading dimension (loop steps)."""
 
     outer: int
@@ -55,7 +55,7 @@ class Op:
     rule: Rule | None
     trips: float
     blocks: tuple[Block, ...] = ()
-    ties: tuple[Tie, ...] = ()
+    ties: tuple[LoopEdge, ...] = ()
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ def build(closed: Any) -> Program:
 class _Builder:
     def __init__(self, program: Program):
         self.program = program
-        self.numbers = Numbers()
+        self.numbers = ConstantIndices()
         self.fitting: dict[int, Rule] = {}  # rules that were compared with an equation, by identity
 
     def new(self, aval: Any) -> int:
@@ -260,10 +260,12 @@ def _solver(eqn: Any) -> Any:
     return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in taken)))(*map(_compat.stand_in, eqn.invars))
 
 
-def _pairs(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[Tie]:
-    return [Tie(o, i, stacked) for o, i in zip(outer, inner, strict=True) if o >= 0 and i >= 0]
+def _pairs(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[LoopEdge]:
+    return [LoopEdge(o, i, stacked) for o, i in zip(outer, inner, strict=True) if o >= 0 and i >= 0]
 
 
-def _loop_ties(init: Sequence[int], inside: Sequence[int], out: Sequence[int], results: Sequence[int]) -> list[Tie]:
+def _loop_ties(
+    init: Sequence[int], inside: Sequence[int], out: Sequence[int], results: Sequence[int]
+) -> list[LoopEdge]:
     """A carry keeps its sharding from step to step: initial value, inner value, its next value, final value."""
     return [*_pairs(init, inside), *_pairs(results, inside), *_pairs(out, inside)]

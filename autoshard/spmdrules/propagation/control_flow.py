@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
-from autoshard.spmdrules.core.placement import Place, meet, partial_place, replicated_place
+from autoshard.spmdrules.core.placement import Placement, meet, partial_placement, replicated_placement
 from autoshard.spmdrules.ir.program import Block, Op
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
@@ -68,12 +68,14 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
         state.enter(op, op.blocks[0])
     for i, outer, inner in parts.xs:
         here = state.place(outer)
-        state.move(op, i, outer, Place(((), *here.spec[1:]), here.partial))
+        state.move(op, i, outer, Placement(((), *here.spec[1:]), here.partial))
         state.mark_zero(inner, outer in state.zeros)
     fixed = _fixed_point(state, op, parts, forward)
     for carry, place in zip(parts.carries, fixed, strict=True):
         zero = state.is_zero(op, carry.operand)
-        state.move(op, carry.operand, carry.init, Place(place.spec, state.place(carry.init).partial) if zero else place)
+        state.move(
+            op, carry.operand, carry.init, Placement(place.spec, state.place(carry.init).partial) if zero else place
+        )
         state.places[carry.inner] = place
     _slice(state, parts)
     _step(state, op, forward)
@@ -83,15 +85,15 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
         state.mark_zero(carry.result, False)
     for outer, inner in parts.ys:
         here = state.place(inner)
-        state.places[outer] = Place(((), *here.spec), here.partial)
+        state.places[outer] = Placement(((), *here.spec), here.partial)
         state.mark_zero(outer, inner in state.zeros)
     if state.learning:
         state.tie(op)
 
 
-def _leave(state: WalkState, op: Op, result: int, value: int, place: Place, times: float | None = None) -> None:
+def _leave(state: WalkState, op: Op, result: int, value: int, place: Placement, times: float | None = None) -> None:
     """Takes a result of a block where the operator leaves it; zeros are partial sums already."""
-    target = Place(place.spec, state.place(value).partial) if value in state.zeros else place
+    target = Placement(place.spec, state.place(value).partial) if value in state.zeros else place
     state.move(op, -1 - result, value, target, times)
 
 
@@ -99,10 +101,10 @@ def _slice(state: WalkState, parts: Loop) -> None:
     """Places what a step takes of the inputs that are cut by steps: as partial as they are outside."""
     for _, outer, inner in parts.xs:
         here = state.place(outer)
-        state.places[inner] = Place(here.spec[1:], here.partial)
+        state.places[inner] = Placement(here.spec[1:], here.partial)
 
 
-def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> list[Place]:
+def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> list[Placement]:
     """Places of the carries that a step keeps, found by walking steps that do not count.
 
     Partials of constants that a step needs whole are made whole before the loop.
@@ -137,18 +139,18 @@ def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> lis
     return now
 
 
-def _start(state: WalkState, carry: Carry) -> Place:
+def _start(state: WalkState, carry: Carry) -> Placement:
     if carry.init >= 0:
         return state.place(carry.init)
-    return replicated_place(len(state.program.avals[carry.inner].shape))
+    return replicated_placement(len(state.program.avals[carry.inner].shape))
 
 
-def _kept(state: WalkState, op: Op, carry: Carry, start: Place, out: Place) -> Place:
+def _kept(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
     """Where a carry goes next: where a step leaves it, partial only where it starts so, too."""
     if carry.out in state.zeros:
-        return partial_place(out.spec, start.partial)
+        return partial_placement(out.spec, start.partial)
     zero = state.is_zero(op, carry.operand)
-    return Place(out.spec, tuple(p for p in out.partial if p in start.partial or (zero and p[1] == "sum")))
+    return Placement(out.spec, tuple(p for p in out.partial if p in start.partial or (zero and p[1] == "sum")))
 
 
 def _step(state: WalkState, op: Op, forward: Forward) -> None:
@@ -157,12 +159,12 @@ def _step(state: WalkState, op: Op, forward: Forward) -> None:
         forward(block)
     if op.name == "while":
         (test,) = op.blocks[0].outputs
-        state.move(op, -1, test, Place(()))
+        state.move(op, -1, test, Placement(()))
 
 
 def branches(state: WalkState, op: Op, forward: Forward) -> None:
     """Places what a cond computes: each branch by itself, then their results meet."""
-    state.move(op, 0, op.operands[0], Place(()))
+    state.move(op, 0, op.operands[0], Placement(()))
     shared = [v for v in op.operands if v >= 0]
     for block in op.blocks:
         with state.apart(shared):
@@ -181,11 +183,11 @@ def branches(state: WalkState, op: Op, forward: Forward) -> None:
         state.tie(op)
 
 
-def _like_others(state: WalkState, values: Sequence[int], places: Sequence[Place]) -> list[Place]:
+def _like_others(state: WalkState, values: Sequence[int], places: Sequence[Placement]) -> list[Placement]:
     """The places, zeros being as partial as what the other branches give."""
     terms = {p.partial for v, p in zip(values, places, strict=True) if v not in state.zeros}
     if len(terms) != 1 or any(how != "sum" for _, how in next(iter(terms))):
         return list(places)
     (partial,) = terms
     pairs = zip(values, places, strict=True)
-    return [partial_place(p.spec, partial) if v in state.zeros else p for v, p in pairs]
+    return [partial_placement(p.spec, partial) if v in state.zeros else p for v, p in pairs]

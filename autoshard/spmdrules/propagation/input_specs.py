@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import AutoshardError
-from autoshard.spmdrules.core.placement import Place, Spec, from_partition_spec, names_axes
+from autoshard.spmdrules.core.placement import Placement, Spec, from_partition_spec, names_axes
 from autoshard.spmdrules.core.rule import POSITIONS, REDUCTIONS
 
 PARTIALS = tuple(op for op in REDUCTIONS if op not in POSITIONS)
@@ -23,7 +23,7 @@ class PropagationError(AutoshardError):
 
 
 @dataclass
-class Faults:
+class InputFaults:
     """Faults of one call, collected to be told together."""
 
     where: str
@@ -90,7 +90,7 @@ _ADVICE: dict[Callable[[Any], bool], str] = {
 }
 
 
-def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, faults: Faults) -> list[Any]:
+def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, faults: InputFaults) -> list[Any]:
     """For each leaf of `tree` what `given` says of it; one entry may stand for a whole subtree."""
     found: list[Any] = []
     told = len(faults.found)
@@ -99,7 +99,7 @@ def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str,
 
 
 def _match(
-    given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, path: str, found: list[Any], faults: Faults
+    given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, path: str, found: list[Any], faults: InputFaults
 ) -> None:
     """Adds to `found` what `given` says of each leaf of `tree`, to `faults` where they have another structure."""
     where = f"{name} does not match the tree" + (f" at {path}" if path else "")
@@ -153,8 +153,8 @@ def place_of(
     aval: Any,
     mesh: Mapping[str, int],
     where: str,
-    faults: Faults,
-) -> Place:
+    faults: InputFaults,
+) -> Placement:
     """The place that a spec and partials mean, axes that do not divide their dimension left out.
 
     Args:
@@ -169,7 +169,7 @@ def place_of(
     what = f"{where} ({aval.str_short() if hasattr(aval, 'str_short') else tuple(aval.shape)})"
     if strange := [e for e in getattr(spec, "partitions", ()) if not names_axes(e)]:
         faults.add(f"{what}: {spec} holds {strange[0]!r}, which is no name of a mesh axis, nor a tuple of names.")
-        return Place(((),) * rank)
+        return Placement(((),) * rank)
     terms = {**{a: "sum" for a in getattr(spec, "unreduced", None) or ()}, **(partial or {})}
     entries: Spec = from_partition_spec(() if spec is None else spec, rank)
     used = [axis for dim in entries for axis in dim]
@@ -189,8 +189,8 @@ def place_of(
         if axis in used:
             faults.add(f"{what}: partial over '{axis}', which shards the same array. Use another axis, or drop one.")
     if len(faults.found) > told:
-        return Place(((),) * rank)
-    return Place(_that_divide(entries, aval.shape, mesh), tuple(sorted(terms.items())))
+        return Placement(((),) * rank)
+    return Placement(_that_divide(entries, aval.shape, mesh), tuple(sorted(terms.items())))
 
 
 def _takes(op: str, dtype: Any) -> bool:

@@ -10,7 +10,7 @@ from autoshard.spmdrules.ir.program import Block, Op, Program
 
 
 @dataclass(eq=False)
-class Learnt:
+class OpenShardings:
     """What open values have learnt so far. Learning only adds mesh axes, so it ends.
 
     Attributes:

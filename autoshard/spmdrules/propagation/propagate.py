@@ -18,7 +18,7 @@ from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_par
 from autoshard.spmdrules.core.reshard import Reshard
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.propagation.input_specs import (
-    Faults,
+    InputFaults,
     PropagationError,
     is_partial,
     is_spec,
@@ -90,7 +90,7 @@ def propagate(
     """
     needs_function("propagate", fn)
     sizes = mesh_sizes(mesh)
-    faults = Faults(getattr(fn, "__name__", type(fn).__name__))
+    faults = InputFaults(getattr(fn, "__name__", type(fn).__name__))
     specs = leaves_for(in_specs, args, is_spec, "in_specs", faults)
     partials = leaves_for(in_partial, args, is_partial, "in_partial", faults)
     faults.raise_any()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.spmdrules.core.conflict_resolution import Operand, Settled, settle
-from autoshard.spmdrules.core.placement import Place, Spec
+from autoshard.spmdrules.core.conflict_resolution import Operand, Resolution, resolve
+from autoshard.spmdrules.core.placement import Placement, Spec
 from autoshard.spmdrules.families.manual_sharding import mapped_specs
 from autoshard.spmdrules.ir.program import Op
 
@@ -18,7 +18,7 @@ CONSTRAINTS = ("sharding_constraint", "reshard")
 
 
 @dataclass(eq=False, slots=True)
-class Seen:
+class OperatorMemo:
     """An operator as a walk knows it.
 
     Attributes:
@@ -33,29 +33,29 @@ class Seen:
         gives_zero: whether its results are all zeros.
     """
 
-    fixed: Settled | None
+    fixed: Resolution | None
     constrains: bool
     twins: tuple[int, ...]
     zeros: list[bool]
-    places: list[Place] | None = None
+    places: list[Placement] | None = None
     zero: list[bool] | None = None
     wanted: list[Spec | None] | None = None
-    settled: Settled | None = None
+    settled: Resolution | None = None
     still: bool = False
     rests: bool = False
     gives_zero: bool = False
 
     @classmethod
-    def of(cls, op: Op, mesh: dict[str, int]) -> Seen:
+    def of(cls, op: Op, mesh: dict[str, int]) -> OperatorMemo:
         """Looks at an operator."""
         mapped = mapped_specs(op.eqn, mesh)
-        fixed = None if mapped is None else Settled(*(tuple(map(Place, side)) for side in mapped))
+        fixed = None if mapped is None else Resolution(*(tuple(map(Placement, side)) for side in mapped))
         zeros = [v < 0 and literal_zero(atom) for v, atom in zip(op.operands, op.eqn.invars, strict=True)]
         return cls(fixed, op.name in CONSTRAINTS, tuple([op.operands.index(v) for v in op.operands]), zeros)
 
     def note(
-        self, op: Op, places: list[Place], zero: list[bool], wanted: list[Spec | None], settled: Settled
-    ) -> Settled:
+        self, op: Op, places: list[Placement], zero: list[bool], wanted: list[Spec | None], settled: Resolution
+    ) -> Resolution:
         """Remembers how the operator is cut, and what decided that."""
         self.places, self.zero, self.wanted = places, zero, wanted
         self.settled, self.still = settled, settled.operands == tuple(places)
@@ -65,17 +65,17 @@ class Seen:
         return settled
 
 
-class Settlements:
+class ResolutionCache:
     """How operators are cut on a mesh, found once for all that are alike."""
 
     def __init__(self, mesh: dict[str, int], nbytes: list[float]):
         self.mesh = mesh
         self.nbytes = nbytes
-        self.found: dict[Any, Settled] = {}
+        self.found: dict[Any, Resolution] = {}
 
     def of(
-        self, op: Op, twins: tuple[int, ...], places: list[Place], zero: list[bool], wanted: list[Spec | None]
-    ) -> Settled:
+        self, op: Op, twins: tuple[int, ...], places: list[Placement], zero: list[bool], wanted: list[Spec | None]
+    ) -> Resolution:
         """How an operator is cut; its arguments are those of `settle`, by operand and result."""
         key = (id(op.rule), tuple(places), tuple(zero), twins, tuple(wanted))
         found = self.found.get(key)
@@ -83,7 +83,7 @@ class Settlements:
             assert op.rule is not None
             sizes = [0.0 if v < 0 else self.nbytes[v] for v in op.operands]
             operands = [Operand(*each) for each in zip(places, sizes, zero, twins, strict=True)]
-            found = settle(op.rule, operands, [self.nbytes[r] for r in op.results], wanted, self.mesh)
+            found = resolve(op.rule, operands, [self.nbytes[r] for r in op.results], wanted, self.mesh)
             self.found[key] = found
         return found
 

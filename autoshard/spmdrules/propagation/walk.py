@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
-from autoshard.spmdrules.core.conflict_resolution import Settled
+from autoshard.spmdrules.core.conflict_resolution import Resolution
 from autoshard.spmdrules.core.placement import (
-    Place,
+    Placement,
     Spec,
     axes_of,
     from_partition_spec,
@@ -27,8 +27,8 @@ from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.ir.liveness import live_ops
 from autoshard.spmdrules.ir.program import Block, Op
 from autoshard.spmdrules.propagation import control_flow
-from autoshard.spmdrules.propagation.open_shardings import Learnt
-from autoshard.spmdrules.propagation.resolution_cache import Seen, Settlements
+from autoshard.spmdrules.propagation.open_shardings import OpenShardings
+from autoshard.spmdrules.propagation.resolution_cache import OperatorMemo, ResolutionCache
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
 _ROUNDS = 4
@@ -40,12 +40,12 @@ class Walk(WalkState):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Where users want values that are decided already: a partial on its way there is reduced to shards.
-        self._hints = Learnt(set(range(len(self.nbytes))) - self.learnt.open)
-        self._settlements = Settlements(self.mesh, self.nbytes)
-        self._seen: dict[Op, Seen] = {}
+        self._hints = OpenShardings(set(range(len(self.nbytes))) - self.learnt.open)
+        self._settlements = ResolutionCache(self.mesh, self.nbytes)
+        self._seen: dict[Op, OperatorMemo] = {}
         self._live = live_ops(self.program)
 
-    def run(self, goals: Sequence[Spec | None]) -> list[Place]:
+    def run(self, goals: Sequence[Spec | None]) -> list[Placement]:
         """All walks.
 
         Args:
@@ -85,9 +85,9 @@ class Walk(WalkState):
 
     def start(self) -> None:
         """Puts the arguments where they are given or learnt."""
-        self.places = [*[None] * len(self.program.avals), Place(())]  # the last is that of literals, number -1
+        self.places = [*[None] * len(self.program.avals), Placement(())]  # the last is that of literals, number -1
         for v, place in zip(self.program.inputs, self.inputs, strict=True):
-            self.places[v] = Place(self.learnt.specs.get(v, place.spec), place.partial)
+            self.places[v] = Placement(self.learnt.specs.get(v, place.spec), place.partial)
 
     def forward(self, block: Block) -> None:
         """Places every value of a block, in order; what nobody uses asks for nothing."""
@@ -121,14 +121,14 @@ class Walk(WalkState):
             if op.rule is not None:
                 seen, values = seen_of.get(op), (*op.operands, *op.results)
                 if seen is None or not seen.rests or not learnt.isdisjoint(values) or not hints.isdisjoint(values):
-                    self.learn_operands(op, self.settle(op))
+                    self.learn_operands(op, self.resolve(op))
                 continue
             self.tie(op)
             for inner in reversed(op.blocks):
                 self.backward(inner)
             self.tie(op)
 
-    def learn_operands(self, op: Op, seen: Seen) -> None:
+    def learn_operands(self, op: Op, seen: OperatorMemo) -> None:
         """Lets the open operands of an operator follow what it takes."""
         known = self.learnt.specs.keys(), self._hints.specs.keys()
         if seen.settled is None or (seen.still and all([specs.isdisjoint(op.operands) for specs in known])):
@@ -145,11 +145,11 @@ class Walk(WalkState):
         else:
             self._hints.add(value, here.spec, spec)
 
-    def settle(self, op: Op) -> Seen:
+    def resolve(self, op: Op) -> OperatorMemo:
         """How an operator is cut: `settled` of what it returns says so."""
         seen = self._seen.get(op)
         if seen is None:
-            seen = self._seen[op] = Seen.of(op, self.mesh)
+            seen = self._seen[op] = OperatorMemo.of(op, self.mesh)
         here, zeros, specs = self.places, self.zeros, self.learnt.specs
         places = [here[v] or self.place(v) for v in op.operands]
         zero = seen.zeros
@@ -157,7 +157,7 @@ class Walk(WalkState):
             zero = [v in zeros or said for v, said in zip(op.operands, zero, strict=True)]
         fixed = seen.fixed
         if seen.constrains and (pinned := self.constraint(op)) is not None:
-            fixed = Settled((Place(pinned),), (Place(pinned),))
+            fixed = Resolution((Placement(pinned),), (Placement(pinned),))
         if fixed is not None:
             seen.note(op, places, zero, [], fixed)
             return seen
@@ -184,11 +184,11 @@ class Walk(WalkState):
             for d, (dim, now) in enumerate(zip(said, here.spec, strict=True))
         )
 
-    def apply(self, op: Op) -> Settled:
+    def apply(self, op: Op) -> Resolution:
         """Takes the operands where an operator needs them, and places its results; says how it is cut."""
         if self._whole and not self.learning:
             self.make_whole(op)
-        seen = self.settle(op)
+        seen = self.resolve(op)
         settled = seen.settled
         assert settled is not None
         if self.learning:
@@ -207,11 +207,11 @@ class Walk(WalkState):
                 self.decide_positions(op, j, place)
         return settled
 
-    def decide_positions(self, op: Op, result: int, place: Place) -> None:
+    def decide_positions(self, op: Op, result: int, place: Placement) -> None:
         """Makes positions whole at once: they mean nothing without their values."""
         lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
         if lasting != place.partial:
-            self.move(op, -1 - result, op.results[result], Place(place.spec, lasting))
+            self.move(op, -1 - result, op.results[result], Placement(place.spec, lasting))
 
     def make_whole(self, op: Op) -> None:
         """Makes those operands whole now that some later operator needs whole."""
@@ -220,9 +220,9 @@ class Walk(WalkState):
             if later is not None and set(later.partial) < set(self.place(value).partial):
                 self.move(op, i, value, later)
 
-    def output(self, number: int, value: int, goal: Spec | None) -> Place:
+    def output(self, number: int, value: int, goal: Spec | None) -> Placement:
         """Takes a result of the function where it is wanted."""
-        target = self.place(value) if goal is None else Place(goal)
+        target = self.place(value) if goal is None else Placement(goal)
         if value in self._uses:
             self._uses[value].add(target.spec)
         self.record("output", number, value, target, 1.0, None)

@@ -9,17 +9,17 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard.spmdrules.core.placement import (
-    Place,
+    Placement,
     Spec,
     bytes_of,
     extend,
-    replicated_place,
+    replicated_placement,
     steps,
     to_partition_spec,
 )
 from autoshard.spmdrules.core.reshard import Reshard
 from autoshard.spmdrules.ir.program import Block, Op, Program
-from autoshard.spmdrules.propagation.open_shardings import Learnt, find_open
+from autoshard.spmdrules.propagation.open_shardings import OpenShardings, find_open
 from autoshard.spmdrules.propagation.resolution_cache import literal_zero
 
 
@@ -39,28 +39,28 @@ class WalkState:
 
     program: Program
     mesh: dict[str, int]
-    inputs: Sequence[Place]
+    inputs: Sequence[Placement]
     chosen: set[int]
     reshards: list[Reshard] = field(default_factory=list)
     recording: bool = False
     zeros: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places: list[Place | None] = []
+        self.places: list[Placement | None] = []
         self.nbytes = [bytes_of(a) for a in self.program.avals]
-        self.learnt = Learnt(find_open(self.program, self.chosen))
+        self.learnt = OpenShardings(find_open(self.program, self.chosen))
         self.learning = False
         self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
-        self._made: set[tuple[int, Place]] = set()  # copies that an earlier reshard has made
-        self._whole: dict[int, Place] = {}  # partials that some use needs whole, and where they are then
+        self._made: set[tuple[int, Placement]] = set()  # copies that an earlier reshard has made
+        self._whole: dict[int, Placement] = {}  # partials that some use needs whole, and where they are then
         self._callers: list[Any] = []  # the equations that hold the block being walked
 
-    def place(self, value: int) -> Place:
+    def place(self, value: int) -> Placement:
         """Where a value is now."""
         found = self.places[value]
         if found is None:  # a constant
-            here = replicated_place(len(self.program.avals[value].shape))
-            found = self.places[value] = Place(self.learnt.specs.get(value, here.spec))
+            here = replicated_placement(len(self.program.avals[value].shape))
+            found = self.places[value] = Placement(self.learnt.specs.get(value, here.spec))
         return found
 
     def is_zero(self, op: Op, operand: int) -> bool:
@@ -84,7 +84,7 @@ class WalkState:
             if i < len(op.operands) and op.operands[i] < 0:
                 self.mark_zero(inner, self.is_zero(op, i))
 
-    def move(self, op: Op, operand: int, value: int, target: Place, times: float | None = None) -> None:
+    def move(self, op: Op, operand: int, value: int, target: Placement, times: float | None = None) -> None:
         """Takes a value to where it is needed, and records what that moves.
 
         Args:
@@ -105,7 +105,7 @@ class WalkState:
             self._made.add((value, target))
             self.record(op.name, operand, value, target, op.trips if times is None else times, op.eqn)
         if set(place.partial) - set(target.partial):  # made whole once, it is whole for all later uses
-            home = Place(extend(place.spec, target.spec, dict(target.partial)), target.partial)
+            home = Placement(extend(place.spec, target.spec, dict(target.partial)), target.partial)
             self.places[value] = self._whole[value] = home
 
     @contextmanager
@@ -123,7 +123,7 @@ class WalkState:
             else:
                 self._whole[v] = place
 
-    def record(self, name: str, operand: int, value: int, target: Place, times: float, eqn: Any) -> None:
+    def record(self, name: str, operand: int, value: int, target: Placement, times: float, eqn: Any) -> None:
         """Notes every step that takes a value to `target`."""
         place = self.place(value)
         found = steps(place, target, self.nbytes[value], self.mesh)

@@ -25,8 +25,8 @@ import jax
 
 from autoshard import _compat
 from autoshard.spmdrules.catalogue.entry import Operator
-from autoshard.spmdrules.core.placement import Place, Spec
-from autoshard.spmdrules.ir.dimension_classes import Joined, join
+from autoshard.spmdrules.core.placement import Placement, Spec
+from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Program, build
 from autoshard.spmdrules.propagation.walk import Walk
 from autoshard.spmdrules.reference.derived_rule import KINDS, Derived, DerivedFactor, DerivedKind, has_factor
@@ -53,7 +53,7 @@ def derive(fn: Any, *args: Any) -> Derived:
     """
     closed = jax.make_jaxpr(fn)(*args)
     program = build(closed)
-    return _Derivation(closed, program, join(program)).derived()
+    return _Derivation(closed, program, unify(program)).derived()
 
 
 def derive_gradient(op: Operator) -> Derived:
@@ -69,7 +69,7 @@ def derive_gradient(op: Operator) -> Derived:
     assert gradient is not None, f"{op.name} has no gradient"
     closed = jax.make_jaxpr(gradient.fn)(*gradient.args)
     program = build(jax.make_jaxpr(lambda *given: (gradient.fn(*given), _floats(op, given)))(*gradient.args))
-    joined = join(program)
+    joined = unify(program)
     starts = [0, *itertools.accumulate(len(jax.tree.leaves(arg)) for arg in op.args)]
     primals = [k for i in op.wrt for k in range(starts[i], starts[i + 1])]
     cotangents = range(starts[-1], len(program.inputs))
@@ -91,7 +91,7 @@ class _Watch(Walk):
 
     terms: list[str | None] = field(default_factory=list)
 
-    def record(self, name: str, operand: int, value: int, target: Place, times: float, eqn: Any) -> None:
+    def record(self, name: str, operand: int, value: int, target: Placement, times: float, eqn: Any) -> None:
         """Notes every step that takes a value to `target`."""
         held, known = dict(self.place(value).partial), len(self.reshards)
         super().record(name, operand, value, target, times, eqn)
@@ -101,7 +101,7 @@ class _Watch(Walk):
 class _Derivation:
     """Of a closed jaxpr; its dimensions are joined by a program that may do more, and gives further results."""
 
-    def __init__(self, closed: Any, program: Program, joined: Joined):
+    def __init__(self, closed: Any, program: Program, joined: DimensionClasses):
         self.program = build(_compat.dce(closed))  # what nobody uses asks for nothing
         self.joined = joined
         self.kinds = _kinds(program, joined)
@@ -154,7 +154,7 @@ class _Derivation:
         mesh = {_AXIS: plain.ways} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
         specs = [_spec(array, axes) for array in self.arrays]
         inputs, results = specs[: self.count], specs[self.count :]
-        walk = _Watch(self.program, mesh, list(map(Place, inputs)), set())
+        walk = _Watch(self.program, mesh, list(map(Placement, inputs)), set())
         has = [has_factor(array, leaf) for array in self.arrays]
         ends = walk.run([spec if asked and h else None for spec, h in zip(results, has[self.count :], strict=True)])
         follows = [end.spec == s for end, s, h in zip(ends, results, has[self.count :], strict=True) if h]
@@ -215,7 +215,7 @@ class _Derivation:
         found.update(left)
 
 
-def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Place], follows: bool, given: bool) -> DerivedFactor:
+def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Placement], follows: bool, given: bool) -> DerivedFactor:
     """What a walk's reshards and the places of its results say of a cut.
 
     Args:
@@ -235,7 +235,7 @@ def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Place], follows: 
     return replace(plain, kind=kind, partial=partial, inside=inside)
 
 
-def _leaves(joined: Joined, value: int) -> Leaves:
+def _leaves(joined: DimensionClasses, value: int) -> Leaves:
     """The leaves of a value's dimensions; one that it has twice becomes two, as a rule cannot cut both."""
     seen: dict[int, int] = {}
 
@@ -246,7 +246,7 @@ def _leaves(joined: Joined, value: int) -> Leaves:
     return tuple(tuple(map(number, joined.nodes.leaves(node))) for node in joined.dims[value])
 
 
-def _kinds(program: Program, joined: Joined) -> dict[int, set[str]]:
+def _kinds(program: Program, joined: DimensionClasses) -> dict[int, set[str]]:
     """For each leaf the kinds of the factors that it is in the program's operators."""
     found: dict[int, set[str]] = {}
     for op, factors in zip(program.ops(), joined.factors, strict=True):

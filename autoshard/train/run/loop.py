@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer, CheckpointError, Every, Keep, Restored
+from autoshard.ckpt import Checkpointer, CheckpointError, Restored, RetentionPolicy, SaveEvery
 from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models import flops_per_token
 from autoshard.sharding.machines.targets import target_for
@@ -217,7 +217,7 @@ class Trainer:
         """Train; how many steps are done, the state after them, and whether all processes stop because of a signal."""
         config, done, last_loss, stopped = self.config, start, None, False
         self._metrics: dict[str, jax.Array] = {}  # of the last step
-        every = Every(
+        every = SaveEvery(
             config.checkpoint_every,
             config.checkpoint_minutes,
             agreed=lambda due: bool(distributed.agree(due)),
@@ -356,9 +356,11 @@ def saved_plan(config: TrainConfig) -> Plan | None:
     return None
 
 
-def keep_of(config: TrainConfig) -> Keep:
+def keep_of(config: TrainConfig) -> RetentionPolicy:
     """Which checkpoints of a run stay."""
-    return Keep(config.keep_checkpoints or None, best=config.keep_best, metric="val_loss", every=config.keep_every)
+    return RetentionPolicy(
+        config.keep_checkpoints or None, best=config.keep_best, metric="val_loss", every=config.keep_every
+    )
 
 
 def train(config: TrainConfig) -> Result:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, Every, Keep, checkpointer
+from autoshard import ckpt
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, RetentionPolicy, SaveEvery, checkpointer
 from autoshard.ckpt.restore import restore
 
 
@@ -22,7 +23,7 @@ from autoshard.ckpt.restore import restore
     st.sampled_from(["min", "max"]),
 )
 def test_what_stays(values: dict[int, float | None], last: int, best: int, every: int, mode: str) -> None:
-    keep = Keep(last, best=best, metric="loss", mode=mode, every=every)  # type: ignore[arg-type]
+    keep = RetentionPolicy(last, best=best, metric="loss", mode=mode, every=every)  # type: ignore[arg-type]
     steps = {step: {} if value is None else {"loss": value} for step, value in values.items()}
     kept = keep.of(steps)
     assert max(steps) in kept and kept <= set(steps)
@@ -41,19 +42,22 @@ def test_what_stays(values: dict[int, float | None], last: int, best: int, every
 def test_which_are_the_best(mode: Literal["min", "max"], kept: set[int]) -> None:
     """Of equal ones the newer."""
     values = {1: 7.0, 2: 7.0, 3: 8.0, 4: 1.0, 5: 2.0, 6: 3.0, 9: 4.0}
-    assert Keep(1, best=2, metric="score", mode=mode).of({step: {"score": v} for step, v in values.items()}) == kept
+    assert (
+        RetentionPolicy(1, best=2, metric="score", mode=mode).of({step: {"score": v} for step, v in values.items()})
+        == kept
+    )
 
 
 def test_the_best_of_a_run_stay(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: math.nan, 4: 2.0, 5: 2.5, 6: None}
-    with Checkpointer(tmp_path, keep=Keep(1, best=2, metric="loss")) as checkpoints:
+    with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=2, metric="loss")) as checkpoints:
         for step, loss in losses.items():
             metrics = {} if loss is None else {"loss": loss}
             checkpoints.save(step, {"w": jnp.ones(2)}, metrics=metrics)
         assert checkpoints.latest() == 6
         assert checkpoints.steps() == [2, 4, 6]
     # Another process knows the metrics from the files.
-    with Checkpointer(tmp_path, keep=Keep(1, best=1, metric="loss")) as checkpoints:
+    with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=1, metric="loss")) as checkpoints:
         checkpoints.save(7, {"w": jnp.ones(2)}, metrics={"loss": 9.0}, block=True)
         assert checkpoints.steps() == [2, 7]
         assert checkpoints.describe(2).metrics == {"loss": 1.0}
@@ -81,12 +85,12 @@ def test_a_metric_that_is_not_finite_comes_back(tmp_path: Path) -> None:
 )
 def test_settings_that_keep_nothing(settings: dict, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        Keep(**settings)
+        RetentionPolicy(**settings)
 
 
 def test_when_a_save_is_due() -> None:
     seconds = [0.0]
-    every = Every(steps=10, minutes=2.0, now=lambda: seconds[0])
+    every = SaveEvery(steps=10, minutes=2.0, now=lambda: seconds[0])
     assert [step for step in range(1, 31) if every.due(step)] == [10, 20, 30]
     seconds[0] = 119.0
     assert not every.due(31)
@@ -95,11 +99,11 @@ def test_when_a_save_is_due() -> None:
     every.saved()
     assert not every.due(33)
     asked: list[bool] = []
-    shared = Every(
+    shared = SaveEvery(
         minutes=1.0, now=lambda: seconds[0], agreed=lambda due: bool(asked.append(due)) or True, asked_every=5
     )
     assert [step for step in range(1, 11) if shared.due(step)] == [5, 10] and asked == [False, False]
-    assert not Every().due(1)
+    assert not SaveEvery().due(1)
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -154,19 +158,19 @@ def test_pruning_leaves_the_newest_step_that_is_intact(tmp_path: Path, monkeypat
         damage(tmp_path / "step_00000030")
         damage(tmp_path / "step_00000040")
         with pytest.warns(CheckpointWarning, match="steps 30, 40. The newest that is intact, 20, stays"):
-            assert checkpoints.would_prune(Keep(1)) == [10, 30]
+            assert checkpoints.would_prune(RetentionPolicy(1)) == [10, 30]
         with pytest.warns(CheckpointWarning, match="steps 30, 40. The newest that is intact, 20, stays"):
-            assert checkpoints.prune(Keep(2)) == [10]
+            assert checkpoints.prune(RetentionPolicy(2)) == [10]
         assert checkpoints.steps() == [20, 30, 40]
         checkpoints.save(50, state, block=True)
         monkeypatch.setattr(
             checkpointer, "damaged_leaves", lambda path, step: read.append(step) or restore.damaged_leaves(path, step)
         )
-        assert checkpoints.prune(Keep(4)) == [] and read == []
-        assert checkpoints.prune(Keep(3)) == [20] and read == [50]
+        assert checkpoints.prune(RetentionPolicy(4)) == [] and read == []
+        assert checkpoints.prune(RetentionPolicy(3)) == [20] and read == [50]
         damage(tmp_path / "step_00000050")
         with pytest.raises(CheckpointError, match="no step in .* is intact: nothing is removed"):
-            checkpoints.prune(Keep(1))
+            checkpoints.prune(RetentionPolicy(1))
         assert checkpoints.steps() == [30, 40, 50]
 
 
@@ -176,3 +180,9 @@ def test_a_run_reads_nothing_to_remove_steps(tmp_path: Path, monkeypatch: pytest
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": jnp.ones(2)}, block=True)
         assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize(("old", "new"), [("Keep", RetentionPolicy), ("Every", SaveEvery)])
+def test_the_old_names_warn(old, new):
+    with pytest.warns(DeprecationWarning, match=f"{old} is now autoshard.ckpt.{new.__name__}"):
+        assert getattr(ckpt, old) is new

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from autoshard import plan
 from autoshard.sharding.audit import Audit, Compiled, verification, verify
 from autoshard.sharding.audit.export import topology_name
-from autoshard.sharding.audit.replicated_arrays import Whole
+from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import Found, Missing, Unplanned
-from autoshard.sharding.hlo.rematerializations import Remark
+from autoshard.sharding.hlo.rematerializations import Rematerialization
 from tests.sharding import programs
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
@@ -139,8 +139,8 @@ FULL = {
     "collectives": (FOUND,) * 12,
     "unplanned": (Unplanned("all-gather", (), "", 1.0, 1.0, "so"),) * 12,
     "missing": (Missing("all-gather", ("dp",), "", 1.0),) * 12,
-    "replicated": (Whole("temporary", "x", "f32[8]", 32.0, 4.0),) * 12,
-    "remarks": (Remark("", 0.0, 0.0, 0.0, "why"),) * 12,
+    "replicated": (ReplicatedArray("temporary", "x", "f32[8]", 32.0, 4.0),) * 12,
+    "remarks": (Rematerialization("", 0.0, 0.0, 0.0, "why"),) * 12,
     "notes": ("a note",),
     "dropped": ("an_option",),
     "memory": {"argument": 1, "temp": 0},

@@ -12,7 +12,7 @@ from autoshard import Plan, auto_shard, plan
 from autoshard._processes import MissingProcessError
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.autotune import measured_time, synthetic_inputs
-from autoshard.sharding.planner.shortlist import unlike
+from autoshard.sharding.planner.shortlist import without_near_duplicates
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def planned(**options: Any) -> Plan:
 def ranked() -> list[str]:
     """The words of the candidates in the order in which they are run."""
     order = sorted(planned().candidates, key=lambda c: c[1])
-    return [name for *_, name in unlike([(time, peak, name) for name, time, peak in order])]
+    return [name for *_, name in without_near_duplicates([(time, peak, name) for name, time, peak in order])]
 
 
 def test_the_fastest_that_ran_is_taken(slow):
@@ -187,9 +187,7 @@ def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypa
     number = 3 if loop is counted_within else 0.5
     made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
     assert made.chosen == best.chosen and made.inputs == best.inputs
-    said = (
-        rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*_time.py:\d+"
-    )
+    said = rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*_time.py:\d+"
     assert re.match(said, made.notes[-1])
 
 

@@ -9,7 +9,7 @@ import pytest
 from autoshard import plan
 from autoshard.sharding.cost.collectives import HIDING
 from autoshard.sharding.cost.step_time import filled
-from autoshard.sharding.layout.operator_strategy import Strategy
+from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, CHIPS, PEAK_REACHED
 from autoshard.sharding.machines.targets import find_target
@@ -51,7 +51,7 @@ def test_a_gradient_is_summed_over_the_links_that_it_crosses(target, plan):
     machine = find_target(target)
     n, size = machine.devices, 512 * 1024 * 4
     assert found.comm_bytes == pytest.approx(2 * (n - 1) / n * size)  # once over all axes together
-    laying = machine.lay(parse_request(plan).sizes)
+    laying = machine.assign(parse_request(plan).sizes)
     assert found.comm_us == pytest.approx(laying.time_us("all-reduce", laying.pieces, size))
     hidden = min(found.comm_us if "all-reduce" in machine.chip.hides else 0.0, HIDING * found.compute_us)
     assert found.step_time_us == pytest.approx(found.compute_us + found.comm_us - hidden)
@@ -123,8 +123,8 @@ def test_a_weight_that_is_whole_is_read_whole_on_every_device():
 )
 def test_a_shard_that_is_thinner_than_a_tile_wastes_the_rest_of_it(cut, part):
     rule = Rule.parse("m k, k n -> m n; reduce k; where m=65536 k=512 n=256")
-    assert filled(rule, Strategy(cut, ()), {"h": 8, "d": 8}, tile=128) == part
-    assert filled(rule, Strategy(cut, ()), {"h": 8, "d": 8}, tile=1) == 1.0
+    assert filled(rule, OperatorStrategy(cut, ()), {"h": 8, "d": 8}, tile=128) == part
+    assert filled(rule, OperatorStrategy(cut, ()), {"h": 8, "d": 8}, tile=1) == 1.0
 
 
 def test_what_is_small_and_soon_read_stays_on_the_chip():

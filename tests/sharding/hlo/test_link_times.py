@@ -31,7 +31,7 @@ def along(target, mesh, axis):
 def test_groups_of_mesh_axes_take_the_time_that_plans_reckon_with(target, kind):
     machine = find_target(target)
     mesh = {"fsdp": machine.devices // 2, "tp": 2}
-    laying = machine.lay(mesh)
+    laying = machine.assign(mesh)
     links = Wires(machine.topology, laying.order)
     for axis, n in mesh.items():
         payload = SIZE * n if kind == "all-gather" else SIZE

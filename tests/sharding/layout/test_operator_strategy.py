@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from autoshard.sharding.axes.roles import CONTRACTIONS
-from autoshard.sharding.layout.operator_strategy import Arrays, choose
+from autoshard.sharding.layout.operator_strategy import OperandSpecs, choose_strategy
 from autoshard.sharding.program.flops import flops_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import build
@@ -55,9 +55,9 @@ def test_a_mesh_axis_is_taken_for_the_part_of_a_dimension_that_it_cuts():
     assert op.rule is not None
     merged = op.rule.operands[0][0]
     assert len(merged) == 2
-    places = Arrays(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).places
+    places = OperandSpecs(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).places
     assert places == [{"a": merged[0], "b": merged[1]}]
-    assert Arrays(op.rule.operands, [128], [(("a", "c"),)], op.rule, mesh).places == [{"a": merged[0], "c": ""}]
+    assert OperandSpecs(op.rule.operands, [128], [(("a", "c"),)], op.rule, mesh).places == [{"a": merged[0], "c": ""}]
 
 
 # --- the choice ---
@@ -69,9 +69,9 @@ def cut(shapes, specs, want, mesh, flops_per_byte):
     """The strategy of `x @ w` with operands at `specs` and its result wanted at `want`."""
     (m, k), (_, n) = shapes
     rule = Rule.parse("m k, k n -> m n; reduce k", *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
-    operands = Arrays(rule.operands, [4 * m * k, 4 * k * n], specs, rule, mesh)
-    results = Arrays(rule.results, [4 * m * n], [want], rule, mesh)
-    return choose(rule, operands, results, mesh, 2 * m * k * n, flops_per_byte)
+    operands = OperandSpecs(rule.operands, [4 * m * k, 4 * k * n], specs, rule, mesh)
+    results = OperandSpecs(rule.results, [4 * m * n], [want], rule, mesh)
+    return choose_strategy(rule, operands, results, mesh, 2 * m * k * n, flops_per_byte)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(si
     """A merged dimension's shard is one piece: `n` may be cut where each shard holds one `m`, not two."""
     rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
     mesh = {"a": 2, "b": 2}
-    operands = Arrays(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
-    results = Arrays(rule.results, [1024], [((),)], rule, mesh)
-    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    operands = OperandSpecs(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
+    results = OperandSpecs(rule.results, [1024], [((),)], rule, mesh)
+    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
     assert plan.factors == {"a": "m", "b": behind}
     gathered = [move.axes for move in plan.moves if move.kind == "all-gather" and not move.array]
     assert gathered == ([("b",)] if behind is None else [])
@@ -117,17 +117,17 @@ def test_a_tensor_is_gathered_over_all_its_axes_at_once():
     """What two axes of 4 hold in 16 parts is sent 15 times, not 3 times and 3 times."""
     rule = Rule.parse("b m, m n -> b n; reduce m; where b=64 m=64 n=64")
     mesh = {"a": 4, "b": 4}
-    operands = Arrays(rule.operands, [1 << 20, 1600], [(("a", "b"), ()), ((), ("a", "b"))], rule, mesh)
-    results = Arrays(rule.results, [1 << 20], [(("a", "b"), ())], rule, mesh)
-    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    operands = OperandSpecs(rule.operands, [1 << 20, 1600], [(("a", "b"), ()), ((), ("a", "b"))], rule, mesh)
+    results = OperandSpecs(rule.results, [1 << 20], [(("a", "b"), ())], rule, mesh)
+    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
     assert [(m.kind, m.axes, m.array, m.wire_bytes) for m in plan.moves] == [("all-gather", ("a", "b"), 1, 1500)]
 
 
 def test_a_gradient_is_scattered_before_the_rest_of_it_is_summed():
     rule = Rule.parse("b m, b n -> m n; reduce b; where b=64 m=64 n=64")
     mesh = {"a": 2, "b": 4}
-    operands = Arrays(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
-    results = Arrays(rule.results, [1600], [((), ("b",))], rule, mesh)
-    plan = choose(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    operands = OperandSpecs(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
+    results = OperandSpecs(rule.results, [1600], [((), ("b",))], rule, mesh)
+    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
     wanted = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
     assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == wanted

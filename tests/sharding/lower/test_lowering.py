@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import _compat, auto_shard
 from autoshard.sharding.layout.fixed_shardings import own_specs
 from autoshard.sharding.layout.operator_sharding import comes_out_as
-from autoshard.sharding.layout.operator_strategy import Strategy
+from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower import lowering as lower
 from autoshard.sharding.program.tracing import trace
 from autoshard.spmdrules.core.placement import to_partition_spec
@@ -488,7 +488,7 @@ def test_a_product_is_pinned_before_it_moves(mesh_of, monkeypatch):
 
     def strategy(layout, op, flops_per_byte):
         (m, k), (_, n) = ((d[0] for d in dims) for dims in op.rule.operands)
-        return Strategy({"dp": m, "fsdp": n, "tp": k}, ())
+        return OperatorStrategy({"dp": m, "fsdp": n, "tp": k}, ())
 
     monkeypatch.setattr(lower, "strategy", strategy)
     monkeypatch.setattr(lower, "wanted", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))

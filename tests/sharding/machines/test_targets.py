@@ -77,7 +77,7 @@ def test_a_machine_in_a_file_is_read_as_it_was_written(tmp_path):
         found = find_target(str(tmp_path / "mine.toml"))
         assert found.topology == target.topology and found.platform == target.platform
         assert found.chip.peak(2) == target.chip.peak(2) and found.chip.memory_bytes == target.chip.memory_bytes
-        assert found.lay({"a": 2, "b": found.devices // 2}) == target.lay({"a": 2, "b": target.devices // 2})
+        assert found.assign({"a": 2, "b": found.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
 
 
 def test_a_file_takes_what_it_leaves_out_from_its_chip(tmp_path):

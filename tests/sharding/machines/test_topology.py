@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.machines.topology import Dim, Laying, Piece, Topology, lay, layings
+from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Piece, Topology, assign, assignments
 from autoshard.spmdrules.core.placement import ReshardKind
 
 RING = Dim("x", 16, "ring", 10.0, 1.0, wraps=True)
@@ -75,28 +75,28 @@ def test_nothing_takes_no_time():
     ],
 )
 def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
-    assert find_target(target).lay(mesh).text() == places
+    assert find_target(target).assign(mesh).text() == places
 
 
 @pytest.mark.parametrize("mesh", [{"a": 4, "b": 4}, {"a": 2, "b": 8}, {"a": 8, "b": 2}, {"a": 2, "b": 2, "c": 4}])
 def test_every_laying_gives_each_device_one_place(mesh):
     topology = find_target("v5e:4x4").topology
     for first in itertools.permutations(mesh):
-        found = list(layings(topology, mesh, first))
+        found = list(assignments(topology, mesh, first))
         assert found
         assert all(sorted(one.order) == list(range(16)) for one in found)
 
 
 def test_the_order_of_devices_follows_the_pieces():
     topology = Topology((Dim("y", 4, "ring", 1, 1), Dim("x", 4, "ring", 1, 1)))
-    laying = Laying(topology, {"a": (Piece(1, 4, 1),), "b": (Piece(0, 2, 2), Piece(0, 2, 1))})
+    laying = DeviceAssignment(topology, {"a": (Piece(1, 4, 1),), "b": (Piece(0, 2, 2), Piece(0, 2, 1))})
     devices = np.arange(16).reshape(4, 4)  # [y, x]
     assert (np.array(laying.order).reshape(4, 4) == devices.T).all()
 
 
 def test_the_time_of_a_laying_is_that_of_its_pieces():
     target = find_target("v5p:4x4x4")
-    laying = target.lay({"fsdp": 16, "tp": 4})
+    laying = target.assign({"fsdp": 16, "tp": 4})
     kinds: tuple[ReshardKind, ...] = ("all-gather", "all-to-all")
     for kind, axes in itertools.product(kinds, [("tp",), ("fsdp",), ("fsdp", "tp")]):
         pieces = tuple(p for a in axes for p in laying.pieces[a])
@@ -104,17 +104,17 @@ def test_the_time_of_a_laying_is_that_of_its_pieces():
 
 
 def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
-    laying = lay(Topology((LINE,)), (("a", 2), ("b", 1), ("c", 2)))
+    laying = assign(Topology((LINE,)), (("a", 2), ("b", 1), ("c", 2)))
     assert sorted(laying.order) == [0, 1, 2, 3]
-    odd = lay(Topology((Dim("x", 6, "ring", 1, 1), Dim("y", 4, "ring", 2, 1))), (("a", 3), ("b", 8)))
+    odd = assign(Topology((Dim("x", 6, "ring", 1, 1), Dim("y", 4, "ring", 2, 1))), (("a", 3), ("b", 8)))
     assert sorted(odd.order) == list(range(24)) and odd.time_us("all-gather", ["b"], 100.0) > 0
 
 
 def test_threads_of_one_process_wait_for_each_other():
-    laying = find_target("cpu:8").lay({"a": 4, "b": 2})
+    laying = find_target("cpu:8").assign({"a": 4, "b": 2})
     near, far, both = (laying.time_us("all-reduce", axes, 0.0) for axes in (("b",), ("a",), ("a", "b")))
     assert near < far < both < 7 * near
-    gpus = find_target("h100:1x8").lay({"a": 4, "b": 2})
+    gpus = find_target("h100:1x8").assign({"a": 4, "b": 2})
     assert gpus.time_us("all-reduce", ("b",), 0.0) == gpus.time_us("all-reduce", ("a",), 0.0)
 
 
@@ -133,7 +133,7 @@ def test_threads_of_one_process_wait_for_each_other():
 )
 def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, gather):
     """As in programs that XLA compiled for these machines."""
-    laying = find_target(target).lay(mesh)
+    laying = find_target(target).assign(mesh)
     n = mesh[axes[0]]
     assert laying.topology.compiled("reduce-scatter", laying.over(axes), 64.0) == (scatter, 64.0)
     whole = 64.0 if gather == "all-gather" else 64.0 * n

@@ -15,7 +15,7 @@ from autoshard._units import bytes_text
 from autoshard.cli import main
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.machines.chips import CHIPS
-from autoshard.sharding.machines.machine_sizes import larger, roomier, sizes
+from autoshard.sharding.machines.machine_sizes import larger_machines, machines_with_more_memory, sizes
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner import infeasible
 from autoshard.sharding.planner.infeasible import DoesNotFitError
@@ -168,13 +168,14 @@ def test_machines_come_in_order_of_size_and_exist(key):
     found = [find_target(name) for name in sizes(key, CHIPS[key])]
     counts = [t.devices for t in found]
     assert counts == sorted(set(counts)) and counts[-1] >= 256
-    again = larger(found[2])
+    again = larger_machines(found[2])
     assert [t.name for t in again] == [t.name for t in found[3:]]
     assert all(
-        t.devices == found[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes for t in roomier(found[2])
+        t.devices == found[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes
+        for t in machines_with_more_memory(found[2])
     )
 
 
 def test_larger_machines_of_several_slices_have_more_of_them():
-    assert [t.name for t in larger(find_target("v5p:4x4x4*2"))] == [f"v5p:4x4x4*{n}" for n in (4, 8, 16)]
-    assert larger(find_target("v5e:16x16")) == []
+    assert [t.name for t in larger_machines(find_target("v5p:4x4x4*2"))] == [f"v5p:4x4x4*{n}" for n in (4, 8, 16)]
+    assert larger_machines(find_target("v5e:16x16")) == []

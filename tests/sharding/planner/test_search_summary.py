@@ -8,7 +8,7 @@ import pytest
 
 import autoshard
 from autoshard.sharding.machines.device_mesh import abstract_mesh
-from autoshard.sharding.plan.search_record import Searched, Tried
+from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import Estimate, Plan
 from autoshard.sharding.report.page.search import lost, search_section
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
@@ -129,22 +129,22 @@ def test_links_say_how_devices_are_joined():
 
 
 LOSERS = [
-    (Tried("a", 9.0, 12.0), "does not fit: 2 B too much"),
-    (Tried("a", 110.0, 9.0, 80.0), "20.0 us more compute"),
-    (Tried("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "waits 10.0 us longer, most of all for all-gather"),
-    (Tried("a", 130.0, 9.0, 65.0, "all-gather", 40.0),
+    (PricedPlan("a", 9.0, 12.0), "does not fit: 2 B too much"),
+    (PricedPlan("a", 110.0, 9.0, 80.0), "20.0 us more compute"),
+    (PricedPlan("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "waits 10.0 us longer, most of all for all-gather"),
+    (PricedPlan("a", 130.0, 9.0, 65.0, "all-gather", 40.0),
      "waits 25.0 us longer, most of all for all-gather and 5.00 us more compute"),
-    (Tried("a", 100.0001, 9.0, 60.0), "as fast, to 0.01 %"),
-    (Tried("a", 90.0, 9.0, 60.0), "faster by the estimate"),
-    (Tried("a", 90.0, 9.0, 60.0, changed=True),
+    (PricedPlan("a", 100.0001, 9.0, 60.0), "as fast, to 0.01 %"),
+    (PricedPlan("a", 90.0, 9.0, 60.0), "faster by the estimate"),
+    (PricedPlan("a", 90.0, 9.0, 60.0, changed=True),
      "faster by repeating work, or by too little for a plan that has no name"),
-    (Tried("a", 110.0, 9.0), "slower"),
-    (Tried("a", math.inf, 9.0), "slower"),
+    (PricedPlan("a", 110.0, 9.0), "slower"),
+    (PricedPlan("a", math.inf, 9.0), "slower"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tried", "why"), LOSERS)
 def test_why_a_plan_lost(tried, why):
     plan = Plan(mesh=abstract_mesh({}), axis_rules={}, storage={}, inputs=(), outputs=(), target="", limit_bytes=10.0,
-                estimate=Estimate(100.0, 60.0, 40.0, 0.0, 5.0), history=(Searched(tried=(tried,)),))  # fmt: skip
+                estimate=Estimate(100.0, 60.0, 40.0, 0.0, 5.0), history=(SearchRecord(tried=(tried,)),))  # fmt: skip
     assert lost(plan, tried) == why

@@ -15,7 +15,7 @@ from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models.workloads import workload
 from autoshard.sharding import audit as aot
 from autoshard.sharding.autotune.contest import contest
-from autoshard.sharding.planner.shortlist import unlike
+from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)
@@ -144,7 +144,7 @@ def test_layers_can_be_taken_out_of_a_group_in_several_ways():
 
 def test_what_is_compiled_differs():
     ranked = [(1.0, 5.0, "a"), (1.0005, 5.001, "a again"), (1.0006, 9.0, "b"), (1.2, 5.0, "c")]
-    assert [name for *_, name in unlike(ranked)] == ["a", "b", "c", "a again"]
+    assert [name for *_, name in without_near_duplicates(ranked)] == ["a", "b", "c", "a again"]
 
 
 def test_the_text_and_the_json_tell_the_variant():

@@ -19,7 +19,7 @@ from autoshard.sharding.oracle.shard_runner import device_mesh
 from autoshard.sharding.program.partitioner_faults import KNOWN_PARTITIONER_FAULTS, Cut, known_fault
 from autoshard.spmdrules.core.placement import to_partition_spec
 from autoshard.spmdrules.core.registry import rule_for
-from autoshard.spmdrules.custom_ops.sharded_execution import body_of, on_shards
+from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 
 COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
@@ -142,7 +142,9 @@ def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
     assert mesh is not None
     cut = dict(zip("ab", factors, strict=False))
     run = jax.jit(
-        lambda *xs: on_shards(rule, body_of(case.eqn, rule), case.results, mesh, cut, [None] * len(case.results), *xs)
+        lambda *xs: run_on_shards(
+            rule, body_of(case.eqn, rule), case.results, mesh, cut, [None] * len(case.results), *xs
+        )
     )
     operands = trials(case)[1]
     for found, expected in zip(run(*operands), case.run(operands), strict=True):

@@ -18,7 +18,7 @@ import autoshard
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.machines.device_mesh import abstract_mesh
-from autoshard.sharding.plan.search_record import Searched, Tried
+from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import Estimate, Plan
 from autoshard.sharding.plan.tensors import Activation, Leaf
 from autoshard.sharding.report.input_traffic import traffic_of
@@ -544,9 +544,9 @@ def estimates(draw):
 
 @st.composite
 def histories(draw):
-    tried = st.builds(Tried, st.sampled_from(["dp:8", "tp:8"]), BYTES, BYTES, BYTES, st.just("all-gather"), BYTES)
+    tried = st.builds(PricedPlan, st.sampled_from(["dp:8", "tp:8"]), BYTES, BYTES, BYTES, st.just("all-gather"), BYTES)
     some = st.lists(tried, max_size=3).map(tuple)
-    return tuple(Searched({"remat": "none"}, 4, 1, 1, found) for found in draw(st.lists(some, max_size=2)))
+    return tuple(SearchRecord({"remat": "none"}, 4, 1, 1, found) for found in draw(st.lists(some, max_size=2)))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from autoshard import _compat
-from autoshard.spmdrules.core.rule_builder import Build
+from autoshard.spmdrules.core.rule_builder import RuleBuilder
 from autoshard.spmdrules.families.data_movement import common_factors
 from tests.spmdrules.rows import Row, exists, f32, keys, of
 
@@ -110,7 +110,7 @@ def test_the_factors_of_two_shapes_multiply_to_both_and_stand_in_the_same_order(
     random.shuffle(primes)
     cuts = sorted(random.choices(range(len(primes) + 1), k=2))
     new = [math.prod(part) for part in (primes[: cuts[0]], primes[cuts[0] : cuts[1]], primes[cuts[1] :])]
-    build = Build()
+    build = RuleBuilder()
     left, right = common_factors(build, old, new)
     for shape, dims in ((old, left), (new, right)):
         assert [math.prod(build.factors[f].size or 0 for f in dim) for dim in dims] == list(shape)
@@ -120,7 +120,7 @@ def test_the_factors_of_two_shapes_multiply_to_both_and_stand_in_the_same_order(
 
 @pytest.mark.parametrize(("old", "new"), [((4, 8, 2), (32, 2)), ((64,), (4, 4, 4)), ((2, 8), (4, 4))])
 def test_shapes_with_nested_factors_have_nothing_whole(old, new):
-    build = Build()
+    build = RuleBuilder()
     common_factors(build, old, new)
     assert all(f.kind == "pass" for f in build.factors.values())
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
 from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE
-from autoshard.spmdrules.core.placement import Place
+from autoshard.spmdrules.core.placement import Placement
 from autoshard.spmdrules.ir.program import build
 from tests.spmdrules.rows import below, numbers
 from tests.spmdrules.simulate import simulate
@@ -106,7 +106,7 @@ def test_what_counts_along_a_position_is_a_batch_of_it(case):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in COMMON], ids=lambda case: case.note.replace(" ", "_"))
 def test_values_are_kept(case):
-    places = [Place((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
+    places = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
     (found,) = simulate(case.fn, (X, PICKED), places, {"data": 2})
     np.testing.assert_allclose(found, case.fn(jnp.asarray(X), PICKED), 1e-5)
 

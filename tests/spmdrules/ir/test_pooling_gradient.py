@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
 from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE
-from autoshard.spmdrules.core.placement import Place
+from autoshard.spmdrules.core.placement import Placement
 from autoshard.spmdrules.ir.program import build
 from tests.spmdrules.rows import f32, numbers
 from tests.spmdrules.simulate import simulate
@@ -41,7 +41,7 @@ def test_padding_is_a_part_of_the_sum_that_alone_takes_it():
 def test_values_are_kept(window, stride, count, cut):
     fn, g = _gradient(window, stride), WINDOWS[:, :1].repeat(count, 1) * np.arange(1, count + 1)[:, None]
     spec = tuple(("data",) if d == cut else () for d in range(3))
-    places = [Place(spec if x.shape[cut] % 2 == 0 else ((), (), ())) for x in (X, g)]
+    places = [Placement(spec if x.shape[cut] % 2 == 0 else ((), (), ())) for x in (X, g)]
     (found,) = simulate(fn, (X, g), places, {"data": 2})
     np.testing.assert_allclose(found, fn(X, g), 1e-5)
 

@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.core.placement import Place, extend, from_partition_spec, meet, steps, to_partition_spec
-from autoshard.spmdrules.propagation.input_specs import Faults, place_of
+from autoshard.spmdrules.core.placement import Placement, extend, from_partition_spec, meet, steps, to_partition_spec
+from autoshard.spmdrules.propagation.input_specs import InputFaults, place_of
 from autoshard.spmdrules.propagation.propagate import Propagation, PropagationError, propagate
 from tests.spmdrules.simulate import simulate
 
@@ -163,7 +163,7 @@ def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     """Every reshard and partial in this run is one that the propagation says, or the values differ."""
     case = case_of(name)
     args = values(*case.args)
-    faults = Faults("test")
+    faults = InputFaults("test")
     specs = propagate(case.fn, *args, in_specs=case.specs[k], mesh=SMALL).in_specs
     places = [place_of(s, None, a, SMALL, "", faults) for s, a in zip(specs, args, strict=True)]
     close(simulate(case.fn, args, places, SMALL), case.fn(*args))
@@ -506,17 +506,19 @@ def test_all_faults_are_told_at_once():
 
 
 def test_steps_end_where_they_should_and_count_bytes():
-    a_b = Place((("data",), ("model",)))
-    assert steps(a_b, Place((("data",), ())), 800, MESH)[0].nbytes == 300
-    swap = steps(Place((("data",), ())), Place(((), ("data",))), 800, MESH)
+    a_b = Placement((("data",), ("model",)))
+    assert steps(a_b, Placement((("data",), ())), 800, MESH)[0].nbytes == 300
+    swap = steps(Placement((("data",), ())), Placement(((), ("data",))), 800, MESH)
     assert [(s.kind, s.nbytes) for s in swap] == [("all-to-all", 200)]
-    down = steps(Place(((), ()), (("model", "sum"),)), Place((("model",), ())), 800, MESH)
+    down = steps(Placement(((), ()), (("model", "sum"),)), Placement((("model",), ())), 800, MESH)
     assert [(s.kind, s.nbytes) for s in down] == [("reduce-scatter", 600)]
-    turned = steps(Place((("data", "model"),)), Place((("model", "data"),)), 800, MESH)
+    turned = steps(Placement((("data", "model"),)), Placement((("model", "data"),)), 800, MESH)
     assert {s.kind for s in turned} == {"collective-permute"}
-    assert meet([Place(((),)), Place((("data",),))], 8, MESH) == Place((("data",),))
-    partial = Place(((),), (("data", "sum"),))
-    assert meet([partial, Place(((),))], 8, MESH) == Place(((),)) and meet([partial, partial], 8, MESH) == partial
+    assert meet([Placement(((),)), Placement((("data",),))], 8, MESH) == Placement((("data",),))
+    partial = Placement(((),), (("data", "sum"),))
+    assert (
+        meet([partial, Placement(((),))], 8, MESH) == Placement(((),)) and meet([partial, partial], 8, MESH) == partial
+    )
 
 
 def test_a_place_is_extended_by_what_it_does_not_use():
@@ -536,13 +538,13 @@ def test_specs_are_read_back(axes, reverse):
     assert from_partition_spec(to_partition_spec(both), 2) == both
 
 
-def _places(rank: int) -> st.SearchStrategy[Place]:
+def _places(rank: int) -> st.SearchStrategy[Placement]:
     """Any place of an array of this rank on `SMALL`: each axis on a dimension, partial, or nowhere."""
     where = st.sampled_from([*range(rank), "sum", None])
 
-    def place(chosen: tuple[Any, Any]) -> Place:
+    def place(chosen: tuple[Any, Any]) -> Placement:
         spec = tuple(tuple(a for a, d in zip(SMALL, chosen, strict=True) if d == k) for k in range(rank))
-        return Place(spec, tuple((a, "sum") for a, d in zip(SMALL, chosen, strict=True) if d == "sum"))
+        return Placement(spec, tuple((a, "sum") for a, d in zip(SMALL, chosen, strict=True) if d == "sum"))
 
     return st.tuples(where, where).map(place)
 

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
-from autoshard.sharding.plan.search_record import Searched, Tried
+from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.report.page.chart import Point, scatter
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.summary import exposed_us
@@ -26,7 +26,7 @@ TIE = 1e-4  # of a step: what is closer is no faster
 class Row:
     """A plan that was priced, and its fate."""
 
-    tried: Tried
+    tried: PricedPlan
     variant: int
     fits: bool
     chosen: bool
@@ -47,14 +47,14 @@ def search_section(plan: Plan) -> str:
     return f"<p>{_story(plan, history, rows)}</p>{pick}{chart}{tip}{_variants(plan, history)}{listed}"
 
 
-def _history(plan: Plan) -> Sequence[Searched]:
+def _history(plan: Plan) -> Sequence[SearchRecord]:
     """The plan's history; of one that keeps none, what its candidates and variants say."""
     if plan.history:
         return plan.history
-    return [Searched(plan.variant, len(plan.candidates), tried=tuple(Tried(*c) for c in plan.candidates))]
+    return [SearchRecord(plan.variant, len(plan.candidates), tried=tuple(PricedPlan(*c) for c in plan.candidates))]
 
 
-def _rows(plan: Plan, history: Sequence[Searched]) -> Iterator[Row]:
+def _rows(plan: Plan, history: Sequence[SearchRecord]) -> Iterator[Row]:
     """All plans that were priced, those that fit first and the fastest of them first."""
     limit = plan.limit_bytes or math.inf
     found, won = [], False
@@ -66,7 +66,7 @@ def _rows(plan: Plan, history: Sequence[Searched]) -> Iterator[Row]:
     yield from sorted(found, key=lambda r: (not r.chosen, not r.fits, r.tried.step_time_us))
 
 
-def _story(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
+def _story(plan: Plan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
     proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
     fit = sum(r.fits for r in rows)
     changed = sum(r.tried.changed for r in rows)
@@ -85,7 +85,7 @@ def _story(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
     return escape(f"{words}. {plan.chosen or 'This plan'}{variant} is the {kind}.")
 
 
-def lost(plan: Plan, tried: Tried) -> str:
+def lost(plan: Plan, tried: PricedPlan) -> str:
     """Why a plan was not chosen."""
     here = plan.estimate
     if plan.limit_bytes and tried.peak_bytes > plan.limit_bytes:
@@ -110,14 +110,14 @@ def _class(row: Row) -> str:
     return f"{'won' if row.chosen else 'fit' if row.fits else 'unfit'} v{row.variant}"
 
 
-def _title(plan: Plan, history: Sequence[Searched], row: Row) -> str:
+def _title(plan: Plan, history: Sequence[SearchRecord], row: Row) -> str:
     tried, variant = row.tried, history[row.variant].variant
     words = f"{tried.words}{f' ({variant_text(variant)})' if variant else ''}"
     fate = "chosen" if row.chosen else lost(plan, tried)
     return f"{words}: {time_text(tried.step_time_us)}, {bytes_text(tried.peak_bytes)}; {fate}"
 
 
-def _variant_picker(history: Sequence[Searched]) -> str:
+def _variant_picker(history: Sequence[SearchRecord]) -> str:
     options = "".join(
         f'<option value="v{n}">{escape(variant_text(each.variant))}</option>' for n, each in enumerate(history)
     )
@@ -126,7 +126,7 @@ def _variant_picker(history: Sequence[Searched]) -> str:
     return f'<label class="search"><span>Variant</span>{field}</label>'
 
 
-def _variants(plan: Plan, history: Sequence[Searched]) -> str:
+def _variants(plan: Plan, history: Sequence[SearchRecord]) -> str:
     """The best plan of each variant."""
     if len(plan.variants) < 2:
         return ""
@@ -136,7 +136,7 @@ def _variants(plan: Plan, history: Sequence[Searched]) -> str:
     rows, classes = [], []
     for variant, words, us, peak in ranked:
         won = dict(variant) == dict(plan.variant)
-        tried = _tried_of(history, variant, words) or Tried(words, us, peak)
+        tried = _tried_of(history, variant, words) or PricedPlan(words, us, peak)
         kind = "k-chosen" if won else "k-rival" if peak <= limit else "k-unfit"
         rows.append([
             f"<b>{escape(variant_text(variant))}</b>", escape(words), bar(kind, us, most, "wide"), time_text(us),
@@ -147,19 +147,19 @@ def _variants(plan: Plan, history: Sequence[Searched]) -> str:
     return f"<h3>Variants of the step</h3>{table(head, rows, (3, 4, 5), classes)}"
 
 
-def _tried_of(history: Sequence[Searched], variant: Mapping[str, Any], words: str) -> Tried | None:
+def _tried_of(history: Sequence[SearchRecord], variant: Mapping[str, Any], words: str) -> PricedPlan | None:
     same = (each for each in history if dict(each.variant) == dict(variant))
     return next((t for each in same for t in each.tried if t.words == words), None)
 
 
-def _fate(plan: Plan, tried: Tried, won: bool) -> str:
+def _fate(plan: Plan, tried: PricedPlan, won: bool) -> str:
     if won:
         return '<span class="tag">chosen</span>'
     words = lost(plan, tried)
     return f'<span class="bad">{escape(words)}</span>' if words.startswith("does not fit") else escape(words)
 
 
-def _plans(plan: Plan, history: Sequence[Searched], rows: Sequence[Row]) -> str:
+def _plans(plan: Plan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
     shown, here = rows[:LISTED], plan.estimate.step_time_us
     most = max((r.tried.step_time_us for r in shown[:SHOWN]), default=1.0)
     cells = []
