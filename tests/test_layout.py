@@ -93,9 +93,9 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("autoshard.spmdrules.core.rule", "from autoshard.sharding import cost"),
+        ("autoshard.spmdrules.core.rule", "from autoshard.sharding.cost import step_time"),
         ("autoshard.spmdrules.core.rule", "from autoshard import plan"),
-        ("autoshard.sharding.cost.step_time", "from ..models.gpt import GPT"),
+        ("autoshard.sharding.cost.step_time", "from ...models.gpt import GPT"),
         ("autoshard.models.gpt", "import autoshard.ckpt"),
         ("autoshard._compat", "from autoshard.spmdrules.core.rule import Rule"),
         ("autoshard.train.run.loop", "def f():\n    from autoshard.cli import main"),
