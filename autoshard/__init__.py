@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from autoshard.errors import AutoshardWarning as AutoshardWarning
     from autoshard.sharding.api.entry_points import auto_shard as auto_shard
     from autoshard.sharding.api.entry_points import plan as plan
+    from autoshard.sharding.api.plan import Plan as Plan
     from autoshard.sharding.discover.rule_discovery import Discovery as Discovery
     from autoshard.sharding.discover.rule_discovery import discover as discover
     from autoshard.sharding.oracle.rule_check import check_rule as check_rule
-    from autoshard.sharding.plan.sharding_plan import Plan as Plan
     from autoshard.spmdrules.core.registry import rule as rule
     from autoshard.spmdrules.core.rule import Factor as Factor
     from autoshard.spmdrules.core.rule import Rule as Rule
@@ -33,7 +33,7 @@ _PLACES = {
     "check_rule": "sharding.oracle.rule_check",
     "Discovery": "sharding.discover.rule_discovery",
     "discover": "sharding.discover.rule_discovery",
-    "Plan": "sharding.plan.sharding_plan",
+    "Plan": "sharding.api.plan",
     "plan": "sharding.api.entry_points",
     "operator": "spmdrules.custom_ops.operator",
     "Propagation": "spmdrules.propagation.propagate",

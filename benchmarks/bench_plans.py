@@ -37,6 +37,7 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
 from autoshard.sharding.autotune.contest import contest
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
 from autoshard.train.program.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
 
@@ -206,7 +207,7 @@ def planned(
 
 def export_ours(case: Case, words: str, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
     """A plan of the planner as the compiler takes it."""
-    return export_plan(planned(case, remat, microbatches, words), options)
+    return export_plan(bound_or_error(planned(case, remat, microbatches, words).bound).executable, options)
 
 
 def run_options(case: Case, store: Store, side: str, clock: Clock) -> None:

@@ -31,8 +31,8 @@ from flax.errors import FlaxError
 
 from autoshard import _compat
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
-from autoshard.sharding.api.entry_points import AutoSharded
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.api.auto_sharded import AutoSharded
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
 from autoshard.sharding.runtime.dispatch import Entry, PureFunction
@@ -99,12 +99,12 @@ class ModuleCalls:
             )
         function = self.function(given)
         result = function(*given.args, **given.kwargs)
-        return function._planned().plan, result
+        return function.plan_of(function.planned()), result
 
     def entry(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry:
         """The planned call, not run."""
         given = split_arguments((first, *args), kwargs, self.name)
-        return self.function(given)._entry(given.args, given.kwargs)
+        return self.function(given).entry(given.args, given.kwargs)
 
 
 class ForwardFunction(AutoSharded):
@@ -142,7 +142,7 @@ class ForwardPure(PureFunction):
         words = training.chosen if original["plan"] is None else original["plan"]
         pins = {**(original["fixed"] or {}), **{glob.escape(path): spec for path, spec in stays.items()}}
         options = {**original, "memory_limit_bytes": float("inf"), "plan": words, "fixed": pins}
-        mesh = training.bound.mesh if training.bound is not None else None
+        mesh = training.bound.executable.mesh if training.bound is not None else None
         sizes = dict(zip(training.mesh.axis_names, training.mesh.axis_sizes, strict=True))
         try:
             self.options = {**options, "mesh": sizes} if isinstance(words, Mapping) and mesh is None else options
@@ -150,7 +150,7 @@ class ForwardPure(PureFunction):
             try:
                 entry = super().make(args, kwargs)
                 here = {x.path: x.spec for x in entry.plan.inputs}
-                same_mesh = entry.plan.mesh == training.mesh and mesh in (None, entry.plan.bound.mesh)
+                same_mesh = entry.plan.mesh == training.mesh and mesh in (None, entry.bound.executable.mesh)
                 if same_mesh and all(here[path] == spec for path, spec in stays.items()):
                     return entry
             except AutoshardError as error:  # the words do not fit this call
@@ -270,7 +270,7 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any], usual: tuple[Any, ...] | No
         abstract = nnx.eval_shape(lambda s: create(s)[0], state)
         own = planned if klass.__call__ is call else calls(klass, klass.__call__)
         entry = own.entry(abstract, tuple(example), {})
-        klass.autoshard_plan = entry.plan
+        klass.autoshard_plan = Plan.of(entry.bound)
         model = born_sharded(entry, lambda s: create(s)[0], (state,), klass.__name__)
         advanced = nnx.split(jax.jit(lambda s: nnx.split(create(s)[1])[1])(state))[1]
         nnx.update((args, kwargs), advanced)
@@ -326,7 +326,7 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
                 stacklevel=2,
             )
             return original_init(self, rngs, *args, **kwargs)
-        type(self).autoshard_plan = entry.plan
+        type(self).autoshard_plan = Plan.of(entry.bound)
         return born_sharded(entry, create, (given.args, given.kwargs), name)
 
     cls.apply, cls.init, cls.autoshard_plan = apply, init, None

@@ -1,18 +1,21 @@
-"""An audit as plain text: `print(plan.verify())`."""
+"""What a compiler made of a plan, beside what the plan says; and that as plain text: `print(plan.verify())`."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from autoshard._columns import INDENT, WIDTH, columns, cut
+from autoshard._shown import shown
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
-
-if TYPE_CHECKING:
-    from autoshard.sharding.audit.traffic_diff import Found
-    from autoshard.sharding.audit.verification import Audit
+from autoshard.errors import AutoshardError
+from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
+from autoshard.sharding.audit.traffic_diff import Found, Missing, Unplanned
+from autoshard.sharding.hlo.rematerializations import Rematerialization
 
 SHOWN = 8
 HAPPENED = {
@@ -21,6 +24,104 @@ HAPPENED = {
     "crash": "the compiler crashed",
     "timeout": "the compiler took too long",
 }
+
+
+class AuditError(AutoshardError):
+    """A plan that cannot be verified: its target has no compiler, or that is not installed."""
+
+
+@shown
+@dataclass(frozen=True)
+class Audit:
+    """What a compiler made of a plan, beside what the plan says. Of one step on one device; times in microseconds.
+
+    Attributes:
+        kind: `ok`; `oom`: the program does not fit the device; `error`: the compiler refused it; `crash`, `timeout`: of
+            the compiler. Where it is not `ok`, only `message`, `peak_bytes` and what the plan says is there.
+        message: what happened, in the compiler's words.
+        function: the planned function's name.
+        target: the machine.
+        mesh: mesh axis -> size.
+        collectives: of the compiled program, in the order in which they run.
+        unplanned: traffic beyond what the plan says, the largest first.
+        missing: traffic that the plan says and the program does not have.
+        replicated: arrays that the plan cuts and the program keeps whole.
+        remarks: involuntary full rematerializations, with what they cost and why, the largest first.
+        notes: what the figures leave out.
+        memory: bytes of a device by kind: argument, output, temp, alias, code; the host's with `host_`.
+        peak_bytes: what a device holds at most, by the compiler; of an `oom` what it would take.
+        predicted_peak_bytes: the same by the plan.
+        cycles: by the compiler; None where it gives none.
+        compute_us: by cycles where there are any, else by a roofline.
+        compute_us_cycles: cycles over the chip's clock; None where there are none.
+        compute_us_roofline: by operations and bytes of memory alone.
+        comm_us: time on the wire.
+        exposed_us: the part of it that is waited for.
+        step_time_us: compute_us + exposed_us.
+        predicted_step_time_us: by the plan; compute and communication likewise.
+        wire_bytes: bytes that leave each device.
+        predicted_wire_bytes: the same by the plan.
+        versions: of the compiler's packages.
+        seconds: to compile.
+        cached: whether it was compiled before.
+        dropped: options that this compiler does not know.
+    """
+
+    kind: str
+    message: str = ""
+    function: str = ""
+    target: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    collectives: tuple[Found, ...] = ()
+    unplanned: tuple[Unplanned, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    replicated: tuple[ReplicatedArray, ...] = ()
+    remarks: tuple[Rematerialization, ...] = ()
+    notes: tuple[str, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: float | None = None
+    predicted_peak_bytes: float | None = None
+    cycles: float | None = None
+    compute_us: float | None = None
+    compute_us_cycles: float | None = None
+    compute_us_roofline: float | None = None
+    comm_us: float | None = None
+    exposed_us: float | None = None
+    step_time_us: float | None = None
+    predicted_compute_us: float | None = None
+    predicted_comm_us: float | None = None
+    predicted_step_time_us: float | None = None
+    wire_bytes: float | None = None
+    predicted_wire_bytes: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    cached: bool = False
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program compiled and fits."""
+        return self.kind == "ok"
+
+    @property
+    def unplanned_bytes(self) -> float:
+        """Bytes that leave each device beyond what the plan says."""
+        return sum(u.bytes for u in self.unplanned)
+
+    def to_json(self) -> str:
+        """The audit as text."""
+        figures = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(figures | {"unplanned_bytes": self.unplanned_bytes}, indent=1, default=_plain)
+
+    def __repr__(self) -> str:
+        return f"Audit({self.kind!r} for {self.function or '?'} on {self.target!r}, {len(self.unplanned)} unplanned)"
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def _plain(thing: Any) -> Any:
+    return dict(thing) if isinstance(thing, Mapping) else asdict(thing)
 
 
 def report(audit: Audit) -> str:

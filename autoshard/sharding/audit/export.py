@@ -7,15 +7,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+from jax.export import export as export_jax
 
+from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
 
 FRAMES = "jax_traceback_in_locations_limit"
 
@@ -49,19 +48,19 @@ class CompileJob:
         return hashlib.sha256(self.program + text).hexdigest()[:32]
 
 
-def export_plan(plan: Plan, options: Options | None = None) -> CompileJob:
+def export_plan(executable: Executable, options: Options | None = None) -> CompileJob:
     """Lowers a bound plan over its abstract mesh for its target's platform; needs no device and no compiler.
 
     Args:
-        plan: a plan with its function.
+        executable: a plan with its function.
         options: compiler options; default: the plan's own for its platform.
     """
+    plan, traced = executable.plan, executable.traced
     target = find_target(plan.target)
-    bound = plan._bound()
     given = plan.compiler_options.get(target.platform, {}) if options is None else options
-    program = export(bound.run(plan.mesh), bound.traced.in_avals, *plan.shardings(plan.mesh), target.platform)
+    program = export(executable.run(plan.mesh), traced.in_avals, *plan.shardings(plan.mesh), target.platform)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    donated = tuple(map(int, bound.traced.donated))
+    donated = tuple(map(int, traced.donated))
     return CompileJob(program, target.platform, topology_name(target), sizes, plan.device_order, donated, given)
 
 
@@ -79,8 +78,6 @@ def export(
     fn: Any, avals: Sequence[Any], in_shardings: Sequence[Any], out_shardings: Sequence[Any], platform: str
 ) -> bytes:
     """A function of flat arguments, exported with these shardings over an abstract mesh."""
-    from jax.export import export as export_jax
-
     jitted = jax.jit(lambda *leaves: fn(*leaves), in_shardings=list(in_shardings), out_shardings=list(out_shardings))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     with innermost_lines():

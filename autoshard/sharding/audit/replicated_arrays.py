@@ -10,19 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.audit.traffic_diff import place
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.layout.operator_sharding import operand_spec, strategy
+from autoshard.sharding.lower.executable import Executable
+from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Leaf
 
 Shape = tuple[int, ...]
 
@@ -52,15 +50,15 @@ class ReplicatedArray:
     line: str = ""
 
 
-def replicated(plan: Plan, program: Program, peak_bytes: float) -> tuple[ReplicatedArray, ...]:
+def replicated(executable: Executable, program: Program, peak_bytes: float) -> tuple[ReplicatedArray, ...]:
     """What is whole although the plan cuts it, the largest first."""
+    plan = executable.plan
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     entry = program.entry
     results = [a for i in ([entry.root] if entry.root.opcode != "tuple" else entry.takes(entry.root)) for a in i.arrays]
     taken = [entry.parameters[n].arrays[0] for n in sorted(entry.parameters) if entry.parameters[n].arrays]
     found = [*_leaves("input", plan.inputs, taken, sizes), *_leaves("result", plan.outputs, results, sizes)]
-    if plan.bound is not None:
-        found += _temporaries(plan.bound, program, sizes, LARGE * peak_bytes)
+    found += _temporaries(executable, program, sizes, LARGE * peak_bytes)
     return tuple(sorted(found, key=lambda w: -w.bytes))
 
 
@@ -76,8 +74,10 @@ def _leaves(
             yield ReplicatedArray(what, leaf.path, str(array), array.nbytes, item * math.prod(local))
 
 
-def _temporaries(bound: Any, program: Program, sizes: Mapping[str, int], least: float) -> list[ReplicatedArray]:
-    cut = cut_shapes(bound, sizes)
+def _temporaries(
+    executable: Executable, program: Program, sizes: Mapping[str, int], least: float
+) -> list[ReplicatedArray]:
+    cut = cut_shapes(executable, sizes)
     found: dict[Shape, ReplicatedArray] = {}
     for _, i in scheduled(program):
         for array in i.arrays if i.opcode not in NO_BUFFERS else ():
@@ -99,12 +99,12 @@ class Cut:
     places: set[str] = field(default_factory=set)
 
 
-def cut_shapes(bound: Any, sizes: Mapping[str, int]) -> dict[Shape, Cut]:
+def cut_shapes(executable: Executable, sizes: Mapping[str, int]) -> dict[Shape, Cut]:
     """Global shapes whose values a plan cuts, all of them and always.
 
     Dimensions of 1 are left out. An operand that the plan gathers for its operator is not always cut.
     """
-    layout = bound.layout
+    layout = executable.layout
     avals = layout.axes.program.avals
     cuts: dict[Shape, Cut] = {}
     pieces = set()
@@ -126,8 +126,8 @@ def cut_shapes(bound: Any, sizes: Mapping[str, int]) -> dict[Shape, Cut]:
         for value in (*op.operands, *op.results):
             if value >= 0:
                 note(value, layout.spec(value), line)
-        if is_decision_point(op):
-            plan = strategy(layout, op, bound.flops_per_byte)
+        if op.rule is not None and is_decision_point(op):
+            plan = strategy(layout, op, executable.flops_per_byte)
             for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
                 note(value, plan.spec(dims), line)
     return {shape: cut for shape, cut in cuts.items() if cut.ways > 1 and shape and shape not in pieces}

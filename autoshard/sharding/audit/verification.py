@@ -10,30 +10,27 @@ takes too long are results: the audit says what happened.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from autoshard._shown import shown
 from autoshard._typed import finite, fit
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit.aot_compile import TIMEOUT_S, Compiled, build, missing_compiler, remarks
+from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.audit.replicated_arrays import ReplicatedArray, replicated
-from autoshard.sharding.audit.traffic_diff import Context, Found, Missing, Unplanned, compare, place
+from autoshard.sharding.audit.replicated_arrays import replicated
+from autoshard.sharding.audit.traffic_diff import Context, Found, compare, place
 from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import Wires
-from autoshard.sharding.hlo.rematerializations import Rematerialization, read_remarks
+from autoshard.sharding.hlo.rematerializations import read_remarks
 from autoshard.sharding.hlo.replica_groups import axes_of
 from autoshard.sharding.hlo.schedule import Runs, Schedule
+from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.targets import Target, TargetError, find_target
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 COMPILERS: Mapping[str, tuple[str, ...]] = {
     "tpu": ("jax", "jaxlib", "libtpu"),
@@ -43,111 +40,11 @@ COMPILERS: Mapping[str, tuple[str, ...]] = {
 DEVICES_SHOWN = 4  # groups of a collective that are no mesh axes'
 
 
-class AuditError(AutoshardError):
-    """A plan that cannot be verified: its target has no compiler, or that is not installed."""
-
-
-@shown
-@dataclass(frozen=True)
-class Audit:
-    """What a compiler made of a plan, beside what the plan says. Of one step on one device; times in microseconds.
-
-    Attributes:
-        kind: `ok`; `oom`: the program does not fit the device; `error`: the compiler refused it; `crash`, `timeout`: of
-            the compiler. Where it is not `ok`, only `message`, `peak_bytes` and what the plan says is there.
-        message: what happened, in the compiler's words.
-        function: the planned function's name.
-        target: the machine.
-        mesh: mesh axis -> size.
-        collectives: of the compiled program, in the order in which they run.
-        unplanned: traffic beyond what the plan says, the largest first.
-        missing: traffic that the plan says and the program does not have.
-        replicated: arrays that the plan cuts and the program keeps whole.
-        remarks: involuntary full rematerializations, with what they cost and why, the largest first.
-        notes: what the figures leave out.
-        memory: bytes of a device by kind: argument, output, temp, alias, code; the host's with `host_`.
-        peak_bytes: what a device holds at most, by the compiler; of an `oom` what it would take.
-        predicted_peak_bytes: the same by the plan.
-        cycles: by the compiler; None where it gives none.
-        compute_us: by cycles where there are any, else by a roofline.
-        compute_us_cycles: cycles over the chip's clock; None where there are none.
-        compute_us_roofline: by operations and bytes of memory alone.
-        comm_us: time on the wire.
-        exposed_us: the part of it that is waited for.
-        step_time_us: compute_us + exposed_us.
-        predicted_step_time_us: by the plan; compute and communication likewise.
-        wire_bytes: bytes that leave each device.
-        predicted_wire_bytes: the same by the plan.
-        versions: of the compiler's packages.
-        seconds: to compile.
-        cached: whether it was compiled before.
-        dropped: options that this compiler does not know.
-    """
-
-    kind: str
-    message: str = ""
-    function: str = ""
-    target: str = ""
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    collectives: tuple[Found, ...] = ()
-    unplanned: tuple[Unplanned, ...] = ()
-    missing: tuple[Missing, ...] = ()
-    replicated: tuple[ReplicatedArray, ...] = ()
-    remarks: tuple[Rematerialization, ...] = ()
-    notes: tuple[str, ...] = ()
-    memory: Mapping[str, int] = field(default_factory=dict)
-    peak_bytes: float | None = None
-    predicted_peak_bytes: float | None = None
-    cycles: float | None = None
-    compute_us: float | None = None
-    compute_us_cycles: float | None = None
-    compute_us_roofline: float | None = None
-    comm_us: float | None = None
-    exposed_us: float | None = None
-    step_time_us: float | None = None
-    predicted_compute_us: float | None = None
-    predicted_comm_us: float | None = None
-    predicted_step_time_us: float | None = None
-    wire_bytes: float | None = None
-    predicted_wire_bytes: float | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    cached: bool = False
-    dropped: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether the program compiled and fits."""
-        return self.kind == "ok"
-
-    @property
-    def unplanned_bytes(self) -> float:
-        """Bytes that leave each device beyond what the plan says."""
-        return sum(u.bytes for u in self.unplanned)
-
-    def to_json(self) -> str:
-        """The audit as text."""
-        figures = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps(figures | {"unplanned_bytes": self.unplanned_bytes}, indent=1, default=_plain)
-
-    def __repr__(self) -> str:
-        return f"Audit({self.kind!r} for {self.function or '?'} on {self.target!r}, {len(self.unplanned)} unplanned)"
-
-    def __str__(self) -> str:
-        from autoshard.sharding.audit.audit import report
-
-        return report(self)
-
-
-def _plain(thing: Any) -> Any:
-    return dict(thing) if isinstance(thing, Mapping) else asdict(thing)
-
-
-def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Options | None = None) -> Audit:
+def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Options | None = None) -> Audit:
     """Compiles a plan's program for its target, in a process of its own, and compares it with the plan.
 
     Args:
-        plan: a plan with its function.
+        executable: a plan with its function.
         timeout_s: seconds after which the compiler is stopped.
         options: compiler options; default: the plan's own.
 
@@ -155,6 +52,7 @@ def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Options | None 
         AuditError: the target has no compiler (a TOML file, a topology that does not exist), or it is not installed;
             an option that cannot be used.
     """
+    plan = executable.plan
     problems: list[str] = []
     finite(timeout_s, "timeout_s", problems)
     fit(options, Options | None, "options", problems)
@@ -164,19 +62,19 @@ def verify(plan: Plan, *, timeout_s: float = TIMEOUT_S, options: Options | None 
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")
     try:
-        job = export_plan(plan, options)
+        job = export_plan(executable, options)
     except AutoshardError:
         raise
     # JAX's refusals: an operator that the platform does not have, or that cannot be exported.
     except (RuntimeError, ValueError, TypeError) as error:
-        return audit(plan, target, Compiled("error", f"not to be exported for {target.platform}: {error}"))
+        return audit(executable, target, Compiled("error", f"not to be exported for {target.platform}: {error}"))
     compiled = build(job, timeout_s)
     if compiled.stage == "topology" and compiled.kind == "error":
         raise AuditError(
             f"{_subject(plan)} cannot be verified: the compiler has no machine '{plan.target}': "
             f"{_first_line(compiled.message)}"
         )
-    return audit(plan, target, compiled)
+    return audit(executable, target, compiled)
 
 
 def compile_target(name: str) -> Target:
@@ -197,8 +95,9 @@ def compile_target(name: str) -> Target:
     return target
 
 
-def audit(plan: Plan, target: Target, compiled: Compiled) -> Audit:
+def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
     """What a compiled program is beside its plan."""
+    plan = executable.plan
     predicted = Audit(
         kind=compiled.kind,
         message=compiled.message,
@@ -222,14 +121,15 @@ def audit(plan: Plan, target: Target, compiled: Compiled) -> Audit:
     if compiled.kind != "ok":
         return predicted
     try:
-        return with_program(predicted, plan, target, parser.read(compiled.text))
+        return with_program(predicted, executable, target, parser.read(compiled.text))
     # Text that is spelt otherwise than any compiler so far: the audit keeps what is known without it.
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         return replace(predicted, kind="error", message=f"compiled, but the program cannot be read: {error!r}")
 
 
-def with_program(predicted: Audit, plan: Plan, target: Target, program: parser.Program) -> Audit:
+def with_program(predicted: Audit, executable: Executable, target: Target, program: parser.Program) -> Audit:
     """The audit with what the compiled program says."""
+    plan = executable.plan
     wires = Wires(target.topology, plan.device_order)
     schedule = Schedule(program, Kernels(program, target.chip), wires)
     found = tuple(_found(runs, predicted.mesh) for runs in schedule.run())
@@ -244,7 +144,7 @@ def with_program(predicted: Audit, plan: Plan, target: Target, program: parser.P
         collectives=found,
         unplanned=unplanned,
         missing=missing,
-        replicated=replicated(plan, program, predicted.peak_bytes or 0.0),
+        replicated=replicated(executable, program, predicted.peak_bytes or 0.0),
         remarks=said,
         notes=(*predicted.notes, *_notes(program, schedule)),
         cycles=totals.cycles or None,
@@ -289,7 +189,7 @@ def _notes(program: parser.Program, schedule: Schedule) -> Sequence[str]:
     return notes
 
 
-def _subject(plan: Plan) -> str:
+def _subject(plan: ShardingPlan) -> str:
     return f"the plan of {plan.function or 'a function'} for {plan.target}"
 
 

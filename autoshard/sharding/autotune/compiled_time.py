@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard._units import bytes_text, time_text
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.audit import verify
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
 
 
-def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
+def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     """The plan of which the target's compiler makes the fastest program that fits; the first if it makes none.
 
     Args:
-        plans: plans with their functions, the best first.
+        bounds: plans with their functions, the best first.
         limit: bytes of one device.
     """
-    from autoshard.sharding.audit import verify
-
-    audits = [verify(plan) for plan in plans]
+    plans = [bound.plan for bound in bounds]
+    audits = [verify(bound.executable) for bound in bounds]
     able = [n for n, a in enumerate(audits) if a.ok and (a.peak_bytes or 0) <= limit]
     if not able:
         said = "; ".join(
@@ -26,7 +26,7 @@ def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
             for plan, audit in zip(plans, audits, strict=True)
         )
         note = f"none of {len(plans)} compiled for {plans[0].target} as it should ({said})"
-        return plans[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
+        return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
     times = {n: audits[n].step_time_us or 0.0 for n in able}
     winner = min(able, key=lambda n: times[n])
     best, told = plans[winner], []
@@ -41,4 +41,4 @@ def fastest_compiled(plans: Sequence[Plan], limit: float) -> Plan:
     )
     # That one does not compile of which the estimate says so is nothing to complain of.
     kept = tuple(audit for n, audit in enumerate(audits) if n in able or plans[n].fits)
-    return best.where(audits=kept, notes=(*best.notes, *told))
+    return bounds[winner].where(audits=kept, notes=(*best.notes, *told))

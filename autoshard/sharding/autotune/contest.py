@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.sharding.autotune.compiled_time import fastest_compiled
+from autoshard.sharding.autotune.measured_time import fastest_measured
 from autoshard.sharding.planner.shortlist import Shortlist
 
 OVER = (1.25, 1.5)
@@ -12,8 +13,6 @@ of these, if it is faster than all that take less: XLA computes again what does 
 
 def contest(verify: int, measure: int) -> Shortlist | None:
     """What `verify=` and `measure=` ask for, None for nothing."""
-    from autoshard.sharding.autotune.measured_time import fastest_measured
-
     if measure:
         return Shortlist(measure, fastest_measured)
     if not verify:

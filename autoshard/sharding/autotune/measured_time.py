@@ -24,7 +24,8 @@ from autoshard._processes import MissingProcessError, gathered
 from autoshard._units import time_text, variant_text
 from autoshard.errors import PlanError
 from autoshard.sharding.autotune.synthetic_inputs import input_maker, not_to_be_run
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.bound_plan import BoundPlan
 
 TURNS, FINAL = 3, 4
 """How many times each plan is run, and how many more times those that are close."""
@@ -43,24 +44,28 @@ SHOWN = 5
 class _Run:
     """A plan that was compiled for the devices, and the seconds of its steps."""
 
-    plan: Plan
+    bound: BoundPlan
     compiled: Any = None
     devices: Any = None  # the mesh
     failed: str = ""
     seconds: list[float] = field(default_factory=list)
 
     @property
+    def plan(self) -> ShardingPlan:
+        return self.bound.plan
+
+    @property
     def median(self) -> float:
         return float(np.median(self.seconds)) if self.seconds and not self.failed else math.inf
 
 
-def check_attached(plan: Plan) -> None:
+def check_attached(bound: BoundPlan) -> None:
     """Refuses to run a plan for a machine that is not there.
 
     Raises:
         PlanError: it has other or more devices than are attached.
     """
-    devices, wanted = jax.devices(), plan.bound.planner.machine.target.platform
+    devices, plan, wanted = jax.devices(), bound.plan, bound.problem.machine.target.platform
     there = "cuda" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
     if plan.mesh.size > len(devices) or wanted != there:
         raise PlanError(
@@ -69,28 +74,30 @@ def check_attached(plan: Plan) -> None:
         )
 
 
-def fastest_measured(plans: Sequence[Plan], limit: float) -> Plan:
+def fastest_measured(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     """The plan whose steps take the least time on the attached devices; the first if none runs or none may.
 
     Args:
-        plans: plans with their functions, the best first.
+        bounds: plans with their functions, the best first.
         limit: bytes of one device; what does not fit by the estimate was left out before.
     """
     del limit
-    check_attached(plans[0])
-    for plan in plans:
-        if why := not_to_be_run(plan):
-            return plans[0].where(notes=(*plans[0].notes, f"no plan was measured: {plan.function} {why}"))
-    runs = [_Run(plan) for plan in plans]
+    check_attached(bounds[0])
+    first = bounds[0].plan
+    for bound in bounds:
+        if why := not_to_be_run(bound.traced):
+            note = f"no plan was measured: {bound.plan.function} {why}"
+            return bounds[0].where(notes=(*first.notes, note))
+    runs = [_Run(bound) for bound in bounds]
     with jax.debug_nans(False), jax.debug_infs(False):  # made-up values may give either, and a check takes time
         _take_turns(runs)
     ran = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
     failed = "".join(f"; {_name(run.plan)} does not run: {run.failed}" for run in runs if run.failed)
     if not ran:
-        return plans[0].where(notes=(*plans[0].notes, f"none of {len(plans)} runs here{failed}"))
+        return bounds[0].where(notes=(*first.notes, f"none of {len(bounds)} runs here{failed}"))
     times = ", ".join(f"{_name(run.plan)} {time_text(1e6 * run.median)}" for run in ran[:SHOWN])
-    note = f"the fastest of {len(ran)} run on {plans[0].target}: {times}{', ...' if len(ran) > SHOWN else ''}{failed}"
-    return ran[0].plan.where(notes=(*ran[0].plan.notes, note))
+    note = f"the fastest of {len(ran)} run on {first.target}: {times}{', ...' if len(ran) > SHOWN else ''}{failed}"
+    return ran[0].bound.where(notes=(*ran[0].plan.notes, note))
 
 
 def _take_turns(runs: Sequence[_Run]) -> None:
@@ -128,19 +135,18 @@ def _spans_processes(mesh: Any) -> bool:
 
 
 def _compile(run: _Run) -> Sequence[float]:
-    bound = run.plan.bound
-    run.devices = bound.mesh_over(run.plan, None)
-    traced = bound.traced
+    executable, traced = run.bound.executable, run.bound.traced
+    run.devices = executable.mesh_over(None)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.in_avals]
     args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
-    jitted = bound.jit(run.plan, run.devices)
+    jitted = executable.jit(run.devices)
     run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()
     return ()
 
 
 def _turn(run: _Run) -> Sequence[float]:
     """Seconds of some steps, from values that are made for it and given up after it."""
-    traced = run.plan.bound.traced
+    traced = run.bound.traced
     shardings, _ = run.plan.shardings(run.devices)
     makers = [input_maker(aval.shape, aval.dtype, s) for aval, s in zip(traced.in_avals, shardings, strict=True)]
     back = dict(traced.state)
@@ -172,5 +178,5 @@ def _goes_on(run: _Run, timed: int, begun: float) -> bool:
     return timed < STEPS and not _spans_processes(run.devices) and time.perf_counter() - begun < TURN_S
 
 
-def _name(plan: Plan) -> str:
+def _name(plan: ShardingPlan) -> str:
     return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.ir.program import Op, Program
 
 
-def not_to_be_run(plan: Plan) -> str:
-    """Why a plan's program must not be run on values that nobody gave; empty if it may."""
-    traced = plan.bound.traced
+def not_to_be_run(traced: Traced) -> str:
+    """Why a program must not be run on values that nobody gave; empty if it may."""
     if effects := _compat.open_jaxpr(traced.closed).effects:
         names = ", ".join(sorted({type(effect).__name__ for effect in effects}))
         return f"has side effects ({names}), which made-up values would have, too"

@@ -16,31 +16,39 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
-from autoshard.sharding.machines.topology import DeviceAssignment
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
 
 @shown
 @dataclass(eq=False)
 class Executable:
-    """A plan's function: its trace, and the layout that the plan means for it."""
+    """A plan's function: its trace, and the layout that the plan means for it.
 
+    Attributes:
+        plan: the plan.
+        traced: the function.
+        layout: the sharding of every value of its program.
+        flops_per_byte: of the target's chip: how much compute a byte on the wire is worth.
+        mesh: the mesh of devices that was given to plan on; None where none was.
+        wrap: puts the arguments' objects (nnx) around the pure function.
+    """
+
+    plan: ShardingPlan
     traced: Traced
     layout: Layout
     flops_per_byte: float
-    laying: DeviceAssignment
     mesh: Any = None
-    planner: Any = None  # planner.Planner: it prices what else could have been chosen
-    wrap: Callable[[Any], Any] = lambda jitted: jitted  # puts the arguments' objects (nnx) around the pure function
+    wrap: Callable[[Any], Any] = lambda jitted: jitted
 
     def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied: it is shared
         return self
 
-    def mesh_over(self, plan: Plan, devices: Any) -> Any:
+    def mesh_over(self, devices: Any) -> Any:
         """The plan's mesh over these devices; those that the plan was made on, if none are given."""
         if devices is None and self.mesh is not None:
             return self.mesh
+        plan = self.plan
         return device_mesh(
             dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices, plan.device_order
         )
@@ -49,9 +57,9 @@ class Executable:
         """The annotated program over flat inputs."""
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
-    def jit(self, plan: Plan, devices: Any = None) -> Callable[..., Any]:
+    def jit(self, devices: Any = None) -> Callable[..., Any]:
         """See `Plan.jit`; of pure arguments, without `wrap`."""
-        mesh = self.mesh_over(plan, devices)
+        plan, mesh = self.plan, self.mesh_over(devices)
         ins, outs = plan.shardings(mesh)
         lowered, traced = self.run(mesh), self.traced
         in_args, in_kwargs = jax.tree.unflatten(traced.in_tree, ins)

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -16,22 +16,23 @@ from autoshard.errors import PlanError
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.targets import MOST_DEVICES
 from autoshard.sharding.plan.search_record import PricedPlan
-from autoshard.sharding.plan.sharding_plan import FORMAT, Plan
+from autoshard.sharding.plan.sharding_plan import FORMAT, ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of an array that can be counted
 _SHOWN = 3  # problems of a text; more say no more
 _LATER = ("padding",)  # what texts of this format need not have
 
+P = TypeVar("P", bound=ShardingPlan)
 Spec = tuple[str | None | tuple[str, ...], ...]
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
+def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers; numbers that are not finite, which JSON has none of, as None."""
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in _names()}
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: ShardingPlan) -> str:
     """See `Plan.to_json`."""
     for name, value in plan.variant.items():
         if not _in_json(value):
@@ -40,8 +41,8 @@ def plan_json(plan: Plan) -> str:
     return _rows_on_a_line(json.dumps(plan_data(plan), indent=1, default=repr))
 
 
-def plan_from_json(text: str) -> Plan:
-    """See `Plan.from_json`."""
+def plan_from_json(text: str, cls: type[P]) -> P:
+    """See `Plan.from_json`: a plan of this class."""
     try:
         data = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -51,7 +52,7 @@ def plan_from_json(text: str) -> Plan:
         raise PlanError(f"this plan has format {shortly(found)}, this version reads {FORMAT}: plan again")
     problems: list[str] = []
     values = _read(data, problems)
-    plan = Plan(**values) if not problems else None
+    plan = cls(**values) if not problems else None
     problems += _contradictions(plan) if plan is not None else []
     if plan is None or problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -60,7 +61,7 @@ def plan_from_json(text: str) -> Plan:
 
 
 def _names() -> list[str]:
-    return [name for name in fields_of(Plan) if name not in ("audits", "bound")]
+    return [name for name in fields_of(ShardingPlan) if name != "audits"]
 
 
 def _read(data: Any, problems: list[str]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _read(data: Any, problems: list[str]) -> dict[str, Any]:
         problems.append(f"it is {shortly(data)}, it must be a table")
         return {}
     problems += [f"'{name}' is missing" for name in ("format", *_names()) if name not in (*data, *_LATER)]
-    kinds = fields_of(Plan)
+    kinds = fields_of(ShardingPlan)
     return {name: fit(data[name], kinds[name][0], name, problems, _READERS) for name in _names() if name in data}
 
 
@@ -90,7 +91,7 @@ def _read_spec(value: Any, where: str, problems: list[str]) -> Any:
 _READERS: Readers = {float: finite, AbstractMesh: _read_mesh, PartitionSpec: _read_spec}
 
 
-def _contradictions(plan: Plan) -> Iterator[str]:
+def _contradictions(plan: ShardingPlan) -> Iterator[str]:
     """What of a plan does not go with the rest of it."""
     axes = plan.mesh.axis_names
     for leaf in (*plan.inputs, *plan.outputs, *plan.activations):
@@ -120,7 +121,7 @@ def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
         yield f"the shape of '{leaf.path}' is {shortly(list(leaf.shape))}, which no array has"
 
 
-def _misplaced(plan: Plan) -> Iterator[str]:
+def _misplaced(plan: ShardingPlan) -> Iterator[str]:
     """Where mesh axes are said to lie that are no places of the topology, or not one place for each device."""
     dims, sizes = dict(plan.topology), dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     if len(dims) < len(plan.topology) or min(dims.values(), default=1) < 1 or math.prod(dims.values()) > MOST_DEVICES:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.search.candidate import Candidate
 from autoshard.sharding.cost.exposed_communication import exposed_us
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
-from autoshard.sharding.search.candidate import SearchCounts
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.search.candidate import Candidate, SearchCounts
 
 
 def searched(priced: Sequence[Candidate], tally: SearchCounts, hides: Sequence[str]) -> SearchRecord:
@@ -39,6 +37,6 @@ def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> PricedP
                  kind if by_kind[kind] else "", by_kind[kind], changed)  # fmt: skip
 
 
-def of_variants(made: Sequence[tuple[Mapping[str, Any], Plan]]) -> tuple[SearchRecord, ...]:
+def of_variants(made: Sequence[tuple[Mapping[str, Any], ShardingPlan]]) -> tuple[SearchRecord, ...]:
     """The searches of all variants, each under its keywords."""
     return tuple(replace(each, variant=dict(variant)) for variant, plan in made for each in plan.history)

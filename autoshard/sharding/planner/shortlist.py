@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.sharding.layout.plan_request import is_request
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import Made, fastest, variant_table
 
 Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and what they are of
@@ -33,7 +33,7 @@ class Shortlist:
     """
 
     count: int
-    judge: Callable[[Sequence[Plan], float], Plan]
+    judge: Callable[[Sequence[BoundPlan], float], BoundPlan]
     over: tuple[float, ...] = ()
 
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
@@ -48,7 +48,9 @@ class Shortlist:
         return found
 
 
-def fastest_of_all(made: Sequence[Made], asked: Shortlist, replan: Callable[[Plan, str], Plan | None]) -> Plan:
+def fastest_of_all(
+    made: Sequence[Made], asked: Shortlist, replan: Callable[[BoundPlan, str], BoundPlan | None]
+) -> BoundPlan:
     """Of the best candidates of all variants the one that wins a contest.
 
     Args:
@@ -56,20 +58,21 @@ def fastest_of_all(made: Sequence[Made], asked: Shortlist, replan: Callable[[Pla
         asked: the contest.
         replan: plans the program of a plan by a candidate's words; None where words that were asked for are refused.
     """
-    limit = made[0][1].limit_bytes or math.inf  # one machine's
+    limit = made[0][1].plan.limit_bytes or math.inf  # one machine's
     pool: list[Ranked] = []
     every: list[Ranked] = []
-    for n, (_, plan) in enumerate(made):
+    for n, (_, bound) in enumerate(made):
+        plan = bound.plan
         found = [(time, peak, n, words) for words, time, peak in plan.candidates if is_request(words)]
         every += found
         pool += [each for each in found if each[1] <= limit and each[-1] != plan.chosen]
         pool.append((plan.estimate.step_time_us if plan.fits else math.inf, plan.estimate.peak_memory_bytes, n, None))
     ranked = sorted(pool, key=lambda each: each[0])
-    plans: list[Plan] = []
+    plans: list[BoundPlan] = []
 
     def add(n: int, words: str | None) -> None:
-        choice, plan = made[n]
-        found = plan if words is None else replan(plan, words)
+        choice, bound = made[n]
+        found = bound if words is None else replan(bound, words)
         if found is not None:
             plans.append(variant_table(found, choice, made))
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard._units import variant_text
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.search_summary import of_variants
 
-Made = tuple[dict[str, Any], Plan]
+Made = tuple[dict[str, Any], BoundPlan]
 
 
 @shown
@@ -103,7 +104,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def attempt(choice: Mapping[str, Any], plan: Plan | None) -> Attempt:
+def attempt(choice: Mapping[str, Any], plan: ShardingPlan | None) -> Attempt:
     """What became of a variant: its plan, or None."""
     choice = dict(choice)  # the function's own, to do with as it likes
     if plan is None:
@@ -112,24 +113,25 @@ def attempt(choice: Mapping[str, Any], plan: Plan | None) -> Attempt:
     return Attempt(choice, plan.fits, found.step_time_us, found.peak_memory_bytes, plan.limit_bytes or math.inf)
 
 
-def fastest(made: Sequence[Made]) -> Plan:
+def fastest(made: Sequence[Made]) -> BoundPlan:
     """The variant of the fastest plan that fits (of the leanest if none does), with a table; the first that ties."""
-    fitting = [one for one in made if one[1].fits]
+    fitting = [one for one in made if one[1].plan.fits]
     if fitting:
-        choice, plan = min(fitting, key=lambda one: one[1].estimate.step_time_us)
+        choice, bound = min(fitting, key=lambda one: one[1].plan.estimate.step_time_us)
     else:
-        choice, plan = min(made, key=lambda one: one[1].estimate.peak_memory_bytes)
-    return variant_table(plan, choice, made)
+        choice, bound = min(made, key=lambda one: one[1].plan.estimate.peak_memory_bytes)
+    return variant_table(bound, choice, made)
 
 
-def variant_name(plan: Plan) -> str:
+def variant_name(plan: ShardingPlan) -> str:
     """The plan's strategy, and its variant where it has one."""
     return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen
 
 
-def variant_table(plan: Plan, choice: Mapping[str, Any], made: Sequence[Made]) -> Plan:
+def variant_table(bound: BoundPlan, choice: Mapping[str, Any], made: Sequence[Made]) -> BoundPlan:
     """The plan with the table of all variants that were planned beside it."""
     if len(made) == 1 and not choice:  # no variants: one that was made elsewhere may have a table of its own
-        return plan
-    rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in made if each]
-    return plan.where(variant=dict(choice), variants=tuple(rows), history=of_variants(made))
+        return bound
+    plans = [(each, one.plan) for each, one in made]
+    rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in plans if each]
+    return bound.where(variant=dict(choice), variants=tuple(rows), history=of_variants(plans))

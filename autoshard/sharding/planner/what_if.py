@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -20,12 +20,11 @@ from autoshard._shown import shown
 from autoshard.sharding.cost.collectives import reassigned
 from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_pins
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec, to_partition_spec
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Leaf
 
 TIE = 1e-3  # of a step's time (of a device's memory): what is nearer is called the same
 MOST = 24  # neighbours that are priced
@@ -55,50 +54,50 @@ class Alternative:
     means: PartitionSpec | None = None
 
 
-def neighbouring_specs(plan: Plan, leaves: Sequence[Leaf]) -> list[Alternative]:
+def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alternative]:
     """Inputs of one kind with one mesh axis elsewhere, or whole: each priced under the plan, the best that fits first.
 
     Moments that lie like their parameter go along.
     """
     leaf = leaves[0]
     spec = from_partition_spec(leaf.spec, len(leaf.shape))
-    layout = plan._bound().layout
+    plan, layout = bound.plan, bound.layout
     dims = layout.axes.of_value[layout.axes.program.inputs[plan.inputs.index(leaf)]]
     loops = {d for d, dim in enumerate(dims) if any(c in layout.axes.stacked for c in dim)}
     alike = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
     found = []
     for other in list(dict.fromkeys(_moved(spec, leaf.shape, layout.mesh, loops)))[:MOST]:
         wish = to_partition_spec(other)
-        found.append(_under(plan, {x.path: wish for x in (*leaves, *alike)}, len(alike)))
+        found.append(_under(bound, {x.path: wish for x in (*leaves, *alike)}, len(alike)))
     limit = plan.limit_bytes or math.inf
     return sorted(found, key=lambda c: (c.peak_bytes > limit, round(c.step_time_us, 3), c.peak_bytes))
 
 
-def price_in_plan(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
+def price_in_plan(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
     """A wish for inputs under the plan as it is: with the moments of parameters, if there are any, and alone."""
-    alike = moments_of(plan, leaves)
+    alike = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = [_under(plan, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
-    return [*found, _under(plan, alone)]
+    found = [_under(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    return [*found, _under(bound, alone)]
 
 
-def price_replanned(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
+def price_replanned(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
     """The same, planned anew around the wish: on the mesh that was given, if one was."""
-    alike = moments_of(plan, leaves)
+    alike = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = [_anew(plan, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
-    return [*found, _anew(plan, alone)]
+    found = [_anew(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    return [*found, _anew(bound, alone)]
 
 
-def best_without(plan: Plan) -> Alternative:
+def best_without(bound: BoundPlan) -> Alternative:
     """What a plan around a wish is compared with: the best plan without it, which a searched plan is itself."""
-    planner = plan._bound().planner
-    if planner.searched:
+    plan = bound.plan
+    if bound.problem.searched:
         return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
-    return _anew(plan, {})
+    return _anew(bound, {})
 
 
-def moments_of(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:
+def moments_of(plan: ShardingPlan, leaves: Sequence[Leaf]) -> list[Leaf]:
     """The optimizer's inputs that belong to parameters: of their shape and axes, with the most of their path's end."""
     found: dict[str, Leaf] = {}
     for leaf in leaves:
@@ -131,25 +130,24 @@ def _moved(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set
                     yield moved
 
 
-def _under(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
-    bound = plan._bound()
-    old, planner = bound.layout, bound.planner
+def _under(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
+    old, problem = bound.layout, bound.problem
     layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
     try:
         pins = fixed_pins(bound.traced, old.axes, layout, fixed, "wish")
     except FixedError as error:
         return Alternative(fixed, refusal=first_few(error.complaints, "; "))
-    layout.fixed = {**old.pins, **pins}
+    layout.fixed = {**old.fixed, **pins}
     means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
-    cost = reassigned(planner.cost(layout), bound.laying, planner.machine.target.chip)
-    peak, _ = planner.memory(layout, cost.waiting)
-    return Alternative(fixed, cost.step_time_us, peak, plan.chosen, moments=moments, means=means)
+    cost = reassigned(problem.cost(layout), bound.assignment, problem.machine.target.chip)
+    peak, _ = problem.memory(layout, cost.waiting)
+    return Alternative(fixed, cost.step_time_us, peak, bound.plan.chosen, moments=moments, means=means)
 
 
-def _anew(plan: Plan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
-    planner = plan._bound().planner
+def _anew(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
+    problem = bound.problem
     try:
-        best, _ = planner.search(planner.held, {**planner.fixed, **fixed})
+        best, _ = problem.search(problem.held, {**problem.fixed, **fixed})
     except FixedError as error:
         return Alternative(fixed, refusal=first_few(error.complaints, "; "))
     return Alternative(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)

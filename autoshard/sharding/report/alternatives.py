@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autoshard._columns import INDENT, columns
 from autoshard._units import bytes_text, change_text, spec_text, time_text
+from autoshard.errors import PlanError
+from autoshard.sharding.layout.fixed_shardings import is_sharding_wish, same_spec
 from autoshard.sharding.layout.plan_request import is_request
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
+from autoshard.sharding.planner.what_if import (
+    TIE,
+    Alternative,
+    best_without,
+    neighbouring_specs,
+    price_in_plan,
+    price_replanned,
+)
 from autoshard.sharding.program.path_patterns import matches_any
 from autoshard.sharding.report.summary import mesh_sizes
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Leaf
-    from autoshard.sharding.planner.what_if import Alternative
 
 FIXED_SHOWN = 3  # inputs of one choice
 
 
-def choice_lines(plan: Plan, leaves: Sequence[Leaf]) -> list[str]:
+def choice_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Leaf]) -> list[str]:
     """The next best shardings of inputs of one kind, and what they cost; nothing for what cannot be cut."""
-    from autoshard.sharding.planner.what_if import neighbouring_specs
-
-    if plan.bound is None or plan.mesh.size == 1 or leaves[0] not in plan.inputs or math.prod(leaves[0].shape) < 2:
+    if bound is None or plan.mesh.size == 1 or leaves[0] not in plan.inputs or math.prod(leaves[0].shape) < 2:
         return []
-    found = neighbouring_specs(plan, leaves)
+    found = neighbouring_specs(bound, leaves)
     if not found:
         return []
     now = _here(plan)
@@ -41,17 +47,13 @@ def choice_lines(plan: Plan, leaves: Sequence[Leaf]) -> list[str]:
     return lines + [INDENT + line for line in columns(rows)]
 
 
-def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
+def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Leaf], wish: Any) -> list[str]:
     """Whether a wish is cheaper, dearer, infeasible or a tie: under the plan, and planned anew around it.
 
     Raises:
         PlanError: it is of no kind that can be fixed, or of a result.
     """
-    from autoshard.errors import PlanError
-    from autoshard.sharding.layout.fixed_shardings import is_sharding_wish, same_spec
-    from autoshard.sharding.planner.what_if import best_without, price_in_plan, price_replanned
-
-    plan._bound()
+    bound = bound_or_error(bound)
     if not is_sharding_wish(wish):
         raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or names of logical axes and None for "
                         "what stays whole, such as ('ffn', None)")  # fmt: skip
@@ -61,9 +63,9 @@ def wish_lines(plan: Plan, leaves: Sequence[Leaf], wish: Any) -> list[str]:
     now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
     if isinstance(wish, PartitionSpec) and all(same_spec(wish, x.spec, len(x.shape)) for x in leaves):
         return [f"{name}: {text} is how it is stored already; explain without a wish says what else it could be"]
-    choices = price_in_plan(plan, leaves, wish)
+    choices = price_in_plan(bound, leaves, wish)
     here = _best(plan, choices)
-    there, without = _best(plan, price_replanned(plan, leaves, wish)), best_without(plan)
+    there, without = _best(plan, price_replanned(bound, leaves, wish)), best_without(bound)
     verdicts = [_verdict(plan, here, _here(plan)), _verdict(plan, there, without)]
     if here.means is not None and not isinstance(wish, PartitionSpec):
         text += f", under this plan {spec_text(here.means)},"
@@ -89,21 +91,17 @@ def check_fixable(path: str, inputs: Sequence[str]) -> None:
     Raises:
         PlanError: it means none, so a result.
     """
-    from autoshard.errors import PlanError
-
     if not matches_any(path, inputs):
         raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: state comes back as its "
                         "input is stored, other results as they are computed. Ask about an input")  # fmt: skip
 
 
-def _here(plan: Plan) -> Alternative:
+def _here(plan: ShardingPlan) -> Alternative:
     """The plan as it is."""
-    from autoshard.sharding.planner.what_if import Alternative
-
     return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
 
 
-def _anew_line(plan: Plan, choice: Alternative, without: Alternative) -> str:
+def _anew_line(plan: ShardingPlan, choice: Alternative, without: Alternative) -> str:
     if choice.refusal:
         return "planned anew: no other plan can hold it either"
     best = "" if without.words == plan.chosen else f", against {without.words} without it"
@@ -114,11 +112,11 @@ def _spec(choice: Alternative) -> Any:
     return next(iter(choice.fixed.values()))
 
 
-def _feasible(plan: Plan, choice: Alternative) -> bool:
+def _feasible(plan: ShardingPlan, choice: Alternative) -> bool:
     return not choice.refusal and choice.peak_bytes <= (plan.limit_bytes or math.inf)
 
 
-def _best(plan: Plan, choices: Sequence[Alternative]) -> Alternative:
+def _best(plan: ShardingPlan, choices: Sequence[Alternative]) -> Alternative:
     """The fastest that fits; of those that cannot be the simplest."""
 
     def rank(c: Alternative) -> tuple[bool, float, float, int]:
@@ -127,9 +125,7 @@ def _best(plan: Plan, choices: Sequence[Alternative]) -> Alternative:
     return min(choices, key=rank)
 
 
-def _verdict(plan: Plan, choice: Alternative, before: Alternative) -> str:
-    from autoshard.sharding.planner.what_if import TIE
-
+def _verdict(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
     if not _feasible(plan, choice):
         return "infeasible"
     if abs(choice.step_time_us - before.step_time_us) <= TIE * before.step_time_us:
@@ -141,7 +137,7 @@ def _headline(here: str, anew: str) -> str:
     return here if here == anew else f"{here} under this plan, {anew} planned anew"
 
 
-def _line(plan: Plan, choice: Alternative, before: Alternative) -> str:
+def _line(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
     if choice.refusal:
         return f"cannot be: {choice.refusal}"
     step, memory = _changes(choice, before)
@@ -149,7 +145,7 @@ def _line(plan: Plan, choice: Alternative, before: Alternative) -> str:
     return text + _excess(plan, choice)
 
 
-def _figures(plan: Plan, choice: Alternative, before: Alternative) -> str:
+def _figures(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
     """`step +3.10 ms (+0.3 %), memory the same`."""
     step, memory = _changes(choice, before)
     if step == memory == "the same":
@@ -158,15 +154,13 @@ def _figures(plan: Plan, choice: Alternative, before: Alternative) -> str:
 
 
 def _changes(choice: Alternative, before: Alternative) -> tuple[str, str]:
-    from autoshard.sharding.planner.what_if import TIE
-
     return (
         change_text(choice.step_time_us, before.step_time_us, time_text, TIE),
         change_text(choice.peak_bytes, before.peak_bytes, bytes_text, TIE),
     )
 
 
-def _excess(plan: Plan, choice: Alternative) -> str:
+def _excess(plan: ShardingPlan, choice: Alternative) -> str:
     if _feasible(plan, choice):
         return ""
     over = choice.peak_bytes - plan.limit_bytes
@@ -177,14 +171,14 @@ def _moments(choice: Alternative) -> str:
     return "its moment" if choice.moments == 1 else f"the {choice.moments} moments"
 
 
-def _with_or_without(plan: Plan, best: Alternative, choices: Sequence[Alternative]) -> str:
+def _with_or_without(plan: ShardingPlan, best: Alternative, choices: Sequence[Alternative]) -> str:
     other = next(c for c in choices if c is not best)
     if best.moments:
         return f"with {_moments(best)} stored alike; alone: {_figures(plan, other, _here(plan))}"
     return f"alone; with {_moments(other)} stored alike: {_figures(plan, other, _here(plan))}"
 
 
-def _how(plan: Plan, choice: Alternative, as_planned: bool) -> str:
+def _how(plan: ShardingPlan, choice: Alternative, as_planned: bool) -> str:
     """The keywords that give the choice."""
     shown = {path: spec_text(w) if isinstance(w, PartitionSpec) else str(tuple(w)) for path, w in choice.fixed.items()}
     fixed = ", ".join(f"'{path}': {text}" for path, text in list(shown.items())[:FIXED_SHOWN])

@@ -10,11 +10,15 @@ import fnmatch
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard._columns import INDENT, WIDTH
 from autoshard._typed import shortly
 from autoshard._units import bytes_text, spec_text
+from autoshard.errors import PlanError
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.path_patterns import SHOWN, first_few, matches_any, suggestions
 from autoshard.sharding.report.alternatives import choice_lines, wish_lines
 from autoshard.sharding.report.input_traffic import traffic_of
@@ -31,16 +35,13 @@ from autoshard.sharding.report.summary import (
 )
 from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
 
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Leaf
 
-
-def explain(plan: Plan, path: str, wish: Any = None) -> str:
+def explain(plan: ShardingPlan, bound: BoundPlan | None, path: str, wish: Any = None) -> str:
     """Why the inputs or results at `path` are sharded as they are, and what it would cost to shard them otherwise.
 
     Args:
         plan: the plan.
+        bound: the plan with its program; None where it was read: it then has no traffic and no alternatives.
         path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. Of several inputs with one ending the
             parameter is meant.
         wish: how one would rather have them, a `PartitionSpec` or names of logical axes as in `fixed=`: it is priced.
@@ -51,10 +52,10 @@ def explain(plan: Plan, path: str, wish: Any = None) -> str:
     """
     found = find_leaves(plan, path)
     if wish is not None:
-        return "\n".join(map(_wrapped, wish_lines(plan, found, wish)))
+        return "\n".join(map(_wrapped, wish_lines(plan, bound, found, wish)))
     names = AxisNames(plan)
     some = groups(plan, found)
-    parts = [_explain_group(plan, group, names) for group in some[:SHOWN]]
+    parts = [_explain_group(plan, bound, group, names) for group in some[:SHOWN]]
     if len(some) > SHOWN:
         parts.append([f"and {len(some) - SHOWN} other kinds of input: {', '.join(g.label for g in some[SHOWN:])}"])
     return "\n\n".join("\n".join(_wrapped(line) for line in part) for part in parts)
@@ -65,10 +66,8 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(line, WIDTH, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False)
 
 
-def find_leaves(plan: Plan, path: str) -> list[Leaf]:
+def find_leaves(plan: ShardingPlan, path: str) -> list[Leaf]:
     """The inputs, else the results, that a path, its end or a glob means; see `explain`."""
-    from autoshard.errors import PlanError
-
     check_path(path, [leaf.path for leaf in (*plan.inputs, *plan.outputs)])
     path = path.strip("/")
     for leaves in (plan.inputs, plan.outputs):
@@ -96,8 +95,6 @@ def check_path(path: str, paths: Sequence[str]) -> None:
     Raises:
         PlanError: none is.
     """
-    from autoshard.errors import PlanError
-
     if not isinstance(path, str):
         raise PlanError(f"explain: {shortly(path)} is no path; give one as text, such as '0/params/wq'")
     if not matches_any(path, paths):
@@ -105,13 +102,13 @@ def check_path(path: str, paths: Sequence[str]) -> None:
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
 
 
-def why(plan: Plan, group: Group, names: AxisNames) -> list[str]:
+def why(plan: ShardingPlan, group: Group, names: AxisNames) -> list[str]:
     """For inputs that are alike, what became of each mesh axis, and how they are used; traffic left out."""
     lines = [f"{axis}: {reason}" for axis in mesh_sizes(plan) for reason in _reasons(plan, group.first, axis, names)]
     return [*lines, *_use(plan, group.first)] if group.first.shape and group.first.role else []
 
 
-def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
+def _explain_group(plan: ShardingPlan, bound: BoundPlan | None, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
     lines = [leaf.path]
     if len(group.leaves) > 1:
@@ -125,11 +122,11 @@ def _explain_group(plan: Plan, group: Group, names: AxisNames) -> list[str]:
     own = {name for dim in leaf.axes for name in dim.split("*")}
     lines += [INDENT + padding_text(plan, p.axis) for p in plan.padding if p.axis in own]
     if leaf.role in ("parameter", "optimizer"):
-        lines += [INDENT + line for line in _traffic_lines(plan, group)]
-    return lines + [INDENT + line for line in choice_lines(plan, group.leaves)]
+        lines += [INDENT + line for line in _traffic_lines(plan, bound, group)]
+    return lines + [INDENT + line for line in choice_lines(plan, bound, group.leaves)]
 
 
-def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
+def _reasons(plan: ShardingPlan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
     """What became of one mesh axis in one tensor."""
     n = mesh_sizes(plan)[axis]
     spec = spec_of(leaf)
@@ -170,7 +167,7 @@ def _reasons(plan: Plan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
     return [reason]
 
 
-def _refusal(plan: Plan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> str:
+def _refusal(plan: ShardingPlan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> str:
     """Why a mesh axis does not shard a logical axis that the tensor has."""
     sizes = mesh_sizes(plan)
     n, spec = sizes[axis], spec_of(leaf)
@@ -194,7 +191,7 @@ def _refusal(plan: Plan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> 
     return f"{short} would be next, but this array is fixed or was already placed"
 
 
-def _use(plan: Plan, leaf: Leaf) -> list[str]:
+def _use(plan: ShardingPlan, leaf: Leaf) -> list[str]:
     """How a tensor that is stored over more mesh axes than the rules say is used."""
     spec, ruled = spec_of(leaf), ruled_axes(plan, leaf)
     extra = [a for a in plan.storage.get(leaf.role, ()) if a in axes_of(spec) and a not in ruled]
@@ -207,13 +204,13 @@ def _use(plan: Plan, leaf: Leaf) -> list[str]:
     return [f"stored over {over}: gathered to {spec_text(used)} for each use, after the cast to the compute type"]
 
 
-def _traffic_lines(plan: Plan, group: Group) -> list[str]:
+def _traffic_lines(plan: ShardingPlan, bound: BoundPlan | None, group: Group) -> list[str]:
     """What moves because of the tensors of a group."""
-    if plan.bound is None:
+    if bound is None:
         return ["traffic: bind the plan to its function to see what each tensor causes"]
     moved: dict[tuple[str, str, str, str], float] = {}
     for leaf in group.leaves:
-        for key, size in traffic_of(plan, plan.inputs.index(leaf)).items() if leaf in plan.inputs else ():
+        for key, size in traffic_of(bound, plan.inputs.index(leaf)).items() if leaf in plan.inputs else ():
             moved[key] = moved.get(key, 0.0) + size
     if not moved:
         return ["traffic: none of its own"]

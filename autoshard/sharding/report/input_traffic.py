@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard import _compat
 from autoshard._units import line_text
 from autoshard.sharding.cost.collectives import collective
 from autoshard.sharding.cost.equivalence_classes import in_loops
 from autoshard.sharding.layout.operator_sharding import state_gathers, strategy
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import bytes_sent_per_byte
 
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
 
-
-def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float]:
+def traffic_of(bound: BoundPlan, number: int) -> dict[tuple[str, str, str, str], float]:
     """The traffic that one input of a bound plan causes: (kind, mesh axis, what moves, line) -> bytes a step.
 
     A gradient is known by its axes: where several tensors have the same, each is given an equal part.
     """
-    layout, per_byte = plan.bound.layout, plan.bound.flops_per_byte
+    layout, per_byte = bound.layout, bound.executable.flops_per_byte
     axes, program = layout.axes, layout.axes.program
     source = program.inputs[number]
     leaves = axes.of_value[source]
@@ -41,7 +39,7 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
         for move in strategy(layout, op, per_byte).moves:
             value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
             share = 1.0
-            if move.array >= 0 and (value == source or axes.held.get(value) == source):
+            if move.array >= 0 and (value == source or axes.parameter_aliases.get(value) == source):
                 what = "it"
                 gather = (move.kind, move.axes, block)
                 if gather in gathered:
@@ -51,13 +49,13 @@ def traffic_of(plan: Plan, number: int) -> dict[tuple[str, str, str, str], float
                 what, share = "its gradient", 1 / alike
             else:
                 continue
-            done = collective(plan.bound.laying, move.kind, move.axes, move.local_bytes, op.trips, "")
+            done = collective(bound.assignment, move.kind, move.axes, move.local_bytes, op.trips, "")
             key = (done.kind, " ".join(move.axes), what, line_text(_compat.source_line(op.eqn)))
             found[key] = found.get(key, 0.0) + done.wire_bytes * done.count * share
     for move in state_gathers(layout, [source]):
         if move.value == source:
             local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.ways(move.axes))
-            done = collective(plan.bound.laying, "all-gather", move.axes, local, 1.0, "")
+            done = collective(bound.assignment, "all-gather", move.axes, local, 1.0, "")
             found[done.kind, " ".join(move.axes), "it", move.when] = done.wire_bytes
     return found
 
@@ -69,7 +67,7 @@ def _slices(axes: Any, value: int) -> set[Any]:
 
 
 def _touches(op: Any, source: int, slices: set[Any], axes: Any, is_parameter: bool) -> bool:
-    if any(v == source or axes.held.get(v) == source for v in op.operands):
+    if any(v == source or axes.parameter_aliases.get(v) == source for v in op.operands):
         return True
     return is_parameter and any(axes.of_value[v] in slices for v in op.results)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard._columns import INDENT, columns
 from autoshard._units import bytes_text, ratio_text, spec_text, time_text
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.summary import AxisNames, label, mesh_text
 
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
 
-
-def diff(plan: Plan, other: Plan) -> str:
+def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     """What `other` does differently, a line each; 'the same plan' if nothing."""
     names, theirs = AxisNames(plan), AxisNames(other)
     rows: list[tuple[str, str, str, str]] = []
@@ -72,7 +70,7 @@ def _leaf_differences(noun: str, mine: Sequence[Any], its: Sequence[Any]) -> lis
     return lines
 
 
-def _figures(plan: Plan, other: Plan) -> list[tuple[str, float, float, Any]]:
+def _figures(plan: ShardingPlan, other: ShardingPlan) -> list[tuple[str, float, float, Any]]:
     a, b = plan.estimate, other.estimate
     kinds = dict.fromkeys([*a.memory_bytes, *b.memory_bytes])
     return [

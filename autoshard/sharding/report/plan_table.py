@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from autoshard._columns import INDENT, WIDTH, columns, cut, cut_middle, wrap
 from autoshard._units import (
@@ -16,6 +15,7 @@ from autoshard._units import (
     time_text,
     variant_text,
 )
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.summary import (
     LABEL_WIDTH,
     AxisNames,
@@ -35,14 +35,11 @@ from autoshard.sharding.report.summary import (
     verdict,
 )
 
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-
 GROUPS_SHOWN = 12
 COLLECTIVES_SHOWN = 8
 
 
-def table(plan: Plan) -> str:
+def table(plan: ShardingPlan) -> str:
     """The plan for people: what was chosen and why, how state is stored, memory, time, traffic."""
     names = AxisNames(plan)
     parts = [
@@ -57,7 +54,7 @@ def table(plan: Plan) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: ShardingPlan) -> list[str]:
     found = verdict(plan)
     lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {found.sentence}"]
     if found.rivals:
@@ -65,7 +62,7 @@ def _head(plan: Plan) -> list[str]:
     return [*lines, *_variants(plan)]
 
 
-def _variants(plan: Plan) -> list[str]:
+def _variants(plan: ShardingPlan) -> list[str]:
     """Which variant of the program this is, and what the others take."""
     if not plan.variant:
         return []
@@ -81,7 +78,7 @@ def _variants(plan: Plan) -> list[str]:
     return lines
 
 
-def _axes(plan: Plan, names: AxisNames) -> list[str]:
+def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The axis table."""
     traffic = axis_traffic(plan)
     rows = [
@@ -100,7 +97,7 @@ def _axes(plan: Plan, names: AxisNames) -> list[str]:
     return lines
 
 
-def _state(plan: Plan, names: AxisNames) -> list[str]:
+def _state(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The inputs, in groups, the largest first."""
     lines: list[str] = []
     like_parameters: set[tuple[tuple[str, ...], str]] = set()
@@ -147,7 +144,7 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: ShardingPlan) -> list[str]:
     peak, alone = plan.estimate.peak_memory_bytes, plan.alone
     rows = [("memory of a device", "this plan", "all on one device" if alone else "")]
     for kind, here, there in memory_rows(plan):
@@ -159,7 +156,7 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: ShardingPlan) -> list[str]:
     estimate, alone = plan.estimate, plan.alone
     rows = [
         ("time of a step (estimated)", "this plan", "all on one device" if alone else ""),
@@ -176,7 +173,7 @@ def _time(plan: Plan) -> list[str]:
     return lines
 
 
-def _traffic(plan: Plan) -> list[str]:
+def _traffic(plan: ShardingPlan) -> list[str]:
     if not plan.traffic:
         return ["traffic: none"]
     moved = collectives(plan)
@@ -191,7 +188,7 @@ def _traffic(plan: Plan) -> list[str]:
     return [cut(line, WIDTH) for line in lines]
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: ShardingPlan) -> list[str]:
     lines = [
         f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: every device repeats the work"
         for name, places in plan.unknown.items()

@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax import numpy as jnp
 
 from autoshard._columns import cut_middle
 from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Leaf
 
 LABEL_WIDTH = 24
 NAME_WIDTH = 40
@@ -26,17 +24,17 @@ KEY_BYTES = 8  # a typed PRNG key has no item size of its own
 ROLES = ("parameter", "optimizer", "data", "other")
 
 
-def mesh_sizes(plan: Plan) -> dict[str, int]:
+def mesh_sizes(plan: ShardingPlan) -> dict[str, int]:
     """Mesh axis -> size."""
     return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
 
 
-def devices(plan: Plan) -> int:
+def devices(plan: ShardingPlan) -> int:
     """How many devices the plan takes."""
     return math.prod(mesh_sizes(plan).values())
 
 
-def mesh_text(plan: Plan) -> str:
+def mesh_text(plan: ShardingPlan) -> str:
     """`fsdp 4 x tp 2 = 8 devices`."""
     count = devices(plan)
     if count == 1:
@@ -45,7 +43,7 @@ def mesh_text(plan: Plan) -> str:
     return f"{axes} = {count} devices"
 
 
-def title(plan: Plan) -> str:
+def title(plan: ShardingPlan) -> str:
     """`train_step on v5e:4x4`."""
     return f"{plan.function or 'a function'} on {plan.target or 'an unknown machine'}"
 
@@ -55,7 +53,7 @@ def spec_of(leaf: Leaf) -> Spec:
     return from_partition_spec(leaf.spec, len(leaf.shape))
 
 
-def ruled_axes(plan: Plan, leaf: Leaf) -> set[str]:
+def ruled_axes(plan: ShardingPlan, leaf: Leaf) -> set[str]:
     """The mesh axes that the rules, and not the storage, put into a spec."""
     found = set()
     for names, dim in zip(leaf.axes, spec_of(leaf), strict=False):
@@ -83,7 +81,7 @@ class AxisNames:
     `all` are those of the plan, `whole` those that no mesh axis shards in compute.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ShardingPlan):
         named = (part for leaf in (*plan.inputs, *plan.outputs) for dim in leaf.axes for part in dim.split("*"))
         ruled = [name for names in plan.axis_rules.values() for name in names]
         self.sizes = dict(plan.axis_sizes)
@@ -148,7 +146,7 @@ class Group:
         return local_bytes(self.first, self.sizes) * len(self.leaves)
 
 
-def groups(plan: Plan, leaves: Iterable[Leaf]) -> list[Group]:
+def groups(plan: ShardingPlan, leaves: Iterable[Leaf]) -> list[Group]:
     """The leaves in groups, those of the most bytes first."""
     found: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
@@ -158,7 +156,7 @@ def groups(plan: Plan, leaves: Iterable[Leaf]) -> list[Group]:
     return sorted(made, key=lambda g: -g.whole_bytes)  # stable: those of equal size stay in the order of the inputs
 
 
-def by_role(plan: Plan) -> list[tuple[str, list[Group]]]:
+def by_role(plan: ShardingPlan) -> list[tuple[str, list[Group]]]:
     """The inputs in groups for each role, those of the most bytes first."""
     found = groups(plan, plan.inputs)
     roles = dict.fromkeys([*ROLES, *(g.first.role for g in found)])
@@ -197,7 +195,7 @@ class Verdict:
     rivals: tuple[tuple[str, str, float], ...]
 
 
-def verdict(plan: Plan) -> Verdict:
+def verdict(plan: ShardingPlan) -> Verdict:
     """Why this candidate was chosen."""
     name = plan.chosen or "this plan"
     others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
@@ -220,7 +218,7 @@ def verdict(plan: Plan) -> Verdict:
     return Verdict(f"{name}, the fastest of {among}", rivals)
 
 
-def memory_rows(plan: Plan) -> list[tuple[str, float, float | None]]:
+def memory_rows(plan: ShardingPlan) -> list[tuple[str, float, float | None]]:
     """(kind, bytes on a device, bytes on one device that holds everything), without kinds that are empty."""
     here = _kinds(plan.estimate.memory_bytes)
     alone = _kinds(plan.alone.memory_bytes) if plan.alone else {}
@@ -237,12 +235,12 @@ def _kinds(memory: Any) -> dict[str, float]:
     return kinds
 
 
-def padding_texts(plan: Plan) -> list[str]:
+def padding_texts(plan: ShardingPlan) -> list[str]:
     """What padding would win, a sentence for each axis."""
     return [padding_text(plan, p.axis) for p in plan.padding]
 
 
-def padding_text(plan: Plan, axis: str) -> str:
+def padding_text(plan: ShardingPlan, axis: str) -> str:
     """`vocab 50257 is not divisible by 8: padded to 50264 it would be 270 ms (-10 %) and 1.0 GiB less`."""
     (found,) = [p for p in plan.padding if p.axis == axis]
     names, here = AxisNames(plan), plan.estimate
@@ -257,12 +255,12 @@ def padding_text(plan: Plan, axis: str) -> str:
     return text + fits + (f", by '{found.words}'" if found.words != plan.chosen else "")
 
 
-def exposed_us(plan: Plan) -> float:
+def exposed_us(plan: ShardingPlan) -> float:
     """Communication that is not hidden behind compute."""
     return max(plan.estimate.step_time_us - plan.estimate.compute_us, 0.0)
 
 
-def collectives(plan: Plan) -> list[tuple[str, str, float, str]]:
+def collectives(plan: ShardingPlan) -> list[tuple[str, str, float, str]]:
     """The plan's traffic with short lines, heaviest first; what stands on one line is counted together."""
     found: dict[tuple[str, str, str], float] = {}
     for kind, axis, size, line in plan.traffic:
@@ -271,7 +269,7 @@ def collectives(plan: Plan) -> list[tuple[str, str, float, str]]:
     return sorted(((k, a, size, line) for (k, a, line), size in found.items()), key=lambda t: -t[2])
 
 
-def axis_traffic(plan: Plan) -> dict[str, float]:
+def axis_traffic(plan: ShardingPlan) -> dict[str, float]:
     """Bytes that leave each device in a step over each mesh axis; what runs over several at once counts for each."""
     found: dict[str, float] = {}
     for _, axes, size, _ in plan.traffic:
@@ -280,6 +278,6 @@ def axis_traffic(plan: Plan) -> dict[str, float]:
     return found
 
 
-def storage_roles(plan: Plan, axis: str) -> list[str]:
+def storage_roles(plan: ShardingPlan, axis: str) -> list[str]:
     """The roles whose state is stored over a mesh axis beyond what the rules say."""
     return [role for role, axes in plan.storage.items() if axis in axes]

@@ -19,7 +19,8 @@ from autoshard import _compat
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.contest import contest
 from autoshard.sharding.lower.executable import NewSignature
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
@@ -35,19 +36,20 @@ class GraphArguments(Exception):
 class Entry:
     """One planned signature: the plan, the function jitted by it, and the shardings of its inputs."""
 
-    def __init__(self, plan: Plan):
-        self.plan, self.traced = plan, plan.bound.traced
+    def __init__(self, bound: BoundPlan):
+        self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
         self.state = frozenset(i for i, _ in self.traced.state)
 
     @functools.cached_property
     def mesh(self) -> Any:
         """The mesh of devices; only a call needs them, a plan can be for a machine that is not here."""
-        return self.plan.bound.mesh_over(self.plan, None)
+        return self.bound.executable.mesh_over(None)
 
     @functools.cached_property
     def jitted(self) -> Any:
         """The annotated function under `jax.jit`."""
-        return self.plan.bound.jit(self.plan, self.mesh if self.plan.bound.mesh is None else None)
+        executable = self.bound.executable
+        return executable.jit(self.mesh if executable.mesh is None else None)
 
     @functools.cached_property
     def in_shardings(self) -> list[Any]:
@@ -162,7 +164,7 @@ class PureFunction:
             )
         entry = self.entry(args, kwargs)
         if traced:  # somebody's trace: only constrain
-            run = entry.plan.bound.run(entry.mesh)
+            run = entry.bound.executable.run(entry.mesh)
             return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
         entry = self.where_they_lie(entry, args, kwargs)
         entry.agreed()
@@ -212,27 +214,27 @@ class PureFunction:
             traced = trace(fn, args, kwargs, self.donate, names, written)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
-                    plan = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else asked)
+                    bound = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else asked)
                 except (PlanError, PlanRequestError) as error:
                     refused.append(error)
                     attempts.append(attempt(choice, None))
                     continue
-            made.append((choice, plan))
-            attempts.append(attempt(choice, plan))
+            made.append((choice, bound))
+            attempts.append(attempt(choice, bound.plan))
             told[id(traced)] = caught or []
         if not made:
             raise refused[0] if refused else PlanError(f"auto_shard({name_of(self.fn)}): variants name nothing to try")
-        if not isinstance(options["plan"], Plan) and not any(plan.fits for _, plan in made):
+        if not isinstance(options["plan"], ShardingPlan) and not any(bound.plan.fits for _, bound in made):
             report_infeasible(made)
 
-        def replan(plan: Plan, words: str) -> Plan | None:
+        def replan(bound: BoundPlan, words: str) -> BoundPlan | None:
             try:
-                return plan_traced(plan.bound.traced, (args, kwargs), **{**options, "plan": words})
+                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": words})
             except (PlanError, PlanRequestError):  # a candidate that cuts nothing is refused where it is asked for
                 return None
 
         chosen = fastest_of_all(made, asked, replan) if asked and self.variants else fastest(made)
-        for warning in told[id(chosen.bound.traced)]:  # those of the other variants are nobody's concern
+        for warning in told[id(chosen.traced)]:  # those of the other variants are nobody's concern
             warnings.warn(warning.message, warning.category, stacklevel=2)
         return Entry(chosen)
 
@@ -278,5 +280,5 @@ class GraphFunction:
             found = _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
         finally:
             self.pure.originals = None
-        found.plan.bound.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
+        found.bound.executable.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
         return found

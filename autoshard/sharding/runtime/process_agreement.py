@@ -16,21 +16,21 @@ from autoshard import _compat
 from autoshard._processes import named
 from autoshard.errors import PlanError
 from autoshard.sharding.plan.serialization import plan_data
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 TIMEOUT_S = 600.0
 _SAME = "same"
 _numbers = itertools.count()
 
 
-def digest(plan: Plan) -> str:
+def digest(plan: ShardingPlan) -> str:
     """What of a plan decides the program: the function, the mesh, where everything lies, the compiler's options."""
     data = plan_data(plan)
     kept = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "compiler_options", "fingerprint")
     return hashlib.sha256(json.dumps([data[k] for k in kept]).encode()).hexdigest()[:16]
 
 
-def check_same_plan(plan: Plan, timeout_s: float = TIMEOUT_S) -> None:
+def check_same_plan(plan: ShardingPlan, timeout_s: float = TIMEOUT_S) -> None:
     """Returns where all processes are about to run the same plan.
 
     Args:

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autoshard
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
-from autoshard.sharding.plan.sharding_plan import Plan
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import MICROBATCHES, REMATS, make_program_of, search_of, train_step_of
 from autoshard.train.step.train_state import Program, TrainState, Tree

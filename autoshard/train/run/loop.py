@@ -17,8 +17,8 @@ from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointError, Restored, RetentionPolicy, SaveEvery
 from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models import flops_per_token
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.targets import target_for
-from autoshard.sharding.plan.sharding_plan import Plan
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import (
     TrainConfig,

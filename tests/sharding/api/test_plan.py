@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
-from autoshard.sharding.plan.sharding_plan import Estimate, Plan
+from autoshard.sharding.plan.sharding_plan import Estimate
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.report.page import page
 from tests.sharding.example_step import arrays, shapes, train_step

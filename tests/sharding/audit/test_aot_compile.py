@@ -12,9 +12,10 @@ from jax.errors import JaxRuntimeError
 
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
-from autoshard.sharding.audit import AuditError, export_plan, verify
+from autoshard.sharding.audit import AuditError, export_plan
 from autoshard.sharding.audit.compiler_process import gpu_text, rank
 from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.planner.bound_plan import bound_or_error
 
 building = importlib.import_module("autoshard.sharding.audit.aot_compile")  # the package's `build` is its function
 
@@ -44,11 +45,11 @@ def child_that(monkeypatch, tmp_path, code):
 
 def test_a_program_is_compiled_once(empty_cache):
     made = planned()
-    first, second = verify(made), verify(made)
+    first, second = made.verify(), made.verify()
     assert (first.cached, second.cached) == (False, True)
     assert dataclasses.replace(second, cached=False) == first
     assert len(list(empty_cache.iterdir())) == 1
-    assert verify(made, options={"xla_cpu_enable_fast_math": "true"}).cached is False
+    assert made.verify(options={"xla_cpu_enable_fast_math": "true"}).cached is False
 
 
 @pytest.mark.parametrize("below", ["file", "file/folder"])
@@ -56,7 +57,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / below))
     with pytest.warns(AutoshardWarning, match=f"cannot be kept in .*{below} .*set AUTOSHARD_CACHE"):
-        found = verify(planned())
+        found = planned().verify()
     assert found.ok and found.step_time_us
 
 
@@ -65,10 +66,10 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
     [("result.json", "{"), ("result.json", "{}"), ("program.hlo.gz", "no text"), ("result.json", None)],
 )
 def test_what_was_kept_and_is_damaged_is_compiled_again(empty_cache, name, text):
-    verify(planned())
+    planned().verify()
     (file,) = empty_cache.glob(f"*/{name}")
     file.unlink() if text is None else file.write_text(text)
-    again, after = verify(planned()), verify(planned())
+    again, after = planned().verify(), planned().verify()
     assert (again.ok, again.cached, after.ok, after.cached) == (True, False, True, True)
 
 
@@ -81,7 +82,7 @@ def test_what_the_compiler_reads_of_the_environment_makes_another_program(monkey
 def test_a_compiler_that_is_killed(empty_cache, tmp_path, monkeypatch):
     child_that(monkeypatch, tmp_path, "import os, signal, sys\nsys.stderr.write('last words\\n')\nsys.stderr.flush()\n"
                "os.kill(os.getpid(), signal.SIGKILL)")  # fmt: skip
-    found = verify(planned())
+    found = planned().verify()
     assert (found.kind, found.ok) == ("crash", False)
     assert str(-signal.SIGKILL) in found.message and "last words" in found.message
     assert "the compiler crashed" in str(found)
@@ -90,7 +91,7 @@ def test_a_compiler_that_is_killed(empty_cache, tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_takes_too_long(empty_cache):
-    found = verify(planned(), timeout_s=0.05)
+    found = planned().verify(timeout_s=0.05)
     assert (found.kind, found.seconds) == ("timeout", 0.05)
     assert "stopped after 0.05 s" in found.message and "took too long" in str(found)
     assert not list(empty_cache.iterdir())
@@ -101,20 +102,20 @@ def test_a_program_that_does_not_fit(empty_cache, tmp_path, monkeypatch):
               "needed_bytes": 20 << 30, "limit_bytes": 1 << 34, "seconds": 1.5}  # fmt: skip
     child_that(monkeypatch, tmp_path, f"import pathlib, sys\npathlib.Path(sys.argv[2], 'result.json').write_text('''"
                f"{json.dumps(result)}''')")  # fmt: skip
-    found = verify(planned())
+    found = planned().verify()
     assert (found.kind, found.peak_bytes, found.collectives) == ("oom", 20 << 30, ())
     assert "does not fit" in str(found) and "20.0 GiB" in str(found)
-    assert verify(planned()).cached  # an answer like any other
+    assert planned().verify().cached  # an answer like any other
 
 
 def test_an_option_that_the_compiler_does_not_know():
-    found = verify(planned(), options={"xla_no_such_option": "1"})
+    found = planned().verify(options={"xla_no_such_option": "1"})
     assert found.ok and found.dropped == ("xla_no_such_option",)
     assert "options that this compiler does not know: xla_no_such_option" in str(found)
 
 
 def test_a_value_that_the_compiler_refuses(empty_cache):
-    found = verify(planned(), options={"xla_cpu_enable_fast_math": "perhaps"})
+    found = planned().verify(options={"xla_cpu_enable_fast_math": "perhaps"})
     assert found.kind == "error" and "perhaps" in found.message
     assert not list(empty_cache.iterdir())
 
@@ -126,7 +127,7 @@ def test_a_compiler_that_is_not_installed(monkeypatch, target, platform, extra):
     made = planned(target)
     monkeypatch.setattr(building, "find_spec", lambda name: None)
     with pytest.raises(AuditError, match=rf"product for {target}.*{platform} is not installed: .*autoshard\[{extra}\]"):
-        verify(made)
+        made.verify()
     assert issubclass(AuditError, AutoshardError)
 
 
@@ -137,22 +138,22 @@ def test_targets_that_no_compiler_knows(tmp_path):
         file.write_text(
             'chip = "h100"\ndims = [{name = "gpu", size = 8, kind = "switch", bandwidth = 4e11, latency_us = 5}]'
         )
-        verify(made.where(target=str(file)))
+        made.where(target=str(file)).verify()
     with pytest.raises(AuditError, match="v5e is a torus of 2 dimensions"):
-        verify(made.where(target="v5e:8"))
+        made.where(target="v5e:8").verify()
 
 
 @pytest.mark.tpu_compile
 def test_a_topology_that_the_compiler_refuses(empty_cache):
     made = planned("v5e:3x5", "dp:15", rows=60)
     with pytest.raises(AuditError, match=r"no machine 'v5e:3x5': .*3x5"):
-        verify(made)
+        made.verify()
     assert not list(empty_cache.iterdir())
 
 
 def test_a_plan_without_its_function():
     with pytest.raises(PlanError, match="bind"):
-        verify(Plan.from_json(planned().to_json()))
+        Plan.from_json(planned().to_json()).verify()
 
 
 def test_a_function_that_cannot_be_exported():
@@ -162,7 +163,7 @@ def test_a_function_that_cannot_be_exported():
 
     with pytest.warns(AutoshardWarning, match="pure_callback"):
         made = plan(asks_python, jax.ShapeDtypeStruct((64, 8), "float32"), target="cpu:8", plan="dp:8")
-    found = verify(made)
+    found = made.verify()
     assert found.kind == "error" and found.message.startswith("not to be exported for cpu: ")
     assert "the compiler refused the program" in str(found)
 
@@ -171,9 +172,13 @@ def test_a_program_is_the_same_bytes_wherever_it_is_exported():
     made = planned()
 
     def elsewhere():
-        return export_plan(made)
+        return export_plan(bound_or_error(made.bound).executable)
 
-    assert export_plan(made).program == elsewhere().program == export_plan(planned()).program
+    assert (
+        export_plan(bound_or_error(made.bound).executable).program
+        == elsewhere().program
+        == export_plan(bound_or_error(planned().bound).executable).program
+    )
 
 
 def test_every_gpu_is_told_of():

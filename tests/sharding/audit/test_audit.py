@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
-from autoshard.sharding.audit import Audit, Compiled, verification, verify
+from autoshard.sharding.audit import Audit, Compiled, verification
 from autoshard.sharding.audit.export import topology_name
 from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import Found, Missing, Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding import programs
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
@@ -43,7 +44,7 @@ def stored(made, path, spec):
 @pytest.mark.parametrize("words", ["dp:8", "tp:8"])
 def test_what_is_planned_is_found(words):
     made = planned(words)
-    found = verify(made)
+    found = made.verify()
     assert found.ok and found.message == ""
     assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
     assert (found.unplanned, found.missing, found.replicated, found.remarks) == ((), (), (), ())
@@ -54,7 +55,7 @@ def test_what_is_planned_is_found(words):
 def test_sharded_state_is_reduced_in_full_on_a_cpu():
     """XLA:CPU makes no reduce-scatters; the rest is as planned."""
     made = planned("fsdp:8")
-    found = verify(made)
+    found = made.verify()
     assert {u.cause for u in found.unplanned} == {"reduced in full where a part would do"}
     assert {u.kind for u in found.unplanned} == {"all-reduce"}
     assert found.wire_bytes is not None
@@ -65,7 +66,7 @@ def test_sharded_state_is_reduced_in_full_on_a_cpu():
 
 def test_times_and_memory_add_up():
     made = planned("dp:8")
-    found = verify(made)
+    found = made.verify()
     assert found.compute_us is not None and found.exposed_us is not None
     assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
     assert found.compute_us == found.compute_us_roofline
@@ -87,14 +88,14 @@ def test_loops_count_by_their_trips():
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 32), (32, 128), (128, 32))]
     made = plan(fn, *args, target="cpu:8", plan="tp:8")
-    (found,) = verify(made).collectives
+    (found,) = made.verify().collectives
     assert (found.kind, found.axes, found.trips) == ("all-reduce", ("tp",), 6)
     assert (found.payload_bytes, found.wire_bytes) == (64 * 32 * 4, 2 * 7 / 8 * 64 * 32 * 4)
     assert found.step_bytes == pytest.approx(made.estimate.comm_bytes)
 
 
 def test_what_is_not_planned_is_named_with_its_line_and_cost():
-    found = verify(stored(planned("dp:8"), "0/0/w", P("dp")))
+    found = stored(planned("dp:8"), "0/0/w", P("dp")).verify()
     gathers = [u for u in found.unplanned if u.kind == "all-gather"]
     assert gathers and len(gathers) == len(found.unplanned)
     inside = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
@@ -107,7 +108,7 @@ def test_what_is_not_planned_is_named_with_its_line_and_cost():
 
 
 def test_a_full_rematerialization_is_named_with_its_cost_and_cause():
-    found = verify(stored(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))))
+    found = stored(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))).verify()
     assert found.remarks
     remark = found.remarks[0]
     assert (remark.array, remark.bytes, remark.wire_bytes) == ("f32[8,128]", 64 * 128 * 4, 7 * 8 * 128 * 4)
@@ -118,7 +119,7 @@ def test_a_full_rematerialization_is_named_with_its_cost_and_cause():
 
 
 def test_an_audit_as_json():
-    found = verify(planned("dp:8"))
+    found = planned("dp:8").verify()
     data = json.loads(found.to_json())
     assert data["kind"] == "ok" and data["unplanned_bytes"] == 0
     assert data["collectives"][0]["kind"] == "all-reduce"
@@ -127,7 +128,7 @@ def test_an_audit_as_json():
 
 
 def test_an_audit_as_text():
-    text = str(verify(planned("dp:8")))
+    text = str(planned("dp:8").verify())
     assert text.startswith("audit of adamw_step on cpu:8: dp 8 = 8 devices\n")
     for words in ("by the plan", " s by jax ", "peak memory", "collectives: ", "unplanned traffic: none", "temp "):
         assert words in text
@@ -165,7 +166,11 @@ def test_a_program_in_words_that_are_not_known(tmp_path):
     path = tmp_path / "program.hlo.gz"
     path.write_bytes(gzip.compress(b"something else"))
     made, memory = planned("dp:8"), {"argument": 3, "output": 2, "alias": 1, "temp": 4}
-    found = verification.audit(made, verification.compile_target("cpu:8"), Compiled("ok", memory=memory, path=path))
+    found = verification.audit(
+        bound_or_error(made.bound).executable,
+        verification.compile_target("cpu:8"),
+        Compiled("ok", memory=memory, path=path),
+    )
     assert (found.kind, found.ok, found.peak_bytes) == ("error", False, 8)
     assert "cannot be read: ValueError" in found.message and "cannot be read" in str(found)
 

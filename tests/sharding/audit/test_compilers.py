@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.audit import build, export_plan, verify
+from autoshard.sharding.audit import build, export_plan
 from autoshard.sharding.audit.verification import compile_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.audit.test_audit import planned
 
 LAYERS, WIDTH, HIDDEN, ROWS = 3, 256, 1024, 2048
@@ -47,7 +48,7 @@ def sums_of(found):
 def test_tensor_parallel_layers_for_a_tpu():
     """Activations are summed after each layer, forward and backward, and nothing else moves."""
     made = layers_planned("tp:4", "v5e:2x2")
-    found = verify(made)
+    found = made.verify()
     sums = sums_of(found)
     assert {(f.kind, f.axes, f.payload_bytes) for f in sums} == {("all-reduce", ("tp",), ROWS * WIDTH * 2)}
     assert sum(f.trips for f in sums) == 2 * LAYERS
@@ -62,11 +63,11 @@ def test_tensor_parallel_layers_for_a_tpu():
 def test_devices_of_a_tpu_stand_where_the_plan_says():
     made = planned("fsdp:4 tp:2", "v5e:2x4")
     target = compile_target(made.target)
-    found = build(export_plan(made))
+    found = build(export_plan(bound_or_error(made.bound).executable))
     sizes = {d.name: d.size for d in target.topology.dims}
     numbers = [y * sizes["x"] + x for x, y, *_ in found.coordinates]
     assert tuple(numbers) == made.device_order
-    assert export_plan(made).devices == made.device_order
+    assert export_plan(bound_or_error(made.bound).executable).devices == made.device_order
 
 
 @pytest.mark.tpu_compile
@@ -75,14 +76,14 @@ def test_remarks_of_the_tpu_compiler_are_heard():
 
     from tests.sharding.audit.test_audit import stored
 
-    found = verify(stored(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))))
+    found = stored(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))).verify()
     assert found.remarks and found.unplanned
 
 
 @pytest.mark.cuda_compile
 def test_tensor_parallel_layers_for_a_gpu():
     made = layers_planned("tp:8", "h100:8")
-    found = verify(made)
+    found = made.verify()
     sums = sums_of(found)
     assert {f.kind for f in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
     assert {f.axes for f in sums} == {("tp",)}
@@ -96,11 +97,11 @@ def test_tensor_parallel_layers_for_a_gpu():
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("target", ["v4:2x2x2", "v5p:2x2x2", "v5p:2x2x1*2", "v6e:2x4", "tpu7x:2x2x1", "v5e:2x4"])
 def test_every_tpu(target):
-    sums_of(verify(planned("dp:8", target)))
+    sums_of(planned("dp:8", target).verify())
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compile
 @pytest.mark.parametrize("target", ["a100:8", "a100-40:8", "h100:2x4", "h200:8", "b200:8", "gb200:8"])
 def test_every_gpu(target):
-    sums_of(verify(planned("dp:8", target)))
+    sums_of(planned("dp:8", target).verify())

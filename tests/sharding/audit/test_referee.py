@@ -11,6 +11,7 @@ from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import Wires
 from autoshard.sharding.hlo.schedule import Schedule
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.audit.test_audit import planned
 from tests.sharding.audit.test_compilers import layers_planned
 
@@ -31,7 +32,7 @@ def referee():
 def both(made, referee, its_target=None):
     """What the two readers say of a plan's compiled program."""
     target = compile_target(made.target)
-    compiled = build(export_plan(made))
+    compiled = build(export_plan(bound_or_error(made.bound).executable))
     text = compiled.text
     program = parser.read(text)
     schedule = Schedule(program, Kernels(program, target.chip), Wires(target.topology, made.device_order))

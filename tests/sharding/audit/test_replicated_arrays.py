@@ -7,6 +7,7 @@ import pytest
 from autoshard import plan
 from autoshard.sharding.audit.replicated_arrays import cut_shapes, local_shape, replicated
 from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.hlo.texts import text_of
 
 ROWS, WIDTH, HIDDEN = 64, 24, 48
@@ -84,7 +85,7 @@ def test_pieces_and_views_are_not_whole(made):
 
 
 def test_which_shapes_a_plan_cuts(made):
-    cuts = cut_shapes(made.bound, {"dp": 2, "tp": 4})
+    cuts = cut_shapes(bound_or_error(made.bound).executable, {"dp": 2, "tp": 4})
     assert {shape: cut.ways for shape, cut in cuts.items()} == {
         (ROWS, WIDTH): 2, (ROWS, HIDDEN): 8, (WIDTH, HIDDEN): 4, (HIDDEN, WIDTH): 4,
     }  # fmt: skip

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.programs import assert_close
 
 ROWS = 1024  # many beside the weights, so that a plan which cuts them saves most of the work
@@ -81,7 +82,7 @@ def test_rows_that_meet_the_batch_are_other_rows():
 
     args = weights(16, 64, 8), jnp.ones((ROWS, 16)), jax.random.key(1)
     made = plan(step, *args, target="cpu:8", plan="dp:8")
-    axes, batch = made.bound.planner.axes, made.bound.planner.roles.batch
+    axes, batch = bound_or_error(made.bound).problem.axes, bound_or_error(made.bound).problem.roles.batch
     assert not [leaves for leaves in axes.of_value if sum(batch in dim for dim in leaves) > 1]
     assert_close(jax.jit(step)(*args), made.jit()(*args))
 
@@ -89,5 +90,6 @@ def test_rows_that_meet_the_batch_are_other_rows():
 def test_more_rows_than_the_batch_has_are_other_rows():
     step, args = adversarial_step(2 * ROWS)
     made = plan(step, *args, target="cpu:8", plan="dp:8")
-    assert made.bound.planner.axes.sizes[made.bound.planner.roles.batch] == ROWS
+    problem = bound_or_error(made.bound).problem
+    assert problem.roles.batch is not None and problem.axes.sizes[problem.roles.batch] == ROWS
     assert_close(jax.jit(step)(*args), made.jit()(*args))

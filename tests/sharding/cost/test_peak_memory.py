@@ -6,6 +6,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.models.workloads import workload
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd_step, whole_bytes
 
@@ -49,7 +50,7 @@ def test_copies_of_parameters_that_a_loop_keeps_are_stored_as_those_are():
     shapes = jax.ShapeDtypeStruct((16, 1024, 1024), "float32"), jax.ShapeDtypeStruct((65_536, 1024), "bfloat16")
     found = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
     cast = 2.0 * 16 * 1024**2
-    planner, layout = found.bound.planner, found.bound.layout
+    planner, layout = bound_or_error(found.bound).problem, bound_or_error(found.bound).layout
     assert planner.memory.kinds_at_peak(layout, planner.cost(layout).waiting)["temporary"] < cast / 2
     gathered = sum(size for kind, _, size, _ in found.traffic if kind == "all-gather")
     assert gathered == pytest.approx(2 * 7 / 8 * cast, rel=0.01)

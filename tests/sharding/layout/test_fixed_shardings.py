@@ -14,6 +14,7 @@ from autoshard import Plan, auto_shard, plan
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.axes.state_checks import StateChangedError
 from autoshard.sharding.layout.fixed_shardings import FixedError
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.core.placement import to_partition_spec
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
 
@@ -124,8 +125,8 @@ def test_what_was_fixed_is_fixed_in_a_plan_that_is_read():
     fixed = {"0/w": P("model"), "1": P("data")}
     made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
     bound = Plan.from_json(made.to_json()).bind(sgd_step, mlp_state(), batch())
-    values = bound.bound.traced.program.inputs
-    assert {leaf.path: to_partition_spec(bound.bound.layout.stored(v))
+    values = bound_or_error(bound.bound).traced.program.inputs
+    assert {leaf.path: to_partition_spec(bound_or_error(bound.bound).layout.stored(v))
             for v, leaf in zip(values, made.inputs, strict=True)} == specs(made)  # fmt: skip
     assert specs(made)["0/w"] == P("model")
 

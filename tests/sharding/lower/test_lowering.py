@@ -32,10 +32,9 @@ SCAN = ("length", "reverse", "unroll", "_split_transpose")
 def jaxpr_before_and_after(fn, *args, **options):
     """The jaxpr of a function, and that of the function with a layout written into it."""
     sharded = auto_shard(fn, **options)
-    bound = sharded.plan(*args).bound
-    return bound.traced.closed, jax.make_jaxpr(bound.run(bound.mesh_over(sharded.plan(*args), None)))(
-        *jax.tree.leaves(args)
-    )
+    executable = sharded.plan(*args).bound.executable
+    run = executable.run(executable.mesh_over(None))
+    return executable.traced.closed, jax.make_jaxpr(run)(*jax.tree.leaves(args))
 
 
 def loops(closed, name):

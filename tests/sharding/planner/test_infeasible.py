@@ -18,6 +18,7 @@ from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.machine_sizes import larger_machines, machines_with_more_memory, sizes
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner import infeasible
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.infeasible import DoesNotFitError
 from tests.sharding.example_step import shapes, train_step
 
@@ -85,7 +86,7 @@ def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
         made = autoshard.plan(
             train_step, *shapes(batch=batch, width=width), target="cpu:8", plan="dp:8", donate_argnums=0
         )
-        planner, layout = made.bound.planner, made.bound.layout
+        planner, layout = bound_or_error(made.bound).problem, bound_or_error(made.bound).layout
         found = planner.memory.kinds_at_peak(layout, planner.cost(layout).waiting)
         assert sum(found.values()) == pytest.approx(made.estimate.memory_bytes["temporary"])
         return found
@@ -102,7 +103,7 @@ def test_machines_of_as_many_devices_with_more_memory(monkeypatch):
     need = min(peak for _, _, peak in made.candidates)
     limits = {"v4:2x2x1": 0.6 * need, "v6e:2x2": 1.1 * need, "v5p:2x2x1": 5 * need}
     monkeypatch.setattr(infeasible, "_limit", lambda planner, target: limits.get(target.name, 1e-6 * need))
-    text = infeasible._ways_out([({}, made)])
+    text = infeasible._ways_out([({}, bound_or_error(made.bound))])
     assert re.search(r"; of other machines with 4 devices, v6e:2x2 \(.* a device\) would do\. Or", text)
 
 
@@ -118,7 +119,7 @@ def test_on_a_given_mesh_only_other_chips_can_do():
 
 
 def test_what_was_fixed_holds_on_the_machines_that_are_named(monkeypatch):
-    monkeypatch.setattr(infeasible, "larger", lambda target: [find_target("v5e:2x4")])
+    monkeypatch.setattr(infeasible, "larger_machines", lambda target: [find_target("v5e:2x4")])
     fixed = {path: P() for path in ("0/params/*", "0/moments/*")}
     limit = peaks("v5e:2x4") * 1.02  # what would do without it, as another test has it
     assert "v5e:2x4 (" not in refused(target="v5e:1x1", memory_limit_bytes=limit, fixed=fixed)

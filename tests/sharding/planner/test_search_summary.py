@@ -7,9 +7,10 @@ from functools import cache
 import pytest
 
 import autoshard
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
-from autoshard.sharding.plan.sharding_plan import Estimate, Plan
+from autoshard.sharding.plan.sharding_plan import Estimate
 from autoshard.sharding.report.page.search import lost, search_section
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step

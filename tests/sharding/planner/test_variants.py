@@ -13,7 +13,7 @@ from autoshard import AutoshardWarning, Plan, plan
 from autoshard.commands import plan as command
 from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models.workloads import workload
-from autoshard.sharding import audit as aot
+from autoshard.sharding.autotune import compiled_time
 from autoshard.sharding.autotune.contest import contest
 from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
@@ -164,7 +164,12 @@ def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
             self.step_time_us = 1.0 if made.variant["remat"] == "none" else 2.0
 
     asked = []
-    monkeypatch.setattr(aot, "verify", lambda made: asked.append((made.variant, made.chosen)) or Audit(made))
+
+    def verify(executable):
+        asked.append((executable.plan.variant, executable.plan.chosen))
+        return Audit(executable.plan)
+
+    monkeypatch.setattr(compiled_time, "verify", verify)
     made = tiny(verify=4, variants=variants_of(TINY) | {"accumulation": [1]})
     assert len(asked) == 4 == len({(*variant.values(), words) for variant, words in asked})
     assert made.variant["remat"] == ("none" if any(v["remat"] == "none" for v, _ in asked) else asked[0][0]["remat"])
@@ -203,7 +208,7 @@ def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
             asked.append(made)
 
     asked: list[Plan] = []
-    monkeypatch.setattr(aot, "verify", Audit)
+    monkeypatch.setattr(compiled_time, "verify", lambda executable: Audit(executable.plan))
     made = tiny(verify=2, variants=variants, memory_limit_bytes=limit)
     assert [each.fits for each in asked] == [True, True, False]
     if compiled < 1:

@@ -13,6 +13,7 @@ import autoshard
 from autoshard import Plan
 from autoshard._units import bytes_text, change_text, time_text
 from autoshard.errors import PlanError
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.what_if import moments_of, neighbouring_specs, price_in_plan
 from tests.sharding.example_step import shapes, train_step
 from tests.sharding.programs import adamw_step, mlp_state
@@ -41,7 +42,7 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize(("words", "path"), [("zero1:8", WQ), ("fsdp:8", "0/params/embed"), ("fsdp:2 tp:4 seq", "1/x")])
 def test_a_choice_costs_what_the_plan_costs_that_has_it(words, path):
-    found = neighbouring_specs(planned(words), [leaf(planned(words), path)])
+    found = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
     assert len({tuple(c.fixed.items()) for c in found}) == len(found) >= 2
     for choice in found:
         made = with_fixed(words, choice.fixed).estimate
@@ -51,7 +52,7 @@ def test_a_choice_costs_what_the_plan_costs_that_has_it(words, path):
 
 def test_explain_shows_the_next_best_choice_and_what_it_costs():
     plan = planned("fsdp:8")
-    best = neighbouring_specs(plan, [leaf(plan, WQ)])[0]
+    best = neighbouring_specs(bound_or_error(plan.bound), [leaf(plan, WQ)])[0]
     whole = with_fixed("fsdp:8", {WQ: P(), MOMENT: P()}).estimate
     text = plan.explain(WQ)
     assert f"P({', '.join(map(repr, best.fixed[WQ]))})" in text
@@ -66,7 +67,9 @@ def test_a_choice_that_does_not_fit_is_infeasible():
     limit = planned("fsdp:8").estimate.peak_memory_bytes + 100
     plan = planned("fsdp:8", memory_limit_bytes=limit)
     table = next(
-        x for x in neighbouring_specs(plan, [leaf(plan, "0/params/embed")]) if not any(x.fixed["0/params/embed"])
+        x
+        for x in neighbouring_specs(bound_or_error(plan.bound), [leaf(plan, "0/params/embed")])
+        if not any(x.fixed["0/params/embed"])
     )
     assert table.peak_bytes > limit
     over = bytes_text(table.peak_bytes - limit)
@@ -169,7 +172,7 @@ def test_a_wish_needs_the_function():
 def test_a_plan_that_was_read_prices_wishes_as_the_one_that_was_written():
     plan = planned("fsdp:8")
     again = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
-    ours, theirs = (price_in_plan(p, [leaf(p, WQ)], P())[1] for p in (plan, again))
+    ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, again))
     assert (ours.step_time_us, ours.peak_bytes) == pytest.approx((theirs.step_time_us, theirs.peak_bytes))
     assert flat(again.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
 
@@ -220,7 +223,13 @@ def test_a_stack_that_is_fixed_in_parts_is_gathered_for_its_loop(words, dim):
     assert gathered >= 7 / 8 * 8 * 512 * 512 * 4  # the whole stack, at least once
     if dim == 0:  # along the loop: all of it lies there at once
         assert plan.estimate.peak_memory_bytes > scan_plan(words).estimate.peak_memory_bytes
-    text = plan.bound.jit(plan).lower(*plan.bound.traced.in_avals).compile().as_text()
+    text = (
+        bound_or_error(plan.bound)
+        .executable.jit()
+        .lower(*bound_or_error(plan.bound).traced.in_avals)
+        .compile()
+        .as_text()
+    )
     assert "all-gather" in text
 
 

@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
-from autoshard.sharding.plan.sharding_plan import Estimate, Plan
+from autoshard.sharding.plan.sharding_plan import Estimate
 from autoshard.sharding.plan.tensors import Activation, Leaf
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.report.input_traffic import traffic_of
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.page.script import DIGEST
@@ -327,7 +329,11 @@ def test_explain_shows_traffic_where_the_function_is_known():
 def test_traffic_of_all_parameters_is_that_of_the_plan(words):
     """Under data parallelism, nearly nothing but parameters and gradients moves, each accounted for once."""
     plan = planned(words)
-    own = sum(sum(traffic_of(plan, i).values()) for i, x in enumerate(plan.inputs) if x.role == "parameter")
+    own = sum(
+        sum(traffic_of(bound_or_error(plan.bound), i).values())
+        for i, x in enumerate(plan.inputs)
+        if x.role == "parameter"
+    )
     assert 0.97 * plan.estimate.comm_bytes <= own <= plan.estimate.comm_bytes * 1.0001
 
 

@@ -13,7 +13,7 @@ CODE = """
 import jax, jax.numpy as jnp, sys
 from autoshard import auto_shard
 from autoshard.sharding.runtime.process_agreement import agree
-from autoshard.sharding.plan.sharding_plan import PlanError
+from autoshard.errors import PlanError
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 mine = jax.process_index()
 def step(w, x):

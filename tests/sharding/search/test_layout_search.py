@@ -8,6 +8,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.programs import mlp_loss, mlp_state
 
 
@@ -73,5 +74,5 @@ def test_no_device_is_left_idle_for_nothing():
     shapes = {"table": (512, 64), "w": (64, 256), "v": (256, 64)}
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     made = plan(step, params, jax.ShapeDtypeStruct((256, 9), "int32"), target="h100:8")
-    assert not made.bound.layout.idle()
+    assert not bound_or_error(made.bound).layout.idle()
     assert all(time >= made.estimate.step_time_us for _, time, _ in made.candidates)

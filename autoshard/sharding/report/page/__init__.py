@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard._units import (
     bytes_text,
@@ -18,6 +18,7 @@ from autoshard._units import (
     time_text,
     variant_text,
 )
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
 from autoshard.sharding.report.page.mesh import legend, mesh_section
 from autoshard.sharding.report.page.parts import Paint, folded, section
@@ -27,13 +28,10 @@ from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
 from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, padding_texts, title, verdict
 
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
 
 
-def to_html(plan: Plan, path: Any) -> None:
+def to_html(plan: ShardingPlan, path: Any) -> None:
     """Writes the plan as one self-contained page.
 
     Args:
@@ -43,7 +41,7 @@ def to_html(plan: Plan, path: Any) -> None:
     Path(path).write_text(page(plan), encoding="utf-8")
 
 
-def page(plan: Plan) -> str:
+def page(plan: ShardingPlan) -> str:
     """The page's HTML."""
     paint = Paint(plan)
     parts = [
@@ -73,7 +71,7 @@ def page(plan: Plan) -> str:
     )
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: ShardingPlan) -> str:
     found = verdict(plan)
     rivals = "".join(
         f"<li>{escape(name)} <small>{escape(ratio)} the step time</small></li>" for name, ratio, _ in found.rivals
@@ -87,7 +85,7 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _cards(plan: Plan) -> list[tuple[str, str, str]]:
+def _cards(plan: ShardingPlan) -> list[tuple[str, str, str]]:
     estimate = plan.estimate
     cards = [("a step", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} of it waiting for traffic")]
     if plan.alone:
@@ -108,7 +106,7 @@ def _card(heading: str, figure: str, remark: str) -> str:
     return f'<div class="card"><h3>{escape(heading)}</h3><p>{escape(figure)}</p><small>{escape(remark)}</small></div>'
 
 
-def _notes(plan: Plan) -> str:
+def _notes(plan: ShardingPlan) -> str:
     notes = [
         f"No rule for primitive <code>{escape(name)}</code>, at {escape(', '.join(map(line_text, places)))}: "
         "its operands are gathered, and every device repeats the work."

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
 from autoshard._units import bytes_text, line_text, percent_text, time_text
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.parts import Paint, bar, folded, key, kind_class, search_box, stack, table
 from autoshard.sharding.report.summary import exposed_us, memory_rows
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
 
 COLLECTIVES_SHOWN = 12
 MEMORY_KINDS = ("parameter", "optimizer", "data", "temporary", "constant")
@@ -35,7 +32,7 @@ class Moved:
         )
 
 
-def memory_section(plan: Plan) -> str:
+def memory_section(plan: ShardingPlan) -> str:
     """Memory by kind against the limit."""
     rows, peak, limit = memory_rows(plan), plan.estimate.peak_memory_bytes, plan.limit_bytes
     scale = max(peak, limit) or 1.0
@@ -62,7 +59,7 @@ def _memory_class(kind: str) -> str:
     return f"k-{kind}" if kind in MEMORY_KINDS else "k-other"
 
 
-def by_kind(plan: Plan) -> dict[str, Moved]:
+def by_kind(plan: ShardingPlan) -> dict[str, Moved]:
     """The traffic of each kind of collective, what is waited for longest first."""
     found: dict[str, Moved] = defaultdict(Moved)
     for (kind, _, size, _), (us, waits) in zip(plan.traffic, _times(plan), strict=True):
@@ -70,11 +67,11 @@ def by_kind(plan: Plan) -> dict[str, Moved]:
     return dict(sorted(found.items(), key=lambda item: (-item[1].waits_us, -item[1].time_us, item[0])))
 
 
-def _times(plan: Plan) -> tuple[tuple[float, float], ...]:
+def _times(plan: ShardingPlan) -> tuple[tuple[float, float], ...]:
     return plan.traffic_us if len(plan.traffic_us) == len(plan.traffic) else ((0.0, 0.0),) * len(plan.traffic)
 
 
-def time_section(plan: Plan) -> str:
+def time_section(plan: ShardingPlan) -> str:
     """Time by kind: compute above, traffic below it, beside compute where it is hidden."""
     estimate, alone, exposed, moved = plan.estimate, plan.alone, exposed_us(plan), by_kind(plan)
     step = estimate.step_time_us
@@ -116,7 +113,7 @@ def time_section(plan: Plan) -> str:
     return f'<p class="figure">{time_text(step)} <small>{words}</small></p>{lanes}{listed}'
 
 
-def collectives_section(plan: Plan, paint: Paint) -> str:
+def collectives_section(plan: ShardingPlan, paint: Paint) -> str:
     """Every collective with the line of code that causes it."""
     found: dict[tuple[str, str, str], Moved] = defaultdict(Moved)
     full: dict[tuple[str, str, str], str] = {}

@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
 from autoshard._units import bytes_text
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.parts import Paint, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
 
 DEVICES_SHOWN = 1024
 FOLD = 16  # devices side by side
@@ -52,7 +49,7 @@ class Grid:
         return {name: found[name] for name, _ in self.dims}
 
 
-def mesh_section(plan: Plan, paint: Paint) -> str:
+def mesh_section(plan: ShardingPlan, paint: Paint) -> str:
     """The mesh axes drawn, what the machine is, and the logical axes."""
     grid, places = _grid(plan), _places(plan)
     panels = "".join(_panel(plan, paint, grid, places, axis) for axis in paint.sizes) or "<p>One device.</p>"
@@ -76,7 +73,7 @@ def legend(paint: Paint) -> str:
     return f'<div id="axes-list">{lines}{folded(f"{len(more)} more", tail) if more else ""}</div>'
 
 
-def _grid(plan: Plan) -> Grid:
+def _grid(plan: ShardingPlan) -> Grid:
     """The target's topology, or the mesh itself where that is not known."""
     dims = tuple(plan.topology)
     if not dims or math.prod(size for _, size in dims) != plan.mesh.size:
@@ -84,7 +81,7 @@ def _grid(plan: Plan) -> Grid:
     return Grid(dims, {name: kind for name, (kind, _) in plan.links.items()})
 
 
-def _places(plan: Plan) -> dict[int, dict[str, int]]:
+def _places(plan: ShardingPlan) -> dict[int, dict[str, int]]:
     """Device -> its place on each mesh axis, for those that are drawn."""
     sizes = mesh_sizes(plan)
     found = {}
@@ -98,7 +95,7 @@ def _places(plan: Plan) -> dict[int, dict[str, int]]:
     return found
 
 
-def _machine(plan: Plan, grid: Grid) -> str:
+def _machine(plan: ShardingPlan, grid: Grid) -> str:
     """`y 4 and x 4, each a closed ring of links of 45 GB/s`."""
     words = {"ring": "a closed ring", "line": "a line", "switch": "a switch"}
     parts = [
@@ -110,7 +107,7 @@ def _machine(plan: Plan, grid: Grid) -> str:
     return f"{plan.target or 'the machine'}: {'; '.join(parts)}." if parts else ""
 
 
-def _panel(plan: Plan, paint: Paint, grid: Grid, places: dict[int, dict[str, int]], axis: str) -> str:
+def _panel(plan: ShardingPlan, paint: Paint, grid: Grid, places: dict[int, dict[str, int]], axis: str) -> str:
     size = paint.sizes[axis]
     others = [a for a in paint.sizes if a != axis]
     group = {d: _number([where[a] for a in others], [paint.sizes[a] for a in others]) for d, where in places.items()}
@@ -146,7 +143,7 @@ def _planes(grid: Grid, devices: int) -> Iterator[int]:
     yield from range(0, min(devices, DEVICES_SHOWN), max(grid.plane, 1))
 
 
-def _lies(plan: Plan, grid: Grid, axis: str) -> str:
+def _lies(plan: ShardingPlan, grid: Grid, axis: str) -> str:
     """`4 of z (ring), 2 of y, every 4th`."""
     sizes, words = dict(grid.dims), []
     for name, count, stride in plan.placing.get(axis, ()):

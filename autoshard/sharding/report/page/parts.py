@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.report.summary import AxisNames, mesh_sizes, ruled_axes, spec_of
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Leaf
 
 HUES = (212, 28, 142, 335, 268, 182, 52, 0, 92, 300, 238, 160)  # told apart at a glance, most so the first
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -20,7 +17,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 class Paint:
     """Logical axes as coloured labels: an axis has one colour wherever it stands, and no other has it."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ShardingPlan):
         self.plan, self.names, self.sizes = plan, AxisNames(plan), mesh_sizes(plan)
         rest = [part for leaf in plan.activations for dim in leaf.axes for part in dim.split("*") if part != "1"]
         everything = dict.fromkeys([*self.names.all, *rest])

@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.chart import Point, scatter
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.summary import exposed_us
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
 
 SHOWN = 12
 LISTED = 400
@@ -32,7 +30,7 @@ class Row:
     chosen: bool
 
 
-def search_section(plan: Plan) -> str:
+def search_section(plan: ShardingPlan) -> str:
     """The search: in words, as a chart, its variants, its plans."""
     history = _history(plan)
     rows = list(_rows(plan, history))
@@ -47,14 +45,14 @@ def search_section(plan: Plan) -> str:
     return f"<p>{_story(plan, history, rows)}</p>{pick}{chart}{tip}{_variants(plan, history)}{listed}"
 
 
-def _history(plan: Plan) -> Sequence[SearchRecord]:
+def _history(plan: ShardingPlan) -> Sequence[SearchRecord]:
     """The plan's history; of one that keeps none, what its candidates and variants say."""
     if plan.history:
         return plan.history
     return [SearchRecord(plan.variant, len(plan.candidates), tried=tuple(PricedPlan(*c) for c in plan.candidates))]
 
 
-def _rows(plan: Plan, history: Sequence[SearchRecord]) -> Iterator[Row]:
+def _rows(plan: ShardingPlan, history: Sequence[SearchRecord]) -> Iterator[Row]:
     """All plans that were priced, those that fit first and the fastest of them first."""
     limit = plan.limit_bytes or math.inf
     found, won = [], False
@@ -66,7 +64,7 @@ def _rows(plan: Plan, history: Sequence[SearchRecord]) -> Iterator[Row]:
     yield from sorted(found, key=lambda r: (not r.chosen, not r.fits, r.tried.step_time_us))
 
 
-def _story(plan: Plan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
+def _story(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
     proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
     fit = sum(r.fits for r in rows)
     changed = sum(r.tried.changed for r in rows)
@@ -85,7 +83,7 @@ def _story(plan: Plan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> 
     return escape(f"{words}. {plan.chosen or 'This plan'}{variant} is the {kind}.")
 
 
-def lost(plan: Plan, tried: PricedPlan) -> str:
+def lost(plan: ShardingPlan, tried: PricedPlan) -> str:
     """Why a plan was not chosen."""
     here = plan.estimate
     if plan.limit_bytes and tried.peak_bytes > plan.limit_bytes:
@@ -110,7 +108,7 @@ def _class(row: Row) -> str:
     return f"{'won' if row.chosen else 'fit' if row.fits else 'unfit'} v{row.variant}"
 
 
-def _title(plan: Plan, history: Sequence[SearchRecord], row: Row) -> str:
+def _title(plan: ShardingPlan, history: Sequence[SearchRecord], row: Row) -> str:
     tried, variant = row.tried, history[row.variant].variant
     words = f"{tried.words}{f' ({variant_text(variant)})' if variant else ''}"
     fate = "chosen" if row.chosen else lost(plan, tried)
@@ -126,7 +124,7 @@ def _variant_picker(history: Sequence[SearchRecord]) -> str:
     return f'<label class="search"><span>Variant</span>{field}</label>'
 
 
-def _variants(plan: Plan, history: Sequence[SearchRecord]) -> str:
+def _variants(plan: ShardingPlan, history: Sequence[SearchRecord]) -> str:
     """The best plan of each variant."""
     if len(plan.variants) < 2:
         return ""
@@ -152,14 +150,14 @@ def _tried_of(history: Sequence[SearchRecord], variant: Mapping[str, Any], words
     return next((t for each in same for t in each.tried if t.words == words), None)
 
 
-def _fate(plan: Plan, tried: PricedPlan, won: bool) -> str:
+def _fate(plan: ShardingPlan, tried: PricedPlan, won: bool) -> str:
     if won:
         return '<span class="tag">chosen</span>'
     words = lost(plan, tried)
     return f'<span class="bad">{escape(words)}</span>' if words.startswith("does not fit") else escape(words)
 
 
-def _plans(plan: Plan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
+def _plans(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
     shown, here = rows[:LISTED], plan.estimate.step_time_us
     most = max((r.tried.step_time_us for r in shown[:SHOWN]), default=1.0)
     cells = []

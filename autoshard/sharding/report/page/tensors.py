@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from autoshard._units import bytes_text, line_text, spec_text
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Activation
 from autoshard.sharding.report.explanation import why
 from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
 from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
-
-if TYPE_CHECKING:
-    from autoshard.sharding.plan.sharding_plan import Plan
-    from autoshard.sharding.plan.tensors import Activation
 
 MADE_SHOWN = 10
 OPEN_ROWS = 60  # of more, a table is shown when it is asked for
 NAMES = {"parameter": "Parameters", "optimizer": "Optimizer state", "data": "Data", "other": "Counters and keys"}
 
 
-def tensors_section(plan: Plan, paint: Paint) -> str:
+def tensors_section(plan: ShardingPlan, paint: Paint) -> str:
     """All tensors in groups that are alike, under one field to search them."""
     found = by_role(plan)
     most = max((g.whole_bytes for _, some in found for g in some), default=1.0) or 1.0
@@ -35,7 +32,7 @@ def tensors_section(plan: Plan, paint: Paint) -> str:
     return f'{filters}<div id="tensors-list">{"".join(parts)}</div>'
 
 
-def _table_of(plan: Plan, paint: Paint, name: str, some: Sequence[Group], most: float, is_open: bool) -> str:
+def _table_of(plan: ShardingPlan, paint: Paint, name: str, some: Sequence[Group], most: float, is_open: bool) -> str:
     if not some:
         return ""
     count, whole, local = totals(some)
@@ -46,7 +43,7 @@ def _table_of(plan: Plan, paint: Paint, name: str, some: Sequence[Group], most: 
     return folded(head, table(columns, rows, right=(1, 3, 4)), is_open and len(rows) <= OPEN_ROWS)
 
 
-def _row(plan: Plan, group: Group, paint: Paint, most: float) -> list[str]:
+def _row(plan: ShardingPlan, group: Group, paint: Paint, most: float) -> list[str]:
     leaf = group.first
     paths = "".join(f"<li>{escape(x.path)}</li>" for x in group.leaves)
     reasons = "".join(f"<li>{escape(line)}</li>" for line in why(plan, group, paint.names))
@@ -70,7 +67,7 @@ def _both(whole: float, local: float, most: float) -> str:
             f'<span class="local" style="width:{share(local, most):.3f}%"></span></span>')  # fmt: skip
 
 
-def _activations(plan: Plan, paint: Paint) -> str:
+def _activations(plan: ShardingPlan, paint: Paint) -> str:
     """The largest activations and gradients, and what of them is held at the worst moment."""
     parts = []
     for role, name in (("activation", "Activations"), ("gradient", "Gradients")):

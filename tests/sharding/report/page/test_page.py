@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard._units import bytes_text, line_text, time_text, variant_text
-from autoshard.sharding.plan.sharding_plan import Plan
+from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.summary import exposed_us, mesh_sizes

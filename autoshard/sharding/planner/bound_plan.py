@@ -1,0 +1,65 @@
+"""What a plan means for one program: the problem that it solves, the layout of every value, the devices' assignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from autoshard._shown import shown
+from autoshard.errors import PlanError
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.lower.executable import Executable
+from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.program.tracing import Traced
+
+
+@shown
+@dataclass(eq=False)
+class BoundPlan:
+    """A plan with its program.
+
+    Attributes:
+        plan: the plan.
+        problem: the traced function and the machine; it prices what else could have been chosen.
+        layout: the sharding of every value of the program.
+        assignment: where the mesh axes lie on the machine.
+    """
+
+    plan: ShardingPlan
+    problem: PlanningProblem
+    layout: Layout
+    assignment: DeviceAssignment
+
+    def __deepcopy__(self, memo: Any) -> BoundPlan:  # a trace cannot be copied: it is shared
+        return self
+
+    @property
+    def traced(self) -> Traced:
+        """The function."""
+        return self.problem.traced
+
+    @cached_property
+    def executable(self) -> Executable:
+        """The annotated program."""
+        machine = self.problem.machine
+        return Executable(self.plan, self.traced, self.layout, machine.target.flops_per_byte, machine.mesh)
+
+    def where(self, **changes: Any) -> BoundPlan:
+        """The same with other attributes of its plan."""
+        changed = replace(self, plan=self.plan.where(**changes))
+        changed.executable.wrap = self.executable.wrap
+        return changed
+
+
+def bound_or_error(bound: BoundPlan | None) -> BoundPlan:
+    """What a plan is bound to.
+
+    Raises:
+        PlanError: it has no function.
+    """
+    if bound is None:
+        raise PlanError("this plan has no function (it was read from JSON): give it one with plan.bind(fn, *args)")
+    return bound

@@ -1,0 +1,153 @@
+"""From the candidate that was chosen to a plan with its program."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from autoshard._units import bytes_text
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding.cost.exposed_communication import traffic
+from autoshard.sharding.layout.fixed_shardings import (
+    disagreements,
+)
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.machines.device_mesh import abstract_mesh
+from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf, Padding
+from autoshard.sharding.planner.activations import activations
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.planner.search_summary import searched
+from autoshard.sharding.search.candidate import Candidate, price
+from autoshard.sharding.search.layout_search import idle_layouts
+from autoshard.sharding.search.padding import multiple, undivided, what_padding_wins
+from autoshard.spmdrules.core.placement import Spec, to_partition_spec
+
+LARGE_CONSTANTS_BYTES = 2**20
+
+
+def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> BoundPlan:
+    """The candidate as a plan."""
+    layout, axes, target = best.layout, problem.axes, problem.machine.target
+    notes = _notes(problem, layout)
+    for note in notes:
+        if note.startswith("nothing is "):
+            warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
+    alike = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.alike]
+    outputs = output_specs(problem.program, layout, [*alike, *problem.state])
+    hides = target.chip.hides
+    moved = traffic(best.cost, hides)
+    plan = ShardingPlan(
+        mesh=abstract_mesh(layout.mesh),
+        axis_rules={a: tuple(axes.name(c) for c in layout.table.get(a, ())) for a in layout.mesh},
+        storage={role: layout.storage[role] for role in layout.storage},
+        inputs=tuple(
+            leaf_of(problem, v, path, aval, layout.stored(v), problem.roles.inputs[v])
+            for v, path, aval in zip(
+                problem.program.inputs, problem.traced.in_paths, problem.traced.in_avals, strict=True
+            )
+        ),
+        outputs=tuple(
+            leaf_of(problem, v, path, aval, spec, "")
+            for v, path, aval, spec in zip(
+                problem.program.outputs, problem.traced.out_paths, problem.traced.out_avals, outputs, strict=True
+            )
+        ),
+        estimate=_estimate(best),
+        target=problem.machine.target.name,
+        placing=_placing(best.laying),
+        topology=tuple((d.name, d.size) for d in best.laying.topology.dims),
+        links={d.name: (d.link, d.bandwidth) for d in best.laying.topology.dims},
+        traffic=tuple(row for row, _ in moved),
+        traffic_us=tuple(times for _, times in moved),
+        activations=activations(problem.memory, layout, partial(_axis_names, problem), best.cost.waiting),
+        compiler_options={target.platform: dict(target.chip.options)} if target.chip.options else {},
+        unknown={k: tuple(sorted(set(v))) for k, v in problem.program.unknown.items()},
+        notes=notes,
+        padding=_padding(problem, best, others),
+        fingerprint=problem.traced.fingerprint,
+        chosen=best.name,
+        candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
+        history=(searched(others, problem.tally, hides),),
+        function=problem.traced.name,
+        axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
+        limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
+        alone=_estimate(price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory)),
+    )
+    return BoundPlan(plan, problem, layout, best.laying)
+
+
+def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
+    """An input or result as a plan names it."""
+    return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), _axis_names(problem, value), role)
+
+
+def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
+    return tuple("*".join(problem.axes.name(c) for c in dim) or "1" for dim in problem.axes.of_value[value])
+
+
+def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
+    notes = []
+    if problem.memory.constant_bytes > LARGE_CONSTANTS_BYTES:
+        notes.append(
+            f"the function closes over {bytes_text(problem.memory.constant_bytes)} of arrays, which are whole on "
+            "every device: pass them as arguments"
+        )
+    found = undivided(layout)
+    why = "; ".join(map(problem.undivided_text, found))
+    idle = problem.is_idle(layout)
+    if idle or (found and problem.machine.target.devices > 1 and not layout.cuts()):
+        notes.append(
+            f"nothing is {'sharded' if idle else 'computed in parts'}: every one of the "
+            f"{problem.machine.target.devices} devices does all of the work "
+            f"({why or 'no logical axis of the program can be cut by this plan'})"
+        )
+    for one in found:
+        size = problem.axes.sizes[one.cls]
+        now = f"is cut into {one.cut}" if one.cut > 1 else "stays whole"
+        notes.append(
+            f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
+            f"it {now}; {multiple(size, one.ways)} would be cut into {one.ways}"
+        )
+    own = {v: s for v, s in layout.fixed.items() if v not in problem.held}
+    return (*notes, *disagreements(problem.traced, problem.axes, own))
+
+
+def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
+    """What padding axes that do not divide would win, by the plan or, if it was searched for, by another."""
+    idle = []
+    if problem.searched and not any(c.layout.fixed for c in others):
+        idle = idle_layouts(problem.axes, problem.roles, problem.machine.target.devices, problem.machine.sizes)
+    return what_padding_wins(*problem.models, best, others, problem.limit, idle)
+
+
+def _estimate(candidate: Candidate) -> Estimate:
+    cost = candidate.cost
+    return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
+                    dict(candidate.memory))  # fmt: skip
+
+
+def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
+    """Where each result ends: state where its input is stored, the rest as it is computed."""
+    back = {o: i for i, o in state} | {v: v for v in program.inputs}
+    batch = layout.roles.batch
+
+    def one(v: int) -> Spec:
+        if v in back:
+            return layout.stored(back[v])
+        if any(batch in dim for dim in layout.axes.of_value[v]):
+            return layout.spec(v)
+        return layout.gradient_spec(v) or layout.spec(v)  # what is made of state like state: gradients, moments
+
+    return [one(v) for v in program.outputs]
+
+
+def _placing(laying: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    """A laying as a plan keeps it: by the names of the topology's dimensions."""
+    dims = laying.topology.dims
+    return {a: tuple((dims[p.dim].name, p.size, p.stride) for p in pieces) for a, pieces in laying.pieces.items()}

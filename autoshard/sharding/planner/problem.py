@@ -1,0 +1,205 @@
+"""What is to be planned: one traced function on one machine, what is fixed, and the models that price layouts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.axes.axis_names import name_axes
+from autoshard.sharding.axes.expert_routing import split_expert_axes
+from autoshard.sharding.axes.generated_batches import join_generated_batches
+from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
+from autoshard.sharding.axes.roles import Roles, batch_axis, find_roles
+from autoshard.sharding.cost.fusion import fuse
+from autoshard.sharding.cost.peak_memory import MemoryModel
+from autoshard.sharding.cost.step_time import CostModel
+from autoshard.sharding.layout import plan_request
+from autoshard.sharding.layout.fixed_shardings import (
+    check_constraints,
+    fixed_pins,
+    pin_all,
+)
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.machines.device_mesh import Machine
+from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
+from autoshard.sharding.search.layout_search import search
+from autoshard.sharding.search.padding import Undivided, multiple, undivided
+from autoshard.spmdrules.core.placement import Spec
+
+
+class PlanningProblem:
+    """One traced function on one machine."""
+
+    def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
+        self.traced, self.machine, self.constraints = traced, machine, constraints
+        self.held: Mapping[int, Spec] = {}  # input -> where its array lies already
+        self.fixed: Mapping[str, Any] = {}  # what the user fixed
+        self.target_given = False
+        self.limit_given = limit is not None
+        self.searched = False  # the plan was asked for, or read
+        self.limit = limit if limit is not None else machine.target.chip.memory_bytes
+        self.program = traced.program
+        self.axes: LogicalAxes = find_axes(self.program)
+        self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
+        state = [i for i, _ in self.state]
+        batch = batch_axis(self.program, self.axes, frozenset(state))
+        join_generated_batches(self.axes, batch)
+        self.roles: Roles = find_roles(self.program, self.axes, state, batch=batch)
+        split_expert_axes(self.axes, self.roles)
+        self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
+        self.tally = SearchCounts()
+
+    @property
+    def refuses(self) -> bool:
+        """Whether what does not fit is an error: a limit was given, or a target that was to be planned for."""
+        return self.limit_given or (self.target_given and self.searched)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """Prices time."""
+        return self.models[0]
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """Prices memory."""
+        return self.models[1]
+
+    @cached_property
+    def models(self) -> tuple[CostModel, MemoryModel]:
+        """What prices layouts of the program."""
+        target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
+        fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
+        cost = CostModel(self.axes, self.roles, target, fusion, self.state)
+        state = [(i, o) for i, o in self.state if i in donated]
+        return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
+
+    def check_rules_known(self, strict: bool) -> None:
+        """Names the primitives that have no rule."""
+        if not self.program.unknown:
+            return
+        places = "; ".join(f"'{name}'{_place(lines)}" for name, lines in self.program.unknown.items())
+        text = (f"auto_shard({self.traced.name}): no rule for {places}. Their operands are gathered and the work is "
+                "repeated on every device; write a rule with @autoshard.rule")  # fmt: skip
+        if strict:
+            raise PlanError(text)
+        warnings.warn(text, AutoshardWarning, stacklevel=4)
+
+    def choose(
+        self, asked: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]
+    ) -> tuple[Candidate, list[Candidate]]:
+        """The candidate to use, and all that were priced."""
+        sizes = self.machine.sizes
+        self.searched = asked is None
+        if asked is None:
+            layouts = None
+        elif isinstance(asked, str):
+            layouts = [(asked, self._requested(asked))]
+        else:
+            table = plan_request.Table.read(asked)
+            meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
+            layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
+        self.held, self.fixed = held, fixed
+        if layouts is None:
+            best, others = self.search(held, fixed, self.tally)
+        else:
+            layouts = self.pinned(layouts, held, fixed)
+            others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
+            fitting = [c for c in others if c.fits(self.limit)]
+            by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
+            best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
+            if isinstance(asked, str):
+                self._refuse_idle(asked, best.layout)
+        return best, others
+
+    def search(
+        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], tally: SearchCounts | None = None
+    ) -> tuple[Candidate, list[Candidate]]:
+        """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
+        pin = partial(self.pinned, held=held, fixed=fixed)
+        return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
+                      self.machine.sizes, pin, tally)  # fmt: skip
+
+    def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+        """Those of the candidates in which what is fixed can hold, with it written in."""
+        pin = partial(self._pin, held=held, fixed=fixed)
+        return pin_all(layouts, pin, mesh_is_given=self.machine.sizes is not None)
+
+    def _refuse_idle(self, asked: str, layout: Layout) -> None:
+        """Refuses words that cut nothing because no size divides: every device would do all of the work."""
+        found = undivided(layout)
+        if found and self.is_idle(layout):
+            pad = " or ".join(f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.ways)}" for u in found)
+            raise PlanError(
+                f"auto_shard({self.traced.name}): plan '{asked}' cuts nothing: "
+                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or ask for a plan that divides"
+            )
+
+    def is_idle(self, layout: Layout) -> bool:
+        """Whether a layout cuts nothing at all, neither in compute nor where inputs are stored."""
+        held = any(any(layout.stored(v)) for v in self.program.inputs)
+        return self.machine.target.devices > 1 and not layout.cuts() and not held and not self.is_empty(layout)
+
+    def is_empty(self, layout: Layout) -> bool:
+        """Whether there is nothing to cut: all that the layout would cut is empty, or all arrays are."""
+        sizes = [self.axes.sizes[c] for classes in layout.table.values() for c in classes]
+        arrays = [aval.shape for v in self.program.inputs if (aval := self.program.avals[v]).shape]
+        return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
+
+    def undivided_text(self, one: Undivided) -> str:
+        """`vocab 50257 is not divisible by tp 8`."""
+        return (
+            f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]} is not divisible by {', '.join(one.over)} {one.ways}"
+        )
+
+    def _requested(self, text: str) -> Layout:
+        asked = plan_request.parse_request(text)
+        sizes = self.machine.sizes
+        if sizes is not None and dict(asked.sizes) != dict(sizes):
+            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what its axes are for, such as "
+                            f"'{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or give no mesh")  # fmt: skip
+        if sizes is not None:
+            asked = replace(asked, sizes=sizes, fixed_mesh=True)
+        if asked.devices != self.machine.target.devices:
+            raise PlanError(f"plan '{text}' takes {asked.devices} devices, {self.machine.target.name} has "
+                            f"{self.machine.target.devices}")  # fmt: skip
+        missing = [
+            k for a, k in asked.kinds.items()
+            if asked.sizes[a] > 1 and not plan_request.classes_for(k, self.roles, asked.flags)
+        ]  # fmt: skip
+        missing += ["seq"] if "seq" in asked.flags and not self.roles.sequence else []
+        if missing:
+            able = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, asked.flags)]
+            names = sorted(set(self.axes.names.values()))
+            raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
+                            f"{', '.join(able) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+        return plan_request.layout_of(self.axes, self.roles, asked)
+
+    def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
+        """Every way to spread the devices over named axes."""
+
+        def split(n: int, k: int) -> list[tuple[int, ...]]:
+            if k == 1:
+                return [(n,)]
+            return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in split(n // d, k - 1)]
+
+        return [dict(zip(names, s, strict=True)) for s in split(self.machine.target.devices, len(names))]
+
+    def _pin(self, layout: Layout, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
+        written = {self.traced.in_paths[i]: spec for i, spec in self.traced.written.items()}
+        layout.fixed = {
+            **fixed_pins(self.traced, self.axes, layout, written, "annotated"),
+            **held,
+            **fixed_pins(self.traced, self.axes, layout, fixed, "fixed"),
+        }
+        check_constraints(self.traced.name, self.constraints, layout)
+
+
+def _place(lines: Sequence[str]) -> str:
+    """` at FILE:LINE`, the first of those that are known."""
+    known = sorted({line for line in lines if line})
+    return f" at {known[0]}" if known else " (it has no source line)"

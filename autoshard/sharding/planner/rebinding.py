@@ -1,0 +1,66 @@
+"""A plan that was made elsewhere, for this program and machine."""
+
+from __future__ import annotations
+
+from autoshard.errors import PlanError
+from autoshard.sharding.axes.roles import STATE, Role
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.machines.topology import DeviceAssignment, Piece
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.plan_builder import leaf_of
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.program.tracing import Traced
+from autoshard.spmdrules.core.placement import from_partition_spec
+
+
+def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
+    """A plan that was made elsewhere, for this function."""
+    difference = _first_difference(plan, problem.traced)
+    if difference or plan.fingerprint != problem.traced.fingerprint:
+        raise PlanError(
+            f"this plan was made for another program ({plan.fingerprint}, this is {problem.traced.fingerprint}): "
+            f"{difference or 'the results differ'}. Plan again, or pass the arguments that it was made for."
+        )
+    for leaf, value in zip(plan.inputs, problem.program.inputs, strict=True):
+        here = leaf_of(problem, value, leaf.path, problem.program.avals[value], ((),) * len(leaf.shape), "").axes
+        if here != leaf.axes:
+            raise PlanError(
+                f"this plan was made for another program: the axes of '{leaf.path}' are {leaf.axes} there, {here} "
+                "here. Plan again"
+            )
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    numbers = {name: c for c, name in problem.axes.names.items()}
+    table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
+    storage: dict[Role, tuple[str, ...]] = {role: plan.storage[role] for role in STATE if role in plan.storage}
+    layout = Layout(problem.axes, problem.roles, sizes, table, storage)
+    specs = {
+        v: from_partition_spec(leaf.spec, len(leaf.shape))
+        for v, leaf in zip(problem.program.inputs, plan.inputs, strict=True)
+    }
+    paths = zip(problem.program.inputs, plan.inputs, strict=True)
+    problem.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored(v) != specs[v]}
+    layout.fixed = specs
+    return BoundPlan(plan.data(), problem, layout, _assignment(problem, plan))
+
+
+def _assignment(problem: PlanningProblem, plan: ShardingPlan) -> DeviceAssignment:
+    """Where a plan's mesh axes lie on this machine; as plainly as can be, if it was made for another."""
+    topology = problem.machine.target.topology
+    numbers = {d.name: i for i, d in enumerate(topology.dims)}
+    if not plan.placing or plan.topology != tuple((d.name, d.size) for d in topology.dims):
+        return problem.machine.target.assign(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)))
+    pieces = {a: tuple(Piece(numbers[d], n, s) for d, n, s in found) for a, found in plan.placing.items()}
+    return DeviceAssignment(topology, pieces)
+
+
+def _first_difference(plan: ShardingPlan, traced: Traced) -> str:
+    """What of the arrays of a plan and of a function differs first; empty where all are alike."""
+    if len(plan.inputs) != len(traced.in_paths):
+        return f"it has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
+    for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):
+        if (leaf.path, leaf.shape, leaf.dtype) != (path, tuple(aval.shape), str(aval.dtype)):
+            return f"'{leaf.path}' {leaf.dtype}{list(leaf.shape)} there, '{path}' {aval.dtype}{list(aval.shape)} here"
+    if len(plan.outputs) != len(traced.out_paths):
+        return f"it has {len(plan.outputs)} results, this function {len(traced.out_paths)}"
+    return ""
