@@ -65,7 +65,7 @@ class Plan(ShardingPlan):
     def where(self, **changes: Any) -> Plan:
         """This plan with other attributes, bound to the same function."""
         changed = replace(self, **changes)
-        if self.bound is None or "bound" in changes:
+        if self.bound is None or not changes or "bound" in changes:
             return changed
         return replace(changed, bound=self.bound.where(**changes))
 
