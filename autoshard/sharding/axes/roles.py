@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.axes.axis_names import name_axes
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
-from autoshard.sharding.program.array_sizes import axis_weight, is_float, itemsize, nbytes
+from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
+STATE: tuple[Role, ...] = ("parameter", "optimizer")
 FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
 
 
@@ -281,9 +281,3 @@ def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -
             for place, c in zip(places, [c for c in dim if c in ordered], strict=True):
                 ordered[place] = c
     return ordered
-
-
-__all__ = ["Role", "Roles", "find_roles", "is_float", "itemsize", "name_axes", "nbytes"]
-
-
-STATE: tuple[Role, ...] = ("parameter", "optimizer")
