@@ -26,6 +26,7 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
+STATE: tuple[Role, ...] = ("parameter", "optimizer")
 FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
 
 
@@ -280,6 +281,3 @@ def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -
             for place, c in zip(places, [c for c in dim if c in ordered], strict=True):
                 ordered[place] = c
     return ordered
-
-
-STATE: tuple[Role, ...] = ("parameter", "optimizer")

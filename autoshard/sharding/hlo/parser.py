@@ -29,7 +29,7 @@ _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _BRACKET = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s*\(.*\{\s*$")
-_OURS = re.compile(r"aot[/\\](child|program)\.py$")
+_OURS = re.compile(r"audit[/\\](compiler_process|export)\.py$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 

@@ -9,11 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from autoshard.errors import AutoshardWarning, PlanError
-from autoshard.sharding.axes.axis_names import name_axes
-from autoshard.sharding.axes.expert_routing import split_expert_axes
-from autoshard.sharding.axes.generated_batches import join_generated_batches
-from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
-from autoshard.sharding.axes.roles import Roles, batch_axis, find_roles
+from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
@@ -44,14 +40,8 @@ class PlanningProblem:
         self.searched = False  # the plan was asked for, or read
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
-        self.axes: LogicalAxes = find_axes(self.program)
-        self.state = [(self.program.inputs[i], self.program.outputs[o]) for i, o in traced.state]
-        state = [i for i, _ in self.state]
-        batch = batch_axis(self.program, self.axes, frozenset(state))
-        join_generated_batches(self.axes, batch)
-        self.roles: Roles = find_roles(self.program, self.axes, state, batch=batch)
-        split_expert_axes(self.axes, self.roles)
-        self.axes.names = name_axes(self.program, self.axes, self.roles, traced.in_paths)
+        analysis = analyse(traced)
+        self.axes, self.roles, self.state = analysis.axes, analysis.roles, analysis.state
         self.tally = SearchCounts()
 
     @property

@@ -5,8 +5,8 @@ HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->()
 TABLES = """
 FileNames
 1 "/home/me/model.py"
-2 "/site-packages/autoshard/sharding/aot/child.py"
-3 "C:\\autoshard\\sharding\\aot\\program.py"
+2 "/site-packages/autoshard/sharding/audit/compiler_process.py"
+3 "C:\\autoshard\\sharding\\audit\\export.py"
 
 FunctionNames
 1 "loss"

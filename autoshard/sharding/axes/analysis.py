@@ -1,0 +1,58 @@
+"""The structure of a traced program: its logical axes, their roles and names, and its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.sharding.axes.axis_names import name_axes
+from autoshard.sharding.axes.expert_routing import split_expert_axes
+from autoshard.sharding.axes.generated_batches import join_generated_batches
+from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
+from autoshard.sharding.axes.roles import Roles, batch_axis, find_roles
+from autoshard.sharding.program.tracing import Traced
+
+
+@shown
+@dataclass(frozen=True)
+class Analysis:
+    """What planning knows about a program before it considers a mesh.
+
+    Attributes:
+        axes: the logical axes, with their names.
+        roles: the roles of the inputs and of the axes.
+        state: pairs (input value, output value) of the state; values are numbered as in `axes.program`.
+    """
+
+    axes: LogicalAxes
+    roles: Roles
+    state: list[tuple[int, int]]
+
+
+def analyse(traced: Traced) -> Analysis:
+    """Finds the logical axes of a traced program, their roles and their names.
+
+    The six steps run in a fixed order, because later steps read what earlier ones have changed:
+
+    1. `find_axes` unifies the dimensions of all values into logical axes.
+    2. `batch_axis` chooses the batch among these axes.
+    3. `join_generated_batches` merges axes into the batch, in place: rows that the step generates itself. It needs to
+       know the batch, and it must precede the roles, which depend on which values carry the batch.
+    4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
+    5. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 4. The
+       roles are not computed again: the axis that it adds has no role, so no plan shards it.
+    6. `name_axes` names the axes as they are in the end.
+
+    Args:
+        traced: the traced program. It is not changed.
+    """
+    program = traced.program
+    state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
+    state_inputs = [i for i, _ in state]
+    axes = find_axes(program)
+    batch = batch_axis(program, axes, frozenset(state_inputs))
+    join_generated_batches(axes, batch)
+    roles = find_roles(program, axes, state_inputs, batch=batch)
+    split_expert_axes(axes, roles)
+    axes.names = name_axes(program, axes, roles, traced.in_paths)
+    return Analysis(axes, roles, state)
