@@ -1,0 +1,42 @@
+"""The programs under examples/ stay short and run as they stand, with what each of them prints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+MAX_LINES = 80  # chosen: two minutes of reading
+
+PLANNED = ("train_step on cpu:8", "memory of a device", "sharded:", "one device:")
+OUTPUTS = {
+    "plain_jax": PLANNED,
+    "flax_nnx": (*PLANNED, "up.kernel:  NamedSharding("),
+    "flax_linen": PLANNED,
+    "equinox_model": PLANNED,
+    "own_kernel": PLANNED,
+    "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "other choices", "-> fsdp:8 tp:8"),
+}
+
+
+def test_every_example_is_tested():
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == set(OUTPUTS)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_example_is_short(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_example_runs(name, tmp_path):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "AutoshardWarning" not in ran.stderr
+    for text in OUTPUTS[name]:
+        assert text in ran.stdout, ran.stdout
