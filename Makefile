@@ -43,9 +43,11 @@ test-all: lint ## Lint, types, and every test, slow ones included.
 	@$(PIP) --no-build-isolation -e '.[gcs]' gcp-storage-emulator
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)
 
-lint: $(DEV_STAMP) ## ruff check, ruff format --check, pyright.
+lint: $(DEV_STAMP) ## ruff check, ruff format --check, import-linter, pyright.
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/lint-imports --no-logo --no-cache --config benchmarks/importlinter.toml
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(DEV_STAMP) ## Let ruff format the code and mend what it can.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from autoshard._shown import shown
 from autoshard.sharding.cost.collectives import StepCost, best_assignment
@@ -12,10 +11,6 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.topology import DeviceAssignment
-
-if TYPE_CHECKING:
-    from autoshard.sharding.cost.collectives import StepCost
-    from autoshard.sharding.search.candidate import Candidate
 
 
 @shown

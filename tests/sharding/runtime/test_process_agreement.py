@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import jax, jax.numpy as jnp, sys
 from autoshard import auto_shard
-from autoshard.sharding.runtime.process_agreement import agree
+from autoshard.sharding.runtime.process_agreement import check_same_plan
 from autoshard.errors import PlanError
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 mine = jax.process_index()
@@ -27,7 +27,7 @@ except PlanError as error:
     print(error)
 if mine == 0:
     try:
-        agree(auto_shard(step, plan="dp:4").plan(w, x), timeout_s=1)
+        check_same_plan(auto_shard(step, plan="dp:4").plan(w, x), timeout_s=1)
     except PlanError as error:
         print(error)
 """
