@@ -2,8 +2,8 @@
 
     python scripts/coverage_by_part.py COVERAGE.json [BEFORE.json]
 
-The files are what `make coverage` writes. Lines and branches count alike: covered / (statements + branches). Exits with 1
-if a subpackage is covered less than before by more than 0.1 percentage points.
+The files are what `make coverage` writes. Lines and branches count alike: covered / (statements + branches). Exits with
+1 if a subpackage is covered less than before by more than 0.1 percentage points.
 """
 
 import json
