@@ -1,7 +1,7 @@
-"""Over which mesh axes an array is replicated: the one answer that everything which counts replicas takes.
+"""Over which mesh axes an array is replicated. Everything that counts replicas uses these functions.
 
-A sum over the devices that hold an array's elements counts each of them once for every replica: a digest, a global norm
-under `shard_map`, a gradient that is reduced by hand. What is written by all replicas is written several times.
+A sum over the devices that hold an array counts each element once per replica: a digest, a global norm under
+`shard_map`, a gradient reduced by hand. What all replicas write is written several times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 
 def sharded_axes(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes that shard each dimension which the spec names, major to minor.
+    """The mesh axes that shard each dimension of the spec, major to minor.
 
     >>> sharded_axes(PartitionSpec("data", None, ("model", "expert")))
     (('data',), (), ('model', 'expert'))
@@ -25,7 +25,7 @@ def replicated_axes(axes: Sequence[str], spec: PartitionSpec) -> tuple[str, ...]
 
     Args:
         axes: names of the mesh's axes.
-        spec: how the array lies on it.
+        spec: the array's sharding on it.
 
     >>> replicated_axes(("data", "model"), PartitionSpec(None, "model"))
     ('data',)

@@ -1,19 +1,16 @@
-"""How a plan was found: what was priced for each variant of the program, and what decided.
+"""The record of a search: what was priced for each variant of the program, and what decided.
 
-A plan waits for a collective as long as compute does not hide it: of all that could be hidden (parameters and
-gradients, of the kinds that the chip's compiler makes asynchronous) every collective is hidden by the same part.
+Exposed time is the time of a collective that compute does not hide. Collectives that can be hidden (of parameters and
+gradients, of the kinds that the chip's compiler makes asynchronous) are all hidden by the same fraction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard._shown import shown
-
-if TYPE_CHECKING:
-    pass
 
 
 @shown
@@ -22,13 +19,13 @@ class PricedPlan:
     """A plan that was priced.
 
     Attributes:
-        words: what it is called.
-        step_time_us: microseconds of a step.
-        peak_bytes: bytes on one device at the worst moment.
-        compute_us: microseconds of compute.
-        waits_for: the kind of collective that it waits for longest, empty if for none.
-        waits_us: microseconds that it waits for that kind.
-        changed: whether it is a known plan changed by words (`improve`), not one of those that were proposed.
+        words: its strategy.
+        step_time_us: time of a step, in microseconds.
+        peak_bytes: peak memory of one device, in bytes.
+        compute_us: compute time, in microseconds.
+        waits_for: the kind of collective with the most exposed time; empty if none is exposed.
+        waits_us: exposed time of that kind, in microseconds.
+        changed: whether local search made it from a known plan; false for the plans that were proposed.
     """
 
     words: str
@@ -43,14 +40,14 @@ class PricedPlan:
 @shown
 @dataclass(frozen=True)
 class SearchRecord:
-    """The plans of one variant of the program.
+    """The search for one variant of the program.
 
     Attributes:
-        variant: its static keywords, empty where there are no variants.
-        proposed: the plans that the search began with.
-        alike: those of them that lay everything out as an earlier one does.
-        idle: those that leave devices without work of their own and are not enough faster for it.
-        tried: those that were priced, the fastest first, and the best of them changed word by word.
+        variant: its static keywords; empty where there are no variants.
+        proposed: how many plans the search began with.
+        alike: how many of them have the same layout as an earlier one.
+        idle: how many of them leave devices without work of their own and are not fast enough to justify it.
+        tried: the plans that were priced, the fastest first, those of local search among them.
     """
 
     variant: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Plans as JSON. What is read is checked against the types of `Plan` and for parts that contradict each other."""
+"""Plans as JSON. A plan that is read is checked against the field types, and for parts that contradict each other."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from autoshard.sharding.plan.search_record import PricedPlan
 from autoshard.sharding.plan.sharding_plan import FORMAT, ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 
-_MOST_ELEMENTS = 2**62  # of an array that can be counted
-_SHOWN = 3  # problems of a text; more say no more
-_LATER = ("padding",)  # what texts of this format need not have
+_MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
+_SHOWN = 3  # problems that an error message lists; chosen
+_LATER = ("padding",)  # fields that texts of this format may lack
 
 P = TypeVar("P", bound=ShardingPlan)
 Spec = tuple[str | None | tuple[str, ...], ...]
 
 
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
-    """A plan as lists, tables, text and numbers; numbers that are not finite, which JSON has none of, as None."""
+    """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in _names()}
 
 
@@ -36,8 +36,8 @@ def plan_json(plan: ShardingPlan) -> str:
     """See `Plan.to_json`."""
     for name, value in plan.variant.items():
         if not _in_json(value):
-            raise PlanError(f"the plan's variant {name!r} is {shortly(value)}, which JSON has no word for: name "
-                            "variants by text, finite numbers, true or false, or lists of them")  # fmt: skip
+            raise PlanError(f"the plan's variant {name!r} is {shortly(value)}, which JSON cannot express. Give "
+                            "variants as text, finite numbers, true or false, or lists of them")  # fmt: skip
     return _rows_on_a_line(json.dumps(plan_data(plan), indent=1, default=repr))
 
 
@@ -92,7 +92,7 @@ _READERS: Readers = {float: finite, AbstractMesh: _read_mesh, PartitionSpec: _re
 
 
 def _contradictions(plan: ShardingPlan) -> Iterator[str]:
-    """What of a plan does not go with the rest of it."""
+    """Parts of a plan that contradict each other."""
     axes = plan.mesh.axis_names
     for leaf in (*plan.inputs, *plan.outputs, *plan.activations):
         yield from _leaf_contradictions(leaf, dict(zip(axes, plan.mesh.axis_sizes, strict=True)))
@@ -103,7 +103,7 @@ def _contradictions(plan: ShardingPlan) -> Iterator[str]:
             yield f"{what} names mesh axis {unknown[0]!r}, the mesh has {', '.join(axes)}"
     if len(plan.traffic_us) not in (0, len(plan.traffic)):
         yield f"traffic has {len(plan.traffic)} rows and traffic_us {len(plan.traffic_us)}"
-    yield from _misplaced(plan)
+    yield from _wrong_assignments(plan)
 
 
 def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
@@ -121,8 +121,8 @@ def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
         yield f"the shape of '{leaf.path}' is {shortly(list(leaf.shape))}, which no array has"
 
 
-def _misplaced(plan: ShardingPlan) -> Iterator[str]:
-    """Where mesh axes are said to lie that are no places of the topology, or not one place for each device."""
+def _wrong_assignments(plan: ShardingPlan) -> Iterator[str]:
+    """Device assignments that are not in the topology, or that do not use each device once."""
     dims, sizes = dict(plan.topology), dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     if len(dims) < len(plan.topology) or min(dims.values(), default=1) < 1 or math.prod(dims.values()) > MOST_DEVICES:
         yield (
@@ -134,7 +134,7 @@ def _misplaced(plan: ShardingPlan) -> Iterator[str]:
         laid = {axis: math.prod(n for _, n, _ in some) for axis, some in plan.placing.items()}
         whole = all(name in dims and n > 0 and stride > 0 for name, n, stride in pieces)
         if not whole or laid != sizes or sorted(plan.device_order) != list(range(math.prod(dims.values()))):
-            yield f"placing does not lay the mesh {sizes} onto the topology {_listed(plan.topology)}"
+            yield f"placing does not assign the mesh {sizes} to the topology {_listed(plan.topology)}"
 
 
 def _listed(rows: Sequence[Any]) -> str:
@@ -164,5 +164,5 @@ def _in_json(value: Any) -> bool:
 
 
 def _rows_on_a_line(text: str) -> str:
-    """Indented JSON with its innermost lists on one line each: a plan that changes is a difference that can be read."""
+    """Indented JSON with each innermost list on one line, so that a diff of two plans can be read."""
     return re.sub(r"\[\n *([^\[\]{}]*)\n *\]", lambda row: "[" + re.sub(r"\n *", " ", row[1]) + "]", text)

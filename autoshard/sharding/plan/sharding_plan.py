@@ -14,13 +14,13 @@ from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.plan.search_record import SearchRecord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 
-FORMAT = 4
+FORMAT = 4  # of plans in JSON; readers accept this one only
 
 
 @shown
 @dataclass(frozen=True)
 class Estimate:
-    """What one step is expected to cost on one device: microseconds and bytes."""
+    """The estimated cost of one step on one device, in microseconds and bytes."""
 
     step_time_us: float
     compute_us: float
@@ -33,39 +33,39 @@ class Estimate:
 @shown
 @dataclass(frozen=True, eq=False)
 class ShardingPlan:
-    """A plan as data: it knows no function, no report and no compiler. `autoshard.Plan` is this with verbs.
+    """A plan as data. It knows no function, no report and no compiler; `autoshard.Plan` adds them.
 
     Attributes:
-        mesh: the mesh, abstract: axis names and sizes.
+        mesh: the abstract mesh: axis names and sizes.
         axis_rules: mesh axis -> the logical axes that it shards, in order of preference.
-        storage: role (parameter, optimizer) -> mesh axes over which it is stored beyond the rules.
+        storage: role (parameter, optimizer) -> further mesh axes over which it is stored, besides `axis_rules`.
         inputs: the function's inputs, in flat order.
         outputs: its results, in flat order.
-        estimate: expected time, traffic and memory.
+        estimate: estimated time, traffic and memory.
         target: the machine it was made for.
-        placing: mesh axis -> where it lies: (dimension of the topology, devices, stride), major to minor.
+        placing: the device assignment: mesh axis -> (dimension of the topology, devices, stride), major to minor.
         topology: the target's dimensions and their sizes, outermost first.
         links: dimension of the topology -> how its devices are joined (`ring`, `line` or `switch`) and the bytes per
             second of one link.
-        traffic: collectives, heaviest first: (kind, mesh axes, bytes a step, the user's line).
-        traffic_us: for each of `traffic` its microseconds a step, and those of them that compute does not hide.
-        activations: the largest values that the step makes of its batch, and gradients, largest at its worst moment
-            first.
-        unknown: primitives without a rule, which are replicated, and where they stand.
-        notes: what the reader should know: conflicts, limits, axes that did not divide.
-        padding: what padding axes that did not divide would win, where it wins anything.
+        traffic: collectives, the largest first: (kind, mesh axes, bytes per step, source line).
+        traffic_us: for each of `traffic` its time per step and the exposed part of it, in microseconds.
+        activations: the largest activations and gradients, those with the most bytes at peak memory first.
+        unknown: primitives without a rule, which are replicated, with their source lines.
+        notes: what the reader should know: conflicts, limits, axes that do not divide.
+        padding: the gain of padding axes that do not divide, where there is one.
         compiler_options: options for XLA, by platform.
         fingerprint: digest of the program that the plan fits.
-        chosen: the words of the candidate that was chosen, or of the request.
-        candidates: the plans that were compared: (words, step time in microseconds, peak bytes).
-        history: the search: what was proposed, left out and priced, for each variant.
+        chosen: the strategy that was chosen, or that was requested.
+        candidates: the plans that were compared: (strategy, step time in microseconds, peak bytes).
+        history: the record of the search, for each variant.
         function: the name of the function.
         axis_sizes: logical axis -> its size in elements.
-        limit_bytes: what one device may hold; 0 if unknown or unlimited.
-        alone: what the same step would cost on one device that holds everything; None if unknown.
-        variant: the static keywords that were chosen among `variants=`, empty without such. A plan that was read is
-            bound to `functools.partial(fn, **plan.variant)`.
-        variants: the variants that were compared: (keywords, words of its plan, step time in microseconds, peak bytes).
+        limit_bytes: memory limit of one device; 0 if unknown or unlimited.
+        alone: estimated cost of the same step on one device that holds everything; None if unknown.
+        variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
+            is bound to `functools.partial(fn, **plan.variant)`.
+        variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
+        audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
     """
 
     mesh: AbstractMesh
@@ -95,16 +95,16 @@ class ShardingPlan:
     alone: Estimate | None = None
     variant: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
-    audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # of the candidates that were compiled
+    audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
-        """Whether the worst moment of a step fits in the memory of a device."""
+        """Whether the peak memory of a step is within the limit."""
         return not self.limit_bytes or self.estimate.peak_memory_bytes <= self.limit_bytes
 
     @property
     def device_order(self) -> tuple[int, ...]:
-        """For each place of the mesh, row by row, the number of its device in the target's row-major order."""
+        """For each position of the mesh, row by row, the number of its device in the target's row-major order."""
         strides = {n: math.prod(s for _, s in self.topology[i + 1 :]) for i, (n, _) in enumerate(self.topology)}
         order = [0]
         for axis in self.mesh.axis_names:
@@ -136,5 +136,5 @@ class ShardingPlan:
         return replace(self, **changes)
 
     def data(self) -> ShardingPlan:
-        """This plan without the verbs and the function of a class derived from it."""
+        """The same plan as a plain `ShardingPlan`, without the fields and methods of a derived class."""
         return ShardingPlan(**{f.name: getattr(self, f.name) for f in fields(ShardingPlan)})

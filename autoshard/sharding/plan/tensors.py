@@ -1,4 +1,4 @@
-"""What a plan says of single arrays and axes: inputs and results, activations, and what padding an axis would win."""
+"""Single arrays and axes of a plan: inputs and results, activations, and the gain of padding an axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard._shown import shown
 @shown
 @dataclass(frozen=True)
 class Leaf:
-    """One input or result of the planned function: its path, type, role, logical axes and sharding."""
+    """One input or result of the planned function: path, shape, dtype, sharding, logical axes and role."""
 
     path: str
     shape: tuple[int, ...]
@@ -25,12 +25,14 @@ class Leaf:
 @shown
 @dataclass(frozen=True)
 class Activation(Leaf):
-    """Values that a step makes and that lie alike; the path is the operator that makes the first of them.
+    """Values that a step computes and that have the same shape and sharding.
+
+    The path is the operator that computes the first of them.
 
     Attributes:
-        line: the user's line of that operator.
-        count: how many are made in a step.
-        held_bytes: bytes of those that one device holds at the worst moment of a step.
+        line: the source line of that operator.
+        count: how many of them a step computes.
+        held_bytes: bytes of them that one device holds at peak memory.
     """
 
     line: str = ""
@@ -38,23 +40,23 @@ class Activation(Leaf):
     held_bytes: float = 0.0
 
     def with_more(self, count: float, held_bytes: float) -> Activation:
-        """These values and others like them."""
+        """These values and further ones with the same shape and sharding."""
         return replace(self, count=self.count + count, held_bytes=self.held_bytes + held_bytes)
 
 
 @shown
 @dataclass(frozen=True)
 class Padding:
-    """What padding a logical axis that mesh axes do not divide would win: the step with it, and by which words.
+    """The gain of padding a logical axis that mesh axes do not divide.
 
     Attributes:
         axis: the logical axis.
         size: its size.
-        ways: the devices that do not divide it.
-        padded: the size to which it would be padded.
-        words: the candidate that would be the best then.
-        step_time_us: of that.
-        peak_memory_bytes: of that.
+        ways: the number of devices that does not divide it.
+        padded: the padded size.
+        words: the strategy that would be the best with padding.
+        step_time_us: its time of a step, in microseconds.
+        peak_memory_bytes: its peak memory of one device.
     """
 
     axis: str

@@ -1,6 +1,6 @@
-"""What a step makes of its batch, and of its gradients, for people to see: shapes, shardings, how much of it is held.
+"""The largest activations and gradients of a step, for reports: shapes, shardings, bytes held.
 
-Values that a layout tells apart by nothing (`alike`) are one row; what XLA computes inside its users is none.
+Values of one equivalence class are one row. Values that XLA computes inside the kernels that use them have no row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.plan.tensors import Activation
 from autoshard.spmdrules.core.placement import to_partition_spec
 
-SHOWN = 40
+SHOWN = 40  # rows; chosen
 
 
 @dataclass(eq=False)
 class _Kind:
-    """Values that lie alike: one of them, how many are made in a step, and where the first is made."""
+    """One equivalence class of values: a member, how many a step computes, and where the first is computed."""
 
     value: int
     count: float = 0.0
@@ -35,13 +35,13 @@ class _Kind:
 def activations(
     memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], waiting: Sequence[LiveBuffers] = ()
 ) -> tuple[Activation, ...]:
-    """The largest activations and gradients of a step, those that are held at its worst moment first.
+    """The largest activations and gradients of a step, those with the most bytes at peak memory first.
 
     Args:
         memory: the program's memory model.
-        layout: where its values lie.
+        layout: the sharding of its values.
         names: the logical axes of a value's dimensions.
-        waiting: what is gathered for operators, or waits behind them to be scattered.
+        waiting: live buffers of collectives: gathered operands, results that are still to be scattered.
     """
     alike = memory.kinds(layout)
     kind_of = dict(zip(alike.values.tolist(), alike.numbers.tolist(), strict=True))
@@ -62,7 +62,7 @@ def activations(
 
 
 def _kinds(memory: MemoryModel, kind_of: Mapping[int, int]) -> dict[int, _Kind]:
-    """The kinds of values that are activations or gradients, in the order in which the program makes them."""
+    """The classes of values that are activations or gradients, in the order in which the program computes them."""
     program, batch, gradients = memory.axes.program, memory.roles.batch, memory.roles.gradients
     kept = set(memory.keep.tolist())
     found: dict[int, _Kind] = {}

@@ -1,11 +1,11 @@
-"""A program that no plan fits: the least memory that was reached, what takes it, and the smallest machine that would.
+"""Reports a program that no plan fits: the least memory that a plan needs, what takes it, and the smallest machine.
 
-    a device of M holds at least N / M of what the leanest plan leaves on a device of N (M > N)
+    peak on a device of M devices >= (N / M) * least peak on a device of N devices, for M > N
 
-So larger machines are tried in order of size, from the first that this bound allows. On each, lean plans are priced
-(state in as many parts as there are devices; `LEANEST` of the variants) until one fits, then the best plan is searched;
-where no lean one fits, all of the leanest variant are priced (up to `MOST_SEARCHED` devices). Machines of as many
-devices with more memory are tried alike. Nothing depends on the clock.
+Larger machines are tried in order of size, from the first that this bound allows. On each, lean plans (state sharded
+over all devices; `LEANEST` of the variants) are priced until one fits, and then the best plan is searched. Where no
+lean plan fits, all plans of the leanest variant are priced (up to `MOST_SEARCHED` devices). Machines with equally many
+devices and more memory are tried in the same way. Nothing depends on the clock.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import on_mesh, search
 
-LEANEST = 3  # variants that are tried on other machines: those of the least memory on this one
-MOST_SEARCHED = 512  # devices of a machine on which all plans are priced
-WORTH_A_WORD = 1e-3  # of the memory
-MOST_CUTS = 64  # devices that share what is not the batch, in a lean plan
+LEANEST = 3  # variants tried on other machines: those that need the least memory on this one; chosen
+MOST_SEARCHED = 512  # devices of a machine on which all plans are priced; chosen: a second or two
+WORTH_A_WORD = 1e-3  # part of the memory below which a kind is not listed; chosen
+MOST_CUTS = 64  # ways in which a lean plan shards axes other than the batch; chosen: no expert plan has more
 _WORDS = {"parameter": "parameters", "gradient": "gradients", "activation": "activations", "temporary": "temporaries"}
 
 
 class DoesNotFitError(PlanError):
-    """No plan, or not the one that was asked for, leaves every device within its memory."""
+    """No plan, or not the requested one, keeps every device within its memory."""
 
 
 @shown
 @dataclass(frozen=True)
 class FeasibleMachine:
-    """A machine on which a program fits, and its best plan there."""
+    """A machine on which a program fits, with the best plan for it."""
 
     target: Target
     plan: Candidate
@@ -54,20 +54,20 @@ class FeasibleMachine:
 
 
 def report_infeasible(plans: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> None:
-    """Says that nothing fits: as an error, or as a warning where the memory was not asked about.
+    """Reports that nothing fits: as an error, or as a warning where the user gave neither a limit nor a target.
 
     Args:
-        plans: the variants, each with its leanest plan.
+        plans: the variants, each with the plan that needs the least memory.
 
     Raises:
-        DoesNotFitError: a limit was given, or a target that was to be planned for.
+        DoesNotFitError: a limit was given, or a plan was searched for a given target.
     """
     ranked = sorted(plans, key=lambda one: one[1].plan.estimate.peak_memory_bytes)
     problem = ranked[0][1].problem
     text = f"auto_shard({problem.traced.name}): {_shortage(*ranked[0])}. "
     if not problem.refuses:
-        more = "A larger machine, " if problem.target_given else "More devices, "
-        warnings.warn(f"{text}{more}or a smaller batch, would do", AutoshardWarning, stacklevel=5)
+        more = "a larger machine" if problem.target_given else "more devices"
+        warnings.warn(f"{text}Use {more} or a smaller batch", AutoshardWarning, stacklevel=5)
         return
     raise DoesNotFitError(text + _ways_out(ranked[:LEANEST]))
 
@@ -77,7 +77,7 @@ def _shortage(variant: Mapping[str, Any], bound: BoundPlan) -> str:
     peak = plan.estimate.peak_memory_bytes
     limit = plan.limit_bytes
     name = plan.chosen + (f", {variant_text(variant)}" if variant else "")
-    head = "the plan asked for does not fit" if not problem.searched else "no plan fits"
+    head = "the requested plan does not fit" if not problem.searched else "no plan fits"
     which = "the plan" if not problem.searched else "the smallest"
     return (
         f"{head} {bytes_text(limit)} a device on {problem.machine.target.name}: {which} ({name}) needs "
@@ -86,7 +86,7 @@ def _shortage(variant: Mapping[str, Any], bound: BoundPlan) -> str:
 
 
 def _contents(bound: BoundPlan) -> str:
-    """What takes the memory at the worst moment, the most first."""
+    """What takes the memory at its peak, the largest kind first."""
     problem, plan = bound.problem, bound.plan
     kinds = dict(plan.estimate.memory_bytes)
     waiting = problem.cost(bound.layout).waiting
@@ -97,40 +97,40 @@ def _contents(bound: BoundPlan) -> str:
 
 
 def _ways_out(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str:
-    """What would do: a larger machine, another, a smaller batch, a higher limit."""
+    """Ways to make it fit: a larger machine, another chip, a smaller batch, a higher limit."""
     problem, plan = ranked[0][1].problem, ranked[0][1].plan
     peak = plan.estimate.peak_memory_bytes
     if not problem.searched:
-        return f"memory_limit_bytes={_rounded_up(peak)} would do, or a smaller batch{_padded(plan)}"
+        return f"Give memory_limit_bytes={_rounded_up(peak)}, or a smaller batch{_padded(plan)}"
     target, parts = problem.machine.target, []
     if problem.machine.sizes is None:
         parts.append(_larger(ranked, target, peak))
     if not problem.limit_given and (others := machines_with_more_memory(target)):
         found = smallest(ranked, others)
         of_size = f"of other machines with {target.devices} device{'s' * (target.devices > 1)}"
-        parts.append(f"{of_size}, {_text(found)} would do" if found else f"{of_size} none would do")
+        parts.append(f"{of_size}, it fits {_text(found)}" if found else f"{of_size}, it fits none")
     text = "; ".join(parts)
     text = f"{text[:1].upper()}{text[1:]}. " if text else ""
     return (
-        f"{text}Or give it a smaller batch{_padded(plan)}; memory_limit_bytes={_rounded_up(peak)} plans for "
-        "this one all the same"
+        f"{text}Or use a smaller batch{_padded(plan)}. memory_limit_bytes={_rounded_up(peak)} plans for this "
+        "machine all the same"
     )
 
 
 def _padded(plan: ShardingPlan) -> str:
-    """`, or vocab padded from 50257 to 50264`: with which the leanest plan would fit."""
+    """`, or vocab padded from 50257 to 50264`: padding with which the leanest plan would fit."""
     return "".join(f", or {p.axis} padded from {p.size} to {p.padded}" for p in plan.padding)
 
 
 def _larger(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]], target: Target, peak: float) -> str:
-    """The smallest of the larger machines that would do, in words."""
+    """The smallest larger machine that the program fits, in words."""
     problem = ranked[0][1].problem
     chip, bigger = target.name.partition(":")[0], larger_machines(target)
     if not bigger:
-        return f"{chip} comes no larger"
+        return f"there is no larger {chip}"
     able = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
     found = smallest(ranked, able)
-    return f"the smallest {chip} that would do is {_text(found)}" if found else f"not even {bigger[-1].name} would do"
+    return f"the smallest {chip} that it fits is {_text(found)}" if found else f"it does not even fit {bigger[-1].name}"
 
 
 def _text(fit: FeasibleMachine) -> str:
@@ -140,7 +140,7 @@ def _text(fit: FeasibleMachine) -> str:
 
 
 def _rounded_up(n: float) -> str:
-    """A number of three digits that is not smaller, `4.95e10`."""
+    """A number rounded up to three digits, `4.95e10`."""
     power = max(int(math.log10(n)) - 2, 0)
     digits = math.ceil(n / 10**power)
     return f"{digits / 100:.2f}e{power + 2}" if power else str(digits)
@@ -163,7 +163,7 @@ def smallest(
 
 
 def _best_on(problem: PlanningProblem, target: Target, of_all: bool = False) -> Candidate | None:
-    """The best plan on another machine, None where it does not fit, or (unless `of_all`) no lean one does."""
+    """The best plan on another machine; None where none fits, or (unless `of_all`) where no lean plan fits."""
     cost = CostModel(problem.axes, problem.roles, target, problem.cost.fusion, problem.state)
     limit, mesh = _limit(problem, target), problem.machine.sizes
     pin = partial(problem.pinned, held=problem.held, fixed=problem.fixed)
@@ -172,7 +172,7 @@ def _best_on(problem: PlanningProblem, target: Target, of_all: bool = False) -> 
         if not of_all and not any(price(name, layout, cost, problem.memory).fits(limit) for name, layout in lean):
             return None
         best, _ = search(problem.axes, problem.roles, cost, problem.memory, target.devices, limit, mesh, pin)
-    except FixedError:  # what is fixed cannot hold there
+    except FixedError:  # fixed shardings are not possible there
         return None
     return best if best.fits(limit) else None
 
@@ -182,7 +182,7 @@ def _limit(problem: PlanningProblem, target: Target) -> float:
 
 
 def _lean(problem: PlanningProblem, target: Target) -> Iterator[tuple[str, Any]]:
-    """Layouts that leave little on a device, the plainest first."""
+    """Layouts that need little memory, the simplest first."""
     if problem.machine.sizes is not None:
         return iter(on_mesh(problem.axes, problem.roles, problem.machine.sizes))
     asked = _lean_requests(problem.roles, target.devices)
@@ -190,7 +190,7 @@ def _lean(problem: PlanningProblem, target: Target) -> Iterator[tuple[str, Any]]
 
 
 def _lean_requests(roles: Roles, devices: int) -> Iterator[Request]:
-    """State in as many parts as there are devices; the batch over those that cut nothing else."""
+    """Requests with state sharded over all devices, and the batch over all devices that shard nothing else."""
     cuts = [n for n in (2**k for k in range(MOST_CUTS.bit_length())) if n <= MOST_CUTS and devices % n == 0]
     some = [
         (tp, ep, cp)

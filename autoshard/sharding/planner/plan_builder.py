@@ -1,4 +1,4 @@
-"""From the candidate that was chosen to a plan with its program."""
+"""Builds the plan of the candidate that was chosen."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ from autoshard.sharding.search.layout_search import idle_layouts
 from autoshard.sharding.search.padding import multiple, undivided, what_padding_wins
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 
-LARGE_CONSTANTS_BYTES = 2**20
+LARGE_CONSTANTS_BYTES = 2**20  # above this, a note reports closed-over arrays; chosen, not measured
 
 
 def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> BoundPlan:
-    """The candidate as a plan."""
+    """The plan of a candidate.
+
+    Args:
+        problem: the problem that it solves.
+        best: the candidate.
+        others: all candidates that were priced, for the record.
+    """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
     notes = _notes(problem, layout)
     for note in notes:
@@ -95,31 +101,31 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes = []
     if problem.memory.constant_bytes > LARGE_CONSTANTS_BYTES:
         notes.append(
-            f"the function closes over {bytes_text(problem.memory.constant_bytes)} of arrays, which are whole on "
-            "every device: pass them as arguments"
+            f"the function closes over {bytes_text(problem.memory.constant_bytes)} of arrays, which are replicated on "
+            "every device. Pass them as arguments"
         )
     found = undivided(layout)
     why = "; ".join(map(problem.undivided_text, found))
     idle = problem.is_idle(layout)
     if idle or (found and problem.machine.target.devices > 1 and not layout.cuts()):
         notes.append(
-            f"nothing is {'sharded' if idle else 'computed in parts'}: every one of the "
+            f"nothing is {'sharded' if idle else 'computed in shards'}: each of the "
             f"{problem.machine.target.devices} devices does all of the work "
-            f"({why or 'no logical axis of the program can be cut by this plan'})"
+            f"({why or 'this plan can shard no logical axis of the program'})"
         )
     for one in found:
         size = problem.axes.sizes[one.cls]
-        now = f"is cut into {one.cut}" if one.cut > 1 else "stays whole"
+        now = f"is sharded {one.cut} ways" if one.cut > 1 else "stays whole"
         notes.append(
             f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
-            f"it {now}; {multiple(size, one.ways)} would be cut into {one.ways}"
+            f"it {now}; a size of {multiple(size, one.ways)} would be sharded {one.ways} ways"
         )
     own = {v: s for v, s in layout.fixed.items() if v not in problem.held}
     return (*notes, *disagreements(problem.traced, problem.axes, own))
 
 
 def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
-    """What padding axes that do not divide would win, by the plan or, if it was searched for, by another."""
+    """The gain of padding axes that do not divide, for this plan or, if plans were searched, for another one."""
     idle = []
     if problem.searched and not any(c.layout.fixed for c in others):
         idle = idle_layouts(problem.axes, problem.roles, problem.machine.target.devices, problem.machine.sizes)
@@ -133,7 +139,7 @@ def _estimate(candidate: Candidate) -> Estimate:
 
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
-    """Where each result ends: state where its input is stored, the rest as it is computed."""
+    """The sharding of each result: state as its input is stored, the rest as it is computed."""
     back = {o: i for i, o in state} | {v: v for v in program.inputs}
     batch = layout.roles.batch
 
@@ -142,12 +148,12 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
             return layout.stored(back[v])
         if any(batch in dim for dim in layout.axes.of_value[v]):
             return layout.spec(v)
-        return layout.gradient_spec(v) or layout.spec(v)  # what is made of state like state: gradients, moments
+        return layout.gradient_spec(v) or layout.spec(v)  # derived from state, so stored like state: gradients, moments
 
     return [one(v) for v in program.outputs]
 
 
 def _placing(laying: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:
-    """A laying as a plan keeps it: by the names of the topology's dimensions."""
+    """A device assignment as a plan keeps it: by the names of the topology's dimensions."""
     dims = laying.topology.dims
     return {a: tuple((dims[p.dim].name, p.size, p.stride) for p in pieces) for a, pieces in laying.pieces.items()}

@@ -41,11 +41,13 @@ def plan_traced(
     asked: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
-    """The plan of a traced function; see `plan`. `args` holds the arrays whose shardings are taken as they are.
+    """Plans a traced function; see `autoshard.plan` for most options.
 
-    Where none fits the memory, it is the leanest: `unfit.complain` says so.
+    Arrays among `args` that are already sharded keep their sharding. `asked` says how the best candidates are compared
+    by the compiler or by running them; None compares them by the estimate alone. Where no plan fits the memory, the
+    result is the one that needs the least; `report_infeasible` reports it.
     """
-    free = mesh is None and target is None and plan is None  # a plan that was asked for says where arrays go
+    free = mesh is None and target is None and plan is None  # a requested plan decides the shardings of arrays
     held_mesh, held = existing_placement(jax.tree.leaves(args)) if free else (None, {})
     constraints = own_constraints(traced)
     if mesh is None and target is None:
@@ -62,13 +64,14 @@ def plan_traced(
         made = best_of(problem, candidate, others, asked)
     else:
         made = describe(problem, candidate, others)
-    problem.tally = SearchCounts()  # a plan that is kept keeps its planner: not all that was priced with it
+    problem.tally = SearchCounts()  # a plan keeps its problem, but not all candidates that were priced
     return made
 
 
 def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate], asked: Shortlist) -> BoundPlan:
-    """Of the best candidates the one that wins a contest."""
-    rest = [c for c in others if c.layout is not best.layout and c.fits(problem.limit)]  # one laid anew is the same
+    """The plan that the judge of `asked` prefers among the best candidates."""
+    # The best layout may stand among the others with another device assignment.
+    rest = [c for c in others if c.layout is not best.layout and c.fits(problem.limit)]
     ranked = without_near_duplicates(
         [(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: LOOKED_AT * asked.count]]
     )

@@ -1,4 +1,4 @@
-"""What is to be planned: one traced function on one machine, what is fixed, and the models that price layouts."""
+"""The planning problem: one traced function on one machine, what is fixed, and the models that price layouts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,32 @@ from autoshard.spmdrules.core.placement import Spec
 
 
 class PlanningProblem:
-    """One traced function on one machine."""
+    """One traced function on one machine.
+
+    Attributes:
+        traced: the function.
+        machine: the machine.
+        constraints: the shardings that the program itself wrote.
+        held: input -> the sharding that its array already has.
+        fixed: path or pattern -> the sharding that the user fixed.
+        target_given: whether the user named a target.
+        limit_given: whether the user gave a memory limit.
+        searched: whether the plan is searched; false where it was requested or read.
+        limit: memory of one device, in bytes.
+        program: the function's operators.
+        axes: its logical axes.
+        roles: the roles of its inputs and axes.
+        state: pairs (input, output) of its state.
+        tally: what the search counts.
+    """
 
     def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
         self.traced, self.machine, self.constraints = traced, machine, constraints
-        self.held: Mapping[int, Spec] = {}  # input -> where its array lies already
-        self.fixed: Mapping[str, Any] = {}  # what the user fixed
+        self.held: Mapping[int, Spec] = {}
+        self.fixed: Mapping[str, Any] = {}
         self.target_given = False
         self.limit_given = limit is not None
-        self.searched = False  # the plan was asked for, or read
+        self.searched = False
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
         analysis = analyse(traced)
@@ -46,22 +63,22 @@ class PlanningProblem:
 
     @property
     def refuses(self) -> bool:
-        """Whether what does not fit is an error: a limit was given, or a target that was to be planned for."""
+        """Whether an infeasible problem is an error: a limit was given, or a plan was searched for a given target."""
         return self.limit_given or (self.target_given and self.searched)
 
     @cached_property
     def cost(self) -> CostModel:
-        """Prices time."""
+        """The model of time."""
         return self.models[0]
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Prices memory."""
+        """The model of memory."""
         return self.models[1]
 
     @cached_property
     def models(self) -> tuple[CostModel, MemoryModel]:
-        """What prices layouts of the program."""
+        """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
         cost = CostModel(self.axes, self.roles, target, fusion, self.state)
@@ -69,12 +86,12 @@ class PlanningProblem:
         return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
 
     def check_rules_known(self, strict: bool) -> None:
-        """Names the primitives that have no rule."""
+        """Reports the primitives that have no rule: as an error if `strict`, else as a warning."""
         if not self.program.unknown:
             return
         places = "; ".join(f"'{name}'{_place(lines)}" for name, lines in self.program.unknown.items())
-        text = (f"auto_shard({self.traced.name}): no rule for {places}. Their operands are gathered and the work is "
-                "repeated on every device; write a rule with @autoshard.rule")  # fmt: skip
+        text = (f"auto_shard({self.traced.name}): no rule for {places}. Their operands are gathered and every device "
+                "repeats the work. Write a rule with @autoshard.rule")  # fmt: skip
         if strict:
             raise PlanError(text)
         warnings.warn(text, AutoshardWarning, stacklevel=4)
@@ -82,7 +99,13 @@ class PlanningProblem:
     def choose(
         self, asked: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]
     ) -> tuple[Candidate, list[Candidate]]:
-        """The candidate to use, and all that were priced."""
+        """The best candidate, and all that were priced.
+
+        Args:
+            asked: the requested strategy or table; None to search.
+            held: shardings that arrays already have.
+            fixed: shardings that the user fixed.
+        """
         sizes = self.machine.sizes
         self.searched = asked is None
         if asked is None:
@@ -109,33 +132,33 @@ class PlanningProblem:
     def search(
         self, held: Mapping[int, Spec], fixed: Mapping[str, Any], tally: SearchCounts | None = None
     ) -> tuple[Candidate, list[Candidate]]:
-        """The best of all candidates that hold what is fixed, and all of them; see `search.search`."""
+        """The best of all candidates that respect what is fixed, and all of them; see `search`."""
         pin = partial(self.pinned, held=held, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
                       self.machine.sizes, pin, tally)  # fmt: skip
 
     def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
-        """Those of the candidates in which what is fixed can hold, with it written in."""
+        """The candidates that can respect what is fixed, with it written into their layouts."""
         pin = partial(self._pin, held=held, fixed=fixed)
         return pin_all(layouts, pin, mesh_is_given=self.machine.sizes is not None)
 
     def _refuse_idle(self, asked: str, layout: Layout) -> None:
-        """Refuses words that cut nothing because no size divides: every device would do all of the work."""
+        """Refuses a requested plan that shards nothing because no size divides."""
         found = undivided(layout)
         if found and self.is_idle(layout):
             pad = " or ".join(f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.ways)}" for u in found)
             raise PlanError(
-                f"auto_shard({self.traced.name}): plan '{asked}' cuts nothing: "
-                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or ask for a plan that divides"
+                f"auto_shard({self.traced.name}): plan '{asked}' shards nothing: "
+                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request a plan that divides"
             )
 
     def is_idle(self, layout: Layout) -> bool:
-        """Whether a layout cuts nothing at all, neither in compute nor where inputs are stored."""
+        """Whether a layout shards nothing at all, neither compute nor stored inputs."""
         held = any(any(layout.stored(v)) for v in self.program.inputs)
         return self.machine.target.devices > 1 and not layout.cuts() and not held and not self.is_empty(layout)
 
     def is_empty(self, layout: Layout) -> bool:
-        """Whether there is nothing to cut: all that the layout would cut is empty, or all arrays are."""
+        """Whether there is nothing to shard: all axes that the layout shards are empty, or all arrays are."""
         sizes = [self.axes.sizes[c] for classes in layout.table.values() for c in classes]
         arrays = [aval.shape for v in self.program.inputs if (aval := self.program.avals[v]).shape]
         return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
@@ -170,7 +193,7 @@ class PlanningProblem:
         return plan_request.layout_of(self.axes, self.roles, asked)
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
-        """Every way to spread the devices over named axes."""
+        """All meshes with these axes over the devices."""
 
         def split(n: int, k: int) -> list[tuple[int, ...]]:
             if k == 1:

@@ -1,4 +1,4 @@
-"""A plan that was made elsewhere, for this program and machine."""
+"""Binds a plan that was made elsewhere to this program and machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from autoshard.spmdrules.core.placement import from_partition_spec
 
 
 def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
-    """A plan that was made elsewhere, for this function."""
+    """Binds a plan to the function of this problem.
+
+    Raises:
+        PlanError: the plan was made for another program.
+    """
     difference = _first_difference(plan, problem.traced)
     if difference or plan.fingerprint != problem.traced.fingerprint:
         raise PlanError(
@@ -45,7 +49,7 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
 
 
 def _assignment(problem: PlanningProblem, plan: ShardingPlan) -> DeviceAssignment:
-    """Where a plan's mesh axes lie on this machine; as plainly as can be, if it was made for another."""
+    """The plan's device assignment; the default one if the plan was made for another machine."""
     topology = problem.machine.target.topology
     numbers = {d.name: i for i, d in enumerate(topology.dims)}
     if not plan.placing or plan.topology != tuple((d.name, d.size) for d in topology.dims):
@@ -55,7 +59,7 @@ def _assignment(problem: PlanningProblem, plan: ShardingPlan) -> DeviceAssignmen
 
 
 def _first_difference(plan: ShardingPlan, traced: Traced) -> str:
-    """What of the arrays of a plan and of a function differs first; empty where all are alike."""
+    """The first difference between the arrays of a plan and of a function; empty where there is none."""
     if len(plan.inputs) != len(traced.in_paths):
         return f"it has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
     for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):

@@ -1,4 +1,4 @@
-"""What a search priced, summarised for the plan that it found."""
+"""Summarises a search for the plan that it found."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def searched(priced: Sequence[Candidate], tally: SearchCounts, hides: Sequence[s
 
     Args:
         priced: the candidates, the fastest first.
-        tally: what the search noted.
-        hides: the kinds of collectives that run beside compute.
+        tally: what the search counted.
+        hides: the kinds of collectives that the compiler makes asynchronous.
     """
     changed = {id(c.layout) for c in tally.changed}
-    kept = {id(c.layout) for c in priced}  # of what was changed only the best is a candidate
+    kept = {id(c.layout) for c in priced}  # of the changed plans only the best is a candidate
     rows = [*priced, *(c for c in tally.changed if id(c.layout) not in kept)]
     tried = sorted((_tried(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
     return SearchRecord({}, tally.proposed or len(priced), tally.alike, tally.idle, tuple(tried))

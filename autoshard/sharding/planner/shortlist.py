@@ -1,4 +1,4 @@
-"""Which candidates are compiled or run."""
+"""The shortlist: which candidates are compiled or run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and what they
 
 
 ALIKE = 0.001
-"""Difference in time and in memory up to which two plans are taken for one program."""
+"""Relative difference in time and memory below which two plans count as the same program; chosen, not measured."""
 
 
 LOOKED_AT = 4
-"""How many times as many candidates as are compiled or run are looked at for those that are not alike."""
+"""How many candidates are searched for distinct ones, as a multiple of those compiled or run; chosen."""
 
 
 @dataclass(frozen=True)
 class Shortlist:
-    """How the best candidates are told apart.
+    """How the best candidates are compared.
 
     Attributes:
-        count: how many of them.
-        judge: the best of their plans, the best by the estimate first, given what a device's memory holds.
-        over: how many times that memory one more may take by the estimate, and one more still; they come last.
+        count: how many candidates.
+        judge: chooses one of their plans, given in the order of the estimate, and the memory limit in bytes.
+        over: multiples of the memory limit. For each, one candidate more is compared whose estimated peak is up to that
+            much; these come last.
     """
 
     count: int
@@ -37,7 +38,7 @@ class Shortlist:
     over: tuple[float, ...] = ()
 
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
-        """Of candidates `(time, bytes, ...)` that hardly do not fit those which take less time than what takes less."""
+        """Candidates `(time, bytes, ...)` just above the limit that are faster than all with less memory."""
         found: list[Ranked] = []
         every = list(ranked)
         for over in self.over:
@@ -51,12 +52,12 @@ class Shortlist:
 def fastest_of_all(
     made: Sequence[Made], asked: Shortlist, replan: Callable[[BoundPlan, str], BoundPlan | None]
 ) -> BoundPlan:
-    """Of the best candidates of all variants the one that wins a contest.
+    """The plan that the judge prefers among the best candidates of all variants.
 
     Args:
         made: the variants, each with its plan.
-        asked: the contest.
-        replan: plans the program of a plan by a candidate's words; None where words that were asked for are refused.
+        asked: the shortlist.
+        replan: plans the program of a plan again under another strategy; None where that strategy is refused.
     """
     limit = made[0][1].plan.limit_bytes or math.inf  # one machine's
     pool: list[Ranked] = []
@@ -87,10 +88,10 @@ def fastest_of_all(
 
 
 def without_near_duplicates(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Candidates `(time, bytes, ...)` with those last that differ from an earlier one in next to nothing.
+    """Candidates `(time, bytes, ...)`, with those that nearly equal an earlier one moved to the end.
 
-    What is told apart by less than `ALIKE` in time and memory both is one program in other words: to compile both
-    says little.
+    Two candidates that differ by less than `ALIKE` in both time and memory are most likely the same program. Compiling
+    both gains little.
     """
     first: list[tuple[Any, ...]] = []
     again: list[tuple[Any, ...]] = []

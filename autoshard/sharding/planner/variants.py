@@ -1,8 +1,8 @@
-"""Of several plans the best: by what the target's compiler makes of them, or over variants of one program.
+"""Variants of one program, and the best of their plans.
 
-A variant is a choice of static keywords: what layers keep for their backward pass, how many microbatches a batch is
-processed in. Each is traced and planned; they are compared as candidates of one plan are, by time among what fits.
-Which are planned is told by the values of each keyword, or step by step by a function of what was found so far.
+A variant is a choice of static keywords: the remat policy, the number of microbatches. Each is traced and planned. They
+are compared like the candidates of one plan: by time, among those that fit. The user gives the values of each keyword,
+or a function from the attempts so far to the variants to try next.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Made = tuple[dict[str, Any], BoundPlan]
 @shown
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a variant.
+    """The outcome of one variant.
 
     Attributes:
         keywords: the variant.
-        fits: whether its plan fits the memory; not so where it could not be planned.
+        fits: whether its plan fits the memory; false where it could not be planned.
         step_time_us: estimated time of a step; infinite where it could not be planned.
-        peak_memory_bytes: estimated peak on a device; infinite where it could not be planned.
-        limit_bytes: what a device has.
+        peak_memory_bytes: estimated peak memory of a device; infinite where it could not be planned.
+        limit_bytes: memory of a device.
     """
 
     keywords: Mapping[str, Any]
@@ -50,12 +50,12 @@ def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> It
     """The variants to plan, round by round.
 
     Args:
-        variants: the values of each keyword, all combinations of which are one round; or a function from what became
-            of the variants so far, at first none, to those to try next. Nothing new ends it.
-        attempts: what became of them; it grows while this is iterated over.
+        variants: the values of each keyword, all combinations of which are one round; or a function from the attempts
+            so far (none at first) to the variants to try next. The iteration ends when it returns nothing new.
+        attempts: the outcomes so far. The caller appends to it during the iteration.
 
     Raises:
-        TypeError: variants are neither.
+        TypeError: `variants` is neither.
     """
     if not variants:
         yield [{}]
@@ -63,7 +63,7 @@ def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> It
     if isinstance(variants, Mapping):
         for name, values in variants.items():
             if not isinstance(name, str):
-                raise TypeError(f"variants: {name!r:.60} is no keyword; give {{keyword: values}}")
+                raise TypeError(f"variants: {name!r:.60} is not a keyword; give {{keyword: values}}")
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise TypeError(f"variants: {name!r} is {values!r:.60}; give a list of its values")
         yield [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
@@ -83,7 +83,7 @@ def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> It
 
 
 def _asked(found: Any) -> list[dict[str, Any]]:
-    """What a function of attempts returned, as keywords."""
+    """The variants that a function of attempts returned."""
     each = None if isinstance(found, Mapping | str) or not isinstance(found, Iterable) else list(found)
     if each is None or not all(isinstance(one, Mapping) for one in each):
         raise TypeError(f"variants returned {found!r:.60}: return a list of {{keyword: value}}, empty at the end")
@@ -91,7 +91,7 @@ def _asked(found: Any) -> list[dict[str, Any]]:
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two variants are one; values that cannot be compared are told apart by what they are."""
+    """Whether two variants are the same; values that cannot be compared are compared by identity."""
     return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
 
 
@@ -100,13 +100,18 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except (ValueError, TypeError):  # arrays: no one truth
+    except (ValueError, TypeError):  # arrays have no single truth value
         return False
 
 
 def attempt(choice: Mapping[str, Any], plan: ShardingPlan | None) -> Attempt:
-    """What became of a variant: its plan, or None."""
-    choice = dict(choice)  # the function's own, to do with as it likes
+    """The outcome of a variant.
+
+    Args:
+        choice: the variant.
+        plan: its plan; None where it could not be planned.
+    """
+    choice = dict(choice)  # a copy: the user's function may change it
     if plan is None:
         return Attempt(choice, False, math.inf, math.inf, math.inf)
     found = plan.estimate
@@ -114,7 +119,7 @@ def attempt(choice: Mapping[str, Any], plan: ShardingPlan | None) -> Attempt:
 
 
 def fastest(made: Sequence[Made]) -> BoundPlan:
-    """The variant of the fastest plan that fits (of the leanest if none does), with a table; the first that ties."""
+    """The fastest plan that fits, or the one that needs the least memory if none fits; ties go to the first."""
     fitting = [one for one in made if one[1].plan.fits]
     if fitting:
         choice, bound = min(fitting, key=lambda one: one[1].plan.estimate.step_time_us)
@@ -130,7 +135,7 @@ def variant_name(plan: ShardingPlan) -> str:
 
 def variant_table(bound: BoundPlan, choice: Mapping[str, Any], made: Sequence[Made]) -> BoundPlan:
     """The plan with the table of all variants that were planned beside it."""
-    if len(made) == 1 and not choice:  # no variants: one that was made elsewhere may have a table of its own
+    if len(made) == 1 and not choice:  # no variants; a plan that was read may have a table of its own
         return bound
     plans = [(each, one.plan) for each, one in made]
     rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in plans if each]

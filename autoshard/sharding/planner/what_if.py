@@ -2,9 +2,9 @@
 
     step_us(wish), peak_bytes(wish)    by the models that priced the plan, with the wish fixed
 
-A wish is priced twice: under the plan as it is (its mesh, where that lies, its rules), against the plan; and planned
-anew around it, against the best plan without it. One for a parameter is priced alone and with its moments stored like
-it; the better of the two counts.
+A wish is a sharding that the user asks about. It is priced twice: under the plan as it is (mesh, device assignment,
+rules), compared with the plan; and by planning again around it, compared with the best plan without it. A wish for a
+parameter is priced alone and with its moments stored the same way; the better of the two counts.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec, to_partition_spec
 
-TIE = 1e-3  # of a step's time (of a device's memory): what is nearer is called the same
-MOST = 24  # neighbours that are priced
+TIE = 1e-3  # relative difference of time or memory below which two plans tie; chosen, not measured
+MOST = 24  # alternatives of one input that are priced; chosen: about a second
 
 
 @shown
 @dataclass(frozen=True)
 class Alternative:
-    """Inputs stored in another way, and what a step then costs.
+    """Another sharding of some inputs, and the cost of a step with it.
 
     Attributes:
-        fixed: path -> spec (or names of logical axes): what to fix to have it.
-        step_time_us: of a step; infinite where it is refused.
-        peak_bytes: on a device.
-        words: of the plan around it.
-        refusal: why it cannot be.
-        moments: how many of `fixed` are moments that go along.
-        means: what the first of `fixed` is under the plan.
+        fixed: path -> spec or names of logical axes: the `fixed=` that gives it.
+        step_time_us: time of a step; infinite where it is refused.
+        peak_bytes: peak memory of a device.
+        words: strategy of the plan around it.
+        refusal: why it is not possible; empty where it is.
+        moments: how many of `fixed` are moments of the optimizer.
+        means: the spec of the first of `fixed` under the plan.
     """
 
     fixed: Mapping[str, Any]
@@ -55,9 +55,9 @@ class Alternative:
 
 
 def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alternative]:
-    """Inputs of one kind with one mesh axis elsewhere, or whole: each priced under the plan, the best that fits first.
+    """Alternatives for inputs with equal shardings, the best that fits first; each is priced under the plan.
 
-    Moments that lie like their parameter go along.
+    In each, one mesh axis shards another dimension or none. Moments with the sharding of their parameter follow it.
     """
     leaf = leaves[0]
     spec = from_partition_spec(leaf.spec, len(leaf.shape))
@@ -74,7 +74,7 @@ def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alterna
 
 
 def price_in_plan(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
-    """A wish for inputs under the plan as it is: with the moments of parameters, if there are any, and alone."""
+    """The price of a wish under the plan as it is: with the moments of parameters, if there are any, and alone."""
     alike = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
     found = [_under(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
@@ -82,7 +82,7 @@ def price_in_plan(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[A
 
 
 def price_replanned(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
-    """The same, planned anew around the wish: on the mesh that was given, if one was."""
+    """The price of a wish by planning again around it, on the mesh that was given, if one was."""
     alike = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
     found = [_anew(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
@@ -90,7 +90,7 @@ def price_replanned(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list
 
 
 def best_without(bound: BoundPlan) -> Alternative:
-    """What a plan around a wish is compared with: the best plan without it, which a searched plan is itself."""
+    """The best plan without a wish, to compare plans around a wish with. A searched plan is the best one itself."""
     plan = bound.plan
     if bound.problem.searched:
         return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
@@ -98,7 +98,7 @@ def best_without(bound: BoundPlan) -> Alternative:
 
 
 def moments_of(plan: ShardingPlan, leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The optimizer's inputs that belong to parameters: of their shape and axes, with the most of their path's end."""
+    """The optimizer's inputs that belong to parameters: same shape and axes, and the longest common end of the path."""
     found: dict[str, Leaf] = {}
     for leaf in leaves:
         if leaf.role != "parameter":
@@ -116,7 +116,7 @@ def _shared_end(one: str, other: str) -> int:
 
 
 def _moved(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set[int]) -> Iterator[Spec]:
-    """Other specs: whole, one mesh axis elsewhere or nowhere, all axes of one dimension on another."""
+    """Neighbouring specs: replicated, one mesh axis moved or removed, all axes of one dimension moved to another."""
     if any(spec):
         yield ((),) * len(shape)
     groups = [(a,) for a, n in mesh.items() if n > 1] + [dim for dim in spec if len(dim) > 1]

@@ -242,8 +242,8 @@ def test_a_plan_with_a_part_changed_is_refused_or_can_be_used(path):
     ("changes", "message"),
     [
         ({"topology": [["y", 4], ["y", 2]]}, "names must differ"),
-        ({"placing": {"fsdp": [["w", 8, 1]]}}, "placing does not lay the mesh"),
-        ({"placing": {"fsdp": [["y", 4, 2], ["x", 2, 1]]}}, "placing does not lay the mesh"),
+        ({"placing": {"fsdp": [["w", 8, 1]]}}, "placing does not assign the mesh"),
+        ({"placing": {"fsdp": [["y", 4, 2], ["x", 2, 1]]}}, "placing does not assign the mesh"),
         ({"placing": {"other": []}}, "placing names mesh axis 'other', the mesh has"),
         ({"axis_rules": {"other": ["batch"]}}, "axis_rules names mesh axis 'other', the mesh has"),
         ({"storage": {"parameter": ["other"]}}, "storage names mesh axis 'other', the mesh has"),
@@ -270,7 +270,7 @@ def test_what_json_has_no_numbers_for():
     assert unlimited.fits and json.loads(unlimited.to_json(), parse_constant=no_constant)["limit_bytes"] == 0
     odd = planned().where(candidates=(("dp:8", math.inf, math.nan),))
     assert json.loads(odd.to_json(), parse_constant=no_constant)["candidates"] == [["dp:8", None, None]]
-    with pytest.raises(PlanError, match="variant 'clip' is inf, which JSON has no word for"):
+    with pytest.raises(PlanError, match="variant 'clip' is inf, which JSON cannot express"):
         planned().where(variant={"clip": math.inf}).to_json()
 
 

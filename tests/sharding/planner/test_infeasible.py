@@ -58,7 +58,7 @@ def test_the_smallest_machine_that_would_do_is_named():
     limit = peaks("v5e:2x4") * 1.02
     assert peaks("v5e:2x2") > limit
     text = refused(target="v5e:1x1", memory_limit_bytes=limit)
-    assert re.search(r"The smallest v5e that would do is v5e:2x4 \(\S.*: .* a device\)", text)
+    assert re.search(r"The smallest v5e that it fits is v5e:2x4 \(\S.*: .* a device\)", text)
     named = re.search(r"v5e:2x4 \((.*): (.*) a device\)", text)
     assert named is not None
     made = autoshard.plan(train_step, *shapes(), target="v5e:2x4", memory_limit_bytes=limit, donate_argnums=0)
@@ -78,7 +78,7 @@ def test_the_least_memory_and_what_takes_it():
     sizes_there = [size.split() for size in parts.values()]
     total = sum(float(n) * {"B": 1, "KiB": 1024, "MiB": 1024**2}[unit] for n, unit in sizes_there)
     assert total == pytest.approx(least, rel=0.01)
-    assert "Not even v5e:16x16 would do. " in text
+    assert "It does not even fit v5e:16x16. " in text
 
 
 def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
@@ -104,18 +104,18 @@ def test_machines_of_as_many_devices_with_more_memory(monkeypatch):
     limits = {"v4:2x2x1": 0.6 * need, "v6e:2x2": 1.1 * need, "v5p:2x2x1": 5 * need}
     monkeypatch.setattr(infeasible, "_limit", lambda planner, target: limits.get(target.name, 1e-6 * need))
     text = infeasible._ways_out([({}, bound_or_error(made.bound))])
-    assert re.search(r"; of other machines with 4 devices, v6e:2x2 \(.* a device\) would do\. Or", text)
+    assert re.search(r"; of other machines with 4 devices, it fits v6e:2x2 \(.* a device\)\. Or", text)
 
 
 def test_a_machine_of_a_file_is_stretched(tmp_path):
     least = peaks(machine(tmp_path, 1e9, hosts=4))
     text = refused(target=machine(tmp_path, int(least * 1.01), hosts=1))
-    assert re.search(r"small1\.toml that would do is .*small1\.toml with host = 4 \(", text), text
+    assert re.search(r"small1\.toml that it fits is .*small1\.toml with host = 4 \(", text), text
 
 
 def test_on_a_given_mesh_only_other_chips_can_do():
     text = refused(target="v5e:2x2", mesh={"data": 2, "model": 2}, memory_limit_bytes=1000)
-    assert "smallest v5e" not in text and "not even" not in text and "memory_limit_bytes=" in text
+    assert "smallest v5e" not in text and "does not even" not in text and "memory_limit_bytes=" in text
 
 
 def test_what_was_fixed_holds_on_the_machines_that_are_named(monkeypatch):
@@ -137,10 +137,10 @@ def test_the_limit_that_is_named_would_do():
 
 def test_a_plan_that_was_asked_for_is_a_warning_where_no_limit_was(tmp_path):
     target = machine(tmp_path, 1000.0, hosts=4)
-    with pytest.warns(AutoshardWarning, match="the plan asked for does not fit 1000 B .*(fsdp:8).* needs .* would do"):
+    with pytest.warns(AutoshardWarning, match="the requested plan does not fit 1000 B .*(fsdp:8).* needs .* Use "):
         made = autoshard.plan(train_step, *shapes(), target=target, plan="fsdp:8", donate_argnums=0)
     assert not made.fits
-    assert "the plan asked for does not fit" in refused(target="cpu:8", plan="fsdp:8", memory_limit_bytes=1000)
+    assert "the requested plan does not fit" in refused(target="cpu:8", plan="fsdp:8", memory_limit_bytes=1000)
     assert "no plan fits" in refused(target=target)
 
 
