@@ -4,17 +4,12 @@ if __name__ != "autoshard.models":  # through the link at the root: no second co
     raise ImportError("'models' at the root is only a link: import autoshard.models instead")
 
 from autoshard.models.attention import attention
-from autoshard.models.gpt import (
-    GPT,
-    GPTConfig,
-    flops_per_token,
-    loss_fn,
-    parameter_count,
-    restack,
-)
+from autoshard.models.gpt import GPT, loss_fn, parameter_count, restack
+from autoshard.models.gpt_config import GPTConfig, flops_per_token
 from autoshard.models.llama import LLAMA
 from autoshard.models.loss import cross_entropy
-from autoshard.models.moe import MoE, MoEConfig
+from autoshard.models.moe import MoE
+from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sample import generate
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
 from autoshard.models.stack import REMAT_POLICIES

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.models.gpt import GPTConfig
+from autoshard.models.gpt_config import GPTConfig
 
 _llama = partial(GPTConfig, tie_head=False, remat="full", dtype="bfloat16")
 _llama1 = partial(_llama, vocab=32_000, context=2048, norm_eps=1e-6)

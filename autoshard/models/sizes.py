@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.models.gpt import GPTConfig
-from autoshard.models.moe import MoEConfig
+from autoshard.models.gpt_config import GPTConfig
+from autoshard.models.moe_config import MoEConfig
 from autoshard.models.vit import ViTConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.models.attention import Impl
-from autoshard.models.gpt import Block, GPTConfig, Norm, align, bias, constant, dropout, dropout_keys, param, project
+from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy
 from autoshard.models.stack import make_layers, run_layers
+from autoshard.models.transformer import Block, Norm, align, bias, constant, dropout, dropout_keys, param, project
 
 # The fields that a `ViTConfig` hands on to the config of its blocks.
 _ENCODER = (

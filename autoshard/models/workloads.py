@@ -19,9 +19,11 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard._typed import fields_of, fit
 from autoshard.errors import AutoshardError
-from autoshard.models.gpt import GPT, GPTConfig
+from autoshard.models.gpt import GPT
+from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.llama import LLAMA
-from autoshard.models.moe import MoE, MoEConfig
+from autoshard.models.moe import MoE
+from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig

@@ -19,8 +19,8 @@ from autoshard.models import (
     parameter_count,
     restack,
 )
-from autoshard.models.gpt import Norm, _rotate, dropout, dropout_keys
 from autoshard.models.stack import run_layers
+from autoshard.models.transformer import Norm, _rotate, dropout, dropout_keys
 from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 
 VARIANTS = {

@@ -300,13 +300,13 @@ def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"top_k": 9}, "top_k 9 is more than the 8 experts"),
-        ({"top_k": 1}, "gates of 1 teach the router nothing; set it to False"),
+        ({"top_k": 9}, "top_k is 9; it must be at most the number of experts, 8"),
+        ({"top_k": 1}, "gates of 1 give the router no gradient; set renormalize=False"),
         ({"moe_every": 3}, "layers 4 is not a multiple of moe_every 3"),
         ({"moe_every": 0, "experts": 0}, "experts is 0; it must be at least 1.*moe_every is 0"),
         ({"dispatch": "sort"}, "dispatch is 'sort'; choose one of capacity, dropless"),
-        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; it must be above 0"),
-        ({"z_weight": -1.0}, "z_weight is -1.0; it must be at least 0"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; it must be a finite number above 0"),
+        ({"z_weight": -1.0}, "z_weight is -1.0; it must be a finite number of at least 0"),
     ],
 )
 def test_a_config_that_does_not_fit_says_so(change, said):
