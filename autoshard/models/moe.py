@@ -3,16 +3,16 @@
     probability = softmax(x @ router)                            over experts, in float32
     y = sum over the top_k most probable experts of gate * expert(x)
 
-Every `moe_every`-th layer is a mixture of experts. The other layers, the embedding, the attention and the head are as in
+Every `moe_every`-th layer is a mixture of experts. The other layers, the embedding, attention and the head are as in
 `GPT`. A group of `moe_every` layers is the unit that is stacked, scanned and rematerialised.
 
 Tokens are dispatched to experts in one of two ways.
 
 - `capacity`: the tokens of a group of `group_size` compete for the `capacity` slots of each expert, all first choices
   before all second choices. Products with one-hot masks `[groups, group_size, experts, capacity]` move them. The size
-  of these masks is linear in the batch size. A choice without a slot is dropped: that expert adds nothing, and a token without
-  any slot keeps only its residual. A first choice of a later token can therefore displace a second choice of an earlier
-  one.
+  of these masks is linear in the batch size. A choice without a slot is dropped: that expert adds nothing, and a token
+  without any slot keeps only its residual. A first choice of a later token can therefore displace a second choice of an
+  earlier one.
 - `dropless`: tokens are sorted by expert, and each expert processes its own rows (`models.dropless`).
 
 Two auxiliary losses, taken over all tokens of the batch and summed over layers, keep all experts in use and the logits

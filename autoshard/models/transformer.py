@@ -76,7 +76,8 @@ def dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Array
         return None
     if rngs is None:
         raise ValueError(
-            f"GPT: dropout is {cfg.dropout} and deterministic is False, which needs a key; pass rngs=nnx.Rngs(...) or a key"
+            f"GPT: dropout is {cfg.dropout} and deterministic is False, but there is no key; "
+            "pass rngs=nnx.Rngs(...) or a key"
         )
     key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
     return jax.random.split(key, cfg.layers + 1)
