@@ -1,6 +1,6 @@
-"""Models in Flax, one file each, written for one device and without a sharding annotation."""
+"""Models in Flax NNX, written for one device and without sharding annotations."""
 
-if __name__ != "autoshard.models":  # through the link at the root: no second copy may come to be
+if __name__ != "autoshard.models":  # imported through the link at the root, which would load a second copy
     raise ImportError("'models' at the root is only a link: import autoshard.models instead")
 
 from autoshard.models.attention import attention

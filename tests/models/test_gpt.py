@@ -336,8 +336,11 @@ def test_initialisation_has_gpt2_deviations():
     [
         ({"norm": "batchnorm"}, "norm is 'batchnorm'; choose one of rmsnorm, layernorm"),
         ({"remat": "some"}, "remat is 'some'; choose one of none, full, dots"),
-        ({"remat": "full,some"}, "remat is 'full,some'; choose one of .*, or several with commas for layers in turn"),
-        ({"remat": "full,none,none"}, "2 layers that are scanned over do not divide into groups of 3"),
+        (
+            {"remat": "full,some"},
+            "remat is 'full,some'; choose one of .*, or several with commas, to alternate over the layers",
+        ),
+        ({"remat": "full,none,none"}, "2 scanned layers do not divide into groups of 3"),
         ({"width": 18}, "width 18 is not a multiple of heads 4"),
         ({"width": 12}, "make it even, or set positions='learned'"),
         ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
