@@ -51,7 +51,7 @@ def test_programs_learn(name):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"losses": [2.0, 1.0001]}, "loss of step 1: 1.0001, one device has 1"),
         ({"losses": [2.0, np.nan]}, "loss of step 1: nan"),
@@ -64,8 +64,8 @@ def test_programs_learn(name):
         ({"state": REFERENCE.state | {"count": np.array(3)}}, r"final count: \[3\], one device has \[2\]"),
     ],
 )
-def test_compare_names_what_differs(change, said):
-    with pytest.raises(AssertionError, match=said):
+def test_compare_names_what_differs(change, message):
+    with pytest.raises(AssertionError, match=message):
         harness.compare(REFERENCE, dataclasses.replace(REFERENCE, **change))
 
 
