@@ -28,7 +28,7 @@ from autoshard.train.config.train_config import TrainConfig
 from tests.sharding.programs import batch, mlp_state, sgd_step
 
 TEXTS = (repr, str, format, lambda x: f"{x!r:>9}{x!s}", lambda x: repr([x]))
-HIDDEN = {"planner", "traced", "layout", "laying"}  # internals of the planner, reachable through `plan.bound`
+HIDDEN = {"planner", "traced", "layout", "laying"}  # the planner's own workings, behind `plan.bound`
 
 
 @cache
