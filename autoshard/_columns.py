@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-WIDTH = 100  # characters in a line; chosen to fit a terminal
+WIDTH = 100  # characters in a line; chosen
 INDENT = "  "
 LINES_SHOWN = 10  # lines of a list in one message; chosen: shows a pattern and stays readable
 

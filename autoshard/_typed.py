@@ -74,7 +74,7 @@ def finite(value: Any, where: str, problems: list[str]) -> Any:
 def _fit_plain(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
-    # In Python a bool is an int. Where a number is declared, it is a mistake.
+    # In Python a bool is an int, but a bool in place of a number is a mistake.
     if kind is float and isinstance(value, int) and abs(value) < sys.float_info.max and not isinstance(value, bool):
         return float(value)
     if isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
@@ -88,7 +88,7 @@ def _fit_one_of(value: Any, kinds: Sequence[Any], where: str, problems: list[str
         if not wrong:
             return found
     inner = [kind for kind in kinds if kind is not types.NoneType]
-    if len(inner) == 1:  # the problems inside of the value say more than one about the whole
+    if len(inner) == 1:  # a problem inside of the value says more than one about the whole value
         return fit(value, inner[0], where, problems, readers)
     return _report(value, Union[tuple(kinds)], where, problems)  # noqa: UP007  from a tuple
 

@@ -146,7 +146,7 @@ def _causal(seq: int, keys: int, start: jax.Array | None = None) -> jax.Array:
     return query >= (key if start is None else key + start)
 
 
-def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+def _and_masks(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     if a is None or b is None:
         return b if a is None else a
     return a & b
@@ -164,7 +164,7 @@ def _cudnn(q, k, v, mask, *, causal: bool, scale: float | None) -> jax.Array:
 
 def _plain(q, k, v, mask, *, causal: bool, scale: float) -> jax.Array:
     scores = _scores(q, k, scale)
-    visible = _both(mask, _causal(q.shape[1], k.shape[1]) if causal else None)
+    visible = _and_masks(mask, _causal(q.shape[1], k.shape[1]) if causal else None)
     if visible is not None:
         scores = jnp.where(visible, scores, _INVISIBLE)
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
@@ -252,10 +252,10 @@ def _blocks(causal: bool, block: int, seq: int, k, v, mask) -> tuple[tuple, Visi
     def visible(start, mask_block):
         visible_pairs = mask if mask_blocks is None else mask_block
         if causal:
-            visible_pairs = _both(visible_pairs, _causal(seq, block, start))
+            visible_pairs = _and_masks(visible_pairs, _causal(seq, block, start))
         if count * block != keys:
             position = lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, block), 4) + start
-            visible_pairs = _both(visible_pairs, position < keys)
+            visible_pairs = _and_masks(visible_pairs, position < keys)
         return visible_pairs
 
     return blocks, visible

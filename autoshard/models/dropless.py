@@ -60,7 +60,7 @@ def _swiglu(products: Sequence[jax.Array]) -> jax.Array:
     return jax.nn.silu(products[0]) * products[1]
 
 
-def _mixed(
+def _mix(
     activation: Callable[[Sequence[jax.Array]], jax.Array],
     x: jax.Array, gates: jax.Array, chosen: jax.Array, own: jax.Array, *weights: jax.Array,
 ) -> jax.Array:  # fmt: skip
@@ -89,7 +89,7 @@ def _mixed(
 def _gradients(activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Compute the cotangents of tokens, gates and weights."""
     x, gates, chosen, own, *weights, cotangent = operands
-    _, pull = jax.vjp(lambda x, gates, *w: _mixed(activation, x, gates, chosen, own, *w), x, gates, *weights)
+    _, pull = jax.vjp(lambda x, gates, *w: _mix(activation, x, gates, chosen, own, *w), x, gates, *weights)
     return pull(cotangent)
 
 
@@ -115,11 +115,11 @@ def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 @operator(f"{_TOKENS}, {_GELU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(gelu_experts_gradients)))
 def gelu_experts(*operands: jax.Array) -> jax.Array:
-    """Compute what the experts with indices `own` add: `_mixed` with the weights `up` and `down`."""
-    return _mixed(_gelu, *operands)
+    """Compute what the experts with indices `own` add: `_mix` with the weights `up` and `down`."""
+    return _mix(_gelu, *operands)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(swiglu_experts_gradients)))
 def swiglu_experts(*operands: jax.Array) -> jax.Array:
-    """Compute what the experts with indices `own` add: `_mixed` with the weights `gate`, `up` and `down`."""
-    return _mixed(_swiglu, *operands)
+    """Compute what the experts with indices `own` add: `_mix` with the weights `gate`, `up` and `down`."""
+    return _mix(_swiglu, *operands)

@@ -103,7 +103,7 @@ def workload(name: str) -> Workload:
     (16, 32)
     """
     if name not in WORKLOADS:
-        raise AutoshardError(f"unknown workload {name!r}{_known(name, WORKLOADS)}")
+        raise AutoshardError(f"unknown workload {name!r}{_known_names(name, WORKLOADS)}")
     return WORKLOADS[name]
 
 
@@ -113,7 +113,7 @@ def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     for field in changes:
         if field not in own | inner:
             kind = type(config).__name__
-            raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known(field, [*own, *inner])}")
+            raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known_names(field, [*own, *inner])}")
     problems: list[str] = []
     converted = {field: fit(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
     if problems:
@@ -124,7 +124,7 @@ def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     return dataclasses.replace(config, **outer)
 
 
-def _known(name: str, known: Iterable[str]) -> str:
+def _known_names(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: similar names, and all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3)

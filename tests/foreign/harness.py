@@ -21,9 +21,9 @@ from flax import nnx
 Arrays = dict[str, np.ndarray]
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-TOLERANCE = 1e-5  # relative; chosen: float32 sums in another order stay well below
+TOLERANCE = 1e-5  # relative; chosen, not measured
 # A leaf whose norm is below this fraction of the global norm is noise, such as the gradient of a bias before a norm: it
-# is compared relative to the global norm. Chosen: a tenth of `TOLERANCE`.
+# is compared relative to the global norm. Chosen, not measured.
 NEGLIGIBLE = 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Programs written without autoshard in mind compute, unchanged under `auto_shard`, the same as on one device."""
+"""Programs that do not mention autoshard compute the same under `auto_shard` as on one device."""
 
 import inspect
 from functools import cache

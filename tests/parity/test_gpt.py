@@ -65,7 +65,7 @@ def test_two_key_value_heads_over_four_devices():
 
 @pytest.mark.whole
 def test_key_value_heads_that_take_all_devices_split_no_axis():
-    """Every device holds its query heads with their key-value head, so no part of the axis is left over."""
+    """With four key-value heads, `tp:4` gives each device one of them and its query heads. Only `tp:8` is split."""
     case = Case((("kv_heads", 4), ("scan_layers", True)))
     four, eight = run(case, "dp:2 tp:4").plan, run(case, "tp:8").plan
     assert dict(four.mesh.shape) == {"dp": 2, "tp": 4} and not four.notes
