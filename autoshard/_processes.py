@@ -18,7 +18,7 @@ from autoshard import _compat
 from autoshard.errors import AutoshardError
 
 DEADLINE_S = 900.0  # for another process to reach the same call; chosen: long enough to compile a large program
-_numbers = itertools.count()  # of exchanges, in the same order in every process
+_numbers = itertools.count()  # numbers the exchanges, which every process makes in the same order
 _SEPARATOR = "|"  # between the subject of an exchange and its text
 
 
@@ -63,7 +63,7 @@ def exchange(what: str, text: str, deadline_s: float | None = None) -> list[str]
     missing = [process for process, entry in enumerate(found) if entry is None]
     if missing:
         raise MissingProcessError(
-            f"{what}: {named(missing)} did not arrive within {deadline_s:g} s: it has ended, is stopped, or is busy",
+            f"{what}: {named(missing)} did not arrive within {deadline_s:g} s (ended, stopped, or busy with other work)",
             processes=missing,
             what=what,
             seconds=deadline_s,

@@ -48,16 +48,16 @@ def _graph_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tup
     """
     with nnx.split_context() as context:
         for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_node_or_owner)[0]:
-            held = (
+            owners = (
                 [((), leaf)]
                 if isinstance(leaf, linen.Partitioned) or not _is_node_or_owner(leaf)
                 else (context.flatten(leaf)[1])
             )
-            for path, owner in held:
+            for path, owner in owners:
                 for inside, _ in jax.tree_util.tree_flatten_with_path(owner)[0]:
                     own = inside[1:] if isinstance(owner, nnx.Variable) else inside
-                    words = [jax.tree_util.keystr(k, simple=True, separator="/") for k in (keys[1:], own) if k]
-                    yield "/".join([words[0], *map(str, path), *words[1:]]), owner
+                    parts = [jax.tree_util.keystr(k, simple=True, separator="/") for k in (keys[1:], own) if k]
+                    yield "/".join([parts[0], *map(str, path), *parts[1:]]), owner
 
 
 def _is_node_or_owner(x: Any) -> bool:
