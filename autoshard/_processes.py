@@ -63,7 +63,7 @@ def exchange(what: str, text: str, deadline_s: float | None = None) -> list[str]
     missing = [process for process, entry in enumerate(found) if entry is None]
     if missing:
         raise MissingProcessError(
-            f"{what}: {named(missing)} did not arrive within {deadline_s:g} s (ended, stopped, or busy with other work)",
+            f"{what}: {named(missing)} did not arrive within {deadline_s:g} s (ended, stopped, or busy)",
             processes=missing,
             what=what,
             seconds=deadline_s,
