@@ -213,7 +213,7 @@ class MoEBlock(nnx.Module):
         return x + dropout(y, rate, experts_key), losses
 
     def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Apply the layer to the positions from `start` on, using kept keys and values; no choice is dropped."""
+        """Apply the layer to the positions from `start` on, using cached keys and values; no choice is dropped."""
         y, kept = self.attention.extend(self.attention_norm(x), kept, start)
         x = x + y
         return x + self.experts(self.mlp_norm(x), drop=False)[0], kept

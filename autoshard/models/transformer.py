@@ -141,7 +141,7 @@ class Attention(nnx.Module):
         return project("bshd,hde->bse", y, self.wo, self.bo)
 
     def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Apply causal attention to `[batch, seq, width]`, the positions from `start` on, using kept keys and values.
+        """Apply causal attention to `[batch, seq, width]`, the positions from `start` on, using cached keys and values.
 
         Returns:
             The rows that `__call__` gives for these positions of the whole sequence, and the updated keys and values.
@@ -212,7 +212,7 @@ class Block(nnx.Module):
         return x + dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
 
     def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Apply the layer to the positions that begin at `start`, using kept keys and values, without dropout."""
+        """Apply the layer to the positions that begin at `start`, using cached keys and values, without dropout."""
         y, kept = self.attention.extend(self.attention_norm(x), kept, start)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), kept
