@@ -101,7 +101,7 @@ def restack(model: GPT, scan_layers: bool) -> GPT:
 
     Args:
         model: any `GPT`.
-        scan_layers: the value in the result's config.
+        scan_layers: whether the result's layers are stacked and scanned.
 
     Returns:
         A model that computes the same values as `model`.

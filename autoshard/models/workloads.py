@@ -129,7 +129,7 @@ def _known_names(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3)
     guess = f" (did you mean {' or '.join(close)}?)" if close else ""
-    return f"{guess}; known are {', '.join(known)}"
+    return f"{guess}; choose one of {', '.join(known)}"
 
 
 _TINY = GPTConfig(vocab=128, layers=2, heads=8, width=64, ffn=128, context=32)

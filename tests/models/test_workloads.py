@@ -97,18 +97,18 @@ def test_with_changes_fields_of_a_mixture_and_of_its_gpt():
 
 
 def test_an_unknown_name_lists_the_known_names():
-    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); known are gpt-1"):
+    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); choose one of gpt-1"):
         workload("lama2-7b")
-    with pytest.raises(AutoshardError, match="unknown workload '%'; known are .*wide-resnet-tiny"):
+    with pytest.raises(AutoshardError, match="unknown workload '%'; choose one of .*wide-resnet-tiny"):
         workload("%")
 
 
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'; known are attention"),
-        ("gpt-1.3b", r"GPTConfig has no field 'contxt' \(did you mean context\?\); known are attention, bias"),
-        ("moe-10b", r"MoEConfig has no field 'contxt' \(did you mean context\?\); known are .*experts"),
+        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'; choose one of attention"),
+        ("gpt-1.3b", r"GPTConfig has no field 'contxt' \(did you mean context\?\); choose one of attention, bias"),
+        ("moe-10b", r"MoEConfig has no field 'contxt' \(did you mean context\?\); choose one of .*experts"),
     ],
 )
 def test_an_unknown_field_lists_the_known_fields(name, message):
