@@ -1,6 +1,6 @@
-"""A program written for one device, trained on many: shardings found, planned, written in and explained.
+"""Plans the shardings of a JAX program that is written for one device, and runs it on many.
 
-Names are loaded when they are first used, so that the command line can set up devices before JAX starts.
+Public names are imported on first use, so that the command line can configure devices before JAX starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autoshard.spmdrules.propagation.propagate import Propagation as Propagation
     from autoshard.spmdrules.propagation.propagate import propagate as propagate
 
-_PLACES = {
+_MODULES = {
     "AutoshardError": "errors",
     "AutoshardWarning": "errors",
     "auto_shard": "sharding.api.entry_points",
@@ -43,13 +43,13 @@ _PLACES = {
     "Rule": "spmdrules.core.rule",
 }
 
-__all__ = ["__version__", *_PLACES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'autoshard' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"autoshard.{_PLACES[name]}"), name)
+    value = getattr(importlib.import_module(f"autoshard.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,16 +1,16 @@
-"""Lines of plain text: aligned columns, wrapped lists."""
+"""Layout of plain text: aligned columns, wrapped lists, shortened lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-WIDTH = 100
+WIDTH = 100  # characters in a line; chosen
 INDENT = "  "
-LINES_SHOWN = 10  # lines of a list in one message: enough to see the pattern, short enough to read
+LINES_SHOWN = 10  # lines of a list in one message; chosen: shows a pattern and stays readable
 
 
 def wrap(start: str, words: Iterable[str]) -> list[str]:
-    """Words with commas between them, wrapped under `start`."""
+    """Joins words with commas and wraps them in lines; the first line begins with `start`, the others are indented."""
     words = list(words)
     lines, pad = [start], " " * len(start)
     for i, word in enumerate(words):
@@ -22,7 +22,7 @@ def wrap(start: str, words: Iterable[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as aligned columns, two spaces apart; the columns in `right` end at the same place."""
+    """Aligns rows in columns, two spaces apart. The columns whose indices are in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -33,12 +33,12 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 
 
 def cut(text: str, width: int) -> str:
-    """The text, shortened to `width` if it is longer."""
+    """Shortens a text to `width` characters at its end."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def cut_middle(text: str, width: int) -> str:
-    """The text, shortened to `width` if it is longer; of a path the end says most, so a little more of it stays."""
+    """Shortens a text to `width` characters in its middle. The end keeps at least half: it matters most in a path."""
     if len(text) <= width:
         return text
     head = (width - 3) // 2
@@ -46,7 +46,7 @@ def cut_middle(text: str, width: int) -> str:
 
 
 def listing(lines: Sequence[str]) -> str:
-    """The first lines of a list, indented, and how many more there are."""
+    """Indents the first `LINES_SHOWN` lines of a list and says how many more there are."""
     shown = "\n".join(f"  {line}" for line in lines[:LINES_SHOWN])
     hidden = len(lines) - LINES_SHOWN
     return f"{shown}\n  and {hidden} more" if hidden > 0 else shown

@@ -1,4 +1,4 @@
-"""The garbage collector, out of the way of work that makes much and leaves no cycles."""
+"""Pauses the garbage collector around code that allocates many objects without reference cycles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No garbage collection in here: beside a traced program it takes as long as the rules themselves.
+    """Disables garbage collection in this context.
+
+    With a traced program in memory, garbage collection takes as long as evaluating the rules.
 
     Example:
         >>> with paused():

@@ -1,7 +1,7 @@
-"""What the processes of a `jax.distributed` run tell each other, with a deadline on every wait.
+"""Exchanges texts and arrays between the processes of a `jax.distributed` run, with a deadline on every wait.
 
-Texts go through the coordination service, not over the devices: a collective has no deadline, and one from here could
-meet a train step's own on the devices in another order in another process.
+They go through the coordination service, not over the devices. A collective has no deadline, and it could run in a
+different order relative to a train step's collectives in different processes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from autoshard import _compat
 from autoshard.errors import AutoshardError
 
-DEADLINE_S = 900.0  # for another process to come to where this one is: long enough for its compiler
-_numbers = itertools.count()
-_MARK = "|"  # between what an exchange is about and what is told
+DEADLINE_S = 900.0  # for another process to reach the same call; chosen: long enough to compile a large program
+_numbers = itertools.count()  # numbers the exchanges, which every process makes in the same order
+_SEPARATOR = "|"  # between the subject of an exchange and its text
 
 
 class MissingProcessError(AutoshardError):
-    """Another process did not come to where this one waited for it.
+    """Another process did not reach a common call in time.
 
     Attributes:
-        processes: which.
-        what: what was waited for.
-        seconds: how long.
+        processes: indices of the missing processes.
+        what: the subject of the exchange.
+        seconds: how long this process waited.
     """
 
     def __init__(self, message: str, *, processes: Sequence[int], what: str, seconds: float) -> None:
@@ -37,16 +37,19 @@ class MissingProcessError(AutoshardError):
 
 
 def exchange(what: str, text: str, deadline_s: float | None = None) -> list[str]:
-    """What each process tells at this point, by process. All processes call this in the same order.
+    """Exchanges a text with all processes. Every process must make the same calls in the same order.
 
     Args:
-        what: what it is about, the same in every process; for errors.
-        text: what this process tells.
-        deadline_s: how long the others may take; `DEADLINE_S` by default.
+        what: the subject, the same in every process; named in errors.
+        text: this process's text.
+        deadline_s: how long to wait for the others, in seconds; defaults to `DEADLINE_S`.
+
+    Returns:
+        The text of each process, by process index.
 
     Raises:
-        MissingProcessError: one has not come in time.
-        AutoshardError: one came to another exchange: the processes run different code.
+        MissingProcessError: if a process did not make the call in time.
+        AutoshardError: if a process made an exchange about something else: the processes run different code.
     """
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
@@ -54,42 +57,42 @@ def exchange(what: str, text: str, deadline_s: float | None = None) -> list[str]
     deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     number = next(_numbers)
     key = f"autoshard/exchange/{number}"
-    _compat.tell_processes(f"{key}/{me}", f"{what}{_MARK}{text}")
+    _compat.tell_processes(f"{key}/{me}", f"{what}{_SEPARATOR}{text}")
     until = time.monotonic() + deadline_s
     found = [_compat.hear_process(f"{key}/{p}", max(until - time.monotonic(), 0.01)) for p in range(count)]
-    missing = [process for process, said in enumerate(found) if said is None]
+    missing = [process for process, entry in enumerate(found) if entry is None]
     if missing:
         raise MissingProcessError(
-            f"{what}: {named(missing)} did not come within {deadline_s:g} s: gone, stopped, or busy with other work",
+            f"{what}: {named(missing)} did not arrive within {deadline_s:g} s (ended, stopped, or busy)",
             processes=missing,
             what=what,
             seconds=deadline_s,
         )
-    # Whoever has told this has read all of the exchange before.
+    # A process that made this exchange has read all texts of the previous one, so this process's can be deleted.
     _compat.forget_told(f"autoshard/exchange/{number - 1}/{me}")
-    parts = [str(said).partition(_MARK) for said in found]
-    elsewhere = [process for process, (about, _, _) in enumerate(parts) if about != what]
+    parts = [str(entry).partition(_SEPARATOR) for entry in found]
+    elsewhere = [process for process, (subject, _, _) in enumerate(parts) if subject != what]
     if elsewhere:
         raise AutoshardError(
-            f"{what}: {named(elsewhere)} came to {parts[elsewhere[0]][0]!r} instead: each process must run the same "
-            "code on the same settings"
+            f"{what}: {named(elsewhere)} exchanged {parts[elsewhere[0]][0]!r} instead. Each process must run the same "
+            "code with the same settings"
         )
-    return [told for _, _, told in parts]
+    return [text for _, _, text in parts]
 
 
 def gathered(what: str, value: np.ndarray, deadline_s: float | None = None) -> np.ndarray:
-    """The arrays of all processes, of one shape and dtype, [processes, ...].
+    """Gathers an array of the same shape and dtype from all processes, stacked as `[processes, ...]`.
 
     Raises:
-        MissingProcessError: one has not come in time.
+        MissingProcessError: if a process did not make the call in time.
     """
     value = np.asarray(value)
-    told = exchange(what, base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(), deadline_s)
-    rows = [np.frombuffer(base64.b64decode(one), value.dtype).reshape(value.shape) for one in told]
+    texts = exchange(what, base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(), deadline_s)
+    rows = [np.frombuffer(base64.b64decode(text), value.dtype).reshape(value.shape) for text in texts]
     return np.stack(rows)
 
 
 def named(processes: Sequence[int]) -> str:
-    """`process 3`, `processes 1, 2`."""
+    """Names processes in a message: `process 3`, `processes 1, 2`."""
     shown = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")
     return f"process {shown}" if len(processes) == 1 else f"processes {shown}"

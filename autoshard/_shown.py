@@ -1,4 +1,4 @@
-"""Objects that can be printed at any time: in a debugger, in the middle of being built, with parts that cannot be."""
+"""Classes whose objects can always be printed: in a debugger, half-built, or with attributes that cannot be printed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
-SHOWN: list[type] = []  # every class of which this holds
+SHOWN: list[type] = []  # every class that `shown` decorates
 
 
 def shown(cls: C) -> C:
-    """A class decorator, above `@dataclass`: `repr` and `str` say what is missing instead of raising.
+    """Class decorator, above `@dataclass`: `repr` and `str` never raise.
 
-    `format` takes any specification.
+    If the class's own method raises, they name the attributes that the object has. `format` accepts any specification.
 
     >>> @shown
     ... class Pair:
@@ -27,13 +27,13 @@ def shown(cls: C) -> C:
     for name in ("__repr__", "__str__"):
         if name in cls.__dict__:
             setattr(cls, name, _guarded(cls.__dict__[name]))
-    setattr(cls, "__format__", _format)  # noqa: B010  not a method of `type`'s
+    setattr(cls, "__format__", _format)  # noqa: B010  a plain assignment fails type checking
     SHOWN.append(cls)
     return cls
 
 
 def _format(self: Any, spec: str) -> str:
-    """The text, laid out as `str`'s own format has it; one that `str` does not have leaves it as it is."""
+    """Formats the text as `str` would; ignores a specification that `str` does not support."""
     try:
         return format(str(self), spec)
     except ValueError:
@@ -45,8 +45,8 @@ def _guarded(original: Callable[[Any], str]) -> Callable[[Any], str]:
     def text(self: Any) -> str:
         try:
             return original(self)
-        except Exception:  # a part may be missing or raise anything: a debugger shows what there is of the object
-            there = ", ".join(getattr(self, "__dict__", ())) or "nothing yet"
-            return f"<{type(self).__name__}, half-built: {there}>"
+        except Exception:  # an attribute may be missing, or its `repr` may raise anything
+            present = ", ".join(getattr(self, "__dict__", ())) or "nothing yet"
+            return f"<{type(self).__name__}, half-built: {present}>"
 
     return text

@@ -1,4 +1,4 @@
-"""Values from outside (JSON, TOML, a command line) as the types that dataclasses declare."""
+"""Converts values from JSON, TOML or a command line to the types that dataclasses declare."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _WORDS: Mapping[Any, str] = {
 
 
 def fit(value: Any, kind: Any, where: str, problems: list[str], readers: Readers = types.MappingProxyType({})) -> Any:
-    """A value as a type: lists as tuples, tables and rows as dataclasses, whole numbers as floats where those belong.
+    """Converts a value to a type: lists to tuples, tables and rows to dataclasses, whole numbers to floats.
 
     Args:
-        value: of JSON's or TOML's types.
-        kind: a type as an annotation has it.
-        where: what messages call the value.
-        problems: gets a sentence for each value that does not fit; what is returned then is of no use.
-        readers: how other types are read: `(value, where, problems) -> value`.
+        value: a value of the types that JSON and TOML have.
+        kind: the type, written as in an annotation.
+        where: the name of the value in messages.
+        problems: receives a message for each value of a wrong type.
+        readers: functions that convert other types, `(value, where, problems) -> value`.
+
+    Returns:
+        The converted value; meaningless if a problem was added.
 
     >>> wrong = []
     >>> fit([1, 2.5], tuple[float, ...], "rates", wrong), wrong
@@ -44,14 +47,14 @@ def fit(value: Any, kind: Any, where: str, problems: list[str], readers: Readers
     if origin in (Union, types.UnionType):
         return _fit_one_of(value, arguments, where, problems, readers)
     if origin is Literal:
-        return value if _is_choice(value, arguments) else _complain(value, kind, where, problems)
+        return value if _is_choice(value, arguments) else _report(value, kind, where, problems)
     if origin is Any:
         return value
     if origin is tuple:
         return _fit_tuple(value, kind, where, problems, readers)
     if origin is Mapping:
         if not isinstance(value, Mapping):
-            return _complain(value, kind, where, problems)
+            return _report(value, kind, where, problems)
         named = [(fit(k, arguments[0], f"a key of {where}", problems), k) for k in value]
         return {k: fit(value[old], arguments[1], f"{where} {k!r}", problems, readers) for k, old in named}
     if dataclasses.is_dataclass(origin):
@@ -60,7 +63,7 @@ def fit(value: Any, kind: Any, where: str, problems: list[str], readers: Readers
 
 
 def finite(value: Any, where: str, problems: list[str]) -> Any:
-    """Reads a number that is neither infinite nor NaN, whole or not: a reader for `fit`."""
+    """A reader for `fit` that accepts any finite int or float."""
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if number and abs(value) <= sys.float_info.max:
         return value
@@ -71,12 +74,12 @@ def finite(value: Any, where: str, problems: list[str]) -> Any:
 def _fit_plain(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
-    # bool is an int to Python, and a mistake where something is counted.
+    # In Python a bool is an int, but a bool in place of a number is a mistake.
     if kind is float and isinstance(value, int) and abs(value) < sys.float_info.max and not isinstance(value, bool):
         return float(value)
     if isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
         return value
-    return _complain(value, kind, where, problems)
+    return _report(value, kind, where, problems)
 
 
 def _fit_one_of(value: Any, kinds: Sequence[Any], where: str, problems: list[str], readers: Readers) -> Any:
@@ -85,19 +88,19 @@ def _fit_one_of(value: Any, kinds: Sequence[Any], where: str, problems: list[str
         if not wrong:
             return found
     inner = [kind for kind in kinds if kind is not types.NoneType]
-    if len(inner) == 1:  # what is wrong inside says more than what the whole is not
+    if len(inner) == 1:  # a problem inside of the value says more than one about the whole value
         return fit(value, inner[0], where, problems, readers)
-    return _complain(value, Union[tuple(kinds)], where, problems)  # noqa: UP007  made of a tuple
+    return _report(value, Union[tuple(kinds)], where, problems)  # noqa: UP007  from a tuple
 
 
 def _fit_tuple(value: Any, kind: Any, where: str, problems: list[str], readers: Readers) -> Any:
     kinds = get_args(kind)
     if not isinstance(value, list | tuple):
-        return _complain(value, kind, where, problems)
+        return _report(value, kind, where, problems)
     if kinds[-1:] == (...,):
         kinds = (kinds[0],) * len(value)
     elif len(kinds) != len(value):
-        return _complain(value, kind, where, problems)
+        return _report(value, kind, where, problems)
     pairs = enumerate(zip(value, kinds, strict=True))
     return tuple(fit(each, one, f"{where}[{n}]", problems, readers) for n, (each, one) in pairs)
 
@@ -109,7 +112,7 @@ def _fit_dataclass(value: Any, kind: Any, where: str, problems: list[str], reade
     if isinstance(value, list | tuple) and len(value) == len(declared):
         value = dict(zip(declared, value, strict=True))
     if not isinstance(value, Mapping):
-        return _complain(value, kind, where, problems)
+        return _report(value, kind, where, problems)
     before = len(problems)
     problems += [f"{where}: there is no '{name}'; there are {', '.join(declared)}" for name in value
                  if name not in declared]  # fmt: skip
@@ -122,7 +125,7 @@ def _fit_dataclass(value: Any, kind: Any, where: str, problems: list[str], reade
 
 @functools.cache
 def fields_of(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Each field of a dataclass: its type, and whether it has no default."""
+    """Maps each field of a dataclass to its type and whether it is required."""
     types_of, missing = get_type_hints(kind), dataclasses.MISSING
     return {
         field.name: (types_of[field.name], field.default is missing and field.default_factory is missing)
@@ -134,21 +137,21 @@ def _is_choice(value: Any, choices: Sequence[Any]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
-def _complain(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
+def _report(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
     problems.append(f"{where} is {shortly(value)}, it must be {words(kind)}")
     return value
 
 
 def shortly(value: Any) -> str:
-    """A value as messages show it: not more than 60 characters of it."""
+    """Returns a value's `repr` for a message, shortened to 60 characters (chosen to keep messages on one line)."""
     try:
         return f"{value!r:.60}"
-    except Exception:  # a user's value, whose `repr` may raise anything: the message about it must not fail
+    except Exception:  # the `repr` of a user's value may raise anything; the message must not fail
         return f"a {type(value).__name__} that cannot be shown"
 
 
 def words(kind: Any) -> str:
-    """What messages call a type.
+    """Describes a type in messages.
 
     >>> words(int | None), words(tuple[str, ...]), words(Literal["ring", "switch"])
     ('a whole number or nothing', 'a list', "'ring' or 'switch'")

@@ -1,4 +1,4 @@
-"""Numbers, source lines and specs as people read them."""
+"""Formats numbers, source lines and specs for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def bytes_text(n: float) -> str:
-    """`1.5 GiB`."""
+    """Formats a number of bytes: `1.5 GiB`."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     if not math.isfinite(n):
         return str(n)
@@ -20,7 +20,7 @@ def bytes_text(n: float) -> str:
 
 
 def time_text(us: float) -> str:
-    """`12.5 ms`."""
+    """Formats a time given in microseconds: `12.5 ms`."""
     if not math.isfinite(us):
         return str(us)
     for unit, size in (("s", 1e6), ("ms", 1e3)):
@@ -30,14 +30,14 @@ def time_text(us: float) -> str:
 
 
 def _digits(x: float) -> str:
-    """Three digits, never an exponent."""
+    """Formats a number with three significant digits, without an exponent."""
     if x == 0:
         return "0"
     return f"{x:.0f}" if abs(x) >= 99.95 else f"{x:.1f}" if abs(x) >= 9.995 else f"{x:.2f}"
 
 
 def ratio_text(a: float, b: float) -> str:
-    """`a / b` as `1.25x`; `-` where that says nothing."""
+    """Formats `a / b` as `1.25x`, or `-` if it is not a finite number."""
     if not b or not math.isfinite(a / b):
         return "-"
     ratio = a / b
@@ -45,7 +45,7 @@ def ratio_text(a: float, b: float) -> str:
 
 
 def percent_text(part: float, whole: float) -> str:
-    """`part` of `whole` in percent."""
+    """Formats `part / whole` in percent, or `-` if it is not a finite number."""
     if not whole or not math.isfinite(part / whole):
         return "-"
     share = 100 * part / whole
@@ -53,7 +53,7 @@ def percent_text(part: float, whole: float) -> str:
 
 
 def change_text(new: float, old: float, text: Callable[[float], str], tie: float) -> str:
-    """`+3.10 ms (+0.3 %)`; `the same` where the two differ by less than `tie` of the old."""
+    """Formats a change: `+3.10 ms (+0.3 %)`, or `the same` if it is at most the fraction `tie` of the old value."""
     change = new - old
     if not math.isfinite(change):
         return text(new)
@@ -67,7 +67,7 @@ def change_text(new: float, old: float, text: Callable[[float], str], tie: float
 
 
 def line_text(line: str) -> str:
-    """A source line with the last two components of its file, `models/gpt.py:171 (_project)`."""
+    """Shortens the file of a source line to its last two components: `models/gpt.py:171 (_project)`."""
     found = re.fullmatch(r"(.*?):(\d+)(?::\d+)?(?: \((.*)\))?", line)
     if not found:
         return line or "(no source line)"
@@ -77,10 +77,10 @@ def line_text(line: str) -> str:
 
 
 def spec_text(spec: Any) -> str:
-    """`P(None, 'tp')`, the same under every JAX version."""
+    """Formats a `PartitionSpec` as `P(None, 'tp')`, the same for every JAX version."""
     return f"P({', '.join(map(repr, spec))})"
 
 
 def variant_text(variant: Mapping[str, Any]) -> str:
-    """`remat=dots, accumulation=2`."""
+    """Formats a variant: `remat=dots, accumulation=2`."""
     return ", ".join(f"{name}={value}" for name, value in variant.items())

@@ -1,12 +1,12 @@
-"""A headless Chromium for tests, driven over the pipe of its DevTools protocol: no driver, port or package is needed.
+"""A headless Chromium for tests. It is controlled by the DevTools protocol over a pipe, without a driver or a port.
 
     with Browser(chromium(), folder) as browser:
         page = browser.open(file, width=1280)
         page.run("document.title")
 
-What a page asks of the network, what of that its policy forbids, what it says in its console and what it throws is
-kept in `page.requests`, `page.blocked`, `page.console` and `page.errors`. `AUTOSHARD_BROWSER=required` says that a
-Chromium must be here: a test that finds none then fails.
+A page records its network requests in `page.requests`, those that its content security policy blocks in
+`page.blocked`, its console messages in `page.console`, and its uncaught exceptions in `page.errors`. With
+`AUTOSHARD_BROWSER=required` in the environment, a test that needs a browser and finds none fails.
 """
 
 import base64
@@ -26,31 +26,32 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
     "--disable-dev-shm-usage", "--remote-debugging-pipe",
 )  # fmt: skip
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # for an answer or for a page to load; chosen
 
 
 def chromium() -> str | None:
-    """The browser's path; None where there is none."""
+    """Returns the path of a browser, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def is_required() -> bool:
-    """Whether the environment says that there must be one."""
+    """Returns whether the environment requires a browser."""
     return os.environ.get("AUTOSHARD_BROWSER") == "required"
 
 
 class BrowserError(Exception):
-    """The browser did not do what it was asked to."""
+    """The browser did not answer, or it reported an error."""
 
 
 class Browser:
-    """A running Chromium with a profile of its own."""
+    """A running Chromium with its own profile."""
 
     def __init__(self, path: str, profile: Path):
         to_browser, ours_out = os.pipe()
         ours_in, from_browser = os.pipe()
         command = [path, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        # The browser reads commands from descriptor 3 and writes answers to 4. Those above 9 cannot be in the way.
+        # The browser reads commands from descriptor 3 and writes answers to 4. The ends of the pipes first get high
+        # numbers, so that they cannot be 3 or 4 themselves.
         ends = [os.dup2(to_browser, 103), os.dup2(from_browser, 104)]
         redirected = ["bash", "-c", 'exec "$@" 3<&103 4>&104 103<&- 104>&-', "browser", *command]
         with open(profile.parent / f"{profile.name}.log", "wb") as log:
@@ -71,7 +72,7 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        """Ends the browser and what it started, by its process group."""
+        """Ends the browser and its child processes."""
         for end in (self.out, self.into):
             os.close(end)
         try:
@@ -81,7 +82,7 @@ class Browser:
             self.process.wait()
 
     def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
-        """Asks for something and waits for the answer."""
+        """Sends a command and waits for the answer."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
@@ -95,21 +96,23 @@ class Browser:
         return answer["result"]
 
     def listen(self, seconds: float) -> None:
-        """Takes in what the browser says next."""
+        """Waits for output of the browser and handles its messages."""
         ready, _, _ = select.select([self.into], [], [], max(seconds, 0.0))
         read = os.read(self.into, 1 << 20) if ready else b""
         if not read:
-            raise BrowserError(f"the browser said nothing: {self.log.read_text(errors='replace')[-2000:]}")
+            raise BrowserError(
+                f"the browser did not answer, or it ended. Its log: {self.log.read_text(errors='replace')[-2000:]}"
+            )
         *whole, self._rest = (self._rest + read).split(b"\0")
         for text in whole:
             message = json.loads(text)
             if "id" in message:
                 self._answers[message["id"]] = message
             elif (page := self.pages.get(message.get("sessionId", ""))) is not None:
-                page.hear(message["method"], message["params"])
+                page.handle(message["method"], message["params"])
 
     def open(self, file: Path, width: int = 1280, height: int = 900, dark: bool = False) -> "Page":
-        """A file in a page of its own, when it has loaded."""
+        """Opens a file in a new page and waits until it has loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self.pages[session] = Page(self, session)
@@ -126,25 +129,25 @@ class Browser:
 
 
 class Page:
-    """A page, and what it did."""
+    """A page of the browser, and a record of its events."""
 
     def __init__(self, browser: Browser, session: str):
         self.browser, self.session, self.is_loaded = browser, session, False
         self.requests: list[str] = []
         self.blocked: list[str] = []
-        self._asked: dict[str, str] = {}
+        self._urls: dict[str, str] = {}
         self.console: list[str] = []
         self.errors: list[str] = []
 
-    def hear(self, method: str, params: dict[str, Any]) -> None:
-        """Takes in an event."""
+    def handle(self, method: str, params: dict[str, Any]) -> None:
+        """Handles an event of the page."""
         if method == "Page.loadEventFired":
             self.is_loaded = True
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
-            self._asked[params["requestId"]] = params["request"]["url"]
+            self._urls[params["requestId"]] = params["request"]["url"]
         elif method == "Network.loadingFailed" and params.get("blockedReason") == "csp":
-            self.blocked.append(self._asked[params["requestId"]])
+            self.blocked.append(self._urls[params["requestId"]])
         elif method == "Runtime.consoleAPICalled":
             self.console.append(json.dumps(params["args"]))
         elif method == "Log.entryAdded":
@@ -153,22 +156,22 @@ class Page:
             self.errors.append(json.dumps(params["exceptionDetails"]))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """See `Browser.call`."""
+        """Sends a command for this page; see `Browser.call`."""
         return self.browser.call(method, self.session, **params)
 
     def resize(self, width: int, height: int = 900) -> None:
-        """Makes the window so large."""
+        """Sets the size of the window, in pixels."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Evaluates a JavaScript expression and returns its value."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise BrowserError(f"{script[:200]}: {found['exceptionDetails']['exception'].get('description')}")
         return found["result"].get("value")
 
     def middle(self, selector: str) -> tuple[float, float]:
-        """Where the middle of an element is in the window, once it is scrolled into it."""
+        """Scrolls an element into view and returns the position of its middle in the window, in pixels."""
         where = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
             "e.scrollIntoView({block: 'center', behavior: 'instant'}); const r = e.getBoundingClientRect(); "
@@ -182,13 +185,13 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, selector: str) -> None:
-        """Presses the mouse on an element, as a person does: what lies above it gets the click."""
+        """Clicks at the position of an element, as a person does: an element on top of it gets the click."""
         x, y = self.middle(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def write(self, selector: str, text: str) -> None:
-        """Types into a field in place of what stands there."""
+        """Replaces the text of a field by typing."""
         self.click(selector)
         self.run(f"document.querySelector({json.dumps(selector)}).select()")
         if text:
@@ -199,7 +202,7 @@ class Page:
                           windowsVirtualKeyCode=8)  # fmt: skip
 
     def screenshot(self, file: Path, top: float = 0.0, height: float | None = None) -> None:
-        """Writes a picture of the page, or of a part of it."""
+        """Saves an image of the page, or of the part that starts at `top`."""
         width, whole = self.run("[innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": top, "width": width, "height": height or whole - top, "scale": 1}
         found = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)

@@ -1,4 +1,4 @@
-"""What every test shares: 8 virtual CPU devices, a compilation cache, our own warnings as errors, helpers."""
+"""Shared setup of all tests: 8 virtual CPU devices, a compilation cache, our warnings as errors, and fixtures."""
 
 import gc
 import hashlib
@@ -18,8 +18,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Eight devices; and machine code that is compiled fast rather than fast: tests compile far longer than they run.
-# XLA's emitters of fusions triple that time; it refuses flags that it does not know, as this one since JAX 0.11.
+# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. XLA's fusion
+# emitters triple that time. From JAX 0.11 on, XLA does not know their flag, and it rejects unknown flags.
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -28,59 +28,67 @@ for flag in FLAGS:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax  # noqa: E402  it reads both variables when it is imported
+import jax  # noqa: E402  reads both variables on import
 
 from tests import browser  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE_LIMIT_BYTES = 1 << 30
-# Of the 65,530 that Linux gives a process: each compiled program takes a few, and beyond them the compiler crashes.
-MOST_MAPPINGS = 30_000
+TESTS = ROOT / "tests"
+CACHE_LIMIT_BYTES = 1 << 30  # chosen: the cache of compiled programs is emptied above this size
+# Linux allows a process 65,530 memory mappings by default. Each compiled program takes a few, and the compiler crashes
+# when there are none left. Chosen: about half.
+MAX_MAPPINGS = 30_000
 
-# What hardly depends on the version of JAX, or is of what other tests run on both: the quick suite leaves it out.
+# Test files, relative to `tests/`, that the quick suite leaves out. Either they hardly depend on the version of JAX, or
+# other tests run the same code on every version.
 ON_ONE_JAX = {
-    "test_attention", "test_catalogue_activation", "test_catalogue_attention", "test_catalogue_convolution",
-    "test_catalogue_elementwise", "test_catalogue_indexing", "test_catalogue_layout", "test_catalogue_linalg",
-    "test_catalogue_losses", "test_catalogue_moe", "test_catalogue_norms", "test_catalogue_order",
-    "test_catalogue_random", "test_catalogue_reduction", "test_cli", "test_config", "test_data", "test_derive",
-    "test_damage", "test_digest", "test_discover", "test_docs", "test_golden", "test_harness", "test_history",
-    "test_improve", "test_loss", "test_padding", "test_rediscovery", "test_report", "test_routing", "test_sample",
-    "test_unfit", "test_variants", "test_vendor", "test_whatif", "test_writing_rules",
+    "ckpt/state/test_array_digest", "ckpt/test_damage", "foreign/test_harness", "golden/test_golden",
+    "models/test_attention", "models/test_loss", "models/test_sample", "sharding/axes/test_expert_routing",
+    "sharding/discover/test_rule_discovery", "sharding/planner/test_infeasible",
+    "sharding/planner/test_search_summary", "sharding/planner/test_variants", "sharding/planner/test_what_if",
+    "sharding/report/test_report", "sharding/search/test_local_search", "sharding/search/test_padding",
+    "sharding/search/test_rediscovery", "spmdrules/catalogue/test_activation", "spmdrules/catalogue/test_attention",
+    "spmdrules/catalogue/test_convolution", "spmdrules/catalogue/test_elementwise",
+    "spmdrules/catalogue/test_indexing", "spmdrules/catalogue/test_layout", "spmdrules/catalogue/test_linalg",
+    "spmdrules/catalogue/test_losses", "spmdrules/catalogue/test_moe", "spmdrules/catalogue/test_norms",
+    "spmdrules/catalogue/test_order", "spmdrules/catalogue/test_random", "spmdrules/catalogue/test_reduction",
+    "spmdrules/families/test_cudnn", "spmdrules/reference/test_derive", "spmdrules/test_writing_rules", "test_cli",
+    "test_docs", "train/config/test_train_config", "train/data/test_text_data", "train/program/test_variants",
 }  # fmt: skip
 
-# No deadline: the first example of a test compiles. Derandomised: a red run is red again.
+# No deadline: the first example of a test compiles. Derandomised: every run tests the same examples.
 hypothesis.settings.register_profile("autoshard", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("autoshard")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs between runs, under pytest's own cache (`pytest --cache-clear` empties it)."""
+    """Keeps compiled programs between runs in pytest's cache (`pytest --cache-clear` empties it)."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") or getattr(config, "cache", None) is None:
         return
     folder = config.cache.mkdir("jax") / _machine()
     if not hasattr(config, "workerinput") and _size_bytes(folder) > CACHE_LIMIT_BYTES:
         shutil.rmtree(folder, ignore_errors=True)
-    # By jax.config and not by the environment: the processes that tests start compile for themselves.
+    # Set by jax.config, not by the environment: processes that tests start do not use the cache.
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Two programs that differ in source lines only are two: audits and plans report those lines.
+    # Programs that differ only in source lines have separate entries, because audits and plans report those lines.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
-_ended = itertools.count(1)
+_finished_tests = itertools.count(1)
 
 
 def pytest_runtest_logfinish() -> None:
-    """Lets go of compiled programs before a process has too many of them."""
+    """Frees compiled programs before the process runs out of memory mappings."""
     maps = Path("/proc/self/maps")
-    if next(_ended) % 50 == 0 and maps.exists() and maps.read_text().count("\n") > MOST_MAPPINGS:
+    if next(_finished_tests) % 50 == 0 and maps.exists() and maps.read_text().count("\n") > MAX_MAPPINGS:
         jax.clear_caches()
         gc.collect()
 
 
 def _machine() -> str:
-    """A name for what compiled code depends on and the cache's key leaves out: the processor's features."""
+    """Names what compiled code depends on and the cache's key lacks: JAX's version and the CPU's features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -95,7 +103,7 @@ def _size_bytes(folder: Path) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what this machine cannot run, and says why; marks the files that one JAX version is enough for."""
+    """Skips tests that this machine cannot run, and marks the files that need only one JAX version."""
     needs = {
         "tpu_compile": (importlib.util.find_spec("libtpu") is not None, "needs the extra aot-tpu"),
         "cuda_compile": (
@@ -109,7 +117,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
     for item in items:
-        if item.path.stem in ON_ONE_JAX:
+        if item.path.is_relative_to(TESTS) and str(item.path.relative_to(TESTS).with_suffix("")) in ON_ONE_JAX:
             item.add_marker("whole")
         for marker, (is_here, reason) in needs.items():
             if not is_here and item.get_closest_marker(marker):
@@ -118,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_warnings_are_errors() -> Iterator[None]:
-    """A warning of ours that a test does not expect (`pytest.warns`) fails it."""
+    """Fails a test if we warn unexpectedly (without `pytest.warns`)."""
     from autoshard.errors import AutoshardWarning
 
     with warnings.catch_warnings():
@@ -128,14 +136,14 @@ def own_warnings_are_errors() -> Iterator[None]:
 
 @pytest.fixture
 def strict_numerics() -> Iterator[None]:
-    """No implicit promotion of dtypes or ranks. For our own modules; optax and foreign code need both."""
+    """Forbids implicit promotion of dtypes and ranks. For our own modules only: optax and foreign code need both."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., jax.sharding.Mesh]:
-    """Makes a mesh with Auto axes over the first devices: `mesh_of(data=2, model=4)`."""
+    """Returns a function that makes a mesh of Auto axes over the first devices: `mesh_of(data=2, model=4)`."""
 
     def make(**axes: int) -> jax.sharding.Mesh:
         kinds = (jax.sharding.AxisType.Auto,) * len(axes)
@@ -147,19 +155,19 @@ def mesh_of() -> Callable[..., jax.sharding.Mesh]:
 
 @pytest.fixture(scope="session")
 def mesh8(mesh_of: Callable[..., jax.sharding.Mesh]) -> jax.sharding.Mesh:
-    """Eight devices, `data` 2 x `model` 4."""
+    """A mesh of eight devices, `data` 2 x `model` 4."""
     return mesh_of(data=2, model=4)
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository's root."""
+    """The root folder of the repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python code in a fresh interpreter: `run_python("import autoshard", cwd=tmp_path)`."""
+    """Returns a function that runs code in a new interpreter: `run_python("import autoshard", cwd=tmp_path)`."""
 
     def run(code: str, *, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", code]

@@ -19,8 +19,7 @@ PACKAGE = ROOT / "autoshard"
 LINKS = ("spmdrules", "sharding", "models", "ckpt")
 
 PRIVATE = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib", "flax._src", "orbax.checkpoint._src")
-# What stands outside _compat.py all the same: the one public home of the type that rules are registered for.
-# What JAX documents for those who write a primitive of their own.
+# Allowed outside `_compat`: what JAX documents for writing a primitive, and the public name of the primitives' type.
 ALLOWED = (
     "jax.extend.core.Primitive",
     "jax.interpreters.ad",
@@ -106,7 +105,7 @@ def test_jax_private_names_stand_in_compat_only():
     found = [
         f"{file.relative_to(ROOT)}:{line} {target}"
         for file, name, tree in modules()
-        if file != PACKAGE / "_compat.py"
+        if PACKAGE / "_compat" not in file.parents
         for line, target in imports(tree, name.rpartition(".")[0])
         if f"{target}.".startswith(tuple(f"{private}." for private in PRIVATE)) and target not in ALLOWED
     ]
@@ -117,7 +116,7 @@ def test_jax_version_is_asked_for_in_compat_only():
     found = [
         str(file.relative_to(ROOT))
         for file, _, tree in modules()
-        if file != PACKAGE / "_compat.py"
+        if PACKAGE / "_compat" not in file.parents
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("__version_info__", "__version__")
         if isinstance(node.value, ast.Name) and node.value.id in ("jax", "jaxlib", "flax")

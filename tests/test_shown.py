@@ -1,4 +1,4 @@
-"""Every object that a user gets hold of can be printed and copied: whole, half-built, or with parts that cannot be."""
+"""Every public object can be printed and copied: whole, half-built, or with attributes that cannot be printed."""
 
 import copy
 import dataclasses
@@ -33,7 +33,7 @@ HIDDEN = {"problem", "traced", "layout", "assignment", "executable"}  # the plan
 
 @cache
 def samples() -> dict[str, Any]:
-    """What the package's functions give."""
+    """Makes a result of each public function."""
     step = autoshard.auto_shard(sgd_step, plan="fsdp:8")
     plan = step.plan(mlp_state(), batch())
     x = jax.ShapeDtypeStruct((8, 4), "float32")
@@ -53,7 +53,7 @@ def samples() -> dict[str, Any]:
 
 
 def reached(start: Any) -> Iterator[Any]:
-    """An object and all of the package's that are reached from it by public attributes, in containers too."""
+    """Yields all objects of our classes that are reachable from `start` through public attributes and containers."""
     todo, seen = [start], set()
     while todo:
         x = todo.pop()
@@ -71,7 +71,7 @@ def reached(start: Any) -> Iterator[Any]:
 
 @cache
 def public_classes() -> dict[str, type]:
-    """What is exported, what is reached from the samples, all errors, and every other class decorated to be shown."""
+    """Collects the exported classes, those reachable from the samples, all errors, and all classes with `@shown`."""
     found = [getattr(autoshard, name) for name in autoshard.__all__ if name != "__version__"]
     found += [type(x) for sample in samples().values() for x in reached(sample)]
     for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
@@ -93,7 +93,7 @@ def check(x: Any, deep: bool = True) -> None:
         assert type(made) is type(x) and isinstance(repr(made), str)
 
 
-def test_there_is_something_to_look_at():
+def test_public_classes_are_found():
     names = {name.rpartition(".")[2] for name in public_classes()}
     assert {"Plan", "Leaf", "Estimate", "Audit", "Rule", "Factor", "Discovery", "Propagation", "Target"} <= names
     assert {"Chip", "Checkpointer", "AutoSharded", "TrainConfig", "FixedError", "DoesNotFitError"} <= names
@@ -109,7 +109,7 @@ def test_half_built_objects_can_be_printed_and_copied():
                 object.__setattr__(half, field, None)
             try:
                 check(half)
-            except Exception as error:  # whatever it is, it is named with the others
+            except Exception as error:  # collect all failures
                 wrong.append(f"{name} with {count} fields: {error!r}")
     assert not wrong, "\n".join(wrong)
 
@@ -128,7 +128,7 @@ class Unprintable:
     __str__ = __format__ = __repr__  # type: ignore[assignment]
 
 
-def test_a_part_that_cannot_be_printed_does_not_spoil_the_rest():
+def test_an_attribute_that_cannot_be_printed_does_not_make_repr_fail():
     plan = samples()["plan"].where(chosen=Unprintable(), target=Unprintable(), notes=Unprintable())
     for text in TEXTS:
         assert "Plan" in text(plan) or "half-built" in text(plan)
@@ -136,7 +136,7 @@ def test_a_part_that_cannot_be_printed_does_not_spoil_the_rest():
     assert repr(leaf).startswith("<Leaf, half-built: path, shape")
 
 
-def test_errors_are_copied_and_sent_with_what_they_say():
+def test_errors_keep_their_message_when_copied_or_pickled():
     found: list[Any] = [FixedError("step", ["one", "two"], ". So what"), AutoshardWarning("careful")]
     found.append(DamagedCheckpointError("broken", step=3, cause="it is", leaves=["a"]))
     for error in found:
@@ -144,7 +144,7 @@ def test_errors_are_copied_and_sent_with_what_they_say():
             assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
 
 
-def test_a_checkpointer_is_printed_and_copied(tmp_path):
+def test_a_checkpointer_can_be_printed_and_copied(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(4)}, config={})
         checkpoints.wait()

@@ -1,20 +1,15 @@
-"""Models in Flax, one file each, written for one device and without a sharding annotation."""
+"""Models in Flax NNX, written for one device and without sharding annotations."""
 
-if __name__ != "autoshard.models":  # through the link at the root: no second copy may come to be
+if __name__ != "autoshard.models":  # imported through the link at the root, which would load a second copy
     raise ImportError("'models' at the root is only a link: import autoshard.models instead")
 
 from autoshard.models.attention import attention
-from autoshard.models.gpt import (
-    GPT,
-    GPTConfig,
-    flops_per_token,
-    loss_fn,
-    parameter_count,
-    restack,
-)
+from autoshard.models.gpt import GPT, loss_fn, parameter_count, restack
+from autoshard.models.gpt_config import GPTConfig, flops_per_token
 from autoshard.models.llama import LLAMA
 from autoshard.models.loss import cross_entropy
-from autoshard.models.moe import MoE, MoEConfig
+from autoshard.models.moe import MoE
+from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sample import generate
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
 from autoshard.models.stack import REMAT_POLICIES

@@ -1,13 +1,13 @@
-"""Experts without a capacity, each multiplying the rows of the tokens that chose it.
+"""Experts without a capacity limit: each expert processes the rows of all tokens that chose it.
 
-Tokens are sorted by expert, the experts' weights are applied to groups of rows (`lax.ragged_dot`), and the rows go back
-to their tokens. Sorted over a whole batch, every row may go anywhere, and no plan could leave a token where it is. So
-the whole of it is one operator, of which every shard sorts the tokens that it has, for the experts and the part of
-their hidden size that it has: what it gives is its term of the sum over experts and hidden units. Values do not depend
-on the order of rows. Like every function with a `custom_vjp` it has no forward-mode derivative.
+Tokens are sorted by expert, the experts' weights are applied to groups of rows (`lax.ragged_dot`), and the results
+return to the tokens' positions. A sort over the whole batch may move every row to another device, so no plan could keep
+tokens local. Therefore all of this is one operator: each shard sorts its own tokens, for its own experts and its own
+part of their hidden size, and computes its term of the sum over experts and hidden units. The values do not depend on
+the order of rows. Like every function with a `custom_vjp`, the operator has no forward-mode derivative.
 
-Gates multiply hidden units and not what is made of them, so that gradients need no product for what the gates meet.
-Hidden units are computed again for the gradients.
+Gates multiply the hidden units, not the output of an expert. The gates' gradients then need no matrix product of their
+own. The backward pass recomputes the hidden units.
 
 Sources: MegaBlocks (arXiv:2211.15841); the gated unit, Shazeer (arXiv:2002.05202).
 """
@@ -30,23 +30,23 @@ _GELU, _SWIGLU = "e d f, e f d", "e d f, e d f, e f d"
 def experts(
     x: jax.Array, gates: jax.Array, chosen: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array | None = None
 ) -> jax.Array:
-    """`sum over k of gates[k] * expert[chosen[k]](x)`.
+    """Compute `sum over k of gates[k] * expert[chosen[k]](x)`.
 
-    An expert is `gelu(x up) down`, or with a gate `(silu(x gate) * x up) down`.
+    An expert is `gelu(x up) down`, or `(silu(x gate) * x up) down` with a gate.
 
     Args:
         x: `[batch, seq, embed]`.
         gates: `[batch, seq, top_k]`.
-        chosen: which experts, integers `[batch, seq, top_k]`.
+        chosen: indices of the chosen experts, integers `[batch, seq, top_k]`.
         up: `[experts, embed, ffn]`.
         down: `[experts, ffn, embed]`.
         gate: `[experts, embed, ffn]`, or None.
 
     Returns:
-        `[batch, seq, embed]`, in the type of `x`.
+        `[batch, seq, embed]` in the dtype of `x`.
     """
     chosen = chosen.astype(jnp.int32)
-    own = lax.iota(jnp.int32, up.shape[0])  # cut with the experts, it says which of them a shard has
+    own = lax.iota(jnp.int32, up.shape[0])  # sharded like the experts: the indices of a shard's experts
     if gate is None:
         return gelu_experts(x, gates, chosen, own, up, down)
     return swiglu_experts(x, gates, chosen, own, gate, up, down)
@@ -60,45 +60,48 @@ def _swiglu(products: Sequence[jax.Array]) -> jax.Array:
     return jax.nn.silu(products[0]) * products[1]
 
 
-def _mixed(
+def _mix(
     activation: Callable[[Sequence[jax.Array]], jax.Array],
     x: jax.Array, gates: jax.Array, chosen: jax.Array, own: jax.Array, *weights: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """What these experts add to these tokens.
+    """Compute what the experts with indices `own` add to these tokens.
 
-    Rows of no group may hold anything behind a `ragged_dot`, and behind its derivatives: both sides of each are masked.
+    `ragged_dot` and its derivatives may leave arbitrary values in rows outside of all groups. Therefore both the
+    operands and the results of each product are masked.
     """
     *first, down = weights
     top_k, width, count = chosen.shape[2], x.shape[2], own.shape[0]
     choices = chosen.reshape(-1) - own[0]
-    choices = jnp.where((choices >= 0) & (choices < count), choices, count)  # other shards' experts come last
+    choices = jnp.where(
+        (choices >= 0) & (choices < count), choices, count
+    )  # choices of other shards' experts sort last
     order = jnp.argsort(choices)
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
-    mine = (jnp.arange(choices.shape[0]) < jnp.sum(sizes))[:, None]
-    rows = jnp.where(mine, x.reshape(-1, width)[order // top_k], 0)
-    hidden = activation([jnp.where(mine, lax.ragged_dot(rows, w, sizes), 0) for w in first])
+    valid = (jnp.arange(choices.shape[0]) < jnp.sum(sizes))[:, None]
+    rows = jnp.where(valid, x.reshape(-1, width)[order // top_k], 0)
+    hidden = activation([jnp.where(valid, lax.ragged_dot(rows, w, sizes), 0) for w in first])
     hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
-    made = jnp.where(mine, lax.ragged_dot(jnp.where(mine, hidden, 0), down, sizes), 0)
-    back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
-    return jnp.sum(back.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
+    outputs = jnp.where(valid, lax.ragged_dot(jnp.where(valid, hidden, 0), down, sizes), 0)
+    unsorted = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True)
+    return jnp.sum(unsorted.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
 
 
 def _gradients(activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The cotangents of tokens, gates and weights."""
+    """Compute the cotangents of tokens, gates and weights."""
     x, gates, chosen, own, *weights, cotangent = operands
-    _, pull = jax.vjp(lambda x, gates, *w: _mixed(activation, x, gates, chosen, own, *w), x, gates, *weights)
+    _, pull = jax.vjp(lambda x, gates, *w: _mix(activation, x, gates, chosen, own, *w), x, gates, *weights)
     return pull(cotangent)
 
 
 @operator(f"{_TOKENS}, {_GELU}, b s d -> b s d, b s k, {_GELU}; reduce b s e f; whole d k")
 def gelu_experts_gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The cotangents of `gelu_experts`' tokens, gates and weights."""
+    """Compute the cotangents of `gelu_experts`' tokens, gates and weights."""
     return _gradients(_gelu, *operands)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU}, b s d -> b s d, b s k, {_SWIGLU}; reduce b s e f; whole d k")
 def swiglu_experts_gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The cotangents of `swiglu_experts`' tokens, gates and weights."""
+    """Compute the cotangents of `swiglu_experts`' tokens, gates and weights."""
     return _gradients(_swiglu, *operands)
 
 
@@ -112,11 +115,11 @@ def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 @operator(f"{_TOKENS}, {_GELU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(gelu_experts_gradients)))
 def gelu_experts(*operands: jax.Array) -> jax.Array:
-    """What the experts numbered `own` add to tokens: operands as `_mixed` takes them, `up` and `down` last."""
-    return _mixed(_gelu, *operands)
+    """Compute what the experts with indices `own` add: `_mix` with the weights `up` and `down`."""
+    return _mix(_gelu, *operands)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(swiglu_experts_gradients)))
 def swiglu_experts(*operands: jax.Array) -> jax.Array:
-    """What the experts numbered `own` add to tokens: operands as `_mixed` takes them, `gate`, `up` and `down` last."""
-    return _mixed(_swiglu, *operands)
+    """Compute what the experts with indices `own` add: `_mix` with the weights `gate`, `up` and `down`."""
+    return _mix(_swiglu, *operands)

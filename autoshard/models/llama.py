@@ -1,11 +1,11 @@
 """Llama 1, 2 and 3 as configurations of `GPT`.
 
-RMSNorm, rotary positions, SwiGLU, no biases, a head of its own, grouped queries from the larger models on;
-computed in bfloat16 with float32 parameters. From 2048 keys on attention is blockwise.
+The models have RMSNorm, rotary positions, SwiGLU, no biases and an untied head. Llama 2 70B and Llama 3 have grouped
+queries. They compute in bfloat16 with float32 parameters. Attention is blockwise, as the context is at least 2048.
 
 Sources: Llama 1, table 2 of arXiv:2302.13971; Llama 2, table 1 of arXiv:2307.09288; Llama 3, table 3 of
-arXiv:2407.21783 (context and rotary base those of the first release, without the later scaling of
-frequencies). The hidden sizes of the MLPs are those of the published checkpoints.
+arXiv:2407.21783, with the context and rotary base of the first release, without the later scaling of frequencies. The
+hidden sizes of the MLPs are those of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.models.gpt import GPTConfig
+from autoshard.models.gpt_config import GPTConfig
 
 _llama = partial(GPTConfig, tie_head=False, remat="full", dtype="bfloat16")
 _llama1 = partial(_llama, vocab=32_000, context=2048, norm_eps=1e-6)
@@ -34,4 +34,4 @@ LLAMA: Mapping[str, GPTConfig] = MappingProxyType(
         "llama3-70b": _llama3(width=8192, layers=80, heads=64, ffn=28_672),
     }
 )
-"""The published sizes; other layouts of the same values by `dataclasses.replace`."""
+"""The published sizes. Use `dataclasses.replace` for other settings."""

@@ -1,4 +1,4 @@
-"""The loss of a language model, as a sum and a count, so that partial batches and shards add up exactly."""
+"""The cross-entropy loss as a sum and a count, so that the sums of microbatches and shards add up exactly."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jax import lax
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Sum `log sum_v exp(logits[v]) - logits[target]` over tokens, and count the tokens.
 
-    The target's logit is picked by comparing and summing, not by indexing, so that logits whose vocabulary is
-    sharded stay where they are.
+    The target's logit is selected by a comparison and a sum, not by indexing, so that logits with a sharded vocabulary
+    are not gathered.
 
     Args:
         logits: `[..., vocab]`.
-        targets: integers `[...]`. Where the mask is 0 they may be anything.
-        mask: weights or booleans `[...]`; all 1 where None.
+        targets: integers `[...]`, arbitrary where the mask is 0.
+        mask: weights or booleans `[...]`; defaults to 1 everywhere.
 
     Returns:
-        The loss in nats and the count, float32 scalars: add up both over batches, then divide.
+        The loss in nats and the count, float32 scalars. For a mean, add up both over batches, then divide.
 
     >>> total, count = cross_entropy(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.int32))
     >>> round(float(total / count), 4)  # log 4

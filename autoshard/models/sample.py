@@ -1,8 +1,8 @@
 """Sampling from a language model.
 
-Keys and values of what was read and written are kept, so that a new token costs one position. A text longer than the
-context has no such thing: its window moves, and with it all positions, so that the last `context` tokens are run again
-for each new one. A `MoE` writes as its `extend` does, in both cases: no token is dropped for want of places.
+Keys and values of earlier positions are cached, so each new token costs one position. A text longer than the context
+cannot be cached: its window moves and changes all positions, so the last `context` tokens are recomputed for each new
+token. In both cases a `MoE` runs through `extend`, which drops no token.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> jax.Array:
-    """Continue a prompt by `n` sampled tokens; of a text longer than the context, the last `context` count.
+    """Continue a prompt by `n` sampled tokens, each predicted from at most the last `context` tokens.
 
     Args:
         model: the model.
         prompt: integers `[batch, length]`, length at least 1.
-        n: how many tokens to add.
-        key: random key; not used at temperature 0.
-        temperature: what logits are divided by; 0 takes the likeliest token.
-        top_k: sample from so many likeliest tokens only; all where None.
+        n: number of tokens to add.
+        key: random key; unused at temperature 0.
+        temperature: divisor of the logits; 0 takes the most probable token.
+        top_k: sample only from this many most probable tokens; defaults to all tokens.
 
     Returns:
-        Prompt and continuation, `[batch, length + n]`.
+        The prompt and its continuation, `[batch, length + n]`.
 
     >>> from autoshard.models import GPTConfig
     >>> model = GPT(GPTConfig(layers=1, width=8, heads=2, context=4), rngs=nnx.Rngs(0))
@@ -54,7 +54,7 @@ def generate(
     if temperature < 0.0:
         problems.append(f"temperature is {temperature}; it must be at least 0")
     if top_k is not None and not 1 <= top_k <= model.cfg.vocab:
-        problems.append(f"top_k is {top_k}; it must be from 1 to the vocabulary's {model.cfg.vocab}")
+        problems.append(f"top_k is {top_k}; it must be from 1 to {model.cfg.vocab}, the size of the vocabulary")
     if problems:
         raise ValueError("generate: " + "; ".join(problems))
     graph, params = nnx.split(model)
@@ -64,8 +64,10 @@ def generate(
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("n", "top_k", "greedy"))
-def _generate(graph: Any, params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array, **how: Any) -> Any:
-    return written(nnx.merge(graph, params), prompt, key, temperature, **how)
+def _generate(
+    graph: Any, params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array, **options: Any
+) -> Any:
+    return written(nnx.merge(graph, params), prompt, key, temperature, **options)
 
 
 def written(
@@ -78,12 +80,12 @@ def written(
     top_k: int | None,
     greedy: bool,
 ) -> jax.Array:
-    """`generate`, to be traced: prompt and continuation `[batch, length + n]`."""
+    """The traceable part of `generate`: returns the prompt and its continuation, `[batch, length + n]`."""
     batch, length = prompt.shape
     tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)
 
     def put(tokens: jax.Array, logits: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Choose by `logits [batch, vocab]` what stands at `index`."""
+        """Choose tokens from `logits [batch, vocab]` and write them at `index`."""
         logits = logits.astype(jnp.float32)
         if top_k is not None:
             logits = jnp.where(logits < lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
@@ -114,11 +116,11 @@ def _windowed(model: GPT | MoE, tokens: jax.Array, length: int, n: int, put: Any
     window = min(model.cfg.context, length + n)
 
     def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
-        # What lies after `index` in the window is zeros, and causality keeps it from being seen.
+        # The window holds zeros from `index` on. Causal attention does not see them.
         start = jnp.maximum(index - window, 0)
-        seen = lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
-        # By `extend` and not by a call: in a MoE's call those zeros would compete for places with the text.
-        logits, _ = model.extend(seen, model.cache(tokens.shape[0], window))
+        recent = lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
+        # Use `extend`, not a call: in a call of a MoE, those zeros would compete with the text for capacity.
+        logits, _ = model.extend(recent, model.cache(tokens.shape[0], window))
         return put(tokens, lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False), index)[0]
 
     return lax.fori_loop(length, length + n, step, tokens)

@@ -1,12 +1,12 @@
-"""Published sizes of the models here; those of Llama stand in `llama`.
+"""Published sizes of GPT, MoE, Wide-ResNet and ViT. `llama` has those of Llama.
 
-All compute in bfloat16 with float32 parameters and keep a layer's input only for its backward pass; other choices
-by `dataclasses.replace`.
+All compute in bfloat16 with float32 parameters and recompute each layer in the backward pass. Use `dataclasses.replace`
+for other settings.
 
-Sources: the tables of Alpa's evaluation (arXiv:2201.12023) for GPT, MoE and Wide-ResNet, with the details that its
-public benchmarks add (heads tied to the embedding, MLPs and experts of 8 times the width, two experts a token, groups
-of 2048 tokens with as many places as choices; Wide-ResNet's 500M); table 1 of Mixtral of experts
-(arXiv:2401.04088); table 1 of ViT (arXiv:2010.11929), and table 1 of DeiT (arXiv:2012.12877) for Ti and S.
+Sources: for GPT, MoE and Wide-ResNet, the tables of Alpa's evaluation (arXiv:2201.12023). Alpa's public benchmarks add
+these details: heads tied to the embedding, MLPs and experts of 8 times the width, two experts per token, groups of 2048
+tokens with a capacity factor of 1, and Wide-ResNet 500M. For Mixtral, table 1 of arXiv:2401.04088. For ViT, table 1 of
+arXiv:2010.11929, and for Ti and S table 1 of DeiT (arXiv:2012.12877).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from autoshard.models.gpt import GPTConfig
-from autoshard.models.moe import MoEConfig
+from autoshard.models.gpt_config import GPTConfig
+from autoshard.models.moe_config import MoEConfig
 from autoshard.models.vit import ViTConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 
-# GPT-3's layers (arXiv:2005.14165).
+# Layers as in GPT-3 (arXiv:2005.14165).
 _gpt3 = partial(
     GPTConfig,
     context=1024,
@@ -82,7 +82,7 @@ MIXTRAL: Mapping[str, MoEConfig] = MappingProxyType(
                 dtype="bfloat16",
             ),
             dispatch="dropless",
-            balance_weight=0.02,  # of the published configuration, which has no z loss
+            balance_weight=0.02,  # as in the published configuration, which has no z loss
             z_weight=0.0,
         )
     }

@@ -1,7 +1,7 @@
-"""Layers one after the other: a list of them, or one whose parameters are stacked and scanned over.
+"""Runs a sequence of layers: a list, or one module whose parameters are stacked and which runs in a scan.
 
-A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key) -> carry`. What is
-carried is an array or a tuple of arrays, `key` one random key for each layer, or None.
+A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key) -> carry`. The carry is an
+array or a tuple of arrays. The key is the layer's own random key, or None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-# Names a config may give to `remat`, and what they mean to `jax.checkpoint`; `none` does not checkpoint.
+# The values of a config's `remat`, each with its policy of `jax.checkpoint`; `none` does not use `jax.checkpoint`.
 REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -27,7 +27,7 @@ REMAT_POLICIES = {
 
 
 def remat_policies(remat: str) -> tuple[str, ...]:
-    """The policies that layers take in turn: `full,none` is full for the first, none for the second, and again.
+    """Split `remat` into the policies that alternate over the layers.
 
     >>> remat_policies("full,none")
     ('full', 'none')
@@ -36,60 +36,61 @@ def remat_policies(remat: str) -> tuple[str, ...]:
 
 
 def remat_problems(remat: str, layers: int, *, scan: bool) -> list[str]:
-    """What is wrong with a `remat` for so many layers; nothing where it can be run."""
+    """Return what is wrong with `remat` for this number of layers, or an empty list."""
     names = remat_policies(remat)
     if any(name not in REMAT_POLICIES for name in names):
         known = ", ".join(REMAT_POLICIES)
-        return [f"remat is {remat!r}; choose one of {known}, or several with commas for layers in turn"]
+        return [f"remat is {remat!r}; choose one of {known}, or several with commas, to alternate over the layers"]
     if scan and layers % len(names):
-        return [f"remat is {remat!r}; {layers} layers that are scanned over do not divide into groups of {len(names)}"]
+        return [f"remat is {remat!r}; {layers} scanned layers do not divide into groups of {len(names)}"]
     return []
 
 
 def make_layers(make: Callable[[jax.Array], nnx.Module], keys: jax.Array, *, scan: bool) -> nnx.Module:
-    """Layers of one shape, each from its own key.
+    """Make layers of one shape, each from its own key.
 
     Args:
         make: makes a layer from a random key.
         keys: a key for each layer, `[layers]`.
-        scan: whether their parameters are stacked on a leading `layers` dimension.
+        scan: whether to stack the parameters on a leading `layers` dimension.
 
     Returns:
-        One module with stacked parameters, or an `nnx.List`; of the same values.
+        One module with stacked parameters if `scan`, else an `nnx.List`. The values are the same.
     """
     if not scan:
         return nnx.List([make(key) for key in keys])
-    # The structure from an abstract layer and the values under vmap: no layer's parameters exist unstacked.
+    # Take the structure from an abstract layer and the values from vmap: no unstacked parameters are allocated.
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
     return nnx.merge(graph, jax.vmap(lambda key: nnx.state(make(key)))(keys))
 
 
 def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat: str) -> Any:
-    """All layers in turn. Each is a pure function of its parameters: what remat and scan take.
+    """Apply all layers in order.
 
     Args:
-        layers: as `make_layers` gave them.
-        carry: what the first layer takes.
+        layers: the result of `make_layers`.
+        carry: the first layer's input.
         keys: a key for each layer, `[layers]`, or None.
-        remat: what a layer's backward pass keeps: a name in `REMAT_POLICIES`, or several with commas that layers take
-            in turn. Stacked layers are then scanned over in groups of as many.
+        remat: a name in `REMAT_POLICIES`, or several, separated by commas, that alternate over the layers. With n
+            names, stacked layers are scanned in groups of n. `remat_problems` checks it.
 
-    Raises:
-        ValueError: a `remat` that is none, or does not divide stacked layers.
+    Returns:
+        The last layer's carry.
     """
     stacked, policies = not isinstance(layers, nnx.List), remat_policies(remat)
     count = len(policies)
 
     def run(graph: Any, index: int | None, params: Any, carry: Any, key: jax.Array | None) -> Any:
-        # A layer of a group is taken out of it in here, so that remat keeps the group and no copies of its layers.
+        # Slice a layer out of its group inside of remat, so that remat saves the group and no copies of its layers.
         if index is not None:
             params, key = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, index, keepdims=False), (params, key))
         return nnx.merge(graph, params)(carry, key)
 
-    # The body of a scan over single layers is compiled alone: nothing could be merged with a recomputation. Of a group
-    # the compiler would recompute all layers at once.
-    given: Any = {"prevent_cse": not stacked or count > 1, "static_argnums": (0, 1)}
-    runs = [run if name == "none" else jax.checkpoint(run, policy=REMAT_POLICIES[name], **given) for name in policies]
+    # `prevent_cse` is not needed in a scan over single layers: its forward and backward bodies are compiled separately,
+    # so XLA cannot merge a layer with its recomputation. In a scan over groups, XLA would recompute all layers of a
+    # group at once without it.
+    options: Any = {"prevent_cse": not stacked or count > 1, "static_argnums": (0, 1)}
+    runs = [run if name == "none" else jax.checkpoint(run, policy=REMAT_POLICIES[name], **options) for name in policies]
     if isinstance(layers, nnx.List):
         for n, layer in enumerate(layers):
             graph, params = nnx.split(layer)
@@ -100,8 +101,8 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
         return lax.scan(lambda x, each: (runs[0](graph, None, each[0], x, each[1]), None), carry, (params, keys))[0]
 
     def body(carry: Any, group: Any) -> Any:
-        for index, each in enumerate(runs):
-            carry = each(graph, index, group[0], carry, group[1])
+        for index, run_one in enumerate(runs):
+            carry = run_one(graph, index, group[0], carry, group[1])
         return carry, None
 
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (params, keys))
@@ -111,16 +112,16 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
 def extend_layers(
     layers: nnx.Module, carry: Any, kept: Any, step: Callable[[Any, Any, Any], tuple[Any, Any]]
 ) -> tuple[Any, Any]:
-    """All layers in turn, each with its own part of what is kept of earlier positions.
+    """Apply all layers in order, each with its own slice of a cache.
 
     Args:
-        layers: as `make_layers` gave them.
-        carry: what the first layer takes.
-        kept: arrays with a leading `layers` dimension.
-        step: `(layer, carry, kept) -> (carry, kept)`.
+        layers: the result of `make_layers`.
+        carry: the first layer's input.
+        kept: the cache: arrays with a leading `layers` dimension.
+        step: `(layer, carry, kept) -> (carry, kept)`, for one layer and its slice.
 
     Returns:
-        The last layer's carry, and what all keep now.
+        The last layer's carry, and the updated cache.
     """
     if isinstance(layers, nnx.List):
         parts = []

@@ -4,9 +4,9 @@
     x = x + attention(norm(x)); x = x + mlp(norm(x))        for each layer
     logits = norm(x)[class token, or mean] @ head
 
-The layers are `GPT`'s blocks without the causal mask: LayerNorm, GELU and biases, stacked and scanned over or a list.
+The layers are those of `GPT` without the causal mask, with LayerNorm, GELU and biases. They are scanned or a list.
 
-Source: Dosovitskiy et al. (arXiv:2010.11929); the mean instead of a class token, Beyer et al. (arXiv:2205.01580).
+Sources: Dosovitskiy et al. (arXiv:2010.11929); mean pooling instead of a class token, Beyer et al. (arXiv:2205.01580).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.models.attention import Impl
-from autoshard.models.gpt import Block, GPTConfig, Norm, align, bias, constant, dropout, dropout_keys, param, project
+from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy
 from autoshard.models.stack import make_layers, run_layers
+from autoshard.models.transformer import Block, Norm, align, bias, constant, dropout, dropout_keys, param, project
 
-# The fields that a `ViTConfig` hands on to the config of its blocks.
+# The fields that a `ViTConfig` passes on to the config of its blocks.
 _ENCODER = (
     "layers", "heads", "width", "ffn", "scan_layers", "remat", "attention", "dropout", "dtype", "param_dtype",
     "norm_eps",
@@ -38,22 +39,22 @@ class ViTConfig:
     Args:
         image_size: height and width of the images.
         patch: height and width of a patch; divides `image_size`.
-        classes: number of different labels.
-        pool: what the head sees: `token`, a class token before the patches, or `mean` of the patches.
+        classes: number of distinct labels.
+        pool: input of the head: `token`, a class token before the patches, or `mean`, the mean of the patches.
         layers: number of blocks.
         heads: attention heads; divides `width`.
         width: size of the residual stream.
-        ffn: hidden size of the MLP, `4 * width` where None.
-        scan_layers: whether layers are stacked and scanned over.
-        remat: what a layer's backward pass keeps, as in `GPTConfig`.
-        attention: `plain`, `blockwise` or `auto` (by sequence length).
-        dropout: rate, on the embedding and on each sublayer's output.
-        dtype: what is computed in; softmax, norms and the loss are float32 throughout.
-        param_dtype: what parameters are stored in.
-        norm_eps: added to the variance.
+        ffn: hidden size of the MLP; defaults to `4 * width`.
+        scan_layers: whether the layers' parameters are stacked and the layers run in a scan.
+        remat: what a layer saves for its backward pass, as in `GPTConfig`.
+        attention: `plain`, `blockwise`, `auto` or `cudnn`, as in `GPTConfig`.
+        dropout: dropout rate on the embedding and on each sublayer's output.
+        dtype: dtype of the computation. Softmax, norms and the loss always use float32.
+        param_dtype: dtype in which parameters are stored.
+        norm_eps: added to the variance before its square root.
 
     Raises:
-        ValueError: naming every field that does not fit.
+        ValueError: if a field is invalid; the message names the invalid fields.
     """
 
     image_size: int = 224
@@ -88,12 +89,12 @@ class ViTConfig:
 
     @property
     def positions(self) -> int:
-        """Length of the sequence: patches, and the class token."""
+        """Sequence length: the patches, plus the class token if there is one."""
         return (self.image_size // self.patch) ** 2 + (self.pool == "token")
 
     @property
     def encoder(self) -> GPTConfig:
-        """The config of its blocks."""
+        """The config of the blocks."""
         return GPTConfig(
             context=self.positions,
             positions="learned",
@@ -105,11 +106,11 @@ class ViTConfig:
 
 
 class ViT(nnx.Module):
-    """The model: images `[batch, image_size, image_size, 3]` to logits `[batch, classes]`.
+    """A vision transformer: maps images `[batch, image_size, image_size, 3]` to logits `[batch, classes]`.
 
     Args:
-        cfg: its shape and numerics.
-        rngs: the `params` stream initialises it, as it does a `GPT`.
+        cfg: shape and numerics of the model.
+        rngs: its `params` stream initialises the parameters, as in a `GPT`.
 
     >>> model = ViT(ViTConfig(image_size=8, patch=4, classes=5, layers=1, heads=2, width=8), rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 8, 8, 3))).shape
@@ -132,12 +133,12 @@ class ViT(nnx.Module):
     def __call__(
         self, images: jax.Array, *, deterministic: bool = True, rngs: nnx.Rngs | jax.Array | None = None
     ) -> jax.Array:
-        """Logits of each image's label.
+        """Compute the logits of each image's label.
 
         Args:
             images: `[batch, image_size, image_size, 3]`.
             deterministic: whether dropout is off.
-            rngs: where dropout's key comes from: an `nnx.Rngs` (its `dropout` stream) or a key.
+            rngs: source of the dropout key: an `nnx.Rngs` (its `dropout` stream) or a key.
 
         Returns:
             `[batch, classes]` in `cfg.dtype`.
@@ -151,7 +152,7 @@ class ViT(nnx.Module):
         return project("be,en->bn", x, self.head, self.head_bias)
 
     def _embed(self, images: jax.Array) -> jax.Array:
-        """The sequence `[batch, positions, width]`: a convolution whose stride is its size, as a product."""
+        """Embed images as `[batch, positions, width]`: the patch convolution, computed as a matrix product."""
         size, patch = self.cfg.image_size, self.cfg.patch
         if images.shape[1:] != (size, size, 3):
             raise ValueError(f"ViT: images must be [batch, {size}, {size}, 3], not {list(images.shape)}")
@@ -170,6 +171,6 @@ class ViT(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Loss of a batch of `images` and `labels [batch]`: cross-entropy in nats, summed, and the count."""
+        """Return the cross-entropy in nats of `images` and `labels [batch]`, summed over images, and their number."""
         logits = self(batch["images"], deterministic=deterministic, rngs=rngs)
         return cross_entropy(logits, batch["labels"])

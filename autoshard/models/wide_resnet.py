@@ -1,17 +1,17 @@
-"""A residual network of wide bottleneck blocks, written for one device.
+"""A residual network of wide bottleneck blocks in Flax NNX, written for one device.
 
-    x = pool(relu(norm(conv(image))))                       7x7, stride 2; then 3x3 maximum, stride 2
-    x = relu(shortcut(x) + norm(conv(relu(norm(conv(relu(norm(conv(x)))))))))      1x1, 3x3, 1x1 for each block
+    x = pool(relu(norm(conv(image))))                       7x7, stride 2; then 3x3 max pooling, stride 2
+    x = relu(shortcut(x) + norm(conv(relu(norm(conv(relu(norm(conv(x)))))))))      for each block: 1x1, 3x3, 1x1
     logits = mean(x) @ head
 
-The 3x3 convolution of a block in stage i makes `width_factor * channels * 2^i` channels, the block itself
-`4 * channels * 2^i`; the first block of every later stage has stride 2, in its 3x3 convolution.
+In stage i, the 3x3 convolution of a block has `width_factor * channels * 2^i` output channels, and the block has
+`4 * channels * 2^i`. The first block of every stage but the first has stride 2, in its 3x3 convolution.
 
-Batch norm takes the mean and the variance of the whole batch, in float32, and keeps running averages of both for
-evaluation: the model's variables besides its parameters (`nnx.BatchStat`). Convolutions compute in `dtype`.
+Batch norm uses the mean and the variance of the whole batch, in float32. It keeps running averages of both for
+evaluation, as `nnx.BatchStat` variables. Convolutions compute in `dtype`.
 
-Sources: ResNet (arXiv:1512.03385), stride in the 3x3 convolution and blocks that start as the identity as in
-arXiv:1706.02677, wide blocks (arXiv:1605.07146), batch norm (arXiv:1502.03167).
+Sources: ResNet (arXiv:1512.03385); stride in the 3x3 convolution and blocks that start as the identity
+(arXiv:1706.02677); wide blocks (arXiv:1605.07146); batch norm (arXiv:1502.03167).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from autoshard.models.stack import REMAT_POLICIES, remat_policies, remat_problem
 
 @dataclasses.dataclass(frozen=True)
 class WideResNetConfig:
-    """Shape and numerics of a `WideResNet`. The stages are those of ResNet-50 unless told otherwise.
+    """Shape and numerics of a `WideResNet`. The default stages are those of ResNet-50.
 
     Args:
-        stages: number of blocks in each stage; the first keeps the size of the image, each later one halves it.
-        channels: channels of the first convolution, doubled from stage to stage.
-        width_factor: how many times as many a block's 3x3 convolution makes.
+        stages: number of blocks in each stage. The first stage keeps the image size, each later stage halves it.
+        channels: output channels of the first convolution; they double from stage to stage.
+        width_factor: factor of the output channels of each block's 3x3 convolution.
         image_size: height and width of the images.
-        classes: number of different labels.
-        remat: what a block's backward pass keeps: a name in `REMAT_POLICIES`, or several with commas that blocks take
-            in turn.
-        momentum: how much of a running average a step keeps.
-        norm_eps: added to the variance.
-        dtype: what convolutions and the head are computed in; norms and the loss are float32 throughout.
-        param_dtype: what parameters are stored in.
+        classes: number of distinct labels.
+        remat: what a block saves for its backward pass: a name in `REMAT_POLICIES`, or several, separated by commas,
+            that alternate over the blocks.
+        momentum: weight of the old running average in a step, from 0 to below 1.
+        norm_eps: added to the variance before its square root.
+        dtype: dtype of convolutions and of the head. Norms and the loss always use float32.
+        param_dtype: dtype in which parameters are stored.
 
     Raises:
-        ValueError: naming every field that does not fit.
+        ValueError: if a field is invalid; the message names every invalid field.
     """
 
     stages: tuple[int, ...] = (3, 4, 6, 3)
@@ -67,7 +67,7 @@ class WideResNetConfig:
         sizes |= {f"stages[{i}]": blocks for i, blocks in enumerate(self.stages)}
         problems = [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size < 1]
         if not self.stages:
-            problems.append("stages is empty; give a number of blocks for each stage")
+            problems.append("stages is empty; give the number of blocks of each stage")
         problems += remat_problems(self.remat, sum(self.stages), scan=False)
         if not 0.0 <= self.momentum < 1.0:
             problems.append(f"momentum is {self.momentum}; it must be at least 0 and below 1")
@@ -81,16 +81,16 @@ class WideResNetConfig:
 
 
 class Conv(nnx.Module):
-    """A convolution without a bias, padded so that stride 1 keeps the size: kernel `[height, width, in, out]`."""
+    """A convolution without bias, with kernel `[height, width, in, out]`, padded so that stride 1 keeps the size."""
 
     def __init__(self, cfg: WideResNetConfig, key: jax.Array, size: int, inputs: int, outputs: int, stride: int = 1):
         self.stride = stride
-        # He initialisation (arXiv:1502.01852) by the fan-out, which keeps gradients as they are.
+        # He initialisation (arXiv:1502.01852) by fan-out, which preserves the variance of gradients.
         std = (2.0 / (size * size * outputs)) ** 0.5
         self.kernel = nnx.Param(std * jax.random.normal(key, (size, size, inputs, outputs), jnp.dtype(cfg.param_dtype)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, height, width, in]` to `[batch, height / stride, width / stride, out]` in x's dtype."""
+        """Map `[batch, height, width, in]` to `[batch, height / stride, width / stride, out]` in x's dtype."""
         kernel = self.kernel[...].astype(x.dtype)
         pad = (kernel.shape[0] // 2, (kernel.shape[0] - 1) // 2)
         return lax.conv_general_dilated(
@@ -99,7 +99,7 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Normalises each channel over batch, height and width; in evaluation by running averages."""
+    """Normalises each channel over batch, height and width; in evaluation with the running averages."""
 
     def __init__(self, cfg: WideResNetConfig, channels: int, scale: float = 1.0):
         self.cfg = cfg
@@ -109,7 +109,7 @@ class BatchNorm(nnx.Module):
         self.variance = nnx.BatchStat(jnp.ones(channels, jnp.float32))
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Normalise `[batch, height, width, channels]` in float32, and in training move the running averages."""
+        """Normalise `[batch, height, width, channels]` in float32. In training, update the running averages."""
         y = x.astype(jnp.float32)
         if train:
             mean = jnp.mean(y, axis=(0, 1, 2))
@@ -128,26 +128,26 @@ class BatchNorm(nnx.Module):
 
 
 def _channels(x: jax.Array) -> jax.Array:
-    """`[channels]` to `[1, 1, 1, channels]`, so that broadcasting it is spelt out."""
+    """Reshape `[channels]` to `[1, 1, 1, channels]`, so that no broadcast is implicit."""
     return x.reshape(1, 1, 1, -1)
 
 
 class Bottleneck(nnx.Module):
-    """1x1 to `channels`, 3x3 to `width_factor * channels`, 1x1 to `4 * channels`, added to the block's input."""
+    """Convolutions 1x1 to `channels`, 3x3 to `width_factor * channels`, 1x1 to `4 * channels`, plus a shortcut."""
 
     def __init__(self, cfg: WideResNetConfig, key: jax.Array, inputs: int, channels: int, stride: int):
         keys = jax.random.split(key, 4)
         wide, outputs = cfg.width_factor * channels, 4 * channels
         self.conv1, self.norm1 = Conv(cfg, keys[0], 1, inputs, channels), BatchNorm(cfg, channels)
         self.conv2, self.norm2 = Conv(cfg, keys[1], 3, channels, wide, stride), BatchNorm(cfg, wide)
-        # The last scale is 0: a block starts as its shortcut.
+        # The last scale is 0, so that a block initially equals its shortcut.
         self.conv3, self.norm3 = Conv(cfg, keys[2], 1, wide, outputs), BatchNorm(cfg, outputs, scale=0.0)
         changes = inputs != outputs or stride != 1
         self.shortcut = Conv(cfg, keys[3], 1, inputs, outputs, stride) if changes else None
         self.shortcut_norm = BatchNorm(cfg, outputs) if changes else None
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """`[batch, height, width, in]` to `[batch, height / stride, width / stride, 4 * channels]`."""
+        """Map `[batch, height, width, in]` to `[batch, height / stride, width / stride, 4 * channels]`."""
         y = jax.nn.relu(self.norm1(self.conv1(x), train))
         y = jax.nn.relu(self.norm2(self.conv2(y), train))
         y = self.norm3(self.conv3(y), train)
@@ -157,11 +157,11 @@ class Bottleneck(nnx.Module):
 
 
 class WideResNet(nnx.Module):
-    """The model: images `[batch, image_size, image_size, 3]` to logits `[batch, classes]`.
+    """A wide residual network: maps images `[batch, image_size, image_size, 3]` to logits `[batch, classes]`.
 
     Args:
-        cfg: its shape and numerics.
-        rngs: the `params` stream initialises it.
+        cfg: shape and numerics of the model.
+        rngs: its `params` stream initialises the parameters.
 
     >>> cfg = WideResNetConfig(stages=(1, 1), channels=4, image_size=16, classes=5)
     >>> model = WideResNet(cfg, rngs=nnx.Rngs(0))
@@ -185,20 +185,20 @@ class WideResNet(nnx.Module):
         self.head, self.head_bias = nnx.Param(head), nnx.Param(jnp.zeros(cfg.classes, jnp.dtype(cfg.param_dtype)))
 
     def __call__(self, images: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Logits of each image's label.
+        """Compute the logits of each image's label.
 
         Args:
             images: `[batch, image_size, image_size, 3]`.
-            deterministic: whether this is evaluation, by running averages. In training it is by the batch's own
-                statistics, and the running averages move.
+            deterministic: True for evaluation with the running averages. False for training, which uses the batch's
+                statistics and updates the running averages.
 
         Returns:
             `[batch, classes]` in `cfg.dtype`.
         """
         cfg, train = self.cfg, not deterministic
         if images.shape[1:] != (cfg.image_size, cfg.image_size, 3):
-            wanted = f"[batch, {cfg.image_size}, {cfg.image_size}, 3]"
-            raise ValueError(f"WideResNet: images must be {wanted}, not {list(images.shape)}")
+            expected = f"[batch, {cfg.image_size}, {cfg.image_size}, 3]"
+            raise ValueError(f"WideResNet: images must be {expected}, not {list(images.shape)}")
         x = jax.nn.relu(self.stem_norm(self.stem(images.astype(cfg.dtype)), train))
         x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
         for block, remat in zip(self.blocks, itertools.cycle(remat_policies(cfg.remat))):
@@ -207,12 +207,12 @@ class WideResNet(nnx.Module):
         return jnp.einsum("bc,cn->bn", x, self.head[...].astype(x.dtype)) + self.head_bias[...].astype(x.dtype)[None]
 
     def loss(self, batch: Mapping[str, jax.Array], *, deterministic: bool = True) -> tuple[jax.Array, jax.Array]:
-        """Loss of a batch of `images` and `labels [batch]`: cross-entropy in nats, summed, and the count."""
+        """Return the cross-entropy in nats of `images` and `labels [batch]`, summed over images, and their number."""
         return cross_entropy(self(batch["images"], deterministic=deterministic), batch["labels"])
 
 
 def _run_block(block: Bottleneck, x: jax.Array, train: bool, remat: str) -> jax.Array:
-    """One block, as a pure function of its state where it is rematerialised: averages come out as a result."""
+    """Apply a block. With remat it is a pure function of its state, which returns the running averages."""
     if remat == "none":
         return block(x, train)
     graph, state = nnx.split(block)

@@ -1,7 +1,7 @@
-"""Named workloads: a model of a published size, with a batch, to plan for, to measure and to test.
+"""Named workloads for planning, measuring and testing: a model of a published size with a batch.
 
-A plan needs shapes alone, so that a model of any size can be planned for on any machine. Each size has a small twin
-(`gpt-tiny`, `llama-tiny`, `moe-tiny`, `wide-resnet-tiny`, `vit-tiny`) that trains on a CPU in seconds.
+A plan needs shapes only, so any machine can plan a model of any size. Each kind of model has a small version
+(`gpt-tiny`, `llama-tiny`, `moe-tiny`, `mixtral-tiny`, `wide-resnet-tiny`, `vit-tiny`) that trains on a CPU in seconds.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard._typed import fields_of, fit
 from autoshard.errors import AutoshardError
-from autoshard.models.gpt import GPT, GPTConfig
+from autoshard.models.gpt import GPT
+from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.llama import LLAMA
-from autoshard.models.moe import MoE, MoEConfig
+from autoshard.models.moe import MoE
+from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
-# What is made from a config: by its type, since a config says all about its model.
+# The model for each type of config.
 _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
     GPTConfig: GPT,
     MoEConfig: MoE,
@@ -40,12 +42,12 @@ _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
 @shown
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model and the batch that it is trained on.
+    """A model and the batch on which it is trained.
 
     Attributes:
-        name: What it is called.
+        name: Name of the workload.
         config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `WideResNetConfig` or `ViTConfig`.
-        batch_size: Rows of a batch.
+        batch_size: Number of rows in a batch.
     """
 
     name: str
@@ -58,13 +60,13 @@ class Workload:
             raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}, it must be at least 1")
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Make the model, as `train.state.make_program` takes it."""
+        """Make the model, with parameters drawn from the `params` stream of `rngs`."""
         return _MODELS[type(self.config)](self.config, rngs=rngs)
 
     def batch(self, batch_size: int | None = None) -> Shapes:
-        """Shapes and dtypes of a batch, of `batch_size` rows or of the workload's own.
+        """Return the shapes and dtypes of a batch of `batch_size` rows, by default the workload's own.
 
-        A language model's are `inputs`, `targets` and `mask`, each `[batch, context]`; an image model's are `images`
+        A language model has `inputs`, `targets` and `mask`, each `[batch, context]`. An image model has `images`
         `[batch, size, size, 3]` and `labels [batch]`.
         """
         rows, config = self.batch_size if batch_size is None else batch_size, self.config
@@ -78,11 +80,11 @@ class Workload:
         }
 
     def with_(self, *, batch_size: int | None = None, **changes: Any) -> Workload:
-        """This workload with another batch size or other fields of its config, those of a MoE's `gpt` included.
+        """Return a copy with another batch size or other config fields, including those of a MoE's `gpt`.
 
         Raises:
-            AutoshardError: The config has no such field, or one that takes values of another type; no such batch.
-            ValueError: The config does not take such a value.
+            AutoshardError: If the config has no such field, a value has the wrong type, or the batch size is invalid.
+            ValueError: If the config rejects a value.
 
         >>> workload("llama2-7b").with_(context=2048, remat="dots").config.context
         2048
@@ -92,16 +94,16 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """The workload of a name.
+    """Return the workload with this name.
 
     Raises:
-        AutoshardError: There is none; the message names the known ones.
+        AutoshardError: If the name is unknown; the message lists the known names.
 
     >>> workload("moe-tiny").batch()["inputs"].shape
     (16, 32)
     """
     if name not in WORKLOADS:
-        raise AutoshardError(f"unknown workload {name!r}{_known(name, WORKLOADS)}")
+        raise AutoshardError(f"unknown workload {name!r}{_known_names(name, WORKLOADS)}")
     return WORKLOADS[name]
 
 
@@ -111,23 +113,23 @@ def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     for field in changes:
         if field not in own | inner:
             kind = type(config).__name__
-            raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known(field, [*own, *inner])}")
+            raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known_names(field, [*own, *inner])}")
     problems: list[str] = []
-    fitting = {field: fit(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
+    converted = {field: fit(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
     if problems:
         raise AutoshardError(f"{name}: {'; '.join(problems)}")
-    outer = {field: value for field, value in fitting.items() if field in own}
-    if rest := {field: value for field, value in fitting.items() if field not in own}:
+    outer = {field: value for field, value in converted.items() if field in own}
+    if rest := {field: value for field, value in converted.items() if field not in own}:
         outer["gpt"] = dataclasses.replace(outer.get("gpt", config.gpt), **rest)
     return dataclasses.replace(config, **outer)
 
 
-def _known(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name."""
+def _known_names(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: similar names, and all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3)
     guess = f" (did you mean {' or '.join(close)}?)" if close else ""
-    return f"{guess}; known are {', '.join(known)}"
+    return f"{guess}; choose one of {', '.join(known)}"
 
 
 _TINY = GPTConfig(vocab=128, layers=2, heads=8, width=64, ffn=128, context=32)
@@ -137,7 +139,7 @@ _CONFIGS: Mapping[str, tuple[Any, int]] = {
     **{name: (config, 128) for name, config in ALPA_GPT.items()},
     **{name: (config, 256 if config.width == 8192 else 128) for name, config in LLAMA.items()},
     **{name: (config, 128) for name, config in ALPA_MOE.items()},
-    # The published context is what the model can take; it is trained on shorter sequences.
+    # The published context is the maximum. This workload trains on shorter sequences.
     **{
         name: (dataclasses.replace(config, gpt=dataclasses.replace(config.gpt, context=4096)), 128)
         for name, config in MIXTRAL.items()
@@ -161,4 +163,4 @@ _CONFIGS: Mapping[str, tuple[Any, int]] = {
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {name: Workload(name, config, rows) for name, (config, rows) in _CONFIGS.items()}
 )
-"""All workloads by name."""
+"""All workloads, by name."""

@@ -1,4 +1,4 @@
-"""A graph attention network in plain JAX: a batch of graphs as one, messages by gather and `segment_sum`; Adam."""
+"""A graph attention network in plain JAX: a batch joined to one graph, messages by gather and `segment_sum`; Adam."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def dense(layer, x):
 
 
 def segment_softmax(scores, segments, count):
-    """Softmax of each edge's score among the edges of its receiver."""
+    """Softmax of scores over the edges of each receiver."""
     peak = jax.ops.segment_max(scores, segments, count)
     weights = jnp.exp(scores - jax.lax.stop_gradient(peak)[segments])
     return weights / (jax.ops.segment_sum(weights, segments, count)[segments] + 1e-9)
@@ -63,7 +63,7 @@ def make(features=8, dim=32):
     params = {"inputs": layer(features, dim), "layers": [block(), block()], "outputs": layer(dim, 1)}
     graph_of = np.sort(rng.integers(0, GRAPHS, NODES))
     senders = rng.integers(0, NODES, EDGES)
-    # An edge stays within its graph: its end is drawn among the nodes that have its start's graph.
+    # An edge stays within its graph: its receiver is drawn from the nodes of its sender's graph.
     receivers = [rng.choice(np.flatnonzero(graph_of == graph_of[s])) for s in senders]
     arrays = {"nodes": rng.normal(size=(NODES, features)), "edges": rng.normal(size=(EDGES, features))}
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}

@@ -1,6 +1,6 @@
-"""A character model in plain JAX: a two-layer LSTM scanned over time that keeps its memory from batch to batch.
+"""A character model in plain JAX: a two-layer LSTM, scanned over time, that keeps its state between batches.
 
-Clipped gradients are accumulated over two batches before momentum SGD uses them (`optax.MultiSteps`).
+Clipped gradients are accumulated over two batches for each update of momentum SGD (`optax.MultiSteps`).
 """
 
 import jax

@@ -22,12 +22,12 @@ def attention(x, layer):
 
 
 def route(x, router):
-    """Combine weights `[batch, seq, experts, capacity]`, each row its own group, and the balance loss."""
+    """Combine weights `[batch, seq, experts, capacity]`, where each sequence is a group, and the balance loss."""
     probabilities = jax.nn.softmax(x @ router, axis=-1)
     gates, chosen = jax.lax.top_k(probabilities, 2)
     gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     choice = jax.nn.one_hot(chosen, EXPERTS)  # [batch, seq, 2, experts]
-    # A token's place in its expert's queue: all first choices come before all second ones.
+    # A token's place in its expert's queue: all first choices come before all second choices.
     queue = choice.swapaxes(1, 2).reshape(x.shape[0], -1, EXPERTS)
     place = jnp.cumsum(queue, axis=1) * queue - 1
     place = place.reshape(x.shape[0], 2, -1, EXPERTS).swapaxes(1, 2)

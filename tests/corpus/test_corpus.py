@@ -1,7 +1,8 @@
-"""Twelve kinds of models, each a whole train step: no operator without a rule, results of one device, batches cut.
+"""Twelve kinds of models, each a whole train step: every operator has a rule, results match one device, batches shard.
 
-A program's `make()` gives `(train_step, state, batch)`, state a tuple. `train_step(*state, batch)` returns `(new state,
-loss)` where that is one pytree; of nnx objects, updated in place, the loss.
+A program's `make()` returns `(train_step, state, batch)`, where `state` is a tuple. `train_step(*state, batch)` returns
+`(new state, loss)` if the state is one pytree. If the state is nnx objects, the step updates them in place and returns
+the loss.
 """
 
 import inspect
@@ -36,8 +37,8 @@ MODULES = (
     decoder, encoder_decoder, moe, resnet, unet, vit, lstm, state_space, graph_network, vae, diffusion, actor_critic,
 )  # fmt: skip
 PROGRAMS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
-QUICKEST = ("decoder", "moe", "resnet", "lstm", "actor_critic")  # the others' parity is left to the slow tests
-STEPS = 2  # `optax.MultiSteps` moves parameters at its second
+QUICKEST = ("decoder", "moe", "resnet", "lstm", "actor_critic")  # the slow tests check the parity of the others
+STEPS = 2  # `optax.MultiSteps` updates parameters in its second step
 
 ALL_GATHER = re.compile(r"^.* = (.*) all-gather(?:-start)?\(.*$", re.MULTILINE)
 OP_NAME = re.compile(r'op_name="(?:[^"]*/)?([^"/]*)"')
@@ -45,7 +46,7 @@ OP_NAME = re.compile(r'op_name="(?:[^"]*/)?([^"/]*)"')
 
 @dataclass(frozen=True)
 class Planned:
-    """A program's step under `auto_shard`, its first arguments and its plan."""
+    """A program's step under `auto_shard`, its initial arguments and its plan."""
 
     step: Any
     args: tuple[Any, ...]
@@ -54,7 +55,7 @@ class Planned:
 
 @cache
 def planned(name: str, plan: str | None) -> Planned:
-    """A program and its plan; None is the chosen one."""
+    """Plans a program, with the planner's choice if `plan` is None."""
     step, state, batch = PROGRAMS[name].make()
     step = autoshard.auto_shard(step, plan=plan)
     return Planned(step, (*state, batch), step.plan(*state, batch))
@@ -62,13 +63,17 @@ def planned(name: str, plan: str | None) -> Planned:
 
 @cache
 def single(name: str) -> tuple[harness.Arrays, harness.Arrays]:
-    """What a program computes as its author would run it, on one device."""
+    """Runs a program as its author would, on one device."""
     step, state, batch = PROGRAMS[name].make()
     return train(name, (nnx.jit if harness.is_nnx(PROGRAMS[name]) else jax.jit)(step), state, batch)
 
 
 def train(name: str, step: Any, state: tuple[Any, ...], batch: Any) -> tuple[harness.Arrays, harness.Arrays]:
-    """The optimizer's state, in which a wrong gradient has its true size, and all else with the losses."""
+    """Trains a program.
+
+    Returns:
+        The optimizer's state, in which errors of gradients are not rescaled, and the other state with the losses.
+    """
     losses = []
     for _ in range(STEPS):
         out = step(*state, batch)
@@ -81,14 +86,14 @@ def train(name: str, step: Any, state: tuple[Any, ...], batch: Any) -> tuple[har
 
 
 def gathered(text: str) -> list[tuple[str, str]]:
-    """The all-gathers of a compiled program: result type, operator."""
+    """Returns the (result type, operator) of each all-gather in a compiled program."""
     lines = [(found[1], OP_NAME.search(found[0])) for found in ALL_GATHER.finditer(text)]
     return [(kind, name[1] if name else "") for kind, name in lines]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_operator_has_a_rule(name):
-    """That nothing warns either is for a fixture to see."""
+    """A fixture also turns each of our warnings into an error."""
     assert planned(name, None).plan.unknown == {}
 
 
@@ -100,40 +105,40 @@ def test_every_operator_has_a_rule(name):
     "name", [name if name in QUICKEST else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
 )
 def test_parity_with_one_device(name, plan):
-    made = planned(name, plan)
+    program = planned(name, plan)
     if plan is not None:
-        assert dict(made.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
-        assert all(made.plan.axis_rules.values())  # something is cut along each
-    *state, batch = made.args
-    found = train(name, made.step, tuple(state), batch)
+        assert dict(program.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
+        assert all(program.plan.axis_rules.values())  # each mesh axis shards something
+    *state, batch = program.args
+    found = train(name, program.step, tuple(state), batch)
     for reference, other in zip(single(name), found, strict=True):
         assert harness.differences(reference, other, harness.TOLERANCE) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_data_parallel_steps_keep_their_batch_cut(name):
-    """Gradients are reduced, and no activation is put together."""
-    made = planned(name, "dp:8")
-    data = [leaf for leaf in made.plan.inputs if leaf.role == "data"]
+def test_data_parallel_steps_keep_their_batch_sharded(name):
+    """Gradients are reduced, and no activation is gathered."""
+    program = planned(name, "dp:8")
+    data = [leaf for leaf in program.plan.inputs if leaf.role == "data"]
     assert data
     for leaf in data:
         assert ("dp" in leaf.spec or ("dp",) in leaf.spec) == ("batch" in leaf.axes), leaf.path
-    text = made.plan.jit().lower(*made.args).compile().as_text() or ""
+    text = program.plan.jit().lower(*program.args).compile().as_text() or ""
     assert "all-reduce" in text
     assert gathered(text) == []
 
 
-def test_gathers_of_a_compiled_program_are_seen(mesh_of):
-    """The pattern above, on a program that gathers one."""
+def test_gathers_of_a_compiled_program_are_found(mesh_of):
+    """Checks the pattern on a program with one all-gather."""
     mesh = mesh_of(dp=8)
-    cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("dp",), ()))
-    double = jax.jit(lambda x: 2 * x, in_shardings=cut, out_shardings=whole)
+    sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("dp",), ()))
+    double = jax.jit(lambda x: 2 * x, in_shardings=sharded, out_shardings=replicated)
     text = double.lower(jax.ShapeDtypeStruct((16, 8), "float32")).compile().as_text() or ""
     assert [kind.partition("{")[0] for kind, _ in gathered(text)] == ["f32[16,8]"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_know_nothing_of_us(name):
+def test_programs_do_not_mention_sharding(name):
     source = inspect.getsource(PROGRAMS[name]).lower()
     assert not [word for word in ("autoshard", "sharding", "partitionspec", "mesh") if word in source]

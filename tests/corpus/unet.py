@@ -38,9 +38,9 @@ class UNet(nnx.Module):
 def loss_fn(model, images, masks):
     logits = model(images)
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, masks).mean()
-    predicted, wanted = jax.nn.softmax(logits), jax.nn.one_hot(masks, logits.shape[-1])
-    overlap = jnp.sum(predicted * wanted, axis=(1, 2))
-    dice = 2 * overlap / (jnp.sum(predicted + wanted, axis=(1, 2)) + 1.0)
+    predicted, expected = jax.nn.softmax(logits), jax.nn.one_hot(masks, logits.shape[-1])
+    overlap = jnp.sum(predicted * expected, axis=(1, 2))
+    dice = 2 * overlap / (jnp.sum(predicted + expected, axis=(1, 2)) + 1.0)
     return cross_entropy + 1 - jnp.mean(dice)
 
 

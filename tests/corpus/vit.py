@@ -1,4 +1,4 @@
-"""A vision transformer in Flax Linen: patches, class token, dropout; AdamW that spares norms, averaged parameters."""
+"""A vision transformer in Flax Linen: patches, class token, dropout; AdamW without decay on norms, parameter EMA."""
 
 from typing import Any
 

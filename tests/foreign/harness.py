@@ -1,9 +1,9 @@
-"""Runs a foreign program on one device and sharded, and compares what it computed.
+"""Runs a foreign program on one device and sharded, and compares the results.
 
-A program is a module that knows nothing of us. Its `make()` gives `(step, state, batches)`: a train step, the tuple
-of its state arguments and a list of tuples of its batch arguments. `step(*state, *batch)` returns either the loss,
-having updated nnx objects in `state` in place, or `(new state, loss)` where `state` is one pytree. Its `grad_fn`
-takes the same arguments and returns the gradients.
+A program is a module that does not mention autoshard. Its `make()` returns `(step, state, batches)`: a train step, the
+tuple of its state arguments and a list of tuples of its batch arguments. If `state` is one pytree, `step(*state,
+*batch)` returns `(new state, loss)`. If it is nnx objects, the step updates them in place and returns the loss. The
+program's `grad_fn` takes the same arguments and returns the gradients.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from flax import nnx
 Arrays = dict[str, np.ndarray]
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-TOLERANCE = 1e-5
-# A leaf below this part of the global norm is noise, such as a bias before a norm: compare it with the whole.
+TOLERANCE = 1e-5  # relative; chosen, not measured
+# A leaf whose norm is below this fraction of the global norm is noise, such as the gradient of a bias before a norm: it
+# is compared relative to the global norm. Chosen, not measured.
 NEGLIGIBLE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run computed, and over how many devices it lay.
+    """The results of a run, and how its state was distributed.
 
     Args:
         losses: the loss of each step.
-        state: the state after the last step, `{path: array}`; of nnx objects the variables.
+        state: the state after the last step, `{path: array}`; for nnx objects their variables.
         grads: the first batch's gradients from the initial state.
         last_grads: the first batch's gradients from the state after the last step.
         devices: how many devices hold the final state.
-        share: the part of the state's bytes that one device holds, from 1 / devices to 1.
+        share: the fraction of the state's bytes that one device holds, from 1 / devices to 1.
     """
 
     losses: list[float]
@@ -48,19 +49,19 @@ class Result:
 
 
 def run_single(program: ModuleType, steps: int) -> Result:
-    """Runs a program as its author would, on one device: under `nnx.jit`, or `jax.jit`."""
+    """Runs a program as its author would, on one device, under `nnx.jit` or `jax.jit`."""
     return run(program, steps, nnx.jit if is_nnx(program) else jax.jit)
 
 
 def run_sharded(program: ModuleType, steps: int, **options: Any) -> Result:
-    """Runs a program through `auto_shard(step, **options)`, otherwise unchanged."""
+    """Runs a program under `auto_shard(step, **options)`, otherwise unchanged."""
     from autoshard import auto_shard
 
     return run(program, steps, lambda fn: auto_shard(fn, **options))
 
 
 def is_nnx(program: ModuleType) -> bool:
-    """Whether a program's state is nnx objects, updated in place."""
+    """Returns whether a program's state is nnx objects, which it updates in place."""
     return isinstance(program.make()[1][0], nnx.Module)
 
 
@@ -69,18 +70,15 @@ def run(program: ModuleType, steps: int, transform: Transform, place: Callable[.
 
     Args:
         program: the module.
-        steps: how many steps; batches are used in turn, again and again.
-        transform: what is applied to both functions.
-        place: what `(state, batches)` go through first; nothing where None.
-
-    Returns:
-        What was computed.
+        steps: number of steps; the batches repeat in order.
+        transform: applied to both functions, such as `jax.jit`.
+        place: if given, `place(state, batches)` places both on devices first.
     """
     in_place = is_nnx(program)
     _, state, batches = _made(program, place)
     grad_fn = transform(program.grad_fn)
     grads = arrays(grad_fn(*state, *batches[0]))
-    # Made anew: computing gradients may have moved batch statistics and random streams.
+    # Start again: computing gradients may have updated batch statistics and random streams.
     step, state, batches = _made(program, place)
     step = transform(step)
     losses = []
@@ -108,14 +106,14 @@ def _made(program: ModuleType, place: Callable[..., Any] | None) -> tuple[Any, A
 
 
 def _tree(state: Any) -> Any:
-    """`state` with nnx objects as trees of arrays, each shared variable once."""
+    """Converts nnx objects in `state` to trees of arrays, with each shared variable once."""
     if isinstance(state, tuple) and any(isinstance(x, nnx.Module) for x in state):
         return tuple(nnx.to_pure_dict(nnx.state(x)) for x in state)
     return nnx.to_pure_dict(state) if isinstance(state, nnx.State) else state
 
 
 def arrays(tree: Any) -> Arrays:
-    """The floating-point leaves of a tree, `{path: float64 array}`, and its counters and keys as integers."""
+    """Converts a tree to `{path: array}`: floating-point leaves as float64, counters and random keys as integers."""
     found = {}
     for path, leaf in jax.tree.leaves_with_path(_tree(tree)):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -128,14 +126,17 @@ def arrays(tree: Any) -> Arrays:
 
 
 def compare(reference: Result, other: Result, *, tolerance: float = TOLERANCE, state: bool = True) -> None:
-    """Raises an `AssertionError` that lists every difference beyond the tolerance.
+    """Compares two results.
 
     Args:
-        reference: one device's result.
-        other: the result to judge.
-        tolerance: on losses, and on each gradient and state leaf as `differences` measures it.
-        state: whether final states and the gradients from them are compared. An adaptive optimizer turns the
-            noise of a leaf without a gradient into steps of full size; losses and first gradients remain.
+        reference: the result on one device.
+        other: the result to check.
+        tolerance: for losses, and for each leaf of gradients and state as defined in `differences`.
+        state: whether to compare final states and their gradients. False for adaptive optimizers if a leaf has no true
+            gradient: they turn its rounding noise into steps of full size.
+
+    Raises:
+        AssertionError: if there are differences beyond the tolerance; the message lists all of them.
     """
     found = []
     pairs = zip(reference.losses, other.losses, strict=True)
@@ -152,9 +153,12 @@ def compare(reference: Result, other: Result, *, tolerance: float = TOLERANCE, s
 
 
 def differences(reference: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tolerance: float) -> list[str]:
-    """What differs, a line each: the norm of the difference over the leaf's norm, or the global norm where the leaf
-    has next to none; integers exactly."""
-    found = [f"{path}: only in one of the two" for path in sorted(reference.keys() ^ other.keys())]
+    """Lists the leaves that differ, one line for each.
+
+    A floating-point leaf is compared by the norm of the difference, relative to the leaf's norm, or to the global norm
+    if the leaf is negligible. Integers must be equal.
+    """
+    found = [f"{path}: only in one of the results" for path in sorted(reference.keys() ^ other.keys())]
     real = [path for path in reference if np.issubdtype(reference[path].dtype, np.floating)]
     whole = float(np.sqrt(sum(np.sum(np.square(reference[path])) for path in real)))
     for path in sorted(reference.keys() & other.keys()):

@@ -1,4 +1,4 @@
-"""An image classifier in Flax NNX, after Flax's own MNIST tutorial: convolutions, batch norm, dropout."""
+"""An image classifier in Flax NNX, after Flax's MNIST tutorial: convolutions, batch norm, dropout."""
 
 import jax.numpy as jnp
 import numpy as np

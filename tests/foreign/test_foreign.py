@@ -1,4 +1,4 @@
-"""Programs written plainly, without a thought of us, pass parity with one device through `auto_shard` unchanged."""
+"""Programs that do not mention autoshard compute the same under `auto_shard` as on one device."""
 
 import inspect
 from functools import cache
@@ -20,13 +20,14 @@ PROGRAMS = {
     for program in (nnx_cnn, nnx_transformer, linen_transformer, linen_lstm, scan_recurrence, optax_mlp)
 }
 MIXED = "dp:2 fsdp:2 tp:2"
-# The planner's own plan of every program, and one of three kinds of axes; the rest are the long run's.
+# Always run: the planner's own plan for some programs, and one plan with three mesh axes. Longer suites run the others.
 ALWAYS = [("nnx_transformer", None), ("linen_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
 ONE_JAX = [("nnx_cnn", None), ("linen_lstm", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
 CASES = [(name, plan) for name in PROGRAMS for plan in (None, MIXED, "dp:8", "fsdp:8", "tp:8")]
 STEPS = 20
 
-# Adam divides a gradient by its own size: a leaf whose gradient is all noise, a key's bias, moves by full steps.
+# Adam divides a gradient by its own size: a leaf whose gradient is only noise, such as the bias of keys, moves in full
+# steps.
 ADAPTIVE = ("linen_transformer",)
 
 
@@ -46,11 +47,11 @@ def test_parity_with_one_device(name, plan):
     harness.compare(single(name), result, state=name not in ADAPTIVE)
     assert result.devices == 8
     if plan == "fsdp:8":
-        assert result.share < 0.3  # nearly all of the state divides by 8
+        assert result.share < 0.3  # nearly all of the state is divisible by 8
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_know_nothing_of_us(name):
+def test_programs_do_not_mention_sharding(name):
     source = inspect.getsource(PROGRAMS[name])
     for word in ("autoshard", "sharding", "PartitionSpec", "mesh"):
         assert word not in source.lower()

@@ -1,4 +1,4 @@
-"""The harness itself: it accepts what the compiler shards by hand, and sees what is wrong."""
+"""The harness itself: it accepts programs sharded by hand, and reports wrong results."""
 
 import dataclasses
 from functools import partial
@@ -23,19 +23,19 @@ REFERENCE = harness.Result(
 
 
 def place_by_hand(mesh, state, batches):
-    """State whole on every device, each batch cut over them: data parallelism by the compiler alone."""
-    whole, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    """Replicates the state and shards each batch: data parallelism without autoshard."""
+    replicated, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     if isinstance(state[0], nnx.Module):
         for part in state:
-            nnx.update(part, jax.device_put(nnx.state(part), whole))
+            nnx.update(part, jax.device_put(nnx.state(part), replicated))
     else:
-        state = jax.device_put(state, whole)
-    return state, jax.device_put(batches, cut)
+        state = jax.device_put(state, replicated)
+    return state, jax.device_put(batches, sharded)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
-    """So that a difference under `auto_shard` is its own and not rounding in the program."""
+    """Therefore a difference under `auto_shard` is not due to rounding in the program."""
     program = PROGRAMS[name]
     transform = nnx.jit if harness.is_nnx(program) else jax.jit
     result = harness.run(program, STEPS, transform, partial(place_by_hand, mesh_of(data=8)))
@@ -51,12 +51,12 @@ def test_programs_learn(name):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"losses": [2.0, 1.0001]}, "loss of step 1: 1.0001, one device has 1"),
         ({"losses": [2.0, np.nan]}, "loss of step 1: nan"),
         ({"grads": {"w": 4 * np.ones((2, 2))}}, r"gradient of w: 3.00e\+00 off \(norm 2, 4 times it\)"),
-        ({"grads": {}}, "gradient of w: only in one of the two"),
+        ({"grads": {}}, "gradient of w: only in one of the results"),
         ({"grads": {"w": np.ones(4)}}, r"float64\[4\], one device has float64\[2, 2\]"),
         ({"state": REFERENCE.state | {"w": np.full(4, np.nan)}}, "final w: nan off"),
         ({"state": REFERENCE.state | {"b": np.full(4, 1e-4)}}, "final b: 1.00e-04 off"),
@@ -64,12 +64,12 @@ def test_programs_learn(name):
         ({"state": REFERENCE.state | {"count": np.array(3)}}, r"final count: \[3\], one device has \[2\]"),
     ],
 )
-def test_compare_names_what_differs(change, said):
-    with pytest.raises(AssertionError, match=said):
+def test_compare_lists_the_differences(change, message):
+    with pytest.raises(AssertionError, match=message):
         harness.compare(REFERENCE, dataclasses.replace(REFERENCE, **change))
 
 
-def test_compare_measures_a_leaf_without_a_norm_against_the_whole():
+def test_compare_measures_a_negligible_leaf_against_the_global_norm():
     harness.compare(REFERENCE, REFERENCE)
     noise = {"w": np.ones(4) * (1 + 9e-6), "b": np.full(4, -5e-6), "count": np.array(2)}
     harness.compare(REFERENCE, dataclasses.replace(REFERENCE, state=noise))
@@ -83,15 +83,15 @@ def test_state_has_a_tied_head_once_and_batch_statistics():
     assert cnn["0/dropout/rngs/count"].dtype == np.uint32
 
 
-def test_a_plain_jit_of_a_program_with_batch_statistics_is_seen():
-    """`jax.jit` loses what nnx writes in place: the mistake that the harness has to notice."""
+def test_lost_batch_statistics_are_found():
+    """`jax.jit` loses the updates that nnx makes in place. The harness must notice it."""
     wrong = harness.run(nnx_cnn, 2, jax.jit)
     with pytest.raises(AssertionError, match="final 0/norm1/mean"):
         harness.compare(harness.run_single(nnx_cnn, 2), wrong)
 
 
-def test_a_wrong_step_is_seen():
-    def negated(fn):
+def test_a_wrong_step_is_found():
+    def perturbed(fn):
         def step(*args):
             new, loss = fn(*args) if fn is scan_recurrence.train_step else (None, None)
             if new is None:
@@ -101,4 +101,4 @@ def test_a_wrong_step_is_seen():
         return jax.jit(step)
 
     with pytest.raises(AssertionError, match="final 0/w_h: 1"):
-        harness.compare(harness.run_single(scan_recurrence, 1), harness.run(scan_recurrence, 1, negated))
+        harness.compare(harness.run_single(scan_recurrence, 1), harness.run(scan_recurrence, 1, perturbed))

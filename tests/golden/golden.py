@@ -1,8 +1,8 @@
-"""What is kept of a plan, so that a change of it is a difference that a person can read.
+"""Golden plans: summaries of plans, stored so that a change of a plan is a readable diff.
 
-A file for each case of the benchmark: the words, variant, mesh and axes of the plan, the sharding of every kind of
-input, what moves over which mesh axes, time and memory to three digits. Another JAX traces other equations for the
-same step, so times are those of the JAX that requirements.lock has for Python 3.11.
+There is a file for each case of the benchmark. It holds the plan's strategy, variant, mesh and axes, the sharding of
+each group of equal inputs, the traffic over each mesh axis, and time and memory to three digits. Different JAX versions
+trace different equations for the same step, so times are those of the JAX in requirements.lock for Python 3.11.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["CASES", "Case", "best_variant", "is_locked_jax", "planned", "stored"
 
 @cache
 def planned(name: str, remat: str, microbatches: int) -> Plan:
-    """The plan of a case's step under a variant."""
+    """Plans a case's step for a variant."""
     case = CASES[name]
     step, state, batch = workload_step(case.variant(remat), microbatches)
     return plan(step, state, batch, target=case.target, donate_argnums=0)
 
 
 def summary(made: Plan, variant: Sequence[Any]) -> dict[str, Any]:
-    """What is kept of a plan."""
+    """Summarises a plan as the contents of its golden file."""
     found = made.estimate
     return {
         "target": made.target,
@@ -67,7 +67,7 @@ def summary(made: Plan, variant: Sequence[Any]) -> dict[str, Any]:
 
 
 def _inputs(made: Plan) -> dict[str, list[str]]:
-    """By role the sharding of every kind of input, with an example of it and how many there are."""
+    """Lists, by role, the sharding of each group of equal inputs, with an example and the number of inputs."""
     found: dict[str, list[str]] = {}
     for role, groups in by_role(made):
         for group in groups:
@@ -79,7 +79,7 @@ def _inputs(made: Plan) -> dict[str, list[str]]:
 
 
 def _traffic(made: Plan) -> dict[str, str]:
-    """Bytes that leave each device in a step, by kind and mesh axes, without what is less than a thousandth."""
+    """Sums the bytes that leave each device in a step, by collective and mesh axes, from 0.1 % of the total on."""
     found: defaultdict[str, float] = defaultdict(float)
     for kind, axes, size, _ in made.traffic:
         found[f"{kind} over {axes}"] += size
@@ -88,7 +88,7 @@ def _traffic(made: Plan) -> dict[str, str]:
 
 
 def variant_rows(name: str) -> dict[str, str]:
-    """What the planner makes of each variant of a case that it searches: words, time and memory."""
+    """Describes the plan for each variant that the planner searches for a case: strategy, time and memory."""
     made, rows = searched(name), {}
     for variant, words, time, peak in made.variants:
         fits = f"{words}: {time_text(time)}, {bytes_text(peak)}"
@@ -98,30 +98,30 @@ def variant_rows(name: str) -> dict[str, str]:
 
 @cache
 def searched(name: str) -> Plan:
-    """The plan of a case over all variants."""
+    """Plans a case, with a search over all variants."""
     case = CASES[name]
     search = search_of(variants_of(case.work), layers_of(case.work.config))
     return plan(*workload_variants(case.work), target=case.target, variants=search, donate_argnums=0)
 
 
 def best_variant(name: str) -> tuple[str, int]:
-    """The variant of the fastest plan that fits; the first of those that tie."""
+    """Returns the variant of the chosen plan: the fastest that fits, and the first of a tie."""
     found = searched(name).variant
     return found["remat"], found["accumulation"]
 
 
 def stored(name: str) -> dict[str, Any]:
-    """The golden plan of a case."""
+    """Reads the golden plan of a case."""
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
 def text(data: Mapping[str, Any]) -> str:
-    """A golden plan as its file has it."""
+    """Formats a golden plan as the text of its file."""
     return json.dumps(data, indent=1) + "\n"
 
 
 def is_locked_jax() -> bool:
-    """Whether this is the JAX that golden plans are made with."""
+    """Returns whether this is the JAX version with which golden plans are made."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     (locked,) = [line for line in lines if line.startswith("jax==") and 'python_version >= "3.12"' not in line]
     return version("jax") == locked.partition("==")[2].split()[0]

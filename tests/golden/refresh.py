@@ -1,8 +1,8 @@
-"""Plans the benchmark's cases anew and keeps what comes of it; `git diff` shows what has changed.
+"""Plans the benchmark's cases again and stores the golden plans; `git diff` shows what has changed.
 
     python -m tests.golden.refresh [CASE ...] [--keep-variant]
 
-With `--keep-variant` only the variant that is kept is planned again, not all of them to find the best.
+With `--keep-variant`, only the stored variant is planned, without a search for the best variant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.golden.golden import CASES, FOLDER, best_variant, planned, stored, su
 
 
 def refresh(name: str, keep_variant: bool) -> str:
-    """Writes the golden plan of a case; what is now chosen."""
+    """Writes the golden plan of a case and returns the chosen strategy and variant."""
     if keep_variant:
         before = stored(name)
         variant, rows = before["variant"], before["variants"]
@@ -28,12 +28,12 @@ def refresh(name: str, keep_variant: bool) -> str:
 
 
 def main() -> None:
-    """Refreshes the cases that were asked for."""
+    """Refreshes the requested cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
-    parser.add_argument("--keep-variant", action="store_true", help="plan only the variant that is kept")
+    parser.add_argument("--keep-variant", action="store_true", help="plan only the stored variant")
     given = parser.parse_args()
-    warnings.simplefilter("ignore", AutoshardWarning)  # of variants that do not fit
+    warnings.simplefilter("ignore", AutoshardWarning)  # for variants that do not fit
     for name in given.cases or CASES:
         start = time.perf_counter()
         print(f"{name}: {refresh(name, given.keep_variant)} ({time.perf_counter() - start:.0f} s)", flush=True)

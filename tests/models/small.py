@@ -1,4 +1,4 @@
-"""Small models for tests, and running them with little compiling, which is what these tests cost."""
+"""Small models for tests, and ways to run them with little compilation, which dominates the time of these tests."""
 
 import dataclasses
 
@@ -19,12 +19,12 @@ GPT2 = dataclasses.replace(
 
 
 def filled(cfg: GPTConfig, std: float = 0.1) -> GPT:
-    """A GPT whose parameters all differ, biases and scales too."""
+    """Makes a GPT whose parameters all have different values, including biases and scales."""
     return filled_as(lambda rngs: GPT(cfg, rngs=rngs), std)
 
 
 def filled_as(build, std: float = 0.1):
-    """A model whose variables all differ; filled by NumPy, which compiles nothing."""
+    """Makes a model whose variables all have different values, drawn by NumPy, which compiles nothing."""
     rng = np.random.default_rng(0)
     graph, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
 
@@ -37,19 +37,19 @@ def filled_as(build, std: float = 0.1):
 
 
 def quickly(fn, *args):
-    """`fn(*args)`, jitted without optimisation."""
+    """Runs `fn(*args)`, jitted without optimisation."""
     options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
     return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
 
 
 def called(model, run, *args):
-    """`run(model, *args)`, compiled as a whole: operator by operator takes far longer."""
+    """Runs `run(model, *args)`, compiled as one program: compiling each operator takes far longer."""
     graph, state = nnx.split(model)
     return quickly(lambda state, *args: run(nnx.merge(graph, state), *args), state, *args)
 
 
 def logits_of(model, inputs, key=None):
-    """The model's logits, with dropout where there is a key."""
+    """Computes the model's logits, with dropout if there is a key."""
     graph, params = nnx.split(model)
 
     def logits(params, inputs, key):
@@ -59,13 +59,13 @@ def logits_of(model, inputs, key=None):
 
 
 def count(build):
-    """How many parameters a model has, without making them."""
+    """Counts the parameters of a model without allocating them."""
     shapes = nnx.state(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def intermediate_shapes(jaxpr):
-    """The shapes of all intermediate values of a jaxpr, those of nested ones included."""
+    """Yields the shapes of all intermediate values of a jaxpr and of its nested jaxprs."""
     for equation in jaxpr.eqns:
         yield from (out.aval.shape for out in equation.outvars)
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
@@ -78,20 +78,20 @@ TEXT = np.frombuffer(f"{attention.__doc__}".encode("ascii")[:300], np.uint8).ast
 
 
 def text_entropy():
-    """The loss, in nats, of who knows how often each character of the text comes, and nothing of what is before it."""
+    """Returns the entropy, in nats, of the text's character frequencies: the loss of a predictor without context."""
     shares = np.bincount(TEXT) / len(TEXT)
     return -np.sum(shares[shares > 0] * np.log(shares[shares > 0]))
 
 
 def text_batch(step, rows, context):
-    """Pieces of an English text as batches of characters."""
+    """Makes a batch of character sequences from an English text."""
     starts = np.random.default_rng(step).integers(0, len(TEXT) - context, rows)
     pieces = np.stack([TEXT[start : start + context + 1] for start in starts])
     return {"inputs": pieces[:, :-1], "targets": pieces[:, 1:], "mask": np.ones((rows, context), np.float32)}
 
 
 def stripes_batch(step, rows, size, classes=8):
-    """Images of stripes, each label a direction, at any phase and with noise."""
+    """Makes a batch of noisy stripe images with random phases. The label is the direction of the stripes."""
     rng = np.random.default_rng(step)
     labels = rng.integers(0, classes, rows).astype(np.int32)
     down, right = np.mgrid[:size, :size] / size
@@ -103,7 +103,11 @@ def stripes_batch(step, rows, size, classes=8):
 
 
 def trained(work, steps, rate=3e-3):
-    """Trains a workload by the trainer's own step: the losses, the state, and what evaluates it on another batch."""
+    """Trains a workload with the trainer's step.
+
+    Returns:
+        The losses, the final state, and a function that evaluates the state on the batch of another step.
+    """
     shapes, rows = work.batch(), work.batch_size
 
     def batch(step):
@@ -119,9 +123,9 @@ def trained(work, steps, rate=3e-3):
         state, metrics = step(state, batch(index))
         losses.append(float(metrics["loss"]))
 
-    def evaluated(step):
+    def evaluate(step):
         parts = state.params, state.frozen, state.variables
         total, weight = jax.jit(make_eval_step(program))(*parts, batch(step))
         return float(total / weight)
 
-    return losses, state, evaluated
+    return losses, state, evaluate

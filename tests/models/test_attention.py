@@ -1,4 +1,4 @@
-"""`attention` against a softmax written out, its paths against each other, and the memory they take."""
+"""`attention`: comparison with an explicit softmax and between its implementations, and the memory of each."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def qkv(seed, seq, keys=None, *, batch=2, heads=4, kv_heads=2, head_dim=8, dtype
 
 
 def make_mask(kind, seq, keys):
-    """Half of the pairs, and every second row of the last kind sees nothing."""
+    """Makes a mask of half of the pairs. For `rows`, every second row sees no key."""
     if MASKS[kind] is None:
         return None
     shape = tuple(n if flag is True else flag for flag, n in zip(MASKS[kind], (2, 4, seq, keys), strict=True))
@@ -42,8 +42,8 @@ def make_mask(kind, seq, keys):
     return jax.random.bernoulli(jax.random.key(9), 0.5, shape)
 
 
-def by_hand(q, k, v, causal, mask):
-    """Loops over batch, heads and rows, in float64."""
+def explicit_attention(q, k, v, causal, mask):
+    """Computes attention in loops over batch, heads and rows, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
@@ -65,11 +65,11 @@ def by_hand(q, k, v, causal, mask):
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("impl, block", [("plain", 512), ("blockwise", 3), ("blockwise", 512)])
-def test_matches_softmax_written_out(impl, block, causal, kind):
+def test_matches_an_explicit_softmax(impl, block, causal, kind):
     q, k, v = qkv(0, 8)
     mask = make_mask(kind, 8, 8)
     out = run(q, k, v, mask, causal=causal, impl=impl, block_size=block)
-    np.testing.assert_allclose(out, by_hand(q, k, v, causal, mask), atol=2e-6)
+    np.testing.assert_allclose(out, explicit_attention(q, k, v, causal, mask), atol=2e-6)
 
 
 @settings(max_examples=8)
@@ -164,7 +164,7 @@ def test_blockwise_memory_is_linear_and_plain_is_quadratic(grad):
 
 
 def test_blockwise_memory_stays_linear_under_a_layers_remat_policy():
-    """A policy that keeps dots without a batch dimension must not keep a block's scores."""
+    """A policy that saves dots without a batch dimension must not save the scores of a block."""
 
     def temp(seq):
         x = jax.ShapeDtypeStruct((1, seq, 16), jnp.float32)
@@ -180,7 +180,7 @@ def test_blockwise_memory_stays_linear_under_a_layers_remat_policy():
     assert temp(4096) < 5 * temp(1024)
 
 
-def test_auto_goes_by_the_number_of_keys():
+def test_auto_depends_on_the_number_of_keys():
     def scans(keys):
         q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(0, 1, keys, batch=1))
         return "scan" in str(jax.make_jaxpr(lambda *qkv: attention(*qkv, causal=False))(q, k, v))
@@ -197,20 +197,20 @@ def test_scale_replaces_the_default():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"heads": 3}, "3 query heads are not a multiple of 2 kv heads"),
         ({"keys": 5}, "causal=True needs as many keys as queries"),
         ({"impl": "flash"}, "choose one of auto, plain, blockwise, cudnn"),
         ({"block_size": 0}, "at least 1"),
         ({"mask": jnp.ones((2, 1, 4, 4))}, "mask must be boolean"),
-        ({"mask": jnp.ones((2, 3, 4, 4), bool)}, "or 1 in any of them"),
-        ({"mask": jnp.ones((4, 4), bool)}, "or 1 in any of them"),
+        ({"mask": jnp.ones((2, 3, 4, 4), bool)}, "where each dimension may be 1"),
+        ({"mask": jnp.ones((4, 4), bool)}, "where each dimension may be 1"),
     ],
 )
-def test_misuse_says_what_and_what_to_do(change, said):
+def test_invalid_arguments_are_errors(change, message):
     shape = {name: change.pop(name) for name in ("heads", "keys") if name in change}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         attention(*qkv(0, 4, **shape), causal=True, **change)
 
 
@@ -222,16 +222,16 @@ def test_k_and_v_must_match():
         attention(q[:1], k, v, causal=True)
 
 
-def test_cudnn_says_where_it_can_run():
+def test_cudnn_needs_an_nvidia_gpu_and_16_bits():
     q, k, v = qkv(0, 8, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU and cuDNN, the devices are cpu; choose 'auto'"):
+    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU and cuDNN, but the backend is cpu; choose 'auto'"):
         attention(q, k, v, causal=True, impl="cudnn")
     with pytest.raises(ValueError, match="takes bfloat16 and float16, not float32"):
         attention(*qkv(0, 8), causal=True, impl="cudnn")
 
 
-def test_cudnn_cuts_batch_and_heads(monkeypatch):
-    """Traced as where there is a GPU, the kernel and its gradient are planned for; nothing is gathered for it."""
+def test_cudnn_is_sharded_over_batch_and_heads(monkeypatch):
+    """The kernel and its gradient are planned as on a GPU, and no operand is gathered."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 92000)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_compute_capability", lambda _: True)
 

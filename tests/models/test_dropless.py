@@ -1,4 +1,4 @@
-"""Experts as one operator: terms of shards, what it is known to compute and to hold, and where plans put it."""
+"""Dropless experts as one operator: the terms of its shards, its estimated work and memory, and its plans."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ TINY = workload("mixtral-tiny")
 
 
 def operands(seed=0):
-    """Tokens, gates, choices (of which one expert gets none), all experts' numbers, and weights."""
+    """Makes tokens, gates, choices (no token chooses the last expert), all expert indices, and weights."""
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(EXPERTS - 1)[:TOP_K] for _ in range(BATCH * SEQ)]).reshape(BATCH, SEQ, TOP_K)
     shapes = ((EXPERTS, EMBED, FFN), (EXPERTS, EMBED, FFN), (EXPERTS, FFN, EMBED))
@@ -52,8 +52,8 @@ def test_tokens_are_independent_of_those_beside_them():
 
 
 @jax.custom_vjp
-def careless(rows, weights, sizes):
-    """A `ragged_dot` that leaves anything in rows of no group, as the kernels of accelerators may."""
+def spoiling_ragged_dot(rows, weights, sizes):
+    """A `ragged_dot` that leaves NaNs in rows outside of all groups, as kernels of accelerators may."""
     return _spoiled(ragged_dot(rows, weights, sizes), sizes)
 
 
@@ -61,7 +61,7 @@ def _spoiled(rows, sizes):
     return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None], rows, jnp.nan)
 
 
-def _careless_backward(operands, cotangent):
+def _spoiling_backward(operands, cotangent):
     rows, weights, sizes = operands
     _, pull = jax.vjp(lambda rows, weights: ragged_dot(rows, weights, sizes), rows, weights)
     of_rows, of_weights = pull(cotangent)
@@ -69,21 +69,21 @@ def _careless_backward(operands, cotangent):
 
 
 ragged_dot = jax.lax.ragged_dot
-careless.defvjp(lambda *operands: (careless(*operands), operands), _careless_backward)
+spoiling_ragged_dot.defvjp(lambda *operands: (spoiling_ragged_dot(*operands), operands), _spoiling_backward)
 
 
-def test_rows_of_no_group_may_hold_anything(monkeypatch):
+def test_rows_outside_of_all_groups_do_not_matter(monkeypatch):
     x, gates, chosen, own, *weights = operands()
     cotangent = x[::-1]
     expected = dropless._gradients(dropless._swiglu, x, gates, chosen, own, *weights, cotangent)
-    monkeypatch.setattr(dropless.lax, "ragged_dot", careless)
+    monkeypatch.setattr(dropless.lax, "ragged_dot", spoiling_ragged_dot)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
         some = [w[experts] for w in weights]
-        value += dropless._mixed(dropless._swiglu, x, gates, chosen, own[experts], *some)
+        value += dropless._mix(dropless._swiglu, x, gates, chosen, own[experts], *some)
         terms.append(dropless._gradients(dropless._swiglu, x, gates, chosen, own[experts], *some, cotangent))
     monkeypatch.undo()
-    np.testing.assert_allclose(value, dropless._mixed(dropless._swiglu, x, gates, chosen, own, *weights), atol=1e-4)
+    np.testing.assert_allclose(value, dropless._mix(dropless._swiglu, x, gates, chosen, own, *weights), atol=1e-4)
     for one, low, high in zip(expected[:2], *(term[:2] for term in terms), strict=True):
         np.testing.assert_allclose(low + high, one, rtol=1e-4, atol=1e-4)
     for one, low, high in zip(expected[2:], *(term[2:] for term in terms), strict=True):
@@ -91,19 +91,19 @@ def test_rows_of_no_group_may_hold_anything(monkeypatch):
 
 
 def operator_of(fn, *args):
-    """The first operator of a function whose name is the experts'."""
+    """Returns the first operator of a function whose name contains `experts`."""
     return next(op for op in build(jax.make_jaxpr(fn)(*args)).ops() if "experts" in op.name)
 
 
-def test_its_work_is_known():
+def test_its_flops_are_counted():
     forward = operator_of(dropless.swiglu_experts, *operands())
     assert matmul_flops(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
     backward = operator_of(dropless.swiglu_experts_gradients, *operands(), operands()[0])
-    # Hidden units again; for each product the gradient of its rows, and of its weights: all rows for each expert.
+    # Recomputed hidden units; for each product the gradient of its rows, and that of its weights: all rows per expert.
     assert flops_of(backward) == (2 + 3 + 3 * EXPERTS) * 2.0 * ROWS * EMBED * FFN
 
 
-def test_what_it_holds_shrinks_with_its_shard():
+def test_its_memory_shrinks_with_its_shard():
     def held(batch, units):
         shapes = [(batch, SEQ, n) for n in (EMBED, TOP_K, TOP_K)]
         shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
@@ -120,23 +120,23 @@ def test_what_it_holds_shrinks_with_its_shard():
     assert half.moved_bytes < whole.moved_bytes and thin.held_bytes < whole.held_bytes
 
 
-def spec_of(made, end):
-    (leaf,) = [leaf for leaf in made.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
+def spec_of(planned, end):
+    (leaf,) = [leaf for leaf in planned.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
     return leaf.axes, tuple(leaf.spec)
 
 
-def test_its_experts_and_hidden_units_can_be_cut():
-    made = plan(*workload_step(TINY), target="cpu:8", plan="dp:2 ep:2 tp:2", donate_argnums=0)
+def test_its_experts_and_hidden_units_can_be_sharded():
+    planned = plan(*workload_step(TINY), target="cpu:8", plan="dp:2 ep:2 tp:2", donate_argnums=0)
     for end, ffn in (("w_up", 3), ("w_gate", 3), ("w_down", 2)):
-        axes, spec = spec_of(made, f"experts/{end}")
+        axes, spec = spec_of(planned, f"experts/{end}")
         assert axes[1] == "experts" and spec[1] == "ep"
         assert axes[ffn] == "ffn" and spec[ffn] == "tp"
-    assert spec_of(made, "inputs")[1][0] == ("dp", "ep")
+    assert spec_of(planned, "inputs")[1][0] == ("dp", "ep")
 
 
-def test_tokens_stay_where_they_are():
-    made = plan(*workload_step(TINY), target="cpu:8", plan="dp:8", donate_argnums=0)
-    assert {kind for kind, _, _, line in made.traffic if "(experts)" in line} <= {"all-reduce"}
+def test_data_parallelism_moves_no_tokens():
+    planned = plan(*workload_step(TINY), target="cpu:8", plan="dp:8", donate_argnums=0)
+    assert {kind for kind, _, _, line in planned.traffic if "(experts)" in line} <= {"all-reduce"}
 
 
 @pytest.mark.tpu_compile

@@ -1,4 +1,4 @@
-"""The GPT: what it computes, that its variants agree, and what its errors say."""
+"""The GPT: its values and gradients, the agreement of its variants, and its error messages."""
 
 import dataclasses
 import inspect
@@ -19,8 +19,8 @@ from autoshard.models import (
     parameter_count,
     restack,
 )
-from autoshard.models.gpt import Norm, _rotate, dropout, dropout_keys
 from autoshard.models.stack import run_layers
+from autoshard.models.transformer import Norm, _rotate, dropout, dropout_keys
 from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 
 VARIANTS = {
@@ -32,8 +32,8 @@ VARIANTS = {
 }
 
 
-def born(cfg):
-    """A model as it is initialised."""
+def initialised(cfg):
+    """Makes a model with its initial parameters."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
     return nnx.merge(graph, quickly(lambda: nnx.state(GPT(cfg, rngs=nnx.Rngs(0)))))
 
@@ -60,7 +60,7 @@ def measured(cfg, seed=None):
 
 
 def assert_close(a, b, tolerance=1e-5):
-    """Each leaf by the norm of the difference over the larger of its norm and a millionth of the whole's."""
+    """Compares leaves by the norm of their difference, relative to the leaf's norm or 1 % of the tree's norm."""
     whole = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(b)))
     jax.tree.map_with_path(
         lambda path, x, y: np.testing.assert_array_less(
@@ -91,7 +91,7 @@ def test_gradients_match_finite_differences(name):
         total, count = loss_fn(nnx.merge(graph, params), inputs, inputs[:, ::-1])
         return total / count
 
-    # Leaf by leaf along its own gradient, where the slope is the gradient's norm and rounding matters least.
+    # Move one leaf at a time along its gradient: there the slope is the gradient's norm, and rounding matters least.
     gradient = quickly(jax.grad(loss), params)
     loss = jax.jit(loss)
     leaves, tree = jax.tree.flatten(params)
@@ -120,7 +120,7 @@ def test_scanned_and_unrolled_are_the_same_model(name, dropout):
 
 
 def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_layout():
-    scanned, unrolled = born(TINY), born(dataclasses.replace(TINY, scan_layers=False))
+    scanned, unrolled = initialised(TINY), initialised(dataclasses.replace(TINY, scan_layers=False))
     for a, b in [
         (restack(scanned, scan_layers=False), unrolled),
         (restack(unrolled, scan_layers=True), scanned),
@@ -159,7 +159,7 @@ def test_remat_policies_order_the_memory():
 
     none, dots, full = temp("none"), temp("dots"), temp("full")
     assert full < dots < none
-    # Layers in turn lie between, and a loop over groups keeps no copies of parameters: what it adds is for one layer.
+    # Alternating policies lie in between. A scan over groups saves no copies of parameters: it adds one layer's memory.
     none, dots, full = temp("none", 64), temp("dots", 64), temp("full", 64)
     assert full < temp("dots,full", 64) < dots < temp("none,full", 64) < none
     assert abs(temp("dots,dots", 64) - dots) < 0.15 * dots
@@ -252,7 +252,7 @@ def test_grouped_queries_equal_repeated_heads():
 
 
 def test_rotary_sees_distances_and_learned_sees_positions():
-    """With one token everywhere, rotary attention averages equal values: all positions' logits are equal."""
+    """If all tokens are equal, rotary attention averages equal values, so the logits of all positions are equal."""
     same = jnp.full((1, 9), 3, jnp.int32)
     rotary, learned = (logits_of(filled(cfg), same) for cfg in (TINY, GPT2))
     np.testing.assert_allclose(rotary[:, 1:], rotary[:, :-1], atol=1e-5)
@@ -265,7 +265,7 @@ def test_rotary_sees_distances_and_learned_sees_positions():
     np.testing.assert_allclose(jnp.linalg.norm(rows_q, axis=-1), jnp.linalg.norm(q), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-3])  # of a thousandth, what is added to the variance counts
+@pytest.mark.parametrize("size", [1.0, 1e-3])  # at 1e-3, the epsilon added to the variance matters
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_norms_against_their_definitions(kind, size):
     norm = Norm(dataclasses.replace(GPT2, norm=kind))
@@ -312,7 +312,7 @@ def test_flops_agree_with_the_compilers_count():
 
 
 def test_initialisation_has_gpt2_deviations():
-    model = born(dataclasses.replace(GPT2, layers=8, width=64, ffn=256, vocab=256))
+    model = initialised(dataclasses.replace(GPT2, layers=8, width=64, ffn=256, vocab=256))
     values = nnx.to_pure_dict(nnx.state(model))
     attention, mlp = values["blocks"]["attention"], values["blocks"]["mlp"]
     residual = 0.02 / 16**0.5
@@ -332,12 +332,15 @@ def test_initialisation_has_gpt2_deviations():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"norm": "batchnorm"}, "norm is 'batchnorm'; choose one of rmsnorm, layernorm"),
         ({"remat": "some"}, "remat is 'some'; choose one of none, full, dots"),
-        ({"remat": "full,some"}, "remat is 'full,some'; choose one of .*, or several with commas for layers in turn"),
-        ({"remat": "full,none,none"}, "2 layers that are scanned over do not divide into groups of 3"),
+        (
+            {"remat": "full,some"},
+            "remat is 'full,some'; choose one of .*, or several with commas, to alternate over the layers",
+        ),
+        ({"remat": "full,none,none"}, "2 scanned layers do not divide into groups of 3"),
         ({"width": 18}, "width 18 is not a multiple of heads 4"),
         ({"width": 12}, "make it even, or set positions='learned'"),
         ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
@@ -347,8 +350,8 @@ def test_initialisation_has_gpt2_deviations():
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
-def test_a_config_that_does_not_fit_says_so(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_config_is_an_error(change, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(TINY, **change)
 
 
@@ -363,7 +366,7 @@ def test_more_tokens_than_context_is_an_error(name):
         filled(VARIANTS[name])(tokens((1, 13)))
 
 
-def test_other_misuse_of_a_call():
+def test_other_invalid_calls():
     model = filled(dataclasses.replace(TINY, dropout=0.1))
     with pytest.raises(ValueError, match="pass rngs="):
         model(tokens(), deterministic=False)
@@ -373,7 +376,7 @@ def test_other_misuse_of_a_call():
         model(tokens((9,)))
 
 
-def test_a_token_outside_the_vocabulary_is_loud():
+def test_a_token_outside_the_vocabulary_gives_nan():
     assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[32]]))))
     assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[-1]]))))
 

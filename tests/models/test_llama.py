@@ -1,4 +1,4 @@
-"""Llama: the published sizes, what a long context holds, and that the small one learns."""
+"""Llama: published sizes, memory for a long context, and training of the small model."""
 
 import dataclasses
 
@@ -38,14 +38,14 @@ def test_parameters(name):
     assert count(build(LLAMA[name])) == PARAMETERS[name]
 
 
-def test_unrolled_it_has_as_many_parameters():
+def test_unrolled_layers_have_the_same_number_of_parameters():
     unrolled = dataclasses.replace(LLAMA["llama2-7b"], scan_layers=False)
     assert count(build(unrolled)) == PARAMETERS["llama2-7b"]
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_long_context_never_holds_all_scores(scan):
-    """Forward and backward, at full size and from shapes: of 8192 x 8192 pairs no value holds more than a block."""
+    """Traced at full size: no value of forward or backward pass has the sequence length, 8192, in two dimensions."""
     cfg = dataclasses.replace(LLAMA["llama3-8b"], scan_layers=scan, layers=2)
     graph, params = nnx.split(nnx.eval_shape(lambda: GPT(cfg, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((1, cfg.context), jnp.int32)

@@ -1,4 +1,4 @@
-"""`cross_entropy` against its definition, its masks, and that a sharded vocabulary is not gathered."""
+"""`cross_entropy`: comparison with its definition, masks, and no gather of a sharded vocabulary."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Mixtures of experts: against every expert run on every token, what is dropped, and the losses of the router."""
+"""Mixtures of experts: comparison with all experts on all tokens, dropped choices, and the router's losses."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from autoshard.models.moe import Experts, dispatch_masks, route
 from tests.models.small import called, count, filled_as, quickly, text_entropy, trained
 
 SMALL = MoEConfig(GPTConfig(vocab=32, layers=4, heads=4, kv_heads=2, width=16, ffn=24, context=12), moe_every=2)
-AMPLE = dataclasses.replace(SMALL, capacity_factor=8.0)  # as many places as tokens
+AMPLE = dataclasses.replace(SMALL, capacity_factor=8.0)  # as many slots as tokens
 DROPLESS = dataclasses.replace(SMALL, dispatch="dropless")
 
 
@@ -45,7 +45,7 @@ def batch(seed=0):
 
 
 def every_expert(layer, x):
-    """The layer's definition: all experts run on all tokens, and those of a token weighed by its gates."""
+    """The layer's definition: runs all experts on all tokens and weights them by the gates."""
     cfg = layer.cfg
     probabilities = jax.nn.softmax(x @ layer.router[...], axis=-1)
     kept = jnp.where(probabilities >= jnp.sort(probabilities, axis=-1)[..., -cfg.top_k, None], probabilities, 0.0)
@@ -60,13 +60,13 @@ def every_expert(layer, x):
 
 
 def value_and_gradients(layer, run, x):
-    """The output, and the gradients of all weights and of the input under random cotangents."""
+    """Returns the output, and the gradients of all weights and of the input for a random cotangent."""
     graph, params = nnx.split(layer)
-    wanted = jnp.asarray(np.random.default_rng(7).normal(size=x.shape), jnp.float32)
+    cotangent = jnp.asarray(np.random.default_rng(7).normal(size=x.shape), jnp.float32)
 
     def scalar(params, x):
         y = run(nnx.merge(graph, params), x)
-        return jnp.sum(y * wanted), y
+        return jnp.sum(y * cotangent), y
 
     (_, y), gradients = quickly(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True), params, x)
     return y, gradients
@@ -94,19 +94,19 @@ def test_it_is_every_expert_on_every_token(name, dispatch):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(one))))
 
 
-def seated(chosen, capacity, experts):
-    """By hand: for each choice of each token its place at the expert, or None."""
-    taken, places = [0] * experts, {}
+def assign_slots(chosen, capacity, experts):
+    """Assigns slots in a plain loop: maps (token, choice) to the slot at the expert, or None."""
+    taken, slots = [0] * experts, {}
     for choice in range(chosen.shape[1]):
         for token in range(chosen.shape[0]):
             expert = int(chosen[token, choice])
-            places[token, choice] = taken[expert] if taken[expert] < capacity else None
+            slots[token, choice] = taken[expert] if taken[expert] < capacity else None
             taken[expert] += 1
-    return places
+    return slots
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
-def test_places_go_to_first_choices_in_order(factor):
+def test_slots_go_to_first_choices_in_order(factor):
     cfg = dataclasses.replace(SMALL, capacity_factor=factor)
     rng = np.random.default_rng(0)
     chosen = np.stack([np.stack([rng.permutation(8)[:2] for _ in range(12)]) for _ in range(3)])
@@ -114,17 +114,17 @@ def test_places_go_to_first_choices_in_order(factor):
     taken, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
     expected, expected_gates = np.zeros(taken.shape), np.zeros(taken.shape)
     for group in range(3):
-        for (token, choice), place in seated(chosen[group], cfg.capacity(12), 8).items():
-            if place is not None:
-                at = group, token, chosen[group, token, choice], place
+        for (token, choice), slot in assign_slots(chosen[group], cfg.capacity(12), 8).items():
+            if slot is not None:
+                at = group, token, chosen[group, token, choice], slot
                 expected[at], expected_gates[at] = 1, gates[group, token, choice]
     assert taken.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
     np.testing.assert_array_equal(taken, expected)
     np.testing.assert_array_equal(weighted, expected_gates.astype(np.float32))
 
 
-def test_a_choice_without_a_place_adds_nothing():
-    """All tokens want the same two experts, which have two places each: tokens 2 and later pass by the residual."""
+def test_a_choice_without_a_slot_adds_nothing():
+    """All tokens choose the same two experts, which have two slots each: from token 2 on, only the residual is left."""
     cfg = dataclasses.replace(SMALL, capacity_factor=0.5)
     assert cfg.capacity(12) == 2
     layer = experts_of(cfg)
@@ -133,7 +133,7 @@ def test_a_choice_without_a_place_adds_nothing():
     found, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
     np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(found[:, 2:], 0.0)
-    apart = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one place for each 4 tokens
+    apart = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one slot for 4 tokens
     other = experts_of(apart)
     other.router[...] = layer.router[...]
     found = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
@@ -147,7 +147,7 @@ def test_masks_grow_with_the_batch_and_not_with_its_square():
         return jax.eval_shape(lambda g, c: dispatch_masks(SMALL, g, c), shape, chosen)[0].size
 
     assert elements(8) == 4 * elements(2)
-    assert SMALL.capacity(12) == 4 and AMPLE.capacity(12) == 12  # 1.25 * 2 * 12 / 8, and not more than tokens
+    assert SMALL.capacity(12) == 4 and AMPLE.capacity(12) == 12  # ceil(1.25 * 2 * 12 / 8), at most the tokens
 
 
 def test_tokens_that_do_not_divide_into_groups_are_an_error():
@@ -171,18 +171,18 @@ def test_losses_of_the_router_by_their_formulas():
 def test_balance_is_one_where_experts_are_chosen_alike_and_their_number_where_one_is():
     one = dataclasses.replace(SMALL, top_k=1, renormalize=False)
     balance = jax.jit(jax.value_and_grad(lambda logits: route(one, logits).losses.balance))
-    alike = np.tile(4.0 * np.eye(8, dtype=np.float32), (3, 1))[None]
-    np.testing.assert_allclose(balance(alike)[0], 1.0, rtol=1e-5)
+    uniform = np.tile(4.0 * np.eye(8, dtype=np.float32), (3, 1))[None]
+    np.testing.assert_allclose(balance(uniform)[0], 1.0, rtol=1e-5)
     alone = np.zeros((1, 24, 8), np.float32)
     alone[..., 2] = 30.0
     np.testing.assert_allclose(balance(alone)[0], 8.0, rtol=1e-5)
     slope = np.asarray(balance(alone / 30.0)[1])
-    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)  # towards the idle ones
+    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)  # towards the idle experts
 
 
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
 def test_the_router_computes_in_float32(cfg):
-    """The input is rounded to bfloat16, and nothing after it."""
+    """Only the input is rounded to bfloat16; the router computes in float32."""
     layer = experts_of(with_gpt(cfg, dtype="bfloat16"))
     x = inputs().astype(jnp.bfloat16)
     y, losses = called(layer, lambda layer, x: layer(x), x)
@@ -192,19 +192,19 @@ def test_the_router_computes_in_float32(cfg):
     np.testing.assert_allclose(losses.balance, expected.losses.balance, rtol=1e-6)
     assert y.dtype == jnp.bfloat16 and losses.z.dtype == jnp.float32
     products = [e for e in jax.make_jaxpr(layer)(x).eqns if e.primitive.name == "dot_general"]
-    assert products[0].params["precision"] == (lax.Precision.HIGHEST,) * 2  # an accelerator rounds the operands else
+    assert products[0].params["precision"] == (lax.Precision.HIGHEST,) * 2  # accelerators round the operands otherwise
 
 
 def test_expert_weights_are_stacked():
     shapes = {name: leaf.shape for name, leaf in nnx.to_pure_dict(nnx.state(experts_of(SMALL))).items()}
     assert shapes == {"router": (16, 8), "w_up": (8, 16, 24), "w_gate": (8, 16, 24), "w_down": (8, 24, 16)}
     blocks: Any = nnx.eval_shape(lambda: of(SMALL)(nnx.Rngs(0))).blocks
-    assert blocks.moe.experts.w_up.shape == (2, 8, 16, 24)  # of four layers every second one
+    assert blocks.moe.experts.w_up.shape == (2, 8, 16, 24)  # every second one of four layers
     assert blocks.dense[0].mlp.w_up.shape == (2, 16, 24) and len(blocks.dense) == 1
 
 
 def test_scanned_and_unrolled_are_the_same_model():
-    """With dropout, and the losses of the router: of two groups of a dense layer and one with experts."""
+    """With dropout and the router's losses, for two groups of one dense layer and one layer with experts."""
     cfg = with_gpt(SMALL, dropout=0.2)
     scanned = filled_as(of(cfg))
     graph, state = nnx.split(nnx.eval_shape(lambda: of(with_gpt(cfg, scan_layers=False))(nnx.Rngs(0))))
@@ -213,26 +213,26 @@ def test_scanned_and_unrolled_are_the_same_model():
     values["blocks"] = {i: jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2)}
     nnx.replace_by_pure_dict(state, values)
 
-    def made(graph, params):
+    def outputs(graph, params):
         def forward(params, key):
             return nnx.merge(graph, params).forward(tokens(), deterministic=False, rngs=key)
 
         return jax.tree.leaves(quickly(forward, params, jax.random.key(0)))
 
-    for one, other in zip(made(*nnx.split(scanned)), made(graph, state), strict=True):
+    for one, other in zip(outputs(*nnx.split(scanned)), outputs(graph, state), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
-def test_what_a_cache_keeps_is_what_the_whole_sequence_gives(dispatch, changes):
-    """Any way to cut a sequence gives the logits of the whole of it, where that drops nothing."""
+def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):
+    """Any split of a sequence into calls gives the logits of the whole sequence, if no choice is dropped."""
     model = filled_as(of(with_gpt(dataclasses.replace(AMPLE, dispatch=dispatch), **changes)), 0.3)
     whole = called(model, lambda model, x: model(x), tokens())
     extend = nnx.jit(lambda model, tokens, cache: model.extend(tokens, cache))
-    for cuts in ([12], [5, 6, 7, 12]):
+    for ends in ([12], [5, 6, 7, 12]):
         cache, begin, parts = model.cache(2), 0, []
-        for end in cuts:
+        for end in ends:
             logits, cache = extend(model, tokens()[:, begin:end], cache)
             parts.append(logits)
             begin = end
@@ -240,8 +240,8 @@ def test_what_a_cache_keeps_is_what_the_whole_sequence_gives(dispatch, changes):
         assert int(cache.length) == 12
 
 
-def test_a_cache_drops_no_token_where_the_whole_sequence_would():
-    """With room for few the whole sequence's logits are others; those of a cache stay as they are without drops."""
+def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
+    """With little capacity, a call on the whole sequence drops choices. A cache gives the logits without drops."""
     tight, ample = (filled_as(of(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
     whole = [called(model, lambda model, x: model(x), tokens()) for model in (tight, ample)]
     kept = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
@@ -250,8 +250,8 @@ def test_a_cache_drops_no_token_where_the_whole_sequence_would():
 
 
 @pytest.mark.parametrize("n", [6, 14])
-def test_it_writes_what_running_the_text_again_would_write(n):
-    """Within the context and beyond it, where the window moves."""
+def test_generated_text_equals_recomputation_of_each_step(n):
+    """Within the context, and beyond it, where the window moves."""
     model = filled_as(of(AMPLE), 0.5)
     text = generate(model, tokens()[:, :3], n, key=jax.random.key(0), temperature=0.0)
     for end in (3, 2 + n):
@@ -259,7 +259,7 @@ def test_it_writes_what_running_the_text_again_would_write(n):
         np.testing.assert_array_equal(jnp.argmax(logits[:, -1], -1), text[:, end])
 
 
-def test_in_training_the_mean_is_the_cross_entropy_and_the_weighed_losses():
+def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     cfg = dataclasses.replace(SMALL, balance_weight=0.3, z_weight=0.2)
     model = filled_as(of(cfg))
 
@@ -269,14 +269,14 @@ def test_in_training_the_mean_is_the_cross_entropy_and_the_weighed_losses():
         return losses, plain, model.loss(batch, deterministic=False), model.loss(batch)
 
     losses, (plain, tokens), (total, weight), evaluated = called(model, everything, batch())
-    assert 1.9 < losses.balance < 4.0 and losses.z > 0.1  # the sums of two layers, each at least nearly 1
+    assert 1.9 < losses.balance < 4.0 and losses.z > 0.1  # sums over two layers, each about 1 or more
     np.testing.assert_allclose(total / weight, plain / tokens + 0.3 * losses.balance + 0.2 * losses.z, rtol=1e-6)
     assert weight == tokens == batch()["mask"].sum()
     np.testing.assert_allclose(evaluated, (plain, tokens), rtol=1e-6)
 
 
 def test_a_future_token_does_not_change_past_logits():
-    """Without a capacity. With one it may: places are given to all first choices before any second one."""
+    """Only dropless: with a capacity, a later token's first choice can take the slot of an earlier token."""
     model = filled_as(of(DROPLESS))
     later = tokens().at[:, 7].set((tokens()[:, 7] + 1) % 32)
     one, other = (np.asarray(called(model, lambda model, x: model(x), x)) for x in (tokens(), later))
@@ -298,24 +298,24 @@ def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
-        ({"top_k": 9}, "top_k 9 is more than the 8 experts"),
-        ({"top_k": 1}, "gates of 1 teach the router nothing; set it to False"),
+        ({"top_k": 9}, "top_k is 9; it must be at most the number of experts, 8"),
+        ({"top_k": 1}, "gates of 1 give the router no gradient; set renormalize=False"),
         ({"moe_every": 3}, "layers 4 is not a multiple of moe_every 3"),
         ({"moe_every": 0, "experts": 0}, "experts is 0; it must be at least 1.*moe_every is 0"),
         ({"dispatch": "sort"}, "dispatch is 'sort'; choose one of capacity, dropless"),
-        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; it must be above 0"),
-        ({"z_weight": -1.0}, "z_weight is -1.0; it must be at least 0"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; it must be a finite number above 0"),
+        ({"z_weight": -1.0}, "z_weight is -1.0; it must be a finite number of at least 0"),
     ],
 )
-def test_a_config_that_does_not_fit_says_so(change, said):
-    with pytest.raises(ValueError, match=f"MoEConfig: .*{said}"):
+def test_an_invalid_config_is_an_error(change, message):
+    with pytest.raises(ValueError, match=f"MoEConfig: .*{message}"):
         dataclasses.replace(SMALL, **change)
 
 
 def alpa_parameters(cfg):
-    """Attention and norms in each layer, an MLP of 8 * width in half of them, and one for each expert in the others."""
+    """Counts attention in each layer, one MLP of 8 * width in half of the layers, and one per expert in the others."""
     width, layers = cfg.gpt.width, cfg.gpt.layers
     return layers * (4 * width**2 + (1 + cfg.experts) * 16 * width**2 // 2) + (32_000 + 1024) * width
 

@@ -1,4 +1,4 @@
-"""`generate`: what it keeps, what it samples, beyond the context too."""
+"""`generate`: the cache, sampling, and texts longer than the context."""
 
 import dataclasses
 
@@ -34,15 +34,15 @@ def test_greedy_is_the_argmax_of_the_last_window_step_by_step(positions):
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("shape", [dict(), dict(positions="learned"), dict(kv_heads=1), dict(attention="blockwise")])
-def test_what_a_cache_keeps_is_what_the_whole_sequence_gives(shape, scan_layers):
-    """Any way to cut a sequence gives the logits of the whole of it."""
+def test_a_cache_gives_the_logits_of_the_whole_sequence(shape, scan_layers):
+    """Any split of a sequence into calls gives the logits of the whole sequence."""
     model = make(**dict(layers=3, context=12, block_size=4, scan_layers=scan_layers) | shape)
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 16)
     whole = model(tokens)
     extend = nnx.jit(lambda model, tokens, cache: model.extend(tokens, cache))
-    for cuts in ([12], [5, 12], [1, 2, 3, 9, 12]):
+    for ends in ([12], [5, 12], [1, 2, 3, 9, 12]):
         cache, begin, parts = model.cache(2), 0, []
-        for end in cuts:
+        for end in ends:
             logits, cache = extend(model, tokens[:, begin:end], cache)
             parts.append(logits)
             begin = end
@@ -51,7 +51,7 @@ def test_what_a_cache_keeps_is_what_the_whole_sequence_gives(shape, scan_layers)
 
 
 def test_within_the_context_each_token_costs_one_position():
-    """The text is the same as by running everything again, which `_windowed` does; nothing but one position is run."""
+    """The text equals that of recomputing all positions, and each token runs one position only."""
     model, prompt = make(context=24, layers=2), jnp.array([[1, 2, 3], [4, 5, 6]])
     cached = generate(model, prompt, 6, key=jax.random.key(0), temperature=0.0)
     expected = prompt
@@ -65,7 +65,7 @@ def test_within_the_context_each_token_costs_one_position():
         analysis = run.lower(prompt).compile().cost_analysis()
         assert analysis is not None
         flops.append(analysis["flops"])
-    assert flops[1] < 3 * flops[0]  # a loop's body is counted once: its size does not grow with the text
+    assert flops[1] < 3 * flops[0]  # the loop's body is counted once and does not grow with the text
 
 
 def test_top_1_is_greedy_and_sampling_depends_on_the_key():
@@ -75,9 +75,9 @@ def test_top_1_is_greedy_and_sampling_depends_on_the_key():
     a, b, again = (generate(model, prompt, 8, key=jax.random.key(s), temperature=5.0) for s in (1, 2, 1))
     np.testing.assert_array_equal(a, again)
     assert np.any(np.asarray(a) != np.asarray(b))
-    assert np.any(np.asarray(a[0]) != np.asarray(a[1]))  # rows of a batch are sampled apart
+    assert np.any(np.asarray(a[0]) != np.asarray(a[1]))  # rows of a batch are sampled independently
     even = np.asarray(generate(model, prompt, 8, key=jax.random.key(1), temperature=1e6))[:, 1:]
-    assert np.any(even != even[:, :1], axis=1).all()  # and each token of a row
+    assert np.any(even != even[:, :1], axis=1).all()  # and so are the tokens of a row
 
 
 def test_samples_follow_the_models_distribution():
@@ -98,15 +98,15 @@ def test_a_prompt_longer_than_the_context_and_nothing_to_add():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"prompt": jnp.zeros((1, 0), jnp.int32)}, "at least one token"),
         ({"n": -1}, "n is -1"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"top_k": 17}, "from 1 to the vocabulary's 16"),
+        ({"top_k": 17}, "from 1 to 16, the size of the vocabulary"),
     ],
 )
-def test_misuse(change, said):
+def test_invalid_arguments_are_errors(change, message):
     arguments = {"prompt": jnp.zeros((1, 1), jnp.int32), "n": 1, "key": jax.random.key(0)} | change
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         generate(make(), **arguments)

@@ -1,4 +1,4 @@
-"""The vision transformer: the published sizes, patches, both kinds of pooling, and that it learns."""
+"""The vision transformer: published sizes, patches, both kinds of pooling, and training."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def images(rows=3):
 
 
 def patches(x):
-    """`[batch, 16, 16, 3]` to `[batch, 16 patches, 4, 4, 3]`, row by row."""
+    """Splits `[batch, 16, 16, 3]` into `[batch, 16 patches, 4, 4, 3]`, row by row."""
     return jnp.stack([x[:, r : r + 4, c : c + 4] for r in range(0, 16, 4) for c in range(0, 16, 4)], axis=1)
 
 
@@ -50,12 +50,12 @@ def test_parameters(name):
 def test_patches_are_a_convolution():
     model = filled_as(of(MEAN))
     numbers = ("NHWC", "HWIO", "NHWC")
-    made = lax.conv_general_dilated(images(), model.patch[...], (4, 4), "VALID", dimension_numbers=numbers)
-    expected = (made + model.patch_bias[...]).reshape(3, 16, 16) + model.position[...]
+    convolved = lax.conv_general_dilated(images(), model.patch[...], (4, 4), "VALID", dimension_numbers=numbers)
+    expected = (convolved + model.patch_bias[...]).reshape(3, 16, 16) + model.position[...]
     np.testing.assert_allclose(model._embed(images()), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_class_token_stands_before_the_patches():
+def test_the_class_token_precedes_the_patches():
     token, mean = filled_as(of(SMALL)), filled_as(of(MEAN))
     for name in ("patch", "patch_bias"):
         getattr(token, name)[...] = getattr(mean, name)[...]
@@ -69,7 +69,7 @@ def test_a_class_token_stands_before_the_patches():
 
 @pytest.mark.parametrize("cfg", [SMALL, MEAN], ids=["token", "mean"])
 def test_without_positions_the_order_of_patches_does_not_matter(cfg):
-    """So attention has no causal mask: the first patch sees the last; and positions are what orders them."""
+    """Therefore attention has no causal mask, and only the position embedding encodes the order of patches."""
     model = filled_as(of(cfg), 0.3)
     order = np.random.default_rng(1).permutation(16)
     shuffled = patches(images())[:, order].reshape(3, 4, 4, 4, 4, 3).swapaxes(2, 3).reshape(3, 16, 16, 3)
@@ -122,7 +122,7 @@ def test_no_promotion_is_implicit(pool, dtype, strict_numerics):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"patch": 5}, "image_size 16 is not a multiple of patch 5"),
         (
@@ -133,8 +133,8 @@ def test_no_promotion_is_implicit(pool, dtype, strict_numerics):
         ({"remat": "some"}, "remat is 'some'"),
     ],
 )
-def test_a_config_that_does_not_fit_says_so(change, said):
-    with pytest.raises(ValueError, match=f"ViTConfig: .*{said}"):
+def test_an_invalid_config_is_an_error(change, message):
+    with pytest.raises(ValueError, match=f"ViTConfig: .*{message}"):
         dataclasses.replace(SMALL, **change)
 
 

@@ -1,4 +1,4 @@
-"""Wide-ResNet: the published sizes, its batch norm by definition, and that it learns with both kinds of statistics."""
+"""Wide-ResNet: published sizes, its batch norm compared with the definition, and training and evaluation."""
 
 import dataclasses
 
@@ -33,12 +33,12 @@ def statistics(model):
 
 @pytest.mark.parametrize("stages, published", [((3, 4, 6, 3), 25_557_032), ((3, 4, 23, 3), 44_549_160)])
 def test_with_a_factor_of_one_it_is_resnet(stages, published):
-    """ResNet-50 and ResNet-101, as everybody counts them."""
+    """The published parameter counts of ResNet-50 and ResNet-101."""
     assert count(of(dataclasses.replace(RESNET50, stages=stages))) == published
 
 
 def test_resnet_50_does_the_published_work():
-    """4.1e9 multiplications and additions an image (torchvision's models/resnet50: 4.09)."""
+    """4.1e9 multiply-adds per image (torchvision's resnet50: 4.09e9)."""
     graph, state = nnx.split(nnx.eval_shape(lambda: of(RESNET50)(nnx.Rngs(0))))
     images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     lowered = jax.jit(lambda state, images: nnx.merge(graph, state)(images)).lower(state, images)
@@ -53,7 +53,7 @@ def test_parameters_of_alpas_sizes(name):
     assert count(of(ALPA_WIDE_RESNET[name])) == pytest.approx(named, rel=0.03)
 
 
-def test_batch_norm_by_its_definition():
+def test_batch_norm_matches_its_definition():
     norm = filled_as(lambda rngs: BatchNorm(SMALL, 3), 0.3)
     before = jax.tree.map(np.asarray, statistics(norm))
     x = np.random.default_rng(0).normal(2.0, 3.0, (4, 5, 6, 3)).astype(np.float32)
@@ -72,7 +72,7 @@ def test_batch_norm_by_its_definition():
 
 
 def test_batch_norm_keeps_float32_statistics_of_bfloat16():
-    """Values of 256 and 258, which bfloat16 still tells apart, have a variance that it cannot hold as a difference."""
+    """bfloat16 can represent 256 and 258, but not the 257 between them that is their mean."""
     norm = BatchNorm(dataclasses.replace(SMALL, dtype="bfloat16"), 1)
     x = jnp.where(jnp.arange(64).reshape(1, 8, 8, 1) % 2 == 0, 256.0, 258.0).astype(jnp.bfloat16)
     y = norm(x, True)
@@ -83,7 +83,7 @@ def test_batch_norm_keeps_float32_statistics_of_bfloat16():
 
 
 @pytest.mark.parametrize("size, stride", [(1, 1), (1, 2), (3, 1), (3, 2), (7, 2)])
-def test_convolutions_by_their_definition(size, stride):
+def test_convolutions_match_their_definition(size, stride):
     conv = filled_as(lambda rngs: Conv(SMALL, rngs.params(), size, 2, 3, stride))
     x = np.random.default_rng(1).normal(size=(1, 8, 8, 2)).astype(np.float32)
     padded = np.pad(x, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
@@ -105,7 +105,7 @@ def test_a_block_starts_as_its_shortcut():
 
 
 def train_once(model):
-    """Loss, gradients and statistics of a training step."""
+    """Returns loss, gradients and statistics of a training step."""
     graph, params, averages = nnx.split(model, nnx.Param, nnx.BatchStat)
     averages = nnx.to_pure_dict(averages)
 
@@ -119,12 +119,14 @@ def train_once(model):
 
 
 def test_remat_changes_nothing():
-    plain, kept = (train_once(filled_as(of(dataclasses.replace(SMALL, remat=remat)))) for remat in ("none", "full"))
+    plain, recomputed = (
+        train_once(filled_as(of(dataclasses.replace(SMALL, remat=remat)))) for remat in ("none", "full")
+    )
     whole = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(plain[1])))
-    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(kept), strict=True):
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         assert np.linalg.norm(one - other) < 1e-5 * max(np.linalg.norm(one), whole)
     before = statistics(filled_as(of(SMALL)))
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, kept[2])
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, recomputed[2])
     assert all(jax.tree.leaves(moved)) and len(jax.tree.leaves(moved)) == 2 * 9  # each norm's mean and variance
 
 
@@ -150,7 +152,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels():
 
 
 def test_microbatches_move_the_averages_one_after_the_other():
-    """The trainer's step takes the statistics through: two microbatches move them twice."""
+    """The trainer's step passes the statistics from microbatch to microbatch: two microbatches update them twice."""
     program = make_program(of(SMALL), optax.sgd(0.0))
     state = jax.jit(program.create_state)(jax.random.key(0))
     step = jax.jit(make_train_step(program, optax.constant_schedule(0.0), accumulation=2))
@@ -176,7 +178,7 @@ def test_no_promotion_is_implicit(dtype, strict_numerics):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"stages": ()}, "stages is empty"),
         ({"stages": (1, 0)}, r"stages\[1\] is 0; it must be at least 1"),
@@ -185,8 +187,8 @@ def test_no_promotion_is_implicit(dtype, strict_numerics):
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
-def test_a_config_that_does_not_fit_says_so(change, said):
-    with pytest.raises(ValueError, match=f"WideResNetConfig: .*{said}"):
+def test_an_invalid_config_is_an_error(change, message):
+    with pytest.raises(ValueError, match=f"WideResNetConfig: .*{message}"):
         dataclasses.replace(SMALL, **change)
 
 
@@ -197,8 +199,8 @@ def test_an_image_of_another_size_is_an_error():
 
 @pytest.mark.whole
 def test_it_learns():
-    """Stripes of eight directions; by running averages it knows new ones."""
-    losses, state, evaluated = trained(workload("wide-resnet-tiny"), 40, rate=1e-2)
+    """Learns stripes of eight directions, and recognises new images with the running averages."""
+    losses, state, evaluate = trained(workload("wide-resnet-tiny"), 40, rate=1e-2)
     assert losses[0] > 1.5 and np.mean(losses[-5:]) < 0.7
-    assert evaluated(40) < 1.2
+    assert evaluate(40) < 1.2
     assert jnp.all(state.variables["stem_norm"]["variance"] != 1.0)

@@ -1,4 +1,4 @@
-"""The registry of workloads: its names, what each builds and takes, and what its errors say."""
+"""The registry of workloads: names, models, batches and error messages."""
 
 import dataclasses
 from typing import Any
@@ -37,10 +37,10 @@ TINY = {
     "wide-resnet-tiny": WideResNet,
     "vit-tiny": ViT,
 }
-ONE_OF_A_KIND = ("gpt-1.3b", "llama2-7b", "mixtral-8x7b", "moe-2.4b", "wide-resnet-250m", "vit-l16", *TINY)
+REPRESENTATIVES = ("gpt-1.3b", "llama2-7b", "mixtral-8x7b", "moe-2.4b", "wide-resnet-250m", "vit-l16", *TINY)
 
 
-def test_all_sizes_are_there():
+def test_all_sizes_are_registered():
     published = [*ALPA_GPT, *LLAMA, *ALPA_MOE, *MIXTRAL, *ALPA_WIDE_RESNET, *VIT]
     assert list(WORKLOADS) == [*published, *TINY] and len(WORKLOADS) == 41
     assert all(found.name == name for name, found in WORKLOADS.items())
@@ -52,7 +52,7 @@ def test_it_builds_its_model(name):
     assert type(model) is TINY[name] and model.cfg == workload(name).config
 
 
-@pytest.mark.parametrize("name", [name for name in ONE_OF_A_KIND if "vit" not in name and "resnet" not in name])
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if "vit" not in name and "resnet" not in name])
 def test_batches_of_tokens_are_the_trainers(name):
     found = workload(name)
     assert found.batch() == batch_shapes(found.batch_size, found.config.context)
@@ -66,9 +66,9 @@ def test_batches_of_images(name):
     assert workload(name).batch()["labels"].shape == (workload(name).batch_size,)
 
 
-@pytest.mark.parametrize("name", ONE_OF_A_KIND)
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_the_trainers_step_takes_it(name):
-    """At full size, from shapes; what comes back is what went in."""
+    """Traced at full size: the step returns a state with the shapes and dtypes of its argument."""
     found = workload(name)
     program = make_program(found.build, optax.adamw(1e-3))
     step = make_train_step(program, optax.constant_schedule(1e-3), accumulation=2)
@@ -79,14 +79,14 @@ def test_the_trainers_step_takes_it(name):
     assert bool(state.variables) == ("resnet" in name)
 
 
-def test_a_changed_workload_is_another():
+def test_with_returns_a_changed_copy():
     found = workload("llama2-7b").with_(context=2048, remat="dots", batch_size=8)
     assert found.batch() == batch_shapes(8, 2048)
     assert found.config == dataclasses.replace(LLAMA["llama2-7b"], context=2048, remat="dots")
     assert workload("llama2-7b").config == LLAMA["llama2-7b"]
 
 
-def test_fields_of_a_mixture_and_of_its_layers_are_changed_alike():
+def test_with_changes_fields_of_a_mixture_and_of_its_gpt():
     found = workload("moe-tiny").with_(experts=4, context=16, scan_layers=False)
     assert (found.config.experts, found.config.gpt.context, found.config.gpt.scan_layers) == (4, 16, False)
     assert found.config.gpt.width == workload("moe-tiny").config.gpt.width
@@ -96,34 +96,34 @@ def test_fields_of_a_mixture_and_of_its_layers_are_changed_alike():
     assert workload("moe-tiny").with_(layers=3, moe_every=3).config.gpt.layers == 3
 
 
-def test_an_unknown_name_names_the_known():
-    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); known are gpt-1"):
+def test_an_unknown_name_lists_the_known_names():
+    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); choose one of gpt-1"):
         workload("lama2-7b")
-    with pytest.raises(AutoshardError, match="unknown workload '%'; known are .*wide-resnet-tiny"):
+    with pytest.raises(AutoshardError, match="unknown workload '%'; choose one of .*wide-resnet-tiny"):
         workload("%")
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
-        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'; known are attention"),
-        ("gpt-1.3b", r"GPTConfig has no field 'contxt' \(did you mean context\?\); known are attention, bias"),
-        ("moe-10b", r"MoEConfig has no field 'contxt' \(did you mean context\?\); known are .*experts"),
+        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'; choose one of attention"),
+        ("gpt-1.3b", r"GPTConfig has no field 'contxt' \(did you mean context\?\); choose one of attention, bias"),
+        ("moe-10b", r"MoEConfig has no field 'contxt' \(did you mean context\?\); choose one of .*experts"),
     ],
 )
-def test_an_unknown_field_names_the_known(name, said):
-    with pytest.raises(AutoshardError, match=said):
+def test_an_unknown_field_lists_the_known_fields(name, message):
+    with pytest.raises(AutoshardError, match=message):
         workload(name).with_(contxt=5)
 
 
-def test_a_value_that_does_not_fit_is_an_error():
+def test_an_invalid_value_is_an_error():
     with pytest.raises(ValueError, match="remat is 'half'; choose one of none, full"):
         workload("gpt-tiny").with_(remat="half")
 
 
 @pytest.mark.whole
 def test_the_small_gpt_learns():
-    """The other small ones do so in their own tests."""
+    """The other small models have such a test in their own files."""
     losses, *_ = trained(workload("gpt-tiny").with_(batch_size=8), 40)
     assert losses[0] == pytest.approx(np.log(128), abs=0.15)
     assert np.mean(losses[-5:]) < text_entropy() - 0.3

@@ -1,4 +1,4 @@
-"""Trains a small GPT on one device and sharded, and keeps what the two are compared by."""
+"""Trains a small GPT, on one device or sharded, and keeps the results for a comparison."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is trained, and with which plan (None: on one device)."""
+    """A model and how it is trained."""
 
     changes: tuple[tuple[str, Any], ...] = ()
     accumulation: int = 1
 
     @property
     def config(self) -> GPTConfig:
-        """The model's shape: small, with eight heads so that they can be sharded."""
+        """The model's config: small, with eight heads so that they can be sharded over eight devices."""
         small = GPTConfig(vocab=64, layers=2, heads=8, width=64, ffn=128, context=16, block_size=8)
         return replace(small, **dict(self.changes))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was computed: gradients at the first and last state of SGD, its parameters, and AdamW's losses."""
+    """The results of a run: gradients at SGD's first and last state, its final parameters, and AdamW's losses."""
 
     gradients: list[Any] = field(default_factory=list)
     params: Any = None
@@ -45,7 +45,7 @@ class Run:
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    """A batch for each step, some of its positions masked."""
+    """Makes a batch for each step, with some positions masked."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (STEPS, BATCH, 17)).astype(np.int32)
     mask = (rng.random((STEPS, BATCH, 16)) < 0.9).astype(np.float32)
@@ -54,13 +54,13 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 @cache
 def run(case: Case, plan: Any = None, sharded: bool = True) -> Run:
-    """Trains by one case, under `jax.jit` on one device or under `auto_shard`."""
+    """Trains a case, under `auto_shard` or, if not `sharded`, under `jax.jit` on one device."""
 
     def transform(fn: Any) -> Any:
         return auto_shard(fn, plan=plan) if sharded else jax.jit(fn)
 
-    gradients, params, _, made = _train(case, "sgd", transform)
-    return Run(gradients, params, _train(case, "adamw", transform)[2], made)
+    gradients, params, _, chosen = _train(case, "sgd", transform)
+    return Run(gradients, params, _train(case, "adamw", transform)[2], chosen)
 
 
 def _train(case: Case, optimizer: Any, transform: Any) -> tuple[list[Any], Any, list[float], Any]:
@@ -89,5 +89,5 @@ def _train(case: Case, optimizer: Any, transform: Any) -> tuple[list[Any], Any, 
         losses.append(float(metrics["loss"]))
     if optimizer == "sgd":
         found.append(jax.device_get(gradient(state, data[0])))
-    made = step.plan(state, data[0]) if hasattr(step, "plan") else None
-    return found, jax.device_get(state.params), losses, made
+    chosen = step.plan(state, data[0]) if hasattr(step, "plan") else None
+    return found, jax.device_get(state.params), losses, chosen

@@ -1,4 +1,4 @@
-"""For every plan, gradients, parameters and losses of a GPT are those of one device."""
+"""Under every plan, a GPT's gradients, parameters and losses equal those on one device."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from tests.parity.gpt import Case, run
 from tests.sharding.programs import assert_close
 
 PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "tp:8 seq", "dp:2 tp:4 seq"]
-ALWAYS = (None, "dp:2 tp:4 seq")  # the others on one version of JAX
+ALWAYS = (None, "dp:2 tp:4 seq")  # the other plans run on one version of JAX
 
 VARIANTS = {
     "unrolled": Case((("scan_layers", False),)),
@@ -17,7 +17,7 @@ VARIANTS = {
     "accumulation": Case(accumulation=2),
     "remat-full": Case((("remat", "full"),)),
     "remat-dots": Case((("remat", "dots"),)),
-    "remat-in-turn": Case((("remat", "none,dots"), ("layers", 4))),
+    "remat-alternating": Case((("remat", "none,dots"), ("layers", 4))),
     "dropout": Case((("dropout", 0.1),)),
     "dropout-remat": Case((("dropout", 0.1), ("remat", "full"))),
     "blockwise": Case((("attention", "blockwise"),)),
@@ -25,7 +25,7 @@ VARIANTS = {
     "untied": Case((("tie_head", False),)),
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("unrolled", "grouped-queries", "accumulation", "dropout-remat", "remat-in-turn", "gpt2")
+QUICK = ("unrolled", "grouped-queries", "accumulation", "dropout-remat", "remat-alternating", "gpt2")
 
 
 def compare(case: Case, plan: str | None) -> None:
@@ -56,16 +56,16 @@ def test_every_variant_with_every_plan(name, plan):
 
 @pytest.mark.whole
 def test_two_key_value_heads_over_four_devices():
-    made = run(VARIANTS["grouped-queries"], "dp:2 tp:4 seq").plan
-    by_name = {leaf.path.rpartition("/")[2]: leaf for leaf in made.inputs if leaf.role == "parameter"}
-    tensor = [axis for axis in made.mesh.axis_names if axis.startswith("tp")]
-    assert [made.mesh.shape[a] for a in tensor] == [2, 2]  # two devices share a key-value head, each with its queries
+    plan = run(VARIANTS["grouped-queries"], "dp:2 tp:4 seq").plan
+    by_name = {leaf.path.rpartition("/")[2]: leaf for leaf in plan.inputs if leaf.role == "parameter"}
+    tensor = [axis for axis in plan.mesh.axis_names if axis.startswith("tp")]
+    assert [plan.mesh.shape[a] for a in tensor] == [2, 2]  # two devices share a key-value head, each with its queries
     assert tuple(by_name["wq"].spec)[2] == tuple(tensor) and tuple(by_name["wk"].spec)[2] == tensor[0]
 
 
 @pytest.mark.whole
 def test_key_value_heads_that_take_all_devices_split_no_axis():
-    """Each query head is beside its key-value head everywhere: nothing is left of the axis to share."""
+    """With four key-value heads, `tp:4` gives each device one of them and its query heads. Only `tp:8` is split."""
     case = Case((("kv_heads", 4), ("scan_layers", True)))
     four, eight = run(case, "dp:2 tp:4").plan, run(case, "tp:8").plan
     assert dict(four.mesh.shape) == {"dp": 2, "tp": 4} and not four.notes

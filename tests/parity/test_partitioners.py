@@ -1,4 +1,4 @@
-"""Both of XLA's partitioners make of a plan what one device computes: Shardy, JAX's default, and GSPMD before it."""
+"""With both of XLA's partitioners, Shardy (JAX's default) and GSPMD, a plan computes the same as one device."""
 
 import jax
 import pytest
@@ -24,10 +24,10 @@ LONG = [
 
 @pytest.fixture(params=["shardy", "gspmd"])
 def partitioner(request):
-    """Programs are compiled by this partitioner during a test."""
+    """Compiles programs with each partitioner in turn during a test."""
     before = getattr(jax.config, SETTING, None)
     if before is None:
-        pytest.skip("this JAX has one partitioner: nothing to choose")
+        pytest.skip("this JAX has only one partitioner")
     jax.config.update(SETTING, request.param == "shardy")
     yield request.param
     jax.config.update(SETTING, before)
@@ -35,21 +35,21 @@ def partitioner(request):
 
 @pytest.fixture
 def gspmd():
-    """Programs are compiled by GSPMD during a test; Shardy's are those of `test_workloads`."""
+    """Compiles programs with GSPMD during a test. `test_workloads` covers Shardy."""
     before = getattr(jax.config, SETTING, None)
     if before is None:
-        pytest.skip("this JAX has GSPMD no more")
+        pytest.skip("this JAX no longer has GSPMD")
     jax.config.update(SETTING, False)
     yield
     jax.config.update(SETTING, before)
 
 
 def step_of(plan):
-    """A function of its own for each test: what is compiled by one partitioner must not be taken for the other."""
+    """Makes a new function for each test, so that no program compiled by one partitioner is reused for the other."""
     return auto_shard(lambda state, x: adamw_step(state, x), plan=plan)
 
 
-def test_the_program_is_for_the_partitioner_that_is_asked_for(partitioner):
+def test_the_program_is_lowered_for_the_configured_partitioner(partitioner):
     state = (params := mlp_state(), OPTIMIZER.init(params))
     text = step_of("dp:2 tp:4").lower(state, batch()).as_text()
     assert ("sdy.sharding" in text) == (partitioner == "shardy")
@@ -57,7 +57,7 @@ def test_the_program_is_for_the_partitioner_that_is_asked_for(partitioner):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_step_is_that_of_one_device(partitioner, plan):
+def test_a_step_equals_that_of_one_device(partitioner, plan):
     state = (params := mlp_state(), OPTIMIZER.init(params))
     assert_close(jax.jit(adamw_step)(state, batch()), step_of(plan)(state, batch()))
 

@@ -1,4 +1,4 @@
-"""Each small workload, under `auto_shard` on eight devices: loss, gradients and statistics are those of one device."""
+"""Under `auto_shard` on eight devices, small workloads compute the losses, gradients and statistics of one device."""
 
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def batches(name: str) -> list[dict[str, np.ndarray]]:
-    """A batch for each step; some positions of the language models' are masked."""
+    """Makes a batch for each step. Some positions of language models are masked."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(STEPS):
@@ -43,9 +43,12 @@ def batches(name: str) -> list[dict[str, np.ndarray]]:
 
 @cache
 def trained(name: str, plan: str | None, sharded: bool = True, starved: bool = False) -> tuple[list[Any], list[float]]:
-    """Per step the state of the optimizer, which here is the gradient, and the statistics; and the losses.
+    """Trains a workload.
 
-    With `starved` half of the experts get no token.
+    With `starved`, half of the experts get no token.
+
+    Returns:
+        The gradients (kept in the optimizer's state) and the statistics of each step, and the losses.
     """
     optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-0.1))
     build = without_tokens if starved else filled_as
@@ -62,9 +65,10 @@ def trained(name: str, plan: str | None, sharded: bool = True, starved: bool = F
 
 
 def without_tokens(build: Callable[..., Any]) -> Any:
-    """A MoE of which the first half of the experts are chosen alone.
+    """Makes a MoE whose tokens choose only among the first half of the experts.
 
-    Their router's columns come in pairs of opposites, so that half of those logits are above 0, where all others are.
+    The router's columns of these experts come in pairs of opposite sign, so half of their logits are above 0. All other
+    experts have logits of 0.
     """
     model = filled_as(build)
     router = model.blocks.moe.experts.router
@@ -75,7 +79,7 @@ def without_tokens(build: Callable[..., Any]) -> Any:
 
 
 def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> None:
-    """Compares a plan's steps with those of one device; `run` is how they are made, such as without a cache."""
+    """Compares the steps of a plan with those on one device. `run` computes the former, by default `trained`."""
     expected, losses = trained(name, None, sharded=False)
     found, others = run(name, plan)
     np.testing.assert_allclose(others, losses, rtol=1e-5)
@@ -115,7 +119,7 @@ def test_every_plan(name, plan):
     ],
 )
 def test_experts_that_get_no_token(plan):
-    """Over every split of the devices between batch and experts."""
+    """For every split of the devices between batch and experts."""
     expected, losses = trained("mixtral-tiny", None, sharded=False, starved=True)
     gradient = expected[0]["gradients"]["blocks"]["moe"]["experts"]["w_down"]
     per_expert = np.abs(gradient).sum(axis=(0, 2, 3))

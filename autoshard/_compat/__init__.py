@@ -1,0 +1,100 @@
+"""Access to private names of JAX and Flax, and everything that depends on their versions.
+
+No other part of autoshard imports a private name or checks a version. Supported: jax 0.10.2 (on Python 3.11) and
+newer. These versions differ in the parameters of control flow (`num_consts` or `ft_in`), in the names of
+primitives, in whether `Jaxpr` and `ClosedJaxpr` are two types or one, and in which modules hold their internals.
+
+Callers use these names as attributes of this package (`_compat.bind`), so that tests can replace them here.
+"""
+
+from autoshard._compat.array_types import (
+    element_shape,
+    is_extended,
+    is_floating,
+    is_tracer,
+    result_type,
+    unchecked_varying,
+    varying_axes,
+    weakly_typed,
+)
+from autoshard._compat.coordination import forget_told, hear_process, tell_processes, told_below
+from autoshard._compat.flax_objects import (
+    has_graph_nodes,
+    nnx_jit,
+    nnx_paths,
+    nnx_pure_call,
+    split_graph,
+    written_specs,
+)
+from autoshard._compat.jaxprs import (
+    ONE_JAXPR_TYPE,
+    Literal,
+    bind,
+    bind_primitive,
+    call_of,
+    close,
+    constants,
+    dce,
+    differentiated_as,
+    expanded,
+    is_jaxpr,
+    not_users_lines,
+    open_jaxpr,
+    scan_arity,
+    solve_operands,
+    source_line,
+    source_of,
+    split_constants,
+    stand_in,
+)
+from autoshard._compat.meshes import all_axes_auto, auto_axes, current_mesh, no_mesh, under_trace
+from autoshard._compat.primitive_lookup import ELLIPSIS, homes, primitive, primitives
+
+__all__ = [
+    "ELLIPSIS",
+    "Literal",
+    "ONE_JAXPR_TYPE",
+    "all_axes_auto",
+    "auto_axes",
+    "bind",
+    "bind_primitive",
+    "call_of",
+    "close",
+    "constants",
+    "current_mesh",
+    "dce",
+    "differentiated_as",
+    "element_shape",
+    "expanded",
+    "forget_told",
+    "has_graph_nodes",
+    "hear_process",
+    "homes",
+    "is_extended",
+    "is_floating",
+    "is_jaxpr",
+    "is_tracer",
+    "nnx_jit",
+    "nnx_paths",
+    "nnx_pure_call",
+    "no_mesh",
+    "not_users_lines",
+    "open_jaxpr",
+    "primitive",
+    "primitives",
+    "result_type",
+    "scan_arity",
+    "solve_operands",
+    "source_line",
+    "source_of",
+    "split_constants",
+    "split_graph",
+    "stand_in",
+    "tell_processes",
+    "told_below",
+    "unchecked_varying",
+    "under_trace",
+    "varying_axes",
+    "weakly_typed",
+    "written_specs",
+]

@@ -1,0 +1,137 @@
+"""Jaxprs: their types, constants and equations, and how an equation is evaluated again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import core, hijax, source_info_util
+from jax._src.interpreters import partial_eval as pe
+from jax.extend.core import ClosedJaxpr
+
+ONE_JAXPR_TYPE = ClosedJaxpr is core.Jaxpr
+Literal = core.Literal
+# `HiPrim` was named `VJPHiPrimitive` in older versions.
+_HI_OPERATOR: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the open jaxpr of a closed one. An open jaxpr is returned unchanged."""
+    return jaxpr if ONE_JAXPR_TYPE or isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
+
+
+def constants(jaxpr: Any) -> list[Any]:
+    """Returns the values of a closed jaxpr's `constvars`. An open jaxpr has none."""
+    return list(getattr(jaxpr, "consts", ()) or ())
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Returns whether `value` is a jaxpr, closed or open."""
+    return isinstance(value, (core.Jaxpr, ClosedJaxpr))
+
+
+def close(jaxpr: Any, consts: list[Any]) -> Any:
+    """Closes an open jaxpr: its first inputs become constants with these values."""
+    if ONE_JAXPR_TYPE:
+        return jaxpr.with_consts(consts)
+    return ClosedJaxpr(pe.convert_invars_to_constvars(jaxpr, len(consts)), consts)
+
+
+def split_constants(closed: Any) -> tuple[Any, list[Any]]:
+    """Turns the constants of a closed jaxpr into leading inputs: returns the open jaxpr and the constants."""
+    return pe.convert_constvars_jaxpr(open_jaxpr(closed)), constants(closed)
+
+
+def call_of(closed: Any) -> Any:
+    """Returns a function that evaluates a closed jaxpr on its inputs and returns a list."""
+    return core.jaxpr_as_fun(closed)
+
+
+def dce(closed: Any) -> Any:
+    """Removes the equations whose results are not used from a closed jaxpr. All inputs and outputs stay."""
+    bare = pe.convert_constvars_jaxpr(open_jaxpr(closed))
+    pruned, _ = pe.dce_jaxpr(bare, [True] * len(bare.outvars), instantiate=True)
+    return close(pruned, constants(closed))
+
+
+def scan_arity(params: Any) -> tuple[int, int]:
+    """Returns (number of constants, number of carries) for the parameters of a scan equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def solve_operands(eqn: Any) -> list[int]:
+    """Returns the indices of the operands of a `custom_linear_solve` that its solver takes.
+
+    The other operands belong to the matrix product and to the transposed functions.
+    """
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
+
+
+def stand_in(var: Any) -> jax.ShapeDtypeStruct:
+    """Returns a `ShapeDtypeStruct` with the shape, dtype and weak type of a jaxpr's variable."""
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+
+
+def bind(eqn: Any, params: Any, *args: Any) -> list[Any]:
+    """Binds the primitive of `eqn` with other parameters. Always returns a list."""
+    return bind_primitive(eqn.primitive, params, *args)
+
+
+def bind_primitive(primitive: Any, params: Any, *args: Any) -> list[Any]:
+    """Binds a primitive with the parameters of an equation. Always returns a list."""
+    out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    return list(out) if primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any) -> Iterator[None]:
+    """Gives primitives bound in this context the source line and name scope of `eqn`."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def source_line(eqn: Any) -> str:
+    """Returns the line of user code that an equation came from, `file.py:12 (function)`; empty if unknown."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def not_users_lines(path: str) -> None:
+    """Excludes the Python file at `path` from user code: source lines then name the caller instead."""
+    source_info_util.register_exclusion(path)
+
+
+def expanded(eqn: Any) -> Any | None:
+    """Expands a HiJAX operator (`jnp.searchsorted` on a new JAX) to a closed jaxpr of its operands.
+
+    Returns None if an operand or result is not an array, or if the operator does not define an expansion.
+    """
+    if any(not isinstance(v.aval, core.ShapedArray) for v in (*eqn.invars, *eqn.outvars)):
+        return None
+    try:
+        with source_of(eqn):
+            lowered = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+            return jax.make_jaxpr(lowered)(*map(stand_in, eqn.invars))
+    except NotImplementedError:  # raised by the base class if the operator has no `to_lojax`
+        return None
+
+
+def differentiated_as(eqn: Any, fn: Any) -> Any:
+    """Returns `fn`, which computes the results of a HiJAX operator, with the operator's own derivative.
+
+    The primitives of the expansion may not be differentiable: `jnp.ldexp` works on bits.
+    """
+    operator = functools.partial(bind, eqn, eqn.params)
+    if type(eqn.params["_prim"]).jvp is _HI_OPERATOR.jvp:  # the operator has no JVP: it is not expanded
+        return operator
+    computed = jax.custom_jvp(fn)
+    computed.defjvp(lambda primals, tangents: (computed(*primals), jax.jvp(operator, primals, tangents)[1]))
+    return computed
