@@ -275,7 +275,7 @@ def test_arguments_of_a_function_that_takes_any_number_can_be_donated():
 
 
 def test_a_mesh_with_more_devices_than_there_are():
-    with pytest.raises(AutoshardError, match="takes 16 devices, there are 8"):
+    with pytest.raises(AutoshardError, match="needs 16 devices, but there are 8"):
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 16}).jit()
 
 
