@@ -11,11 +11,11 @@
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
           2 cores.
 
-The bandwidth of a link is that of one direction. Of a TPU's links it is 0.9 of the rated bandwidth (50 GB/s of v4 and
-v5e, 100 GB/s of the others), the share of large messages: chosen, not measured. A device on a torus has two links in each dimension; a device on a
-switch has one, whose figure covers all its lanes. Network bandwidth is one device's share of what its host sends.
-Latency is that of one hop on a torus or one crossing of a switch, as a collective sees it; `constants` holds the
-defaults.
+The bandwidth of a link is that of one direction. For TPUs it is 0.9 of the rated bandwidth (50 GB/s of v4 and v5e,
+100 GB/s of the others), the share that large messages reach: chosen, not measured. A device on a torus has two links in
+each dimension; a device on a switch has one, whose figure covers all its lanes. Network bandwidth is one device's share
+of what its host sends. Latency is that of one hop on a torus or one crossing of a switch, as a collective sees it;
+`constants` holds the defaults.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _tpu(
 def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float, *, domain: int, kinds: str) -> Chip:
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, link_gb * GB, net_gb * GB,
-        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US,
-        domain=domain, tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
+        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, domain=domain, tile=constants.GPU_TILE,
+        hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
 
