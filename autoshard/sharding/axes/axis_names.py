@@ -1,4 +1,4 @@
-"""Names for logical axes, by their roles and by the paths of parameters."""
+"""Names of logical axes, from their roles and the paths of inputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from autoshard.spmdrules.ir.program import Program
 
 
 def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence[str]) -> dict[int, str]:
-    """Names for people: from structure first, then from the path of the first input that has the axis.
+    """Names every axis that has a role, by its role, and every other one by the first input that has it.
 
     Args:
         program: the program.
         axes: its logical axes.
         roles: their roles.
         paths: the path of each program input.
+
+    Returns:
+        Axis -> name. Names are unique; repeated ones get a number, `heads_1`.
     """
     names: dict[int, str] = {}
     taken: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """Heuristic figures of machines: shares of rated figures, default latencies, bounds on sizes, sizes of measurements.
 
 The rated figures of each chip, with their sources, stand in `chips`. Each constant names its unit, its source and what
-depends on it. None of them was fitted to the models of the benchmark.
+depends on it. No record says that any of them was fitted to the models of the benchmark.
 """
 
 # --- Shares of rated figures. `cost.step_time`, `cost.collectives` and `hlo.kernel_costs` divide by the rated figure
