@@ -36,7 +36,7 @@ def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
         StateChangedError: the argument is donated, or is certainly state.
     """
     donated = {traced.owners[i] for i in traced.donated}
-    for mismatch in traced.drifts:
+    for mismatch in traced.mismatches:
         certain = (_is_donated_state if mismatch.owner in donated else _is_state)(mismatch, traced, axes)
         if certain is None:
             continue
@@ -80,12 +80,12 @@ def _is_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> boo
     if len(own) < STATE_LEAVES_SHARE * len(pairs) or not _may_be_state(mismatch, traced, axes):
         return None
     updated = any(i != o for i, o in own)
-    kept, odd = len(mismatch.kept), mismatch.odd
-    if mismatch.stands or (mismatch.depth == 0 and updated):
-        if (kept > odd and (updated or not mismatch.added)) or (kept == odd and mismatch.same_paths):
+    kept, differing = len(mismatch.kept), mismatch.differing
+    if mismatch.at_own_index or (mismatch.depth == 0 and updated):
+        if (kept > differing and (updated or not mismatch.added)) or (kept == differing and mismatch.same_paths):
             return True
-        return False if kept >= odd or mismatch.same_paths else None
-    return False if kept > odd and updated and mismatch.same_paths else None
+        return False if kept >= differing or mismatch.same_paths else None
+    return False if kept > differing and updated and mismatch.same_paths else None
 
 
 def _may_be_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool:

@@ -112,11 +112,11 @@ class Collectives:
 
     Args:
         program: the program.
-        across: groups of partitions with the same coordinates in all slices (`Wires.across`).
+        cross_slice_groups: groups of partitions with the same coordinates in all slices (`Wires.cross_slice_groups`).
     """
 
-    def __init__(self, program: Program, across: Groups = ()):
-        self.program, self.across = program, across
+    def __init__(self, program: Program, cross_slice_groups: Groups = ()):
+        self.program, self.cross_slice_groups = program, cross_slice_groups
 
     def events(self, where: Computation, i: Instruction) -> list[Event]:
         """The starts, ends and whole runs of collectives at a scheduled instruction."""
@@ -130,7 +130,7 @@ class Collectives:
             return [Event("whole", i.name, self._collective((where, i), (where, i)))]
         return list(self._fused(where, i)) if i.opcode == "fusion" else []
 
-    def holds(self, i: Instruction) -> bool:
+    def contains_collective(self, i: Instruction) -> bool:
         """Whether an instruction is a collective or contains one."""
         if i.base in SENDS:
             return not i.attribute("is_host_transfer") or bool(_frontend_attribute(i, TRANSFER))
@@ -139,7 +139,7 @@ class Collectives:
     def _starts(self, where: Computation, i: Instruction) -> Iterator[Event]:
         role: Role = "whole" if '"is_sync":true' in i.attributes else "start"
         if i.base in (*KINDS, "send"):
-            if self.holds(i):
+            if self.contains_collective(i):
                 yield Event(role, key(where, i), self._collective((where, i), (where, i)))
             return
         for at, inner in self.program.inside(i):
@@ -153,7 +153,7 @@ class Collectives:
             if not operands:
                 return [Event("done", key(where, i))] if i.base in (*KINDS, *SENDS) else []
             start = operands[0]
-        if not self.holds(start) or (start.opcode == "send" and _frontend_attribute(start, TRANSFER)):
+        if not self.contains_collective(start) or (start.opcode == "send" and _frontend_attribute(start, TRANSFER)):
             return []  # a collective between slices ends at its recv
         return [Event("done", key(where, start))]
 
@@ -182,7 +182,7 @@ class Collectives:
         elif kind == "send":
             kind = "collective-permute"
             if transfer := _frontend_attribute(one, TRANSFER):
-                kind, groups = transfer.lower().replace("_", "-"), self.across or groups
+                kind, groups = transfer.lower().replace("_", "-"), self.cross_slice_groups or groups
         payload = _operand_bytes(where, one)
         if kind == "all-gather":
             payload *= max(map(len, groups))

@@ -47,19 +47,19 @@ class Wires:
     order: tuple[int, ...]
 
     @cached_property
-    def places(self) -> np.ndarray:
+    def coordinates(self) -> np.ndarray:
         """The coordinates of each partition's device, `[partitions, dimensions]`."""
         sizes = tuple(d.size for d in self.topology.dims)
         return np.stack(np.unravel_index(np.array(self.order), sizes), -1)
 
     @cached_property
-    def across(self) -> Groups:
+    def cross_slice_groups(self) -> Groups:
         """Groups of partitions that have the same coordinates in all slices; empty if there is one slice."""
         names = [d.name for d in self.topology.dims]
         if "slice" not in names:
             return ()
         groups: dict[tuple[int, ...], list[int]] = {}
-        for partition, coords in enumerate(np.delete(self.places, names.index("slice"), axis=1).tolist()):
+        for partition, coords in enumerate(np.delete(self.coordinates, names.index("slice"), axis=1).tolist()):
             groups.setdefault(tuple(coords), []).append(partition)
         return tuple(map(tuple, groups.values()))
 
@@ -78,14 +78,14 @@ class Wires:
         if collective.pairs:
             return frozenset((dim, step) for route in self._routes(collective.groups) for dim, _, step in route)
         spanned = {
-            int(dim) for group in collective.groups for dim in np.flatnonzero(np.ptp(self.places[list(group)], 0))
+            int(dim) for group in collective.groups for dim in np.flatnonzero(np.ptp(self.coordinates[list(group)], 0))
         }
         return frozenset((dim, step) for dim in spanned for step in (1, -1))
 
     def pieces(self, group: Sequence[int]) -> Pieces:
         """The smallest box of devices around a group."""
         found = []
-        for dim, column in enumerate(self.places[list(group)].T):
+        for dim, column in enumerate(self.coordinates[list(group)].T):
             coords = np.unique(column)
             if len(coords) > 1:
                 gaps = np.diff(coords)
@@ -102,7 +102,7 @@ class Wires:
         return latency + payload * busiest * 1e6
 
     def _routes(self, pairs: Groups) -> list[list[Link]]:
-        return [list(self._route(*(self.places[p] for p in pair))) for pair in pairs]
+        return [list(self._route(*(self.coordinates[p] for p in pair))) for pair in pairs]
 
     def _route(self, start: np.ndarray, end: np.ndarray) -> Iterator[Link]:
         """Yields the links from one device to another."""

@@ -24,7 +24,7 @@ from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.hlo.trip_counts import Loops
 
 ASYNC_SUFFIXES = ("-start", "-update", "-done")
-SYNCHRONOUS = "at once"  # the key of a synchronous collective in `Clock.flights`
+SYNCHRONOUS = "at once"  # the key of a synchronous collective in `Clock.running`
 
 Place = tuple[str, str, int]  # computation, instruction, index among its collectives
 
@@ -51,7 +51,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Flight:
+class Running:
     """A collective that is running, and the time at which it ends."""
 
     end: float
@@ -64,17 +64,17 @@ class Clock:
 
     Attributes:
         now: microseconds since the start of the step.
-        taken: link -> the time until which it is in use.
-        flights: key -> the asynchronous collective that is running.
+        busy_until: link -> the time until which it is in use.
+        running: key -> the asynchronous collective that is running.
     """
 
     now: float = 0.0
-    taken: dict[tuple[int, int], float] = field(default_factory=dict)
-    flights: dict[str, Flight] = field(default_factory=dict)
+    busy_until: dict[tuple[int, int], float] = field(default_factory=dict)
+    running: dict[str, Running] = field(default_factory=dict)
 
     def copy(self) -> Clock:
         """A copy that can advance on its own."""
-        return Clock(self.now, dict(self.taken), dict(self.flights))
+        return Clock(self.now, dict(self.busy_until), dict(self.running))
 
     def skip(self, before: Clock, times: float) -> None:
         """Repeats what happened since `before`: advances the clock, and the collectives that started since then.
@@ -85,10 +85,12 @@ class Clock:
         """
         time = times * (self.now - before.now)
         self.now += time
-        self.taken = {link: end + time * (before.taken.get(link) != end) for link, end in self.taken.items()}
-        for key, f in self.flights.items():
-            if before.flights.get(key) is not f:
-                self.flights[key] = Flight(f.end + time, f.runs)
+        self.busy_until = {
+            link: end + time * (before.busy_until.get(link) != end) for link, end in self.busy_until.items()
+        }
+        for key, f in self.running.items():
+            if before.running.get(key) is not f:
+                self.running[key] = Running(f.end + time, f.runs)
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Totals:
 
 
 @dataclass
-class Spare:
+class IdleMemory:
     """The memory time of one computation that is idle.
 
     Attributes:
@@ -132,7 +134,7 @@ class Schedule:
 
     def __init__(self, program: Program, kernels: Kernels, wires: Wires):
         self.program, self.kernels, self.wires = program, kernels, wires
-        self.collectives, self.loops = Collectives(program, wires.across), Loops(program)
+        self.collectives, self.loops = Collectives(program, wires.cross_slice_groups), Loops(program)
         self.runs: dict[Place, Runs] = {}
         self.totals = Totals()
         self.unknown_loops: dict[str, Instruction] = {}
@@ -144,7 +146,7 @@ class Schedule:
         return [runs for runs in self.runs.values() if runs.trips]
 
     def _body(self, clock: Clock, where: Computation, weight: float) -> None:
-        spare = Spare()
+        spare = IdleMemory()
         for i in where.instructions:
             if i.opcode == "while":
                 self._loop(clock, where, i, weight)
@@ -156,7 +158,7 @@ class Schedule:
                 self._step(clock, where, i, weight, spare)
         self.totals.roofline_us += weight * max(spare.copies_us - spare.left_us, 0.0)
 
-    def _step(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: Spare) -> None:
+    def _step(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: IdleMemory) -> None:
         events = self.collectives.events(where, i)
         for number, event in enumerate(events):
             if event.role == "start" and event.collective:
@@ -173,7 +175,7 @@ class Schedule:
             if event.role != "start":
                 spare.left_us += self._wait(clock, key, weight)
 
-    def _compute(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: Spare) -> None:
+    def _compute(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: IdleMemory) -> None:
         if is_free(i):
             return
         if id(i) not in self._priced:
@@ -192,9 +194,9 @@ class Schedule:
         time = roofline if cycles is None or not clock_hz else cycles / clock_hz * 1e6
         return time, roofline, memory, cycles or 0
 
-    def _copy(self, where: Computation, i: Instruction, spare: Spare) -> None:
+    def _copy(self, where: Computation, i: Instruction, spare: IdleMemory) -> None:
         """Counts an asynchronous copy at its start."""
-        if i.opcode.endswith("-start") and not self.collectives.holds(i):
+        if i.opcode.endswith("-start") and not self.collectives.contains_collective(i):
             self.totals.to_host |= reaches_host(i)
             spare.copies_us += self.kernels.times_us(where, i)[1]
 
@@ -205,14 +207,14 @@ class Schedule:
         if runs is None:
             time, links = self.wires.time_us(collective), self.wires.links(collective)
             runs = self.runs[place] = Runs(collective, time, links, beside=key != SYNCHRONOUS)
-        begin = max([clock.now, *(clock.taken.get(link, 0.0) for link in runs.links)])
-        clock.taken.update(dict.fromkeys(runs.links, begin + runs.once_us))
-        clock.flights[key] = Flight(begin + runs.once_us, runs)
+        begin = max([clock.now, *(clock.busy_until.get(link, 0.0) for link in runs.links)])
+        clock.busy_until.update(dict.fromkeys(runs.links, begin + runs.once_us))
+        clock.running[key] = Running(begin + runs.once_us, runs)
         runs.trips += weight
 
     def _wait(self, clock: Clock, key: str, weight: float) -> float:
         """Advances the clock to the end of a collective and returns the exposed microseconds."""
-        flight = clock.flights.pop(key, None)
+        flight = clock.running.pop(key, None)
         left = max(flight.end - clock.now, 0.0) if flight else 0.0
         if flight:
             clock.now += left

@@ -26,7 +26,7 @@ class StateMismatch:
         dropped: input leaves whose path is not in the subtree.
         added: output leaves whose path is not in the argument, with their paths in the subtree.
         depth: the depth of the subtree in the results; 0 if it is all of them.
-        stands: whether the subtree is the result with the index of the argument.
+        at_own_index: whether the subtree is the result with the index of the argument.
     """
 
     owner: int
@@ -35,10 +35,10 @@ class StateMismatch:
     dropped: tuple[int, ...]
     added: tuple[tuple[int, str], ...]
     depth: int
-    stands: bool
+    at_own_index: bool
 
     @property
-    def odd(self) -> int:
+    def differing(self) -> int:
         """The number of leaves that differ."""
         return len(self.changed) + len(self.dropped) + len(self.added)
 
@@ -55,12 +55,12 @@ class Matches:
     Attributes:
         state: pairs (input leaf, output leaf) of the state; each result occurs once.
         alike: pairs (input leaf, output leaf) of further results with the leaves of an argument: moments, gradients.
-        drifts: arguments that are returned with some leaves changed.
+        mismatches: arguments that are returned with some leaves changed.
     """
 
     state: list[tuple[int, int]]
     alike: list[tuple[int, int]]
-    drifts: list[StateMismatch]
+    mismatches: list[StateMismatch]
 
 
 def match(
@@ -91,7 +91,7 @@ def match(
         fits = [p for p in parts.values() if p.keys() == leaves.keys() and not used & set(p.values())]
         # A single array is state only if it is returned at its own index: it may as well be an activation.
         if len(leaves) == 1 and owner not in donated:
-            fits = [p for p in fits if len(out_keys) > 1 and _stands_at(out_keys[min(p.values())], owner)]
+            fits = [p for p in fits if len(out_keys) > 1 and _has_index(out_keys[min(p.values())], owner)]
         same = [p for p in fits if all(_same(avals[leaves[k]], out_avals[p[k]]) for k in leaves)]
         if same:
             state += [(leaves[k], same[0][k]) for k in leaves]
@@ -104,13 +104,13 @@ def match(
                     alike += [(leaves[k], part[k]) for k in leaves]
                     used |= set(part.values())
     left = {prefix: part for prefix, part in parts.items() if not used & set(part.values())}
-    drifts = [
-        drift
+    mismatches = [
+        mismatch
         for owner, leaves in sorted(arguments.items())
         if owner not in found and len(leaves) > 1
-        for drift in _nearest(owner, leaves, left, avals, out_keys, out_avals, owner in donated)
+        for mismatch in _nearest(owner, leaves, left, avals, out_keys, out_avals, owner in donated)
     ]
-    return Matches(state, alike, drifts)
+    return Matches(state, alike, mismatches)
 
 
 def _nearest(
@@ -140,12 +140,12 @@ def _nearest(
         )
         dropped = tuple(i for k, i in leaves.items() if k not in part)
         changed = tuple(pair for pair in shared if pair not in kept)
-        stands = len(prefix) == 1 and _stands_at(first, owner)
-        found.append(StateMismatch(owner, kept, changed, dropped, added, len(prefix), stands))
-    return sorted(found, key=lambda d: (-len(d.kept), d.odd, not d.stands))[:1]
+        at_own_index = len(prefix) == 1 and _has_index(first, owner)
+        found.append(StateMismatch(owner, kept, changed, dropped, added, len(prefix), at_own_index))
+    return sorted(found, key=lambda d: (-len(d.kept), d.differing, not d.at_own_index))[:1]
 
 
-def _stands_at(keys: Any, owner: int) -> bool:
+def _has_index(keys: Any, owner: int) -> bool:
     return len(keys) > 0 and getattr(keys[0], "idx", None) == owner
 
 

@@ -47,7 +47,7 @@ class Traced:
         flags: the JAX settings at the time of the trace (`trace_flags`).
         alike: pairs (input leaf, output leaf) of results with the leaves of an argument whose state is another result,
             such as gradients or a second moment.
-        drifts: arguments that the function returns with some leaves changed.
+        mismatches: arguments that the function returns with some leaves changed.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Traced:
     written: dict[int, Any]
     flags: tuple[Any, ...]
     alike: list[tuple[int, int]]
-    drifts: list[StateMismatch]
+    mismatches: list[StateMismatch]
 
     @cached_property
     def program(self) -> Program:
@@ -166,7 +166,7 @@ def trace(
             arguments.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
     found = match(arguments, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
     # `input_paths` is given for nnx objects. Their calls may add and drop leaves (sown values): that is no mismatch.
-    drifts = [d for d in found.drifts if input_paths is None or d.same_paths]
+    mismatches = [d for d in found.mismatches if input_paths is None or d.same_paths]
     return Traced(
         name=name,
         closed=closed,
@@ -182,5 +182,5 @@ def trace(
         written={i: spec for i, spec in enumerate(written) if spec is not None},
         flags=trace_flags(),
         alike=found.alike,
-        drifts=drifts,
+        mismatches=mismatches,
     )

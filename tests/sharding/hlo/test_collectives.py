@@ -10,15 +10,17 @@ GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_
 META = 'metadata={op_name="jit(step)/dot_general" stack_frame_id=1}'
 
 
-def events(entry, *computations, across=()):
+def events(entry, *computations, cross_slice_groups=()):
     program = read(text_of(entry, *computations))
-    found = Collectives(program, across)
+    found = Collectives(program, cross_slice_groups)
     return [(i.name, event) for i in program.entry.instructions for event in found.events(program.entry, i)]
 
 
-def only(entry, *computations, across=()):
+def only(entry, *computations, cross_slice_groups=()):
     """The only collective that starts in an entry computation."""
-    started = [e.collective for _, e in events(entry, *computations, across=across) if e.collective]
+    started = [
+        e.collective for _, e in events(entry, *computations, cross_slice_groups=cross_slice_groups) if e.collective
+    ]
     assert len(started) == 1
     return started[0]
 
@@ -188,13 +190,15 @@ def test_a_collective_between_slices():
         %sd = token[] send-done(%s), channel_id=4, is_host_transfer=true
         ROOT %rd = (f32[32,32], token[]) recv-done(%r), channel_id=3, is_host_transfer=true
     """
-    across = ((0, 4), (1, 5), (2, 6), (3, 7))
+    cross_slice_groups = ((0, 4), (1, 5), (2, 6), (3, 7))
     program = read(text_of(entry))
-    found = [e for i in program.entry.instructions for e in Collectives(program, across).events(program.entry, i)]
+    found = [
+        e for i in program.entry.instructions for e in Collectives(program, cross_slice_groups).events(program.entry, i)
+    ]
     assert [e.role for e in found] == ["start", "done"]  # it ends at the recv
     assert found[0].key == found[1].key
-    collective = only(entry, across=across)
-    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", across, 4096)
+    collective = only(entry, cross_slice_groups=cross_slice_groups)
+    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)
 
 
 def test_a_transfer_to_the_host_is_no_collective():

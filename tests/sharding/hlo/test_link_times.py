@@ -97,5 +97,5 @@ def test_permutes_between_hosts_go_over_the_network():
 
 def test_partitions_with_the_same_coordinates_in_all_slices():
     machine = find_target("v5p:2x2x1*2")
-    assert Wires(machine.topology, tuple(range(8))).across == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert wires("v5e:4x4").across == ()
+    assert Wires(machine.topology, tuple(range(8))).cross_slice_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert wires("v5e:4x4").cross_slice_groups == ()
