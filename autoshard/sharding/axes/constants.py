@@ -4,20 +4,25 @@ No record says that any of them was fitted to the models of the benchmark. The p
 depend on the constants that choose axes and roles.
 """
 
-# Rounds of colour refinement that merge the axes of repeated layers (`logical_axes`): operators up to so many steps
-# apart tell two axes from each other. Chosen, not measured.
+# Number of rounds of colour refinement with which `logical_axes` merges the axes of repeated layers. Each round lets
+# operators one step further away tell two axes apart. Source: chosen, not measured.
 REFINEMENT_ROUNDS = 3
-# Fraction of the most activation bytes that any axis carries: an axis that carries at least this much can be the batch
-# (`roles.batch_axis`). Chosen, not measured.
+
+# An axis can be the batch if it carries at least this fraction of the activation bytes of the axis that carries most
+# (`roles.batch_axis`). Source: chosen, not measured.
 BATCH_BYTES_SHARE = 0.7
-# Number of weights that are joined into one before they are used, such as the gates of a recurrent cell
-# (`roles`): a value made of more inputs than this is not a weight. Chosen, not measured.
+
+# Largest number of inputs from which one weight is computed, such as the gates of a recurrent cell that are
+# concatenated. `roles` does not treat values of more inputs as weights. Source: chosen, not measured.
 MAX_FUSED_WEIGHTS = 16
-# Bits of the narrowest float type in which a stored parameter is gathered (`logical_axes.transfer_dtype`): some
-# backends do not support collectives on narrower ones.
+
+# Narrowest float type, in bits, in which a stored parameter is gathered (`logical_axes.transfer_dtype`). Source: not all
+# backends support collectives on narrower types; no list of them is kept.
 LEAST_TRANSFER_BITS = 16
-# Fraction of an argument's leaves that must come back as updates of themselves for the argument to count as state
-# (`state_checks`). Chosen, not measured.
+
+# Fraction of an argument's returned leaves that must be updates of themselves for the argument to be state
+# (`state_checks`). Source: chosen, not measured.
 STATE_LEAVES_SHARE = 0.5
-# Number of changed leaves that an error message lists (`state_checks`). Chosen.
+
+# Number of changed leaves that an error message lists (`state_checks`). Source: chosen.
 SHOWN_CHANGES = 5

@@ -94,10 +94,10 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     ordered = [c for c, _ in sorted(weight.items(), key=lambda item: (-item[1], item[0]))]
     # axes of one dimension (key-value heads, query groups) must be ordered major to minor, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
-    passed_on = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
-    able = (passed_on | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
-    able = able or shared - {residual} - use.inner
-    parallel = tuple(c for c in ordered if c in able)
+    produced_and_contracted = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
+    shardable = (produced_and_contracted | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
+    shardable = shardable or shared - {residual} - use.inner
+    parallel = tuple(c for c in ordered if c in shardable)
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip
@@ -146,7 +146,7 @@ def _turned(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int,
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
     """Arrays without the batch that are computed from arrays with it: gradients, and updated moments and parameters.
 
-    A loop's carry is one from the first iteration on if it is one after the last (accumulated gradients).
+    A loop's carry that is such an array after the last iteration is one from the start (accumulated gradients).
     """
     if batch is None:
         return frozenset()
@@ -294,9 +294,9 @@ def _summed_up(use: AxisUses) -> set[int]:
     return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
 
 
-def _residual(use: AxisUses, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
+def _residual(use: AxisUses, candidates: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
     """The axis that most weights have."""
-    found = [c for c in weight if c in able]
+    found = [c for c in weight if c in candidates]
     if len(found) < 2:
         return None
     return max(found, key=lambda c: (len(use.weights[c]), c in in_data, weight[c], -c))

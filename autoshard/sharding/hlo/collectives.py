@@ -158,46 +158,45 @@ class Collectives:
         return [Event("done", key(where, start))]
 
     def _fused(self, where: Computation, i: Instruction) -> Iterator[Event]:
-        inner = list(self.program.inside(i))
-        marked = {
-            name: one.target for _, one in inner if one.target.startswith("AsyncCollective") for name in one.operands
-        }
-        for at, one in inner:
-            if one.base not in KINDS or one.opcode.endswith("-done"):
+        instructions = list(self.program.inside(i))
+        markers = [inner for _, inner in instructions if inner.target.startswith("AsyncCollective")]
+        marked = {name: marker.target for marker in markers for name in marker.operands}
+        for at, inner in instructions:
+            if inner.base not in KINDS or inner.opcode.endswith("-done"):
                 continue
-            mark = marked.get(one.name, "")
+            mark = marked.get(inner.name, "")
             if mark == "AsyncCollectiveDone":
-                yield Event("done", key(at, one))
+                yield Event("done", key(at, inner))
             elif mark == "AsyncCollectiveStart":
-                yield Event("start", key(at, one), self._collective((at, one), (where, i)))
-            elif '"async_collective_fusion_config"' not in one.attributes:
-                yield Event("whole", i.name, self._collective((at, one), (where, i)))
+                yield Event("start", key(at, inner), self._collective((at, inner), (where, i)))
+            elif '"async_collective_fusion_config"' not in inner.attributes:
+                yield Event("whole", i.name, self._collective((at, inner), (where, i)))
 
     def _collective(self, place: Place, scheduled: Place) -> Collective:
         """The collective of the instruction at `place`, which the instruction at `scheduled` runs."""
-        where, one = place
-        kind, groups = one.base, groups_of(one.attributes, self.program.partitions)
+        where, collective = place
+        kind, groups = collective.base, groups_of(collective.attributes, self.program.partitions)
         if kind == "all-reduce" and "all-reduce-scatter" in where.name:
             kind = "reduce-scatter"
         elif kind == "send":
             kind = "collective-permute"
-            if transfer := _frontend_attribute(one, TRANSFER):
+            if transfer := _frontend_attribute(collective, TRANSFER):
                 kind, groups = transfer.lower().replace("_", "-"), self.cross_slice_groups or groups
-        payload = _operand_bytes(where, one)
+        payload = _operand_bytes(where, collective)
         if kind == "all-gather":
             payload *= max(map(len, groups))
-        related = (one, scheduled[1], *_related(*place), *_related(*scheduled))
-        source = next((i for i in related if self.program.line(i)), one)
-        op_name = one.op_name or scheduled[1].op_name or source.op_name
+        related = (collective, scheduled[1], *_related(*place), *_related(*scheduled))
+        source = next((i for i in related if self.program.line(i)), collective)
+        op_name = collective.op_name or scheduled[1].op_name or source.op_name
         line = self.program.line(source)
-        return Collective(kind, groups, payload, line, op_name, scheduled[1].name, self._widened(where, one))
+        return Collective(kind, groups, payload, line, op_name, scheduled[1].name, self._widened(where, collective))
 
-    def _widened(self, where: Computation, one: Instruction) -> bool:
+    def _widened(self, where: Computation, collective: Instruction) -> bool:
         """Whether its operands were converted to 32 bits for it, as XLA:CPU does, which has no narrower collectives."""
-        if "_promoted" in one.attribute("to_apply"):  # the suffix of the reduction's name says so
+        if "_promoted" in collective.attribute("to_apply"):  # the suffix of the reduction's name says so
             return True
-        return all(bits(a.dtype) == 32 for i in where.takes(one) for a in i.arrays) and any(
-            self._is_narrow(where, i) for i in where.takes(one)
+        return all(bits(a.dtype) == 32 for i in where.takes(collective) for a in i.arrays) and any(
+            self._is_narrow(where, i) for i in where.takes(collective)
         )
 
     def _is_narrow(self, where: Computation, value: Instruction) -> bool:
@@ -239,6 +238,6 @@ def _related(where: Computation, i: Instruction) -> Iterator[Instruction]:
     """Yields instructions that may have the source line of one that has none: its operands, theirs, and its users."""
     operands = [i]
     for _ in range(SOURCE_SEARCH_DEPTH):
-        operands = [value for one in operands for value in where.takes(one)[:SOURCE_SEARCH_DEPTH]][:SOURCE_SEARCH_DEPTH]
+        operands = [o for value in operands for o in where.takes(value)[:SOURCE_SEARCH_DEPTH]][:SOURCE_SEARCH_DEPTH]
         yield from operands
     yield from where.users.get(i.name, ())

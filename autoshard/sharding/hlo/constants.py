@@ -1,10 +1,11 @@
-"""Heuristic bounds in reading compiled programs. All are chosen, not measured; none depends on the benchmark's models.
+"""Heuristic bounds in reading compiled programs. All are chosen, not measured.
 
-The shares of peak and of memory bandwidth that kernels reach stand in `machines.constants`.
+The shares of peak FLOP/s and of memory bandwidth that kernels reach are in `machines.constants`.
 """
 
-# Where a collective has no source line: steps from operand to operand, and operands at each step, that are searched for
-# one (`collectives`).
+# Where a collective has no source line, `collectives` searches its operands, theirs, and so on for one: the number of
+# steps, and the number of operands at each step. Only source lines in reports depend on it.
 SOURCE_SEARCH_DEPTH = 4
-# Entries of the caches of parsed replica groups (`replica_groups`).
+
+# Number of entries of each cache of parsed replica groups (`replica_groups`). Only speed depends on it.
 GROUP_CACHE_ENTRIES = 8192

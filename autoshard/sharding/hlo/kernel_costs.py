@@ -47,7 +47,7 @@ class Kernels:
         """Microseconds of an instruction, and of its reads and writes alone."""
         memory = self.moved_bytes(where, i) / (self.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
         inner = ((where, i), *self.program.inside(i))
-        return max(sum(self.product_us(at, one) for at, one in inner), memory), memory
+        return max(sum(self.product_us(at, instruction) for at, instruction in inner), memory), memory
 
     def product_us(self, where: Computation, i: Instruction) -> float:
         """Microseconds of a product or convolution by its FLOPs; 0 for other instructions."""

@@ -31,9 +31,9 @@ def larger_machines(target: Target) -> list[Target]:
     if key not in CHIPS:
         return [_stretched(target, 2**n) for n in range(1, MOST_TIMES.bit_length())]
     if "*" in shape:
-        one, _, slices = shape.partition("*")
+        slice_shape, _, slices = shape.partition("*")
         multiples = [n for n in SLICE_MULTIPLES if target.devices * n <= MOST_DEVICES]
-        return [find_target(f"{name}:{one}*{int(slices) * n}") for n in multiples]
+        return [find_target(f"{name}:{slice_shape}*{int(slices) * n}") for n in multiples]
     return [t for t in map(find_target, sizes(key, CHIPS[key])) if t.devices > target.devices]
 
 
@@ -52,9 +52,9 @@ def sizes(key: str, chip: Chip) -> list[str]:
     if chip.torus:
         return [f"{key}:{'x'.join(map(str, shape))}" for shape in _tori(chip.torus)]
     most = min(chip.domain, MOST_ON_A_SWITCH)
-    near = [2**n for n in range(most.bit_length()) if 2**n < most]
+    sizes_below = [2**n for n in range(most.bit_length()) if 2**n < most]
     hosts = [2**n for n in range(1, MOST_HOSTS.bit_length())] if chip.domain == most else []
-    return [f"{key}:{n}" for n in (*near, most)] + [f"{key}:{n}x{most}" for n in hosts]
+    return [f"{key}:{n}" for n in (*sizes_below, most)] + [f"{key}:{n}x{most}" for n in hosts]
 
 
 def _tori(dims: int) -> Iterator[tuple[int, ...]]:

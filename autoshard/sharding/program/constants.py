@@ -1,9 +1,11 @@
-"""Heuristic bounds in reading programs. All are chosen, not measured; none depends on the models of the benchmark."""
+"""Heuristic bounds in reading programs. All are chosen, not measured. No plan depends on the first three."""
 
-# Entries of a list that a message or a page shows before it says how many more there are (`path_patterns`, `report`).
+# Number of entries of a list that a message or a report shows before it gives the number of the rest.
 SHOWN = 6
-# Suggestions for a mistyped path: of each way to find one, and in total (`path_patterns.suggestions`).
+
+# Number of suggestions for a mistyped path (`path_patterns.suggestions`): for each kind of similarity, and in total.
 SUGGESTIONS_EACH, SUGGESTIONS = 3, 4
-# Depth in the results down to which a subtree can be the counterpart of an argument (`state_matching.match`): 1 is an
-# element of a returned tuple, 3 a subtree two levels below it.
+
+# Largest depth in the results at which `state_matching.match` looks for the updated value of an argument: 0 is all
+# results, 1 an element of a returned tuple. An argument that is returned deeper is not recognised as state.
 MAX_STATE_DEPTH = 3

@@ -81,9 +81,9 @@ def _product(op: Op) -> float:
     rule = op.rule
     assert rule is not None
     is_convolution = op.name == "conv_general_dilated"
-    one, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
-    free = [f for f in _factors(rule.results[0]) if f not in one and (is_convolution or f in other)]
-    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free)) * _masked(op)
+    first, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
+    free = [f for f in _factors(rule.results[0]) if f not in first and (is_convolution or f in other)]
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*first, *free)) * _masked(op)
 
 
 def _masked(op: Op) -> int:
