@@ -1,8 +1,8 @@
 """Batches that a step generates itself, such as the noise of a GAN's generator or random sample points.
 
 No input has their axis, and no rule unifies it with the batch of the data: generated and real rows meet only in the
-loss. Generated rows are merged into the batch axis if there are as many of them, they are multiplied by the same
-weights, and no array has both axes. Every mesh axis that shards the batch then shards them too.
+loss. Their axis is merged into the batch if it has the same size, the same weights multiply the rows of both, and no
+array has both axes. Every mesh axis that shards the batch then shards generated rows too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Heuristic figures of machines: shares of rated figures, default latencies, bounds on sizes, sizes of measurements.
 
-`chips` has the rated figures of each chip and their sources. Each constant here has a comment with its meaning and unit,
-its source, and what depends on it. No record says that any of them was fitted to the models of the benchmark.
+`chips` has the rated figures of each chip and their sources. The comment of each constant here gives its meaning and
+unit, its source, and what depends on it. No record says that any of them was fitted to the models of the benchmark.
 """
 
 # --- Shares of rated figures. Predicted times (`cost.step_time`, `cost.collectives`, `hlo.kernel_costs`) use the rated
@@ -42,9 +42,9 @@ SLICE_BANDWIDTH = 6.25e9
 # Bandwidth between the two devices of a tpu7x chip, as a multiple of one torus link. Source: chosen, not measured.
 CORE_LINKS = 4
 
-# Additional latency of each device after the first on a CPU target, as a fraction of the chip's latency: the devices are
-# threads of one process that wait for each other. Source: chosen, when the figures of the `cpu` chip were measured with
-# `autoshard bench --calibrate`. That command measures the latency of whole collectives, not this fraction.
+# Additional latency of each device after the first on a CPU target, as a fraction of the chip's latency. The devices are
+# threads of one process that wait for each other. Source: chosen when the figures of the `cpu` chip were measured with
+# `autoshard bench --calibrate`, which measures the latency of whole collectives, not this fraction.
 CPU_LATENCY_GROWTH = 0.5
 
 # --- Bounds on machines.
@@ -71,8 +71,8 @@ MOST_TIMES = 64
 # Multiples of the number of slices of a target. Source: chosen.
 SLICE_MULTIPLES = (2, 4, 8)
 
-# --- Calibration (`autoshard bench --calibrate`). Source of all: chosen, not measured. The CPU_ sizes are smaller because
-# CPU devices are slower and share the memory of one host.
+# --- Calibration (`autoshard bench --calibrate`). Source of all: chosen, not measured. The sizes for CPUs are smaller,
+# because CPU devices are slower and share the memory of one host.
 
 # Rows and columns of the matrices that are multiplied.
 MATRIX, CPU_MATRIX = 4096, 1024

@@ -1,4 +1,4 @@
-"""Heuristic bounds in reading programs. All are chosen, not measured. No plan depends on the first three."""
+"""Heuristic bounds in reading programs. All are chosen, not measured. Only `MAX_STATE_DEPTH` can change a plan."""
 
 # Number of entries of a list that a message or a report shows before it gives the number of the rest.
 SHOWN = 6
