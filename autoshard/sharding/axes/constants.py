@@ -16,8 +16,8 @@ BATCH_BYTES_SHARE = 0.7
 # concatenated. `roles` does not treat values of more inputs as weights. Source: chosen, not measured.
 MAX_FUSED_WEIGHTS = 16
 
-# Narrowest float type, in bits, in which a stored parameter is gathered (`logical_axes.transfer_dtype`). Source: chosen,
-# because not all backends support collectives on narrower types.
+# Narrowest float type, in bits, in which a stored parameter is gathered (`logical_axes.transfer_dtype`). Source:
+# chosen, because not all backends support collectives on narrower types.
 LEAST_TRANSFER_BITS = 16
 
 # Fraction of an argument's returned leaves that must be updates of themselves for the argument to be state
