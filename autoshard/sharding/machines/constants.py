@@ -43,8 +43,8 @@ SLICE_BANDWIDTH = 6.25e9
 CORE_LINKS = 4
 
 # Additional latency of each device after the first on a CPU target, as a fraction of the chip's latency. The devices
-# are threads of one process that wait for each other. Source: chosen when the figures of the `cpu` chip were measured with
-# `autoshard bench --calibrate`, which measures the latency of whole collectives, not this fraction.
+# are threads of one process that wait for each other. Source: chosen when the figures of the `cpu` chip were measured
+# with `autoshard bench --calibrate`, which measures the latency of whole collectives, not this fraction.
 CPU_LATENCY_GROWTH = 0.5
 
 # --- Bounds on machines.
