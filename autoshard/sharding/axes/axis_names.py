@@ -11,7 +11,7 @@ from autoshard.spmdrules.ir.program import Program
 
 
 def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence[str]) -> dict[int, str]:
-    """Names every axis that has a role, by its role, and every other one by the first input that has it.
+    """Names axes by their roles, loop axes by what the loop runs over, and others by the first input that has them.
 
     Args:
         program: the program.

@@ -152,9 +152,9 @@ class LogicalAxes:
 
     @cached_property
     def co_occurring(self) -> dict[int, frozenset[int]]:
-        """For each class the classes that occur in every value in which it occurs.
+        """For each class, the other classes that every value with this class has too.
 
-        The query groups of grouped attention, for example, never occur without the key-value heads.
+        In grouped attention, for example, every value with query groups has the key-value heads.
         """
         found: dict[int, frozenset[int]] = {}
         for leaves in set(self.of_value):
