@@ -109,7 +109,7 @@ class Topology:
         return once * (2 if kind == "all-reduce" else 1)
 
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
-        """The collective that XLA:TPU compiles a requested one to, and the bytes of each device's operand then.
+        """The collective that XLA:TPU emits for a requested one, and the bytes of each device's operand of it.
 
         On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
         sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros. Pieces of two
@@ -196,7 +196,7 @@ class DeviceAssignment:
         return found[0] + found[1] * local_bytes
 
     def compiled(self, kind: ReshardKind, axes: tuple[str, ...]) -> tuple[ReshardKind, float, int]:
-        """The collective that XLA compiles a requested one over these mesh axes to (`Topology.compiled`).
+        """The collective that XLA emits for one over these mesh axes (`Topology.compiled`).
 
         Returns:
             Its kind, the factor by which each device's operand grows, and the number of devices.
