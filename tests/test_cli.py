@@ -127,7 +127,7 @@ def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ("--explain 0/params/embd", "no input or result is called '0/params/embd'. Near it: "),
+        ("--explain 0/params/embd", "no input or result is called '0/params/embd'. Similar paths: "),
         ("--explain 1/loss=tp", "'1/loss' is a result, which cannot be fixed"),
         ("--explain embed=-,model", "no plan has a mesh axis 'model'; axes are called dp, zero1, fsdp, cp, ep, tp"),
         ("--plan model=tp:8 --explain embed=-,modle", "no plan has a mesh axis 'modle'; axes are called dp, "),

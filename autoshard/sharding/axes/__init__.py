@@ -1,1 +1,1 @@
-"""Logical axes: what they are, which operators use them, their roles and names."""
+"""Logical axes: how they are found, their uses, their roles and their names."""

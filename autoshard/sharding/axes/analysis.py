@@ -36,12 +36,12 @@ def analyse(traced: Traced) -> Analysis:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
     2. `batch_axis` chooses the batch among these axes.
-    3. `join_generated_batches` merges axes into the batch, in place: rows that the step generates itself. It needs to
-       know the batch, and it must precede the roles, which depend on which values carry the batch.
+    3. `join_generated_batches` merges the axes of rows that the step generates itself into the batch, in place. It
+       must run before the roles are found, because they depend on which values have the batch.
     4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
     5. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 4. The
-       roles are not computed again: the axis that it adds has no role, so no plan shards it.
-    6. `name_axes` names the axes as they are in the end.
+       roles need not be found again: the axis that it adds has no role, so that no plan shards it.
+    6. `name_axes` names the axes, including the added one.
 
     Args:
         traced: the traced program. It is not changed.

@@ -1,4 +1,4 @@
-"""Names for logical axes, by their roles and by the paths of parameters."""
+"""Names of logical axes, from their roles and the paths of inputs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from autoshard.spmdrules.ir.program import Program
 
 
 def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence[str]) -> dict[int, str]:
-    """Names for people: from structure first, then from the path of the first input that has the axis.
+    """Names axes by their roles, loop axes by what the loop runs over, and others by the first input that has them.
 
     Args:
         program: the program.
         axes: its logical axes.
         roles: their roles.
         paths: the path of each program input.
+
+    Returns:
+        Axis -> name. Names are unique; repeated ones get a number, `heads_1`.
     """
     names: dict[int, str] = {}
-    taken: Counter[str] = Counter()
+    used: Counter[str] = Counter()
 
     def give(cls: int | None, name: str) -> None:
         if cls is not None and cls not in names:
-            names[cls] = f"{name}_{taken[name]}" if taken[name] else name
-            taken[name] += 1
+            names[cls] = f"{name}_{used[name]}" if used[name] else name
+            used[name] += 1
 
     give(roles.batch, "batch")
     give(roles.residual, "embed")
@@ -43,8 +46,8 @@ def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence
         give(c, "ffn")
     data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
     for c in sorted(axes.stacked):
-        beside = {other for dim in data_dims if c in dim for other in dim}
-        give(c, "layers" if not beside else "microbatch" if roles.batch in beside else "blocks")
+        neighbours = {other for dim in data_dims if c in dim for other in dim}
+        give(c, "layers" if not neighbours else "microbatch" if roles.batch in neighbours else "blocks")
     for v, path in zip(program.inputs, paths, strict=True):
         for d, dim in enumerate(axes.of_value[v]):
             for part, c in enumerate(dim):

@@ -1,4 +1,4 @@
-"""How contractions, lookups and declared operators use the axes of parameters: what roles are read off."""
+"""How contractions, gathers and declared operators use the axes of parameters. Roles are derived from it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,42 @@ from autoshard.spmdrules.ir.program import Op, Program
 
 @dataclass(eq=False)
 class AxisUses:
-    """How contractions and gathers use the axes of parameters."""
+    """The uses of axes. A weight is represented by the set of inputs that it is computed from.
 
-    # axis -> weights that have it; a weight is the inputs that it is made of
+    Attributes:
+        weights: axis -> weights that have it.
+        made: axis -> weights whose first use, in the forward pass, produces it.
+        contracted: axis -> weights whose first use contracts it.
+        used: weights that have been used.
+        reduced: axes over which a sum or maximum of an activation runs (logits).
+        inner: axes that two activations contract (head_dim).
+        heads: batch dimensions of a contraction of two activations.
+        experts: batch dimensions of a contraction of an activation with a weight.
+        indexed: axes of the rows of a table that a gather or scatter indexes.
+    """
+
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
-    # As each weight is first used, which is forward: axis -> weights that make it, that contract it.
     made: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     used: set[frozenset[int]] = field(default_factory=set)
-    reduced: set[int] = field(default_factory=set)  # summed or maximised within an activation (logits)
-    inner: set[int] = field(default_factory=set)  # contracted between two activations (head_dim)
-    heads: set[int] = field(default_factory=set)  # batched over between two activations
-    experts: set[int] = field(default_factory=set)  # batched over between an activation and a weight
-    indexed: set[int] = field(default_factory=set)  # rows of a table
+    reduced: set[int] = field(default_factory=set)
+    inner: set[int] = field(default_factory=set)
+    heads: set[int] = field(default_factory=set)
+    experts: set[int] = field(default_factory=set)
+    indexed: set[int] = field(default_factory=set)
 
 
 def find_uses(
     program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
 ) -> AxisUses:
-    """How the operators of a program use the axes of its parameters.
+    """Collects how the operators of a program use the axes of its parameters.
 
     Args:
         program: the program.
         axes: its logical axes.
-        batch: the batch, if there is one.
+        batch: the batch axis, if there is one.
         in_parameters: the axes that parameters have.
-        owner: the inputs that each value without the batch was made from.
+        owner: value without the batch -> the inputs that it was computed from.
     """
     reader = _Reader(axes, batch, in_parameters, owner)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
@@ -59,7 +69,7 @@ class _Reader:
     use: AxisUses = field(default_factory=AxisUses)
 
     def read(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
-        """Notes what an operator says."""
+        """Records the uses of axes by one operator."""
         if op.name in ("gather", "scatter-add"):
             self.use.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max") and self.has_batch(op.results[0]):
@@ -70,7 +80,7 @@ class _Reader:
             self.operator(op, rule, factors)
 
     def has_batch(self, value: int) -> bool:
-        """Whether a value carries the batch."""
+        """Whether a value has the batch axis."""
         return value >= 0 and any(self.batch in dim for dim in self.axes.of_value[value])
 
     def of_kind(self, kind: str, rule: Rule, factors: Mapping[str, Sequence[int]]) -> set[int]:
@@ -78,9 +88,9 @@ class _Reader:
         return {c for f in rule.factors if f.kind == kind for c in factors.get(f.name, ())}
 
     def operator(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
-        """What a declared operator of activations and weights sums over inside: what weights make and contract again.
+        """Records the axes that a declared operator produces with one weight and contracts with another one inside.
 
-        Where it is foremost in each of several stacks of matrices it is a number of experts.
+        An axis that leads each of several stacks of matrices is an axis of experts.
         """
         use, avals = self.use, self.axes.program.avals
         matrices = [
@@ -92,22 +102,22 @@ class _Reader:
             return
         results = {f for dims in rule.results for dim in dims for f in dim}
         for f in rule.factors:
-            having = [(weight, dims) for weight, dims in matrices if any(f.name in dim for dim in dims)]
-            if f.kind not in ("reduce", "index") or f.name in results or len(having) < 2:
+            with_factor = [(weight, dims) for weight, dims in matrices if any(f.name in dim for dim in dims)]
+            if f.kind not in ("reduce", "index") or f.name in results or len(with_factor) < 2:
                 continue
-            for weight, dims in having:
+            for weight, dims in with_factor:
                 for c in {c for dim in dims for name in dim for c in factors.get(name, ())}:
                     use.weights[c].add(weight)
-            stacked = all(len(dims) > 2 and dims[0] == (f.name,) for _, dims in having)
+            stacked = all(len(dims) > 2 and dims[0] == (f.name,) for _, dims in with_factor)
             for c in factors.get(f.name, ()):
                 if stacked:
                     use.experts.add(c)
                 else:
-                    use.made[c].add(having[0][0])
-                    use.contracted[c].add(having[-1][0])
+                    use.made[c].add(with_factor[0][0])
+                    use.contracted[c].add(with_factor[-1][0])
 
     def contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
-        """What is made and summed over between an activation and a weight, or two activations."""
+        """Records the axes that an activation's contraction with a weight or an activation produces and sums over."""
         use, of_value = self.use, self.axes.of_value
         sides = [{c for dim in of_value[v] for c in dim} if v >= 0 else set[int]() for v in op.operands[:2]]
         result = {c for dim in of_value[op.results[0]] for c in dim}
@@ -120,7 +130,8 @@ class _Reader:
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
         if all(with_batch) and batch in result:  # activation with activation: attention
-            if summed <= self.in_parameters:  # not with a sequence: a gradient sums query groups along with it
+            # A gradient of keys sums over the query groups and the sequence together: these are not inner axes.
+            if summed <= self.in_parameters:
                 use.inner |= summed
             use.heads |= shared - {batch}
         elif any(with_batch) and batch in result:  # activation with weight
@@ -131,9 +142,9 @@ class _Reader:
                 if weight not in use.used and c not in shared:
                     (use.contracted if c in summed else use.made)[c].add(weight)
             use.used.add(weight)
-            if op.name != "conv_general_dilated":  # where it is the channel of a depthwise kernel
+            if op.name != "conv_general_dilated":  # there, a shared axis is the channel of a depthwise kernel
                 use.experts |= shared
 
     def weight(self, value: int) -> frozenset[int]:
-        """The inputs that a value without the batch was made from."""
+        """The inputs that a value without the batch was computed from."""
         return self.owner.get(value, frozenset({value}))

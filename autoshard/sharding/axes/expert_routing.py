@@ -1,9 +1,9 @@
-"""The experts that a router chooses among and the experts whose rows are computed: two logical axes.
+"""Splits the axis of experts in two: experts that a router chooses among, and experts that compute rows.
 
-Every rule joins them, and rightly: they are the same numbers. But what is made of tokens and experts both (logits,
-masks) stays with its tokens, while the rows of an expert go where the expert is, over the same mesh axis. So of an
-axis of experts only what its products reach, without leaving it through another contraction, keeps its class; the rest
-becomes an axis of its own, which no plan cuts.
+The rules unify the two, because they number the same experts. But values of tokens and experts (router logits, masks)
+must stay with their tokens, while the rows of an expert move to the device that holds the expert, over the same mesh
+axis. So only the values that a product with expert weights reaches, without passing through another contraction, keep
+the axis of experts. In all other values it becomes a new axis, which no plan shards.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def split_expert_axes(axes: LogicalAxes, roles: Roles) -> None:
-    """Gives the router's experts a class of their own in `axes`, where there is a router."""
+    """Gives the router's experts a class of their own, in place, if the program has a router.
+
+    Args:
+        axes: the logical axes. `sizes` and `of_value` are changed.
+        roles: the roles of the axes.
+    """
     for experts in roles.experts:
-        having = [v for v, leaves in enumerate(axes.of_value) if any(experts in dim for dim in leaves)]
-        inside = _inside(axes, roles, experts, having)
-        outside = [v for v in having if v not in inside]
-        if not inside or not outside:
+        with_experts = [v for v, leaves in enumerate(axes.of_value) if any(experts in dim for dim in leaves)]
+        computed = _computed_by_experts(axes, roles, with_experts)
+        outside = [v for v in with_experts if v not in computed]
+        if not computed or not outside:
             continue
         router = len(axes.sizes)
         axes.sizes.append(axes.sizes[experts])
@@ -34,9 +39,9 @@ def split_expert_axes(axes: LogicalAxes, roles: Roles) -> None:
             axes.of_value[v] = memo[leaves]
 
 
-def _inside(axes: LogicalAxes, roles: Roles, experts: int, having: Iterable[int]) -> set[int]:
-    """The values that the products of experts reach."""
-    parent = {v: v for v in having}
+def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable[int]) -> set[int]:
+    """The values with experts that are connected to a product with expert weights."""
+    parent = {v: v for v in with_experts}
 
     def find(v: int) -> int:
         while parent[v] != v:
@@ -67,7 +72,10 @@ def _inside(axes: LogicalAxes, roles: Roles, experts: int, having: Iterable[int]
 
 
 def _is_product(op: Op, axes: LogicalAxes, roles: Roles, here: list[int]) -> bool:
-    """Whether rows of experts meet weights of experts, or make a gradient of those: all have experts, one no batch."""
-    whole = (*op.operands[:2], op.results[0])
-    with_batch = [any(roles.batch in dim for dim in axes.of_value[v]) for v in whole if v >= 0]
-    return set(whole) <= set(here) and any(with_batch) and not all(with_batch)
+    """Whether a contraction multiplies rows of experts by expert weights, or computes the gradient of such weights.
+
+    Both operands and the result have experts then, and at least one of them, the weight, has no batch.
+    """
+    values = (*op.operands[:2], op.results[0])
+    with_batch = [any(roles.batch in dim for dim in axes.of_value[v]) for v in values if v >= 0]
+    return set(values) <= set(here) and any(with_batch) and not all(with_batch)

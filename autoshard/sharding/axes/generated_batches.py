@@ -1,8 +1,8 @@
-"""Batches that a step makes itself: the noise of a generator, points drawn anew.
+"""Batches that a step generates itself, such as the noise of a GAN's generator or random sample points.
 
-No input has their axis, and no rule joins it with that of the data: a generator's samples and real ones meet in a loss
-alone. Where such rows are as many as those of the batch, take the same weights, and never stand beside them in one
-array, they are made the same logical axis, so that whatever cuts the batch cuts them too.
+No input has their axis, and no rule unifies it with the batch of the data: generated and real rows meet only in the
+loss. Their axis is merged into the batch if it has the same size, the same weights multiply the rows of both, and no
+array has both axes. Every mesh axis that shards the batch then shards generated rows too.
 """
 
 from __future__ import annotations
@@ -12,28 +12,36 @@ from collections.abc import Iterator
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 
-_ROWS = -1  # stands for the class of the rows that meet a weight
+_ROWS = -1  # placeholder for the class of the rows that are multiplied by a weight
 
 
 def join_generated_batches(axes: LogicalAxes, batch: int | None) -> None:
-    """Makes the batch in `axes` of all that take its weights as it does."""
+    """Merges the axes of generated rows into the batch axis, in place.
+
+    Args:
+        axes: the logical axes. `of_value` and `of_op` are changed.
+        batch: the batch axis, if there is one.
+    """
     if batch is None:
         return
-    given = {c for v in axes.program.inputs for dim in axes.of_value[v] for c in dim}
-    able = {c for c, size in enumerate(axes.sizes) if size == axes.sizes[batch]} - given - axes.stacked - {batch}
-    while able:
-        having = [{c for dim in leaves for c in dim} for leaves in set(axes.of_value)]
-        able -= {c for classes in having if batch in classes for c in classes}
-        meets = {(c, met) for leaves, weight in _products(axes) for c, met in _meetings(leaves, weight, able | {batch})}
-        same = {c for c, met in meets if c != batch and (batch, met) in meets}
-        if not same:
+    of_inputs = {c for v in axes.program.inputs for dim in axes.of_value[v] for c in dim}
+    same_size = {c for c, size in enumerate(axes.sizes) if size == axes.sizes[batch]}
+    candidates = same_size - of_inputs - axes.stacked - {batch}
+    while candidates:
+        together = [{c for dim in leaves for c in dim} for leaves in set(axes.of_value)]
+        candidates -= {c for classes in together if batch in classes for c in classes}
+        uses = {
+            (c, use) for leaves, weight in _products(axes) for c, use in _uses(leaves, weight, candidates | {batch})
+        }
+        generated = {c for c, use in uses if c != batch and (batch, use) in uses}
+        if not generated:
             return
-        _rename(axes, min(same), batch)
-        able.discard(min(same))
+        _rename(axes, min(generated), batch)
+        candidates.discard(min(generated))
 
 
 def _products(axes: LogicalAxes) -> Iterator[tuple[Leaves, Leaves]]:
-    """The classes of both operands of every contraction, in either order."""
+    """Yields the classes of both operands of every contraction, in both orders."""
     found: dict[tuple[Leaves, Leaves], None] = {}
     for op in axes.program.ops():
         if op.name in CONTRACTIONS and all(v >= 0 for v in op.operands[:2]):
@@ -42,20 +50,20 @@ def _products(axes: LogicalAxes) -> Iterator[tuple[Leaves, Leaves]]:
     yield from found
 
 
-def _meetings(leaves: Leaves, weight: Leaves, able: set[int]) -> Iterator[tuple[int, tuple[Leaves, Leaves]]]:
-    """Which rows meet a weight that does not have them, and what they stand beside there."""
+def _uses(leaves: Leaves, weight: Leaves, rows: set[int]) -> Iterator[tuple[int, tuple[Leaves, Leaves]]]:
+    """Yields each class of `rows` that is multiplied by a weight without it, and the two operands of that product."""
     of_weight = {c for dim in weight for c in dim}
-    for rows in {c for dim in leaves for c in dim} & able - of_weight:
-        yield rows, (_with(leaves, rows, _ROWS), weight)
+    for c in {c for dim in leaves for c in dim} & rows - of_weight:
+        yield c, (_replace(leaves, c, _ROWS), weight)
 
 
 def _rename(axes: LogicalAxes, old: int, new: int) -> None:
-    memo = {leaves: _with(leaves, old, new) for leaves in set(axes.of_value)}
+    memo = {leaves: _replace(leaves, old, new) for leaves in set(axes.of_value)}
     axes.of_value[:] = [memo[leaves] for leaves in axes.of_value]
     axes.of_op[:] = [
-        {name: _with((classes,), old, new)[0] for name, classes in factors.items()} for factors in axes.of_op
+        {name: _replace((classes,), old, new)[0] for name, classes in factors.items()} for factors in axes.of_op
     ]
 
 
-def _with(leaves: Leaves, old: int, new: int) -> Leaves:
+def _replace(leaves: Leaves, old: int, new: int) -> Leaves:
     return tuple(tuple(new if c == old else c for c in dim) for dim in leaves)

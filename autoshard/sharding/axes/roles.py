@@ -1,12 +1,13 @@
-"""What part each input and each logical axis plays in a program, read off its structure and never off names.
+"""The roles of inputs and logical axes, derived from the structure of the program and never from names.
 
-batch       the axis that most activations carry and that stands foremost in an input; no parameter has it
-parameter   an input without the batch axis that meets a value with it (in a contraction, a gather, a broadcast)
-optimizer   any other array of the state: it only meets values of its own shape
-parallel    axes that a weight produces and another weight contracts again (heads, ffn, experts, vocabulary): what
-            tensor parallelism shards; `residual` is the one that all of them start from and return to
-sequence    axes of the data other than batch; of one that a loop runs over in blocks (keys of attention) their number
-context     those of them that no loop runs over
+batch       the leading axis of an input that most activation bytes carry; no parameter has it
+parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast)
+optimizer   any other array of the state; it only occurs beside values of its own shape
+parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
+            parallelism shards them. `residual` is the axis that these weights start from and return to
+sequence    axes of the data other than the batch. If a loop runs over blocks of one (the keys of attention), the axis
+            that counts the blocks
+context     sequence axes that no loop runs over
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
+from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE, MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
@@ -27,15 +29,33 @@ from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
 STATE: tuple[Role, ...] = ("parameter", "optimizer")
-FUSED_WEIGHTS = 16  # at most so many weights are joined into one before they are used (the gates of a cell)
 
 
 @shown
 @dataclass(eq=False)
 class Roles:
-    """The parts that inputs and axes play; every axis list is ordered by how much it would save."""
+    """The roles of inputs and axes.
 
-    inputs: dict[int, Role]  # program input -> its role
+    `parallel`, `experts`, `vocabulary`, `classes` and `heads` are ordered by the parameter bytes that have the axis, in
+    descending order.
+
+    Attributes:
+        inputs: program input -> its role.
+        batch: the batch axis, if there is one.
+        sequence: sequence axes.
+        context: sequence axes that no loop runs over.
+        residual: the axis of the residual stream, if there is one.
+        parallel: axes that tensor parallelism shards.
+        experts: axes of experts.
+        vocabulary: axes of the rows of tables that are indexed.
+        classes: parallel axes that a loss sums over.
+        heads: axes of attention heads, each followed by the query groups of a key-value head.
+        gradients: values that are sums over the batch, and values computed from them without the batch.
+        turned: gradients whose only use is a transpose -> its result and its permutation. JAX computes the gradients of
+            some weights transposed.
+    """
+
+    inputs: dict[int, Role]
     batch: int | None
     sequence: tuple[int, ...]
     context: tuple[int, ...]
@@ -43,10 +63,9 @@ class Roles:
     parallel: tuple[int, ...]
     experts: tuple[int, ...]
     vocabulary: tuple[int, ...]
-    classes: tuple[int, ...]  # what a loss sums over
-    heads: tuple[int, ...]  # with the query groups of each key-value head behind them
-    gradients: frozenset[int] = frozenset()  # values made by summing over the batch, and what is made of those
-    # gradients that are only there to be transposed -> what they become, and how (JAX computes them so)
+    classes: tuple[int, ...]
+    heads: tuple[int, ...]
+    gradients: frozenset[int] = frozenset()
     turned: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
@@ -56,8 +75,8 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     Args:
         program: the program.
         axes: its logical axes.
-        state: the inputs that come back as outputs (known from the pytree structure), which are never data.
-        batch: its batch (`batch_axis`), where that was asked for already.
+        state: the inputs that the program returns updated (known from the pytree structure). They are never data.
+        batch: its batch axis, if `batch_axis` was called before.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None else batch
     inputs, owner = _input_roles(program, axes, batch, frozenset(state))
@@ -73,12 +92,12 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
     residual = _residual(use, shared - use.heads, weight, in_data)
     ordered = [c for c, _ in sorted(weight.items(), key=lambda item: (-item[1], item[0]))]
-    # parts of one dimension (key-value heads, query groups) must stand major first, or none can be sharded
+    # axes of one dimension (key-value heads, query groups) must be ordered major to minor, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
-    passed_on = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
-    able = (passed_on | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
-    able = able or shared - {residual} - use.inner
-    parallel = tuple(c for c in ordered if c in able)
+    produced_and_contracted = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
+    shardable = (produced_and_contracted | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
+    shardable = shardable or shared - {residual} - use.inner
+    parallel = tuple(c for c in ordered if c in shardable)
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip
@@ -104,9 +123,10 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
 
 
 def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:
-    """The axes of a dimension of the data that a sequence can be cut along.
+    """The axes of one dimension of the data that sequence parallelism can shard.
 
-    Of blocks that a loop runs over it is their number, and only where that stands with the block in one dimension.
+    If a loop runs over blocks of the dimension, it is the axis that counts the blocks. A loop axis that makes up a
+    dimension of its own is not a sequence.
     """
     if len(dim) > 1 and dim[0] in stacked:
         return dim[:1]
@@ -114,6 +134,7 @@ def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:
 
 
 def _turned(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Gradients whose only use is a transpose -> its result and its permutation."""
     uses = Counter(v for op in program.ops() for v in op.operands)
     return {
         op.operands[0]: (op.results[0], tuple(op.eqn.params["permutation"]))
@@ -123,9 +144,9 @@ def _turned(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int,
 
 
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
-    """The arrays without the batch that are made from arrays with it: gradients, and moments and parameters after them.
+    """Arrays without the batch that are computed from arrays with it: gradients, and updated moments and parameters.
 
-    What a loop carries is one of them from its start, where it is one at the end (accumulated gradients).
+    A loop's carry that is such an array after the last iteration is one from the start (accumulated gradients).
     """
     if batch is None:
         return frozenset()
@@ -146,12 +167,18 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
 
 
 def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
-    """Of the axes that nearly as many activation bytes carry as any, the one that stands foremost in an input.
+    """Finds the batch: of the axes that most activation bytes carry, the one nearest to the front of an input.
 
-    Where state is all that comes in, the step makes its batch itself.
+    If all inputs are state, the step generates its batch itself.
 
-    Where no state is known, parameters are inputs like others, with axes that activations carry, too. What tells them
-    from the batch is that the next weight sums over them; over the batch at most a gradient sums, later.
+    If no state is known, parameters are inputs like data, and activations carry their axes too. The next weight
+    contracts such an axis. The batch is contracted by gradients only, which come later, so of several candidates in the
+    same dimension the one that is contracted last is taken.
+
+    Args:
+        program: the program.
+        axes: its logical axes.
+        state: the inputs that the program returns updated.
     """
     carried: Counter[int] = Counter()
     for leaves, size in _result_bytes(program, axes).items():
@@ -164,14 +191,15 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
             continue
         for d, dim in enumerate(axes.of_value[v]):
             for c in dim:
-                position[c] = min(position.get(c, (99, 0)), (d, n))
-    able = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
-    if not able and state:
-        drawn = _drawn(program, axes, carried)
-        return drawn if drawn is not None else batch_axis(program, axes, frozenset())  # what looked like state was all
-    if not able:
+                position[c] = min(position[c], (d, n)) if c in position else (d, n)
+    candidates = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
+    if not candidates and state:
+        generated = _generated_batch(program, axes, carried)
+        # with no generated batch, the data was mistaken for state: search again among all inputs
+        return generated if generated is not None else batch_axis(program, axes, frozenset())
+    if not candidates:
         return None
-    most = max(carried[c] for c in able)
+    most = max(carried[c] for c in candidates)
     summed = {} if state else _first_summed(program, axes)
     last = len(program.avals)
 
@@ -179,13 +207,13 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
         dim, number = position[c]
         return dim, -summed.get(c, last), number, c
 
-    return min((c for c in able if carried[c] >= 0.7 * most), key=order)
+    return min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
 
 
-def _drawn(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
-    """The batch of a step that makes its own: of the axes that no input has the one that most bytes carry.
+def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
+    """The batch of a step that generates it: of the axes that no input has, the one that most bytes carry.
 
-    A product keeps it where it meets a weight, and another one sums over it: that is the weight's gradient.
+    One contraction must keep it (activation with weight), and another must sum over it (the gradient of the weight).
     """
     kept: set[int] = set()
     summed: set[int] = set()
@@ -198,7 +226,7 @@ def _drawn(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> i
 
 
 def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
-    """The bytes that operators give in one step, by the classes of their results."""
+    """The bytes of all operators' results in one step, by the classes of the results."""
     found: Counter[Leaves] = Counter()
     for op in program.ops():
         if op.rule is not None:
@@ -209,7 +237,7 @@ def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
 
 
 def _first_summed(program: Program, axes: LogicalAxes) -> dict[int, int]:
-    """The number of the first operator that contracts an axis, or addresses it by index."""
+    """Axis -> the position of the first operator that contracts it or indexes it (a gather)."""
     found: dict[int, int] = {}
     for number, (op, factors) in enumerate(zip(program.ops(), axes.of_op, strict=True)):
         if op.rule is not None and op.name in (*CONTRACTIONS, "gather"):
@@ -224,7 +252,7 @@ def _first_summed(program: Program, axes: LogicalAxes) -> dict[int, int]:
 def _input_roles(
     program: Program, axes: LogicalAxes, batch: int | None, state: frozenset[int]
 ) -> tuple[dict[int, Role], dict[int, frozenset[int]]]:
-    """The role of each input, and which inputs each value without the batch axis was made from."""
+    """The role of each input, and value without the batch axis -> the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
     carries = [any(batch in dim for dim in dims) for dims in axes.of_value]
@@ -241,7 +269,7 @@ def _input_roles(
             owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not carries[v]))
             if any(carries[v] for v in (*op.operands, *op.results) if v >= 0):
                 parameters.update(owned)
-            elif 0 < len(owned) <= FUSED_WEIGHTS:
+            elif 0 < len(owned) <= MAX_FUSED_WEIGHTS:
                 for v in op.results:
                     owner.setdefault(v, owned)
 
@@ -261,20 +289,21 @@ def _input_roles(
 
 
 def _summed_up(use: AxisUses) -> set[int]:
-    """Axes that a weight makes and that are then summed up, such as the classes of a loss; no part of a head."""
+    """Axes that a weight produces and a reduction then sums over, such as the classes of a loss; no axes of heads."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
 
 
-def _residual(use: AxisUses, able: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
-    """The axis that most weights start from or return to."""
-    found = [c for c in weight if c in able]
+def _residual(use: AxisUses, candidates: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
+    """The axis that most weights have."""
+    found = [c for c in weight if c in candidates]
     if len(found) < 2:
         return None
     return max(found, key=lambda c: (len(use.weights[c]), c in in_data, weight[c], -c))
 
 
 def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -> list[int]:
+    """Reorders axes so that those of one dimension come major to minor, within the positions that they have."""
     for v in values:
         for dim in axes.of_value[v]:
             places = sorted(ordered.index(c) for c in dim if c in ordered)

@@ -1,99 +1,110 @@
-"""What of a function is state: the arguments that come back, and those that come back changed.
+"""Checks that state is returned with the leaves, shapes and dtypes that it was passed with.
 
-State is an argument that comes back: a part of the results whose leaves have the same relative paths, shapes and
-dtypes. An argument that comes back with other shapes, dtypes or leaves is a mistake where it is donated, or where the
-dataflow shows that it is state: its leaves come back where they stood, each made of itself. Functions of data (a batch
-that is cropped or gets a mask) and gradients of some of the parameters look alike, and are left alone.
+State is an argument that a function returns updated: part of the results has the same relative paths, shapes and
+dtypes. If an argument is returned with other shapes, dtypes or leaves, that is a mistake where the argument is donated,
+or where the dataflow shows that it is state: its leaves are returned at the same paths, each computed from itself
+element by element. Transformed data (a cropped batch, a batch with an added mask) and gradients of some parameters look
+similar, but are not reported.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.sharding.axes.constants import SHOWN_CHANGES, STATE_LEAVES_SHARE
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import find_roles
-from autoshard.spmdrules.ir.program import Program
-
-if TYPE_CHECKING:
-    from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.program.state_matching import StateMismatch
-
-NAMED = 5  # changes that a message lists
+from autoshard.sharding.program.tracing import Traced
+from autoshard.spmdrules.ir.program import Program
 
 
 class StateChangedError(AutoshardError):
-    """A state that does not come back as it went in."""
+    """State is returned with other leaves, shapes or dtypes than it was passed with."""
 
 
 def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
-    """Refuses state that comes back changed; warns of what is likely to be state.
+    """Raises if a step returns its state changed; warns if an argument is likely to be such state.
+
+    Args:
+        traced: the traced step.
+        axes: the logical axes of its program.
 
     Raises:
-        StateChangedError: it is donated, or nearly all of it comes back.
+        StateChangedError: the argument is donated, or is certainly state.
     """
     donated = {traced.owners[i] for i in traced.donated}
-    for drift in traced.drifts:
-        sure = (_surely_donated if drift.owner in donated else _surely_state)(drift, traced, axes)
-        if sure is None:
+    for mismatch in traced.mismatches:
+        certain = (_is_donated_state if mismatch.owner in donated else _is_state)(mismatch, traced, axes)
+        if certain is None:
             continue
-        what = "is donated, but comes back changed" if drift.owner in donated else "is state that comes back changed"
-        text, changes = f"auto_shard({traced.name}): argument {drift.owner}", _changes(drift, traced)
-        if sure:
+        what = "is donated, but comes back changed" if mismatch.owner in donated else "is state that comes back changed"
+        text, changes = f"auto_shard({traced.name}): argument {mismatch.owner}", _changes(mismatch, traced)
+        if certain:
             raise StateChangedError(
-                f"{text} {what}: {changes}. A step must return its state with the leaves, shapes and dtypes it took"
+                f"{text} {what}: {changes}. A step must return its state with the leaves, shapes and dtypes that it "
+                "was passed with"
             )
         warnings.warn(
-            f"{text} looks like state that comes back changed: {changes}. The call that takes it is planned and "
-            "compiled anew; if it is state, return it with the leaves, shapes and dtypes it went in with",
+            f"{text} looks like state that comes back changed: {changes}. A call with the returned value is planned "
+            "and compiled again. If it is state, return it with the leaves, shapes and dtypes that it was passed with",
             AutoshardWarning,
             stacklevel=5,
         )
 
 
-def _surely_donated(drift: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
-    """True for a donated argument that most of comes back, None for one that is data or is used up."""
-    if drift.same_paths:
+def _is_donated_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
+    """True for a donated argument most of which is returned; None for data, or for a buffer donated for reuse."""
+    if mismatch.same_paths:
         return True
-    shared = len(drift.kept) + len(drift.changed)
-    return True if shared >= len(drift.dropped) + len(drift.added) and _may_be_state(drift, traced, axes) else None
+    shared = len(mismatch.kept) + len(mismatch.changed)
+    most = shared >= len(mismatch.dropped) + len(mismatch.added)
+    return True if most and _may_be_state(mismatch, traced, axes) else None
 
 
-def _surely_state(drift: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
-    """True for what must be state, False for what may be, None for what is not, of arguments that are not donated.
+def _is_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
+    """Whether an argument that is not donated is state.
 
-    Evidence is that parameters are among its leaves (or beside them, of moments), and that at least half of what has a
-    place in the result is made of what stood there: handed on, or updated element by element. A gradient is not.
+    Two things are required. Its leaves include parameters, or parameters occur beside them (as beside moments). And at
+    least half of the leaves that have a counterpart in the results are that counterpart, or are updated element by
+    element to become it; a gradient is not.
+
+    Returns:
+        True if it is certainly state, False if it may be state, None if it is not.
     """
     program = traced.program
-    pairs = [(program.inputs[i], program.outputs[o]) for i, o in (*drift.kept, *drift.changed)]
-    own = [(i, o) for i, o in pairs if _made_of(program, o, i)]
-    if 2 * len(own) < len(pairs) or not _may_be_state(drift, traced, axes):
+    pairs = [(program.inputs[i], program.outputs[o]) for i, o in (*mismatch.kept, *mismatch.changed)]
+    own = [(i, o) for i, o in pairs if _is_update(program, o, i)]
+    if len(own) < STATE_LEAVES_SHARE * len(pairs) or not _may_be_state(mismatch, traced, axes):
         return None
     updated = any(i != o for i, o in own)
-    kept, odd = len(drift.kept), drift.odd
-    if drift.stands or (drift.depth == 0 and updated):
-        if (kept > odd and (updated or not drift.added)) or (kept == odd and drift.same_paths):
+    kept, differing = len(mismatch.kept), mismatch.differing
+    if mismatch.at_own_index or (mismatch.depth == 0 and updated):
+        if (kept > differing and (updated or not mismatch.added)) or (kept == differing and mismatch.same_paths):
             return True
-        return False if kept >= odd or drift.same_paths else None
-    return False if kept > odd and updated and drift.same_paths else None
+        return False if kept >= differing or mismatch.same_paths else None
+    return False if kept > differing and updated and mismatch.same_paths else None
 
 
-def _may_be_state(drift: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool:
-    """Whether an argument, taken as state, has parameters or stands beside them; what shares one dimension is data."""
-    mine = [v for v, owner in zip(traced.program.inputs, traced.owners, strict=True) if owner == drift.owner]
-    arrays = [v for v in mine if traced.program.avals[v].shape]
-    first = {c for v in arrays for c in axes.of_value[v][0]}
+def _may_be_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool:
+    """Whether there are parameters if an argument is taken as state.
+
+    An argument whose arrays all have the same leading dimension, and have it nowhere else, is data.
+    """
+    own = [v for v, owner in zip(traced.program.inputs, traced.owners, strict=True) if owner == mismatch.owner]
+    arrays = [v for v in own if traced.program.avals[v].shape]
+    leading = {c for v in arrays for c in axes.of_value[v][0]}
     others = {c for v in arrays for dim in axes.of_value[v][1:] for c in dim}
-    if len({traced.program.avals[v].shape[0] for v in arrays}) < 2 and not first & others:
+    if len({traced.program.avals[v].shape[0] for v in arrays}) < 2 and not leading & others:
         return False
-    back = [traced.program.inputs[i] for i, _ in traced.state]
-    return "parameter" in find_roles(traced.program, axes, [*back, *mine]).inputs.values()
+    state = [traced.program.inputs[i] for i, _ in traced.state]
+    return "parameter" in find_roles(traced.program, axes, [*state, *own]).inputs.values()
 
 
-def _made_of(program: Program, value: int, source: int) -> bool:
-    """Whether a value is `source`, or made of it element by element, through loops and branches too."""
+def _is_update(program: Program, value: int, source: int) -> bool:
+    """Whether a value is `source` or computed from it element by element, also through loops and branches."""
     before: dict[int, list[int]] = {}
     for op in program.ops():
         for tie in op.ties:
@@ -104,28 +115,30 @@ def _made_of(program: Program, value: int, source: int) -> bool:
             for r in op.results:
                 shape = program.avals[r].shape
                 same = [v for v in op.operands if v >= 0 and program.avals[v].shape == shape]
-                alone = all(v < 0 or v in same or program.avals[v].shape == () for v in op.operands)
-                before.setdefault(r, []).extend(same if alone else [])
-    seen, todo = {value}, [value]
+                elementwise = all(v < 0 or v in same or program.avals[v].shape == () for v in op.operands)
+                before.setdefault(r, []).extend(same if elementwise else [])
+    visited, todo = {value}, [value]
     while todo:
         v = todo.pop()
         if v == source:
             return True
-        todo += [b for b in before.get(v, ()) if b not in seen]
-        seen.update(before.get(v, ()))
+        todo += [b for b in before.get(v, ()) if b not in visited]
+        visited.update(before.get(v, ()))
     return False
 
 
-def _changes(drift: StateMismatch, traced: Traced) -> str:
-    """What differs, `'w' from float32[8,8] to bfloat16[8,8]; 'v' is missing`."""
+def _changes(mismatch: StateMismatch, traced: Traced) -> str:
+    """The differences as text, such as `'w' from float32[8,8] to bfloat16[8,8]; 'v' float32[8] is missing`."""
 
     def name(i: int) -> str:
         return traced.in_paths[i].partition("/")[2]
 
-    found = [f"'{name(i)}' from {_text(traced.in_avals[i])} to {_text(traced.out_avals[o])}" for i, o in drift.changed]
-    found += [f"'{name(i)}' {_text(traced.in_avals[i])} is missing" for i in drift.dropped]
-    found += [f"'{path}' {_text(traced.out_avals[o])} is new" for o, path in drift.added]
-    return "; ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    avals, results = traced.in_avals, traced.out_avals
+    found = [f"'{name(i)}' from {_text(avals[i])} to {_text(results[o])}" for i, o in mismatch.changed]
+    found += [f"'{name(i)}' {_text(avals[i])} is missing" for i in mismatch.dropped]
+    found += [f"'{path}' {_text(results[o])} is new" for o, path in mismatch.added]
+    more = len(found) - SHOWN_CHANGES
+    return "; ".join(found[:SHOWN_CHANGES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _text(aval: Any) -> str:

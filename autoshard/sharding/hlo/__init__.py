@@ -1,1 +1,1 @@
-"""Read compiled programs: instructions, collectives, trip counts, kernels, time on the links."""
+"""Parses compiled programs and prices them: instructions, collectives, trip counts, kernels, links."""

@@ -1,13 +1,14 @@
-"""What one instruction of a compiled program computes and moves: the roofline beside the compiler's cycles.
+"""The roofline time of one instruction of a compiled program, and the compiler's own cycles.
 
-    time = max(operations / (0.95 peak), bytes / (0.8 memory bandwidth)),      the shares that `cost` assumes too
+    time = max(FLOPs / (PEAK_REACHED x peak), bytes / (BANDWIDTH_REACHED x memory bandwidth))
 
-Operations are those of the matrix products and convolutions in an instruction and in all that it calls, 2 for each
-multiplication and addition. Of a convolution only pairs of an output and a tap of its window that meet an input count,
-neither padding nor holes: XLA:TPU writes batched products as such convolutions.
+FLOPs are those of the matrix products and convolutions in an instruction and in everything that it calls; a
+multiply-add counts 2. A convolution counts the pairs of an output and a window tap that fall on an input, not those on
+padding or dilation holes: XLA:TPU expresses batched products as such convolutions.
 
-Bytes are operands and results that live in the device's main memory. What is sliced or gathered from counts by what is
-taken of it, what is updated in place by the update; inside a fusion as well. Bitcasts and tuples are free.
+Bytes are those of operands and results in the device's main memory. An operand that is sliced or gathered from counts
+the bytes that are read, an operand that is updated in place the bytes of the update; this holds inside fusions too.
+Bitcasts and tuples are free.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED, Chip
+from autoshard.sharding.machines.chips import Chip
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
 
 FREE = (
     "add-dependency", "after-all", "bitcast", "conditional", "constant", "domain", "get-tuple-element", "opt-barrier",
@@ -29,9 +31,10 @@ FREE = (
 FREE_CALLS = ("AllocateBuffer", "AssumeGather", "AsyncCollective", "ConcatBitcast", "Sharding")
 SLICES = ("dynamic-slice", "gather", "slice")
 UPDATES = ("dynamic-update-slice", "scatter")
-SAME = ("bitcast", "reshape")
-PASSES = {"high": 3, "highest": 6}  # of a TPU's matrix unit
-UNKNOWN_CYCLES = 2**63 - 1
+RESHAPES = ("bitcast", "reshape")
+# Passes of a TPU's matrix unit over bfloat16 parts of 32-bit operands, by `jax.lax.Precision` (3 and 6 products).
+PASSES = {"high": 3, "highest": 6}
+UNKNOWN_CYCLES = 2**63 - 1  # what the compiler prints if it has no estimate
 
 
 class Kernels:
@@ -41,13 +44,13 @@ class Kernels:
         self.program, self.chip = program, chip
 
     def times_us(self, where: Computation, i: Instruction) -> tuple[float, float]:
-        """How long an instruction takes, and how long its reads and writes alone do."""
-        memory = self.moved(where, i) / (self.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+        """Microseconds of an instruction, and of its reads and writes alone."""
+        memory = self.moved_bytes(where, i) / (self.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
         inner = ((where, i), *self.program.inside(i))
-        return max(sum(self.product_us(at, one) for at, one in inner), memory), memory
+        return max(sum(self.product_us(at, instruction) for at, instruction in inner), memory), memory
 
     def product_us(self, where: Computation, i: Instruction) -> float:
-        """How long a product or convolution takes by its operations."""
+        """Microseconds of a product or convolution by its FLOPs; 0 for other instructions."""
         flops = flops_of(where, i)
         if not flops:
             return 0.0
@@ -55,34 +58,37 @@ class Kernels:
         passes = max(PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
         return passes * flops / (self.chip.peak(max(item // 8, 1)) * PEAK_REACHED) * 1e6
 
-    def moved(self, where: Computation, i: Instruction) -> float:
-        """Bytes that it reads from main memory and writes to it."""
+    def moved_bytes(self, where: Computation, i: Instruction) -> float:
+        """Bytes that an instruction reads from main memory and writes to it."""
         if is_free(i) or i.base in (*KINDS, *SENDS) or i.opcode.endswith(("-done", "-update")):
             return 0.0
-        taken = where.takes(i)
+        operands = where.takes(i)
         if i.base in ("copy", "slice", "dynamic-slice") and i.opcode.endswith("-start"):
             return _copied(i)
         if i.called and i.opcode != "custom-call" and i.called[0] in self.program.computations:
             inner = self.program.computations[i.called[0]]
-            return self._read(inner, taken) + self._written(inner, i)
-        results = _main(i.arrays[:1] if "__cu" in i.target else i.arrays)  # a library's call has room to work in beside
+            return self._read(inner, operands) + self._written(inner, i)
+        # The further results of a call into cuBLAS or cuDNN are scratch space.
+        results = _main(i.arrays[:1] if "__cu" in i.target else i.arrays)
         if i.opcode in SLICES:
-            return results + sum(map(_bytes, taken[1:])) + (results if taken and _main(taken[0].arrays) else 0.0)
-        if i.opcode in UPDATES and len(taken) > 1:
-            return _bytes(_update(taken, i)) * (3 if i.opcode == "scatter" else 2) * bool(results)
-        return results + sum(map(_bytes, taken))
+            read = results if operands and _main(operands[0].arrays) else 0.0
+            return results + sum(map(_bytes, operands[1:])) + read
+        if i.opcode in UPDATES and len(operands) > 1:
+            return _bytes(_update(operands, i)) * (3 if i.opcode == "scatter" else 2) * bool(results)
+        return results + sum(map(_bytes, operands))
 
-    def _read(self, inner: Computation, taken: Sequence[Instruction]) -> float:
-        pairs = ((inner.parameters[n], v) for n, v in enumerate(taken) if n in inner.parameters)
-        return sum(min(self._needed(inner, p), _bytes(v)) for p, v in pairs if _bytes(v))
+    def _read(self, inner: Computation, operands: Sequence[Instruction]) -> float:
+        """Bytes of the operands that a fused computation reads."""
+        pairs = ((inner.parameters[n], v) for n, v in enumerate(operands) if n in inner.parameters)
+        return sum(min(self._read_of(inner, p), _bytes(v)) for p, v in pairs if _bytes(v))
 
-    def _needed(self, inner: Computation, value: Instruction) -> float:
-        """Bytes of a value that a fused computation reads."""
+    def _read_of(self, inner: Computation, value: Instruction) -> float:
+        """Bytes of one value that a fused computation reads; infinite if it reads all of them."""
         total = 0.0
         for user in inner.users.get(value.name, ()):
             first = user.operands[0] == value.name
-            if user.opcode in SAME or user.opcode == "get-tuple-element":
-                total += self._needed(inner, user)
+            if user.opcode in RESHAPES or user.opcode == "get-tuple-element":
+                total += self._read_of(inner, user)
             elif user.opcode in SLICES and first:
                 total += sum(a.elements for a in user.arrays) * bits(value.arrays[0].dtype) / 8
             elif user.opcode in UPDATES and first:
@@ -90,33 +96,34 @@ class Kernels:
             elif user.called and user.opcode != "custom-call":
                 deeper = self.program.computations[user.called[0]]
                 places = [n for n, name in enumerate(user.operands) if name == value.name]
-                total += sum(self._needed(deeper, deeper.parameters[n]) for n in places if n in deeper.parameters)
+                total += sum(self._read_of(deeper, deeper.parameters[n]) for n in places if n in deeper.parameters)
             elif not is_free(user) and user.base not in KINDS:
                 return math.inf
         return total
 
     def _written(self, inner: Computation, i: Instruction) -> float:
+        """Bytes of an instruction's results that its fused computation writes."""
         roots = inner.takes(inner.root) if inner.root.opcode == "tuple" else [inner.root]
         arrays = i.arrays if i.base == i.opcode else inner.root.arrays
         if len(roots) != len(arrays):
             return 0.0 if is_free(inner.root) else _main(arrays)
-        return sum(self._put(inner, root, a.nbytes) for root, a in zip(roots, arrays, strict=True) if _main([a]))
+        return sum(self._written_to(inner, root, a.nbytes) for root, a in zip(roots, arrays, strict=True) if _main([a]))
 
-    def _put(self, inner: Computation, root: Instruction, whole: float) -> float:
-        """Bytes of a result that a fused computation writes."""
-        root = _behind(inner, root)
+    def _written_to(self, inner: Computation, root: Instruction, whole: float) -> float:
+        """Bytes of one result, `whole` bytes in size, that a fused computation writes."""
+        root = _unreshaped(inner, root)
         if is_free(root) or root.base in KINDS:
             return 0.0
         if root.opcode == "fusion" and len(root.arrays) == 1:
             deeper = self.program.computations[root.called[0]]
-            return self._put(deeper, deeper.root, whole) if deeper.root.opcode != "tuple" else whole
-        if root.opcode in UPDATES and _behind(inner, inner.takes(root)[0]).opcode == "parameter":
+            return self._written_to(deeper, deeper.root, whole) if deeper.root.opcode != "tuple" else whole
+        if root.opcode in UPDATES and _unreshaped(inner, inner.takes(root)[0]).opcode == "parameter":
             return sum(a.nbytes for a in _update(inner.takes(root), root).arrays) * (1 + (root.opcode == "scatter"))
         return whole
 
 
 def cycles_of(i: Instruction) -> int | None:
-    """The cycles that the compiler reckons with, None where it does not say."""
+    """The compiler's cycle estimate of an instruction; None if it gives none."""
     found = re.search(r'"estimated_cycles":"(\d+)"', i.attributes)
     return int(found[1]) if found and int(found[1]) < UNKNOWN_CYCLES else None
 
@@ -127,69 +134,72 @@ def is_free(i: Instruction) -> bool:
 
 
 def reaches_host(i: Instruction) -> bool:
-    """Whether it moves something to or from the host's memory."""
+    """Whether an instruction moves data to or from the host's memory."""
     return any(a.space == HOST_MEMORY for a in i.arrays)
 
 
 def flops_of(where: Computation, i: Instruction) -> float:
-    """Operations of one product or convolution, not of what it calls; 0 of anything else."""
+    """FLOPs of one product or convolution, without those of called computations; 0 for other instructions."""
     if i.opcode not in ("dot", "convolution", "custom-call"):
         return 0.0
-    taken = [a for v in where.takes(i) for a in v.arrays[:1]]
+    operands = [a for v in where.takes(i) for a in v.arrays[:1]]
     if i.opcode == "convolution":
-        return _convolution(taken[0], taken[1], i.arrays[0], i)
+        return _convolution(operands[0], operands[1], i.arrays[0], i)
     summed = i.attribute("lhs_contracting_dims")
     if i.opcode == "custom-call":
         found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
         if not found or "gemm" not in i.target and "matmul" not in i.target:
             return 0.0
         summed = found[1]
-    sizes = [taken[0].dims[int(n)] for n in re.findall(r"\d+", summed)]
+    sizes = [operands[0].dims[int(n)] for n in re.findall(r"\d+", summed)]
     return 2.0 * i.arrays[0].elements * math.prod(sizes)
 
 
 def _convolution(left: Array, kernel: Array, result: Array, i: Instruction) -> float:
-    """Operations of a convolution; `dim_labels` are like `b01f_01io->b01f`."""
+    """FLOPs of a convolution; its `dim_labels` are such as `b01f_01io->b01f`."""
     inputs, taps, outputs = re.split("_|->", i.attribute("dim_labels"))
     window = dict(part.split("=") for part in i.attribute("window").split())
-    meets = 1
+    pairs = 1
     for number, label in enumerate(sorted(c for c in inputs if c.isdigit())):
         read = {k: [int(n) for n in v.split("x")[number].split("_")] for k, v in window.items() if "rev" not in k}
         sizes = left.dims[inputs.index(label)], kernel.dims[taps.index(label)], result.dims[outputs.index(label)]
-        meets *= _meets(*sizes, read)
+        pairs *= _output_tap_pairs(*sizes, read)
     batch, features = result.dims[outputs.index("b")], result.dims[outputs.index("f")]
-    return 2.0 * meets * batch * features * kernel.dims[taps.index("i")]
+    return 2.0 * pairs * batch * features * kernel.dims[taps.index("i")]
 
 
-def _meets(size: int, taps: int, results: int, window: dict[str, list[int]]) -> int:
-    """Pairs of an output and a tap that meet an input, along one dimension."""
+def _output_tap_pairs(size: int, taps: int, results: int, window: dict[str, list[int]]) -> int:
+    """Number of pairs of an output and a tap that fall on an input, along one dimension."""
     low, spread = window.get("pad", [0])[0], window.get("lhs_dilate", [1])[0]
     at = np.arange(results)[:, None] * window.get("stride", [1])[0] - low
     at = at + np.arange(taps)[None, :] * window.get("rhs_dilate", [1])[0]
     return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
 
 
-def _behind(where: Computation, value: Instruction) -> Instruction:
-    """What a value is another shape of."""
-    while value.opcode in SAME:
+def _unreshaped(where: Computation, value: Instruction) -> Instruction:
+    """The instruction of whose result a value is a reshape or bitcast."""
+    while value.opcode in RESHAPES:
         value = where.takes(value)[0]
     return value
 
 
-def _update(taken: Sequence[Instruction], i: Instruction) -> Instruction:
-    return taken[1] if i.base == "dynamic-update-slice" else taken[-1]
+def _update(operands: Sequence[Instruction], i: Instruction) -> Instruction:
+    """The operand of an update that holds the new values."""
+    return operands[1] if i.base == "dynamic-update-slice" else operands[-1]
 
 
 def _copied(i: Instruction) -> float:
-    """Bytes of main memory that a copy or slice beside other work takes: (to, from, ...) or ((from), to, ...)."""
+    """Bytes of main memory that an asynchronous copy or slice moves; its result is (to, from, ...) or ((from), to)."""
     arrays = [a for a in i.arrays if a.dims][:3]
     moved = min((a.nbytes for a in arrays[:2]), default=0.0)
     return moved * sum(a.space == MAIN_MEMORY for a in arrays[:2])
 
 
 def _bytes(i: Instruction) -> float:
+    """Bytes of an instruction's result in main memory."""
     return _main(i.arrays)
 
 
 def _main(arrays: Sequence[Array]) -> float:
+    """Bytes of the arrays that are in main memory."""
     return sum(a.nbytes for a in arrays if a.space == MAIN_MEMORY)

@@ -1,13 +1,12 @@
-"""How long a compiled collective takes on the links of a target, and which of them it takes.
+"""The time of a compiled collective on a target, and the links that it uses.
 
-The devices of its groups are looked up in the target's topology (partition -> place in the mesh -> device), so that it
-does not matter whether the groups are mesh axes. A group that is a box of evenly spaced devices is what
-`Topology.time_us` prices; one that is none counts as the smallest box around it. Of different groups the slowest
-counts.
+The devices of each group are looked up in the target's topology (partition -> position in the mesh -> device), so the
+groups need not be mesh axes. `Topology.time_us` prices groups that are boxes of evenly spaced devices. Any other group
+counts as the smallest box around it. If groups differ, the slowest one counts.
 
-A permute's messages go one dimension after the other, the shorter way around a ring:
+The messages of a permute are routed along one dimension after the other, the shorter way around a ring:
 
-    time = the longest way's latency + payload x the most messages over one link / its bandwidth
+    time = latency of the longest route + payload x largest number of messages on one link / its bandwidth
 """
 
 from __future__ import annotations
@@ -25,47 +24,47 @@ from autoshard.sharding.hlo.replica_groups import Groups
 from autoshard.sharding.machines.topology import Piece, Pieces, Topology
 from autoshard.spmdrules.core.placement import ReshardKind
 
-# What `Topology` prices a kind as; what is not here as a gathering.
+# Kind in HLO -> kind that `Topology` prices it as. Other kinds are priced as all-gathers.
 KINDS: Mapping[str, ReshardKind] = {
     "all-reduce": "all-reduce",
     "reduce-scatter": "reduce-scatter",
     "all-to-all": "all-to-all",
     "ragged-all-to-all": "all-to-all",
 }
-Link = tuple[int, tuple[int, ...], int]  # dimension, the device that sends, direction
+Link = tuple[int, tuple[int, ...], int]  # dimension, coordinates of the sending device, direction (1 or -1)
 
 
 @dataclass(frozen=True)
 class Wires:
-    """The links under a program.
+    """The links between the partitions of a program.
 
     Attributes:
-        topology: of the target.
-        order: for each partition of the program the number of its device, row-major in the topology.
+        topology: the topology of the target.
+        order: for each partition of the program the row-major index of its device in the topology.
     """
 
     topology: Topology
     order: tuple[int, ...]
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """Where each partition's device stands: a row of coordinates each."""
+    def coordinates(self) -> np.ndarray:
+        """The coordinates of each partition's device, `[partitions, dimensions]`."""
         sizes = tuple(d.size for d in self.topology.dims)
         return np.stack(np.unravel_index(np.array(self.order), sizes), -1)
 
     @cached_property
-    def across(self) -> Groups:
-        """The partitions that stand at one place in all slices, a group each; none where there is one slice."""
+    def cross_slice_groups(self) -> Groups:
+        """Groups of partitions that have the same coordinates in all slices; empty if there is one slice."""
         names = [d.name for d in self.topology.dims]
         if "slice" not in names:
             return ()
         groups: dict[tuple[int, ...], list[int]] = {}
-        for partition, at in enumerate(np.delete(self.places, names.index("slice"), axis=1).tolist()):
-            groups.setdefault(tuple(at), []).append(partition)
+        for partition, coords in enumerate(np.delete(self.coordinates, names.index("slice"), axis=1).tolist()):
+            groups.setdefault(tuple(coords), []).append(partition)
         return tuple(map(tuple, groups.values()))
 
     def time_us(self, collective: Collective) -> float:
-        """How long one run takes with its links to itself."""
+        """Microseconds of one run with no other traffic on its links."""
         if collective.size == 1:
             return 0.0
         if collective.pairs:
@@ -75,38 +74,38 @@ class Wires:
         return max(self.topology.time_us(kind, box, collective.local_bytes) for box in boxes)
 
     def links(self, collective: Collective) -> frozenset[tuple[int, int]]:
-        """What it takes: dimensions of the topology, each in one direction (of a permute) or in both."""
+        """The links that a collective uses, as pairs (dimension, direction); only permutes use a single direction."""
         if collective.pairs:
-            return frozenset((dim, step) for way in self._ways(collective.groups) for dim, _, step in way)
-        spread = {
-            int(dim) for group in collective.groups for dim in np.flatnonzero(np.ptp(self.places[list(group)], 0))
+            return frozenset((dim, step) for route in self._routes(collective.groups) for dim, _, step in route)
+        spanned = {
+            int(dim) for group in collective.groups for dim in np.flatnonzero(np.ptp(self.coordinates[list(group)], 0))
         }
-        return frozenset((dim, step) for dim in spread for step in (1, -1))
+        return frozenset((dim, step) for dim in spanned for step in (1, -1))
 
     def pieces(self, group: Sequence[int]) -> Pieces:
-        """The box of devices that a group fills: of each dimension how many, and how far apart."""
+        """The smallest box of devices around a group."""
         found = []
-        for dim, column in enumerate(self.places[list(group)].T):
-            at = np.unique(column)
-            if len(at) > 1:
-                gaps = np.diff(at)
+        for dim, column in enumerate(self.coordinates[list(group)].T):
+            coords = np.unique(column)
+            if len(coords) > 1:
+                gaps = np.diff(coords)
                 even = bool((gaps == gaps[0]).all())
                 stride = int(gaps[0]) if even else 1
-                found.append(Piece(dim, len(at) if even else int(at[-1] - at[0]) + 1, stride))
+                found.append(Piece(dim, len(coords) if even else int(coords[-1] - coords[0]) + 1, stride))
         return tuple(found)
 
     def _permute_us(self, pairs: Groups, payload: float) -> float:
-        ways, dims = self._ways(pairs), self.topology.dims
-        load = Counter(link for way in ways for link in way)
+        routes, dims = self._routes(pairs), self.topology.dims
+        load = Counter(link for route in routes for link in route)
         busiest = max((count / dims[dim].bandwidth for (dim, _, _), count in load.items()), default=0.0)
-        latency = max((sum(dims[dim].latency_us for dim, _, _ in way) for way in ways), default=0.0)
+        latency = max((sum(dims[dim].latency_us for dim, _, _ in route) for route in routes), default=0.0)
         return latency + payload * busiest * 1e6
 
-    def _ways(self, pairs: Groups) -> list[list[Link]]:
-        return [list(self._way(*(self.places[p] for p in pair))) for pair in pairs]
+    def _routes(self, pairs: Groups) -> list[list[Link]]:
+        return [list(self._route(*(self.coordinates[p] for p in pair))) for pair in pairs]
 
-    def _way(self, start: np.ndarray, end: np.ndarray) -> Iterator[Link]:
-        """The links from one device to another."""
+    def _route(self, start: np.ndarray, end: np.ndarray) -> Iterator[Link]:
+        """Yields the links from one device to another."""
         at = start.tolist()
         for number, dim in enumerate(self.topology.dims):
             distance = int(end[number]) - at[number]

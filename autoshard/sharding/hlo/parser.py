@@ -1,12 +1,12 @@
-"""Reads the text of a compiled program: computations, instructions, buffers, the user's source lines.
+"""Parses the text of a compiled program: computations, instructions, buffers, the user's source lines.
 
-The text is what XLA's compilers for TPU, GPU and CPU print after scheduling (`is_scheduled=true`): within a computation
-instructions run in the order in which they stand. An instruction is one line,
+The text is what XLA's compilers for TPU, GPU and CPU print after scheduling (`is_scheduled=true`): the instructions of
+a computation run in the order in which they are printed. An instruction is one line,
 
     [ROOT] %name = shape opcode(operands), attribute=value, ..., metadata={...}, backend_config={...}
 
-A shape is `f32[8,256]{1,0:T(8,128)S(1)}` or a tuple of shapes. `S(n)` in its layout is the memory that it lives in:
-none is the device's own, 1 a TPU core's on-chip memory, 5 the host's. Sizes are without the padding of tiles.
+A shape is `f32[8,256]{1,0:T(8,128)S(1)}` or a tuple of shapes. `S(n)` in its layout is the memory space: 1 is a TPU
+core's on-chip memory, 5 the host's memory, none the device's main memory. Sizes do not include the padding of tiles.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 MAIN_MEMORY, HOST_MEMORY = 0, 5
-# Names of an instruction's attributes that hold computations; of reductions, `to_apply` is a scalar function.
+# Attributes of an instruction that name computations. `to_apply` is one only for calls: in reductions it is a scalar
+# function.
 BODIES = ("calls", "called_computations", "branch_computations", "true_computation", "false_computation")
 TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# What only hands on what it is given.
-HANDS_ON = ("bitcast", "copy", "get-tuple-element", "opt-barrier", "optimization-barrier", "reshape", "tuple")
+# Opcodes that forward their operands unchanged.
+FORWARDING = ("bitcast", "copy", "get-tuple-element", "opt-barrier", "optimization-barrier", "reshape", "tuple")
 
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([0-9,<= ]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _BRACKET = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s*\(.*\{\s*$")
-_OURS = re.compile(r"audit[/\\](compiler_process|export)\.py$")
+_COMPILING = re.compile(r"audit[/\\](compiler_process|export)\.py$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
 @dataclass(frozen=True)
 class Array:
-    """A buffer: the type of its elements, its sizes, and the memory that it lives in."""
+    """A buffer: its element type, its sizes and its memory space."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -43,12 +44,12 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def nbytes(self) -> float:
-        """Its bytes."""
+        """Its size in bytes."""
         return self.elements * bits(self.dtype) / 8
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class Array:
 
 
 def bits(dtype: str) -> int:
-    """Bits of one element."""
+    """Bits of one element of a type such as `bf16`; 0 for tokens and unknown types."""
     if dtype in _BITS:
         return _BITS[dtype]
     found = re.match(r"[a-z]+(\d+)", dtype)
@@ -64,7 +65,7 @@ def bits(dtype: str) -> int:
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
-    """The buffers of a shape."""
+    """The buffers of a shape, those of a tuple in order."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
@@ -86,12 +87,12 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The buffers of its result, those of a tuple one after the other."""
+        """The buffers of its result, those of a tuple in order."""
         return arrays_of(self.shape)
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of those whose results it takes."""
+        """The names of its operands."""
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
         return tuple(re.findall(r"%([\w.\-]+)", self.arguments)) or tuple(
@@ -99,7 +100,7 @@ class Instruction:
         )
 
     def attribute(self, key: str) -> str:
-        """The text of an attribute without its outer braces or quotes; empty where there is none."""
+        """The text of an attribute without its outer braces or quotes; empty if there is none."""
         found = re.search(rf"(?:^|, ){key}=", self.attributes)
         if not found:
             return ""
@@ -112,7 +113,7 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs as a whole, not counting a loop's."""
+        """The computations that it runs, except those of a loop."""
         keys = [*BODIES, *(["to_apply"] if self.opcode.startswith(("call", "async")) else [])]
         texts = filter(None, map(self.attribute, keys))
         return tuple(name.strip().lstrip("%") for text in texts for name in text.split(","))
@@ -124,18 +125,18 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from, `jit(step)/jvp()/dot_general`."""
+        """Its origin in the traced program, `jit(step)/jvp()/dot_general`; empty if unknown."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         return self.attribute("custom_call_target")
 
     @property
     def index(self) -> int:
-        """Which element a `get-tuple-element` takes."""
+        """The index of a `get-tuple-element`."""
         return int(self.attribute("index") or 0)
 
 
@@ -153,7 +154,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """The one whose result is the computation's."""
+        """The instruction whose result is the computation's result."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @cached_property
@@ -163,7 +164,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Name -> those that take its result."""
+        """Name of an instruction -> the instructions of which it is an operand."""
         found: dict[str, list[Instruction]] = {}
         for i in self.instructions:
             for name in dict.fromkeys(i.operands):
@@ -171,13 +172,20 @@ class Computation:
         return found
 
     def takes(self, instruction: Instruction) -> list[Instruction]:
-        """Those whose results an instruction takes."""
+        """The operands of an instruction of this computation."""
         return [self.named[name] for name in instruction.operands if name in self.named]
 
 
 @dataclass(eq=False)
 class Program:
-    """A compiled program."""
+    """A compiled program.
+
+    Attributes:
+        computations: name -> computation.
+        entry: the entry computation.
+        partitions: number of partitions, one for each device.
+        tables: name of a table of source locations -> id -> row.
+    """
 
     computations: dict[str, Computation]
     entry: Computation
@@ -185,7 +193,7 @@ class Program:
     tables: dict[str, dict[int, str]]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """The instructions of what one runs as a whole, at any depth, with the computations that they stand in."""
+        """Yields the instructions that one runs, at any depth, each with its computation."""
         for name in instruction.called:
             if name in self.computations:
                 for inner in self.computations[name].instructions:
@@ -193,7 +201,7 @@ class Program:
                     yield from self.inside(inner)
 
     def line(self, instruction: Instruction) -> str:
-        """The user's line, `file.py:12 (function)`; empty where the text does not say."""
+        """The user's source line, `file.py:12 (function)`; empty if the text has none."""
         text = instruction.attributes
         if direct := re.search(r'source_file="([^"]*)"\s+source_line=(\d+)', text):
             return f"{direct[1]}:{direct[2]}"
@@ -201,16 +209,16 @@ class Program:
         return self._frame(int(frame[1])) if frame else ""
 
     def _frame(self, number: int) -> str:
-        """The innermost line of a stack that is not of those which export a program and run it."""
-        seen: set[int] = set()
-        while number and number not in seen:
-            seen.add(number)
+        """The innermost frame of a stack that is not in the modules which export and compile programs."""
+        visited: set[int] = set()
+        while number and number not in visited:
+            visited.add(number)
             frame = self._row("StackFrames", number)
-            place = self._row("FileLocations", frame.get("file_location_id", 0))
-            file = self._name("FileNames", place.get("file_name_id", 0))
-            if file and not _OURS.search(file):
-                function = self._name("FunctionNames", place.get("function_name_id", 0))
-                return f"{file}:{place.get('line', 0)}" + (f" ({function})" if function else "")
+            location = self._row("FileLocations", frame.get("file_location_id", 0))
+            file = self._name("FileNames", location.get("file_name_id", 0))
+            if file and not _COMPILING.search(file):
+                function = self._name("FunctionNames", location.get("function_name_id", 0))
+                return f"{file}:{location.get('line', 0)}" + (f" ({function})" if function else "")
             number = frame.get("parent_frame_id", 0)
         return ""
 
@@ -223,10 +231,10 @@ class Program:
 
 
 def read(text: str) -> Program:
-    """The program that a text is.
+    """Parses the text of a compiled program.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a compiled program.
     """
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in TABLES}
@@ -252,10 +260,10 @@ def read(text: str) -> Program:
 
 
 def instruction(line: str) -> Instruction:
-    """The instruction on a line.
+    """Parses the instruction on a line.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line is not an instruction.
     """
     head = _LINE.match(line)
     if not head:
@@ -271,7 +279,7 @@ def instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, start: int, opens: str, closes: str) -> int:
-    """Where the bracket that opens at `start` is closed."""
+    """The index of the bracket that closes the one at `start`."""
     depth = 0
     for found in re.finditer(f"[{re.escape(opens + closes)}]", text[start:]):
         depth += 1 if found[0] == opens else -1

@@ -1,13 +1,13 @@
-"""Involuntary full rematerializations: tensors that the partitioner made whole, knowing no other way to cut them anew.
+"""Parses involuntary full rematerializations: arrays that XLA's partitioner replicates in order to reshard them.
 
-It says so in its log, a line each:
+The partitioner logs one line for each:
 
     Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...} efficiently for HLO
     operation %add.8 = f32[8,128]{1,0} add(...), sharding={...}, metadata={op_name="..." ...}
 
-with the shape of one device's piece, and shardings in one of two spellings:
+The shape is that of one device's shard. A sharding is written in one of two ways:
 
-    {devices=[2,1,4]<=[8] last_tile_dim_replicate}       pieces of each dimension, and copies
+    {devices=[2,1,4]<=[8] last_tile_dim_replicate}       number of shards of each dimension, then number of replicas
     {mesh['dp'=2,'tp'=4], [{'dp'}, {}]}                  mesh axes of each dimension
 """
 
@@ -32,17 +32,17 @@ _REMARK = re.compile(
 @shown
 @dataclass(frozen=True)
 class Rematerialization:
-    """A tensor that the partitioner makes whole on every device, to cut it anew.
+    """An array that the partitioner replicates on every device in order to reshard it.
 
     Attributes:
-        array: one device's piece of it, `f32[8,128]`.
-        bytes: the whole of it, which every device holds for a while.
-        wire_bytes: what leaves each device for that, once.
-        us: how long that takes on the links of the whole mesh, once.
-        cause: the layouts between which the partitioner knows no other way.
-        op_name: where in the traced program it comes from.
-        line: the user's, where the compiled program still has it.
-        text: the partitioner's words.
+        array: one device's shard, `f32[8,128]`.
+        bytes: bytes of the whole array, which every device holds temporarily.
+        wire_bytes: bytes that each device sends for it, in one run.
+        us: microseconds of an all-gather of it over the whole mesh, in one run.
+        cause: the two shardings between which the partitioner cannot reshard directly.
+        op_name: its origin in the traced program.
+        line: the user's source line; empty if the compiled program does not have it.
+        text: the log line.
     """
 
     array: str
@@ -58,12 +58,12 @@ class Rematerialization:
 def read_remarks(
     lines: Iterable[str], program: Program | None = None, wires: Wires | None = None
 ) -> tuple[Rematerialization, ...]:
-    """The remarks in a compiler's log, each once, the largest first.
+    """Parses the remarks in a compiler's log. Returns each once, in descending order of bytes.
 
     Args:
-        lines: those of the log that speak of it.
-        program: what was compiled, for source lines.
-        wires: what is under it, for times.
+        lines: the lines of the log that report a rematerialization.
+        program: the compiled program, for source lines.
+        wires: its links, for times.
     """
     places: dict[str, str] = {}
     for computation in program.computations.values() if program else ():
@@ -78,23 +78,23 @@ def _remark(line: str, places: dict[str, str], wires: Wires | None) -> Remateria
     text = re.sub(r"^.*?\[SPMD\] ", "", line.strip())
     name = re.search(r'op_name="([^"]*)"', text)
     op_name = name[1] if name else ""
-    said = _REMARK.search(text)
-    if not said:
+    fields = _REMARK.search(text)
+    if not fields:
         return Rematerialization(
-            "", 0.0, 0.0, 0.0, "the partitioner does not say", op_name, places.get(op_name, ""), text
+            "", 0.0, 0.0, 0.0, "the partitioner gives no cause", op_name, places.get(op_name, ""), text
         )
-    array, n = arrays_of(said["shape"])[0], pieces(said["old"])
+    array, n = arrays_of(fields["shape"])[0], shard_count(fields["old"])
     whole = array.nbytes * n
     everyone = Collective("all-gather", (tuple(range(len(wires.order))),), whole) if wires else None
     time = wires.time_us(everyone) if wires and everyone and n > 1 else 0.0
-    cause = f"no way from {said['old']} to {said['new']} at {said['opcode']}"
+    cause = f"cannot reshard from {fields['old']} to {fields['new']} at {fields['opcode']}"
     return Rematerialization(
         str(array), whole, array.nbytes * (n - 1), time, cause, op_name, places.get(op_name, ""), text
     )
 
 
-def pieces(sharding: str) -> int:
-    """Into how many pieces a sharding cuts."""
+def shard_count(sharding: str) -> int:
+    """The number of different shards of a sharding."""
     if tiles := re.match(r"\{devices=\[([\d,]+)\]", sharding):
         sizes = [int(n) for n in tiles[1].split(",")]
         copies = re.search(r"last_tile_dims=\{([^}]*)\}", sharding)

@@ -1,12 +1,14 @@
-"""Which partitions of a program talk to each other in a collective, and which mesh axes that is.
+"""The groups of partitions between which a collective runs, and the mesh axes that they span.
 
-    replica_groups={{0,1},{2,3}}                     a list
-    replica_groups=[2,4]<=[4,2]T(1,0)                rows of 0, 1, 2, ... in another shape, turned
-    replica_groups=mesh['a'=4,'b'=2] {'b'}           along axes of a mesh; `'a':(2)2` is the part of size 2 of axis a
-                                                     that has 2 before it; `, device_ids=(...)` where not 0, 1, 2, ...
-    source_target_pairs={{0,1},{1,0}}                a permute's: from, to
+    replica_groups={{0,1},{2,3}}                     a list of groups
+    replica_groups=[2,4]<=[4,2]T(1,0)                0, 1, 2, ... in shape 4 x 2, transposed; groups are the rows of the
+                                                     result in shape 2 x 4
+    replica_groups=mesh['a'=4,'b'=2] {'b'}           along axes of a mesh. `'a':(2)2` is the factor of size 2 of axis a
+                                                     after a major factor of size 2. `, device_ids=(...)` gives the
+                                                     device order if it is not 0, 1, 2, ...
+    source_target_pairs={{0,1},{1,0}}                of a permute: pairs (from, to)
 
-A partition's number is its place in the plan's mesh, row by row.
+The number of a partition is its row-major position in the plan's mesh.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from autoshard.sharding.hlo.constants import GROUP_CACHE_ENTRIES
+
 Groups = tuple[tuple[int, ...], ...]
 
 _LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[^}]*\},?)*)\}")
@@ -27,9 +31,14 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\((\[?[\d,]
 _AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=GROUP_CACHE_ENTRIES)
 def groups_of(attributes: str, partitions: int) -> Groups:
-    """The groups that a collective's attributes name; of a permute its pairs. All partitions where none are named."""
+    """Parses the groups (of a permute, the pairs) in an instruction's attributes.
+
+    Args:
+        attributes: the text of the attributes.
+        partitions: number of partitions of the program. They form one group if the attributes name none.
+    """
     if listed := _LIST.search(attributes) or _SENT.search(attributes):
         found = [_ints(group) for group in re.findall(r"\{([^}]*)\}", listed[1])]
         return tuple(map(tuple, found)) or (tuple(range(partitions)),)
@@ -41,25 +50,27 @@ def groups_of(attributes: str, partitions: int) -> Groups:
 
 
 def _along(axes: str, devices: str | None, chosen: str) -> Groups:
+    """The groups along the `chosen` axes, or factors of axes, of a mesh."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
     parts = [(name, int(before or 0), int(size or 0)) for name, before, size in _AXIS.findall(chosen)]
     shape: list[int] = []
-    taken: list[int] = []  # the dimensions of `shape` that a group runs along
+    along: list[int] = []  # the dimensions of `shape` that a group spans
     for name, size in sizes.items():
-        behind = 1
+        done = 1  # product of the factors of this axis so far
         for _, before, part in sorted(p for p in parts if p[0] == name):
             before, part = before or 1, part or size
-            shape += [before // behind, part]
-            taken.append(len(shape) - 1)
-            behind = before * part
-        shape.append(size // behind)
+            shape += [before // done, part]
+            along.append(len(shape) - 1)
+            done = before * part
+        shape.append(size // done)
     order = _order(devices) if devices else np.arange(math.prod(sizes.values()))
-    kept = [dim for dim in range(len(shape)) if dim not in taken]
-    return _tuples(order.reshape(shape).transpose([*kept, *taken]).reshape(-1, math.prod(shape[dim] for dim in taken)))
+    others = [dim for dim in range(len(shape)) if dim not in along]
+    rows = order.reshape(shape).transpose([*others, *along])
+    return _tuples(rows.reshape(-1, math.prod(shape[dim] for dim in along)))
 
 
 def _order(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)`: 0 to 7 in 4 rows of 2, read by columns; or the numbers themselves."""
+    """Parses an order of partitions: `[4,2]T(1,0)` is 0 to 7 in shape 4 x 2, transposed; or a list of numbers."""
     shape = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not shape:
         return np.array(_ints(text))
@@ -77,25 +88,31 @@ def _ints(text: str) -> list[int]:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int], pairs: bool = False) -> tuple[str, ...] | None:
-    """The mesh axes that groups span, each of them whole; of pairs, those along which something is sent.
+    """The mesh axes that groups span.
+
+    Args:
+        groups: groups of partitions, or pairs (from, to).
+        mesh: axis -> size.
+        pairs: whether the groups are pairs. Their axes are those along which data is sent.
 
     Returns:
-        Mesh axes in the order of the mesh, none where nothing leaves its device; None if the groups are no mesh axes'.
+        Axes in the order of the mesh, empty if no data leaves its device. None if the groups do not consist of all
+        devices along whole axes.
     """
     return _axes_of(groups, tuple(mesh.items()), pairs)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=GROUP_CACHE_ENTRIES)
 def _axes_of(groups: Groups, mesh: Sequence[tuple[str, int]], pairs: bool) -> tuple[str, ...] | None:
     sizes = tuple(size for _, size in mesh)
     if max(map(max, groups)) >= math.prod(sizes):
         return None
-    places = [np.stack(np.unravel_index(group, sizes or (1,)), -1) for group in groups]
-    varied = [dim for dim in range(len(sizes)) if any(len(set(place[:, dim].tolist())) > 1 for place in places)]
-    names = tuple(mesh[dim][0] for dim in varied)
+    coords = [np.stack(np.unravel_index(group, sizes or (1,)), -1) for group in groups]
+    spanned = [dim for dim in range(len(sizes)) if any(len(set(c[:, dim].tolist())) > 1 for c in coords)]
+    names = tuple(mesh[dim][0] for dim in spanned)
     if pairs or not names:
         return names
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    kept = [dim for dim in range(len(sizes)) if dim not in varied]
-    whole = numbers.transpose([*kept, *varied]).reshape(-1, math.prod(sizes[dim] for dim in varied))
-    return names if {frozenset(group) for group in groups} == {frozenset(row) for row in whole.tolist()} else None
+    others = [dim for dim in range(len(sizes)) if dim not in spanned]
+    expected = numbers.transpose([*others, *spanned]).reshape(-1, math.prod(sizes[dim] for dim in spanned))
+    return names if {frozenset(group) for group in groups} == {frozenset(row) for row in expected.tolist()} else None

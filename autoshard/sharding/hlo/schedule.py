@@ -1,16 +1,16 @@
-"""Runs a compiled program on a clock: how long it computes, and how long it waits for what is on the wire.
+"""Simulates the schedule of a compiled program: its compute time and its exposed communication.
 
-Instructions run in the order of the schedule. `now` is the time. A dimension of the topology is taken by one collective
-at a time, or by two permutes in opposite directions.
+Instructions run in the order of the schedule. `now` is the simulated time. One collective at a time uses a dimension of
+the topology, or two permutes in opposite directions.
 
-    an instruction             now += its time: cycles over the clock, a roofline where the compiler gives none
-    a collective               begins when its links are free; at once waited for: all of what is left is exposed
-    start ... done             runs beside what stands between; exposed is what is left at its end
-    while                      its body once, then once more: that trip counts for all others, so that what begins in
-                               one and ends in the next is seen
-    conditional                the branch that takes longest
-    copies beside other work   take the memory's time that computing leaves; what does not fit in is waited for, in the
-                               roofline only
+    an instruction            now += its time: compiler cycles / clock rate, or a roofline if the compiler gives none
+    a synchronous collective  starts when its links are free; now advances to its end, and all of it is exposed
+    start ... done            runs in parallel with the instructions in between; the time left at `done` is exposed
+    while                     simulates its body twice. The second iteration counts for all further ones, so that a
+                              collective that starts in one iteration and ends in the next is overlapped
+    conditional               the branch that takes longest
+    asynchronous copies       use the memory bandwidth that compute leaves idle. What does not fit is exposed; it counts
+                              in the roofline only
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from autoshard.sharding.hlo.link_times import Wires
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.hlo.trip_counts import Loops
 
-ASIDE = ("-start", "-update", "-done")
-AT_ONCE = "at once"  # the key of a collective that is waited for where it begins
+ASYNC_SUFFIXES = ("-start", "-update", "-done")
+SYNCHRONOUS = "at once"  # the key of a synchronous collective in `Clock.running`
 
-Place = tuple[str, str, int]  # computation, instruction, which of its collectives
+Place = tuple[str, str, int]  # computation, instruction, index among its collectives
 
 
 @dataclass
 class Runs:
-    """One collective of the program, and how it ran in a step.
+    """One collective of the program and its runs in one step.
 
     Attributes:
-        collective: which.
-        once_us: how long one run is on the wire.
-        links: what it takes, see `Wires.links`.
-        trips: how often it ran.
-        exposed_us: how long it was waited for, all runs together.
-        beside: whether it ran beside other work.
+        collective: the collective.
+        once_us: microseconds of one run.
+        links: the links that it uses (`Wires.links`).
+        trips: number of runs.
+        exposed_us: exposed microseconds of all runs together.
+        beside: whether it is asynchronous.
     """
 
     collective: Collective
@@ -51,8 +51,8 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A collective on the wire, and when it ends."""
+class Running:
+    """A collective that is running, and the time at which it ends."""
 
     end: float
     runs: Runs
@@ -60,35 +60,48 @@ class Flight:
 
 @dataclass
 class Clock:
-    """The time, until when links are taken, and what is on the wire."""
+    """The state of the simulation.
+
+    Attributes:
+        now: microseconds since the start of the step.
+        busy_until: link -> the time until which it is in use.
+        running: key -> the asynchronous collective that is running.
+    """
 
     now: float = 0.0
-    taken: dict[tuple[int, int], float] = field(default_factory=dict)
-    flights: dict[str, Flight] = field(default_factory=dict)
+    busy_until: dict[tuple[int, int], float] = field(default_factory=dict)
+    running: dict[str, Running] = field(default_factory=dict)
 
     def copy(self) -> Clock:
-        """One that can go another way."""
-        return Clock(self.now, dict(self.taken), dict(self.flights))
+        """A copy that can advance on its own."""
+        return Clock(self.now, dict(self.busy_until), dict(self.running))
 
     def skip(self, before: Clock, times: float) -> None:
-        """Lets pass again, some times, what passed since `before`; what began in it begins so much later."""
+        """Repeats what happened since `before`: advances the clock, and the collectives that started since then.
+
+        Args:
+            before: the state at the start of the repeated part.
+            times: number of repetitions.
+        """
         time = times * (self.now - before.now)
         self.now += time
-        self.taken = {link: end + time * (before.taken.get(link) != end) for link, end in self.taken.items()}
-        for key, f in self.flights.items():
-            if before.flights.get(key) is not f:
-                self.flights[key] = Flight(f.end + time, f.runs)
+        self.busy_until = {
+            link: end + time * (before.busy_until.get(link) != end) for link, end in self.busy_until.items()
+        }
+        for key, f in self.running.items():
+            if before.running.get(key) is not f:
+                self.running[key] = Running(f.end + time, f.runs)
 
 
 @dataclass
 class Totals:
-    """What a step takes, in microseconds and cycles.
+    """The totals of one step.
 
     Attributes:
-        compute_us: by cycles where the compiler gives them, by the roofline elsewhere.
-        roofline_us: by the roofline alone.
-        cycles: the compiler's, of all that runs; 0 if it gives none.
-        to_host: whether something moves to or from the host's memory, which is not priced.
+        compute_us: microseconds by the compiler's cycles, or by the roofline where it gives none.
+        roofline_us: microseconds by the roofline alone.
+        cycles: the compiler's cycles of all instructions; 0 if it gives none.
+        to_host: whether data moves to or from the host's memory, which is not priced.
     """
 
     compute_us: float = 0.0
@@ -98,31 +111,42 @@ class Totals:
 
 
 @dataclass
-class Spare:
-    """What a computation's instructions leave of the memory's time, and what its copies take of that."""
+class IdleMemory:
+    """The memory time of one computation that is idle.
+
+    Attributes:
+        left_us: microseconds in which its instructions do not use the memory.
+        copies_us: microseconds that its asynchronous copies need.
+    """
 
     left_us: float = 0.0
     copies_us: float = 0.0
 
 
 class Schedule:
-    """A program with the clock that it runs on."""
+    """The simulation of one program.
+
+    Args:
+        program: the program.
+        kernels: prices its instructions.
+        wires: prices its collectives.
+    """
 
     def __init__(self, program: Program, kernels: Kernels, wires: Wires):
         self.program, self.kernels, self.wires = program, kernels, wires
-        self.collectives, self.loops = Collectives(program, wires.across), Loops(program)
+        self.collectives, self.loops = Collectives(program, wires.cross_slice_groups), Loops(program)
         self.runs: dict[Place, Runs] = {}
         self.totals = Totals()
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
 
     def run(self) -> list[Runs]:
-        """The collectives of one step, in the order in which they first run."""
+        """Simulates one step and returns its collectives in the order in which they first run."""
         self._body(Clock(), self.program.entry, 1.0)
         return [runs for runs in self.runs.values() if runs.trips]
 
     def _body(self, clock: Clock, where: Computation, weight: float) -> None:
-        spare = Spare()
+        spare = IdleMemory()
         for i in where.instructions:
             if i.opcode == "while":
                 self._loop(clock, where, i, weight)
@@ -134,24 +158,24 @@ class Schedule:
                 self._step(clock, where, i, weight, spare)
         self.totals.roofline_us += weight * max(spare.copies_us - spare.left_us, 0.0)
 
-    def _step(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: Spare) -> None:
+    def _step(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: IdleMemory) -> None:
         events = self.collectives.events(where, i)
         for number, event in enumerate(events):
             if event.role == "start" and event.collective:
                 self._start(clock, (where.name, i.name, number), event.collective, event.key, weight)
-        if i.opcode.endswith(ASIDE) or i.opcode in SENDS:
-            self._aside(where, i, spare)
+        if i.opcode.endswith(ASYNC_SUFFIXES) or i.opcode in SENDS:
+            self._copy(where, i, spare)
         elif not any(event.role == "whole" for event in events):
             self._compute(clock, where, i, weight, spare)
         for number, event in enumerate(events):
             key = event.key
             if event.role == "whole" and event.collective:
-                key = AT_ONCE
+                key = SYNCHRONOUS
                 self._start(clock, (where.name, i.name, number), event.collective, key, weight)
             if event.role != "start":
                 spare.left_us += self._wait(clock, key, weight)
 
-    def _compute(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: Spare) -> None:
+    def _compute(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: IdleMemory) -> None:
         if is_free(i):
             return
         if id(i) not in self._priced:
@@ -164,15 +188,15 @@ class Schedule:
         self.totals.cycles += weight * cycles
 
     def _price(self, where: Computation, i: Instruction) -> tuple[float, float, float, int]:
-        """How long an instruction takes; the same by the roofline, and by its memory's time alone; its cycles."""
+        """The time, the roofline time and the memory time of an instruction in microseconds, and its cycles."""
         roofline, memory = self.kernels.times_us(where, i)
         cycles, clock_hz = cycles_of(i), self.kernels.chip.clock_hz
         time = roofline if cycles is None or not clock_hz else cycles / clock_hz * 1e6
         return time, roofline, memory, cycles or 0
 
-    def _aside(self, where: Computation, i: Instruction, spare: Spare) -> None:
-        """A copy beside other work begins."""
-        if i.opcode.endswith("-start") and not self.collectives.holds(i):
+    def _copy(self, where: Computation, i: Instruction, spare: IdleMemory) -> None:
+        """Counts an asynchronous copy at its start."""
+        if i.opcode.endswith("-start") and not self.collectives.contains_collective(i):
             self.totals.to_host |= reaches_host(i)
             spare.copies_us += self.kernels.times_us(where, i)[1]
 
@@ -182,15 +206,15 @@ class Schedule:
         runs = self.runs.get(place)
         if runs is None:
             time, links = self.wires.time_us(collective), self.wires.links(collective)
-            runs = self.runs[place] = Runs(collective, time, links, beside=key != AT_ONCE)
-        begin = max([clock.now, *(clock.taken.get(link, 0.0) for link in runs.links)])
-        clock.taken.update(dict.fromkeys(runs.links, begin + runs.once_us))
-        clock.flights[key] = Flight(begin + runs.once_us, runs)
+            runs = self.runs[place] = Runs(collective, time, links, beside=key != SYNCHRONOUS)
+        begin = max([clock.now, *(clock.busy_until.get(link, 0.0) for link in runs.links)])
+        clock.busy_until.update(dict.fromkeys(runs.links, begin + runs.once_us))
+        clock.running[key] = Running(begin + runs.once_us, runs)
         runs.trips += weight
 
     def _wait(self, clock: Clock, key: str, weight: float) -> float:
-        """Waits for a collective's end, and says how long."""
-        flight = clock.flights.pop(key, None)
+        """Advances the clock to the end of a collective and returns the exposed microseconds."""
+        flight = clock.running.pop(key, None)
         left = max(flight.end - clock.now, 0.0) if flight else 0.0
         if flight:
             clock.now += left
@@ -212,8 +236,8 @@ class Schedule:
 
     def _branch(self, clock: Clock, conditional: Instruction, weight: float) -> None:
         branches = [self.program.computations[name] for name in conditional.called]
-        tried = [clock.copy() for _ in branches]
-        for way, branch in zip(tried, branches, strict=True):
-            self._body(way, branch, 0.0)
-        longest = max(range(len(tried)), key=lambda n: tried[n].now)
+        clocks = [clock.copy() for _ in branches]
+        for branch_clock, branch in zip(clocks, branches, strict=True):
+            self._body(branch_clock, branch, 0.0)
+        longest = max(range(len(clocks)), key=lambda n: clocks[n].now)
         self._body(clock, branches[longest], weight)

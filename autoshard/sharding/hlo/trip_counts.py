@@ -1,12 +1,13 @@
-"""How often the loops of a compiled program run.
+"""The trip counts of a compiled program's loops.
 
-XLA for GPU and CPU says so (`known_trip_count`). For TPU it follows from the loop itself: its condition compares an
-element of the loop's state with a limit, the body adds a step to that element, and outside it starts with a number:
+XLA for GPU and CPU prints them (`known_trip_count`). For TPU they are derived from the loop: its condition compares an
+element of the loop's state with a limit, the body adds a step to that element, and the element starts with a number:
 
     trips = ceil((limit - start) / step)
 
-All four are found by evaluating scalars: a scalar is a number, or an element of the enclosing loop's state plus a
-number, or unknown. An element that a loop's body hands on unchanged is what it was before the loop.
+The comparison, the limit, the step and the start are found by evaluating scalars. A scalar is a number, or an element
+of the enclosing loop's state plus a number, or unknown. An element that a loop's body does not change has the value
+that it had before the loop.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from functools import lru_cache
 
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 
-Path = tuple[int, ...]  # of an element in nested tuples
-# A number (no path), or the element of the loop's state at a path plus a number; None if unknown.
+Path = tuple[int, ...]  # indices of an element of nested tuples
+# A number (the path is None), or the element of the loop's state at a path plus a number; None if unknown.
 Scalar = tuple[Path | None, int] | None
-Given = Callable[[int, Path], Scalar]  # a computation's parameter and a path in it -> what is there
+Given = Callable[[int, Path], Scalar]  # index of a computation's parameter, path in it -> the scalar there
 COPIES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "opt-barrier", "optimization-barrier", "reshape")
 COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
@@ -44,7 +45,7 @@ class Loops:
         self.trips = lru_cache(maxsize=None)(self._trips)
 
     def _trips(self, where: Computation, loop: Instruction) -> int | None:
-        """How often a `while` of a computation runs its body, None where that cannot be told."""
+        """The number of iterations of a `while` of a computation; None if it is unknown."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])
         return self._counted(where, loop)
@@ -56,7 +57,7 @@ class Loops:
             return None
         counter, direction, limit = compared
         start, step, end = self.before(where, loop, counter), self.step(loop, counter), limit
-        if end[0] is not None:  # the limit is in the state as well
+        if end[0] is not None:  # the limit is an element of the state too
             first = self.before(where, loop, end)
             end = first if first is not None and self.step(loop, end) == 0 else None
         if start is None or step is None or end is None:
@@ -66,10 +67,10 @@ class Loops:
     def _comparison(
         self, where: Computation, root: Instruction, given: Given
     ) -> tuple[tuple[Path, int], str, tuple[Path | None, int]] | None:
-        """What the loop goes on by: an element of the state, the comparison, and what with."""
+        """The comparison under which a loop continues: an element of the state, the direction, the limit."""
         if root.opcode in ("fusion", "call"):
             inner = self.program.computations[root.called[0]]
-            return self._comparison(inner, inner.root, self._handed(where, root, given))
+            return self._comparison(inner, inner.root, self._arguments(where, root, given))
         if root.opcode != "compare":
             return None
         left, right = (self.scalar(where, i, (), given) for i in where.takes(root))
@@ -81,20 +82,20 @@ class Loops:
         return (left[0], left[1]), direction, right
 
     def step(self, loop: Instruction, element: tuple[Path | None, int]) -> int | None:
-        """What a loop's body adds to an element of its state."""
+        """The number that a loop's body adds to an element of its state; None if unknown."""
         path = element[0]
         body = self.program.computations[loop.attribute("body")]
         after = self.scalar(body, body.root, path or (), state)
         return after[1] if after and path is not None and after[0] == path else None
 
     def before(self, where: Computation, loop: Instruction, element: tuple[Path | None, int]) -> Scalar:
-        """The number that an element of a loop's state, plus what was added, is at first."""
+        """The initial value of an element of a loop's state, plus the number that is added to it."""
         path, added = element
         found = self.scalar(where, where.named[loop.operands[0]], path or (), self._outside(where))
         return None if found is None or found[0] is not None else (None, found[1] + added)
 
     def _outside(self, where: Computation) -> Given:
-        """What the parameter of a loop's body holds, where that is the same in every trip."""
+        """The elements of a loop body's parameter that are the same in every iteration."""
 
         def given(number: int, path: Path) -> Scalar:
             around = self.around.get(where.name)
@@ -104,13 +105,13 @@ class Loops:
 
         return given
 
-    def _handed(self, where: Computation, call: Instruction, given: Given) -> Given:
-        """What the parameters of a called computation hold."""
+    def _arguments(self, where: Computation, call: Instruction, given: Given) -> Given:
+        """The values of a called computation's parameters."""
         operands = where.takes(call)
         return lambda number, path: self.scalar(where, operands[number], path, given)
 
     def scalar(self, where: Computation, value: Instruction, path: Path, given: Given) -> Scalar:
-        """What stands at a path of a value."""
+        """The scalar at a path of a value."""
         operands = where.takes(value)
         match value.opcode:
             case "parameter":
@@ -126,10 +127,10 @@ class Loops:
                 return _sum(left, right, -1 if value.opcode == "subtract" else 1)
             case "fusion" | "call":
                 inner = self.program.computations[value.called[0]]
-                return self.scalar(inner, inner.root, path, self._handed(where, value, given))
+                return self.scalar(inner, inner.root, path, self._arguments(where, value, given))
             case "while":
-                kept = bool(path) and self.step(value, (path, 0)) == 0
-                return self.scalar(where, operands[0], path, given) if kept else None
+                unchanged = bool(path) and self.step(value, (path, 0)) == 0
+                return self.scalar(where, operands[0], path, given) if unchanged else None
             case opcode if opcode in COPIES:
                 return self.scalar(where, operands[0], path, given)
         return None
@@ -147,7 +148,14 @@ def _sum(left: Scalar, right: Scalar, sign: int) -> Scalar:
 
 
 def count(start: int, end: int, step: int, direction: str) -> int | None:
-    """How often `start + n step` compares with `end`, for n = 0, 1, ...; None where it always does."""
+    """The number of iterations of a loop that runs while `start + n step` compares with `end`; None if it never ends.
+
+    Args:
+        start: initial value.
+        end: limit.
+        step: number that each iteration adds.
+        direction: the comparison under which the loop continues, a key of `COMPARISONS`.
+    """
     if not COMPARISONS[direction](start, end):
         return 0
     if direction == "EQ":

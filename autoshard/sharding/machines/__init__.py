@@ -1,1 +1,1 @@
-"""Chips, how devices are joined, targets by name, meshes of devices, calibration."""
+"""Chips, topologies, targets by name, device meshes, calibration."""

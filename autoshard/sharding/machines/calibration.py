@@ -2,12 +2,12 @@
 
     flops             2 n^3 / seconds of a product of n x n matrices, at 16 and at 32 bits
     memory bandwidth  3 b / seconds of adding two arrays of b bytes: two are read, one is written
-    links             two all-gathers of b and B bytes a device take latency + (n - 1) b / bandwidth each
+    links             an all-gather of n shards of b bytes takes latency + (n - 1) b / bandwidth; measured for two
+                      values of b
 
-All devices compute at the same time, as in a step: virtual ones share a processor. Each figure is the best of several
-runs: what else the machine does only ever makes it slower. Peaks are what was reached, so a plan's times on the target
-are those of this machine; the cost model's own allowance for what is not reached (`cost.PEAK_REACHED`,
-`cost.BANDWIDTH_REACHED`) is taken out.
+All devices compute at the same time, as in a step, because virtual devices share a processor. Each figure comes from
+the fastest of several runs, because other work on the machine can only slow a run down. The cost model multiplies peaks
+by `PEAK_REACHED` and `BANDWIDTH_REACHED`; calibration divides by them, so that predicted times match measured ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines import constants
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.device_mesh import device_mesh, topology_order
 from autoshard.sharding.machines.targets import Target, target_for
 from autoshard.sharding.machines.topology import Dim, Topology
@@ -29,30 +30,34 @@ from autoshard.sharding.machines.topology import Dim, Topology
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is computed and moved.
+    """The sizes of the measurements.
 
     Attributes:
         matrix: rows and columns of the matrices that are multiplied.
-        array_bytes: of the arrays that are added.
-        shard_bytes: of a device's part in the larger gather.
-        runs: of which the best counts.
+        array_bytes: bytes of each array that is added.
+        shard_bytes: bytes of a device's shard in the larger all-gather.
+        runs: number of runs, the fastest of which counts.
     """
 
-    matrix: int = 4096
-    array_bytes: int = 1 << 28
-    shard_bytes: int = 1 << 24
-    runs: int = 7
+    matrix: int = constants.MATRIX
+    array_bytes: int = constants.ARRAY_BYTES
+    shard_bytes: int = constants.SHARD_BYTES
+    runs: int = constants.RUNS
 
 
-EFFORT = {"cpu": Effort(matrix=1024, array_bytes=1 << 25, shard_bytes=1 << 20), "tpu": Effort(), "gpu": Effort()}
+EFFORT = {
+    "cpu": Effort(constants.CPU_MATRIX, constants.CPU_ARRAY_BYTES, constants.CPU_SHARD_BYTES),
+    "tpu": Effort(),
+    "gpu": Effort(),
+}
 
 
 def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None) -> Target:
-    """The machine that the attached devices make up, with figures that were measured on them.
+    """The target that the attached devices form, with measured figures.
 
     Args:
-        devices: of one kind; default: all attached ones.
-        effort: how much is computed and moved; default: as much as suits the platform.
+        devices: devices of one kind. Default: all attached devices.
+        effort: sizes of the measurements. Default: those of the platform in `EFFORT`.
     """
     devices = topology_order(jax.devices() if devices is None else devices)
     effort = effort or EFFORT[devices[0].platform]
@@ -80,14 +85,14 @@ def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None
 
 
 def _measured(dim: Dim, bandwidth: float, latency_us: float) -> Dim:
-    """A dimension with the latency of a collective over all of it, of which as large a part is each device's."""
+    """The dimension with a measured latency of a collective over all of it, in the proportions of `dim`."""
     each = dim.each_us / (dim.latency_us + dim.each_us * (dim.size - 1))
     rest = latency_us * (1 - each * (dim.size - 1))
     return replace(dim, bandwidth=bandwidth, latency_us=rest, each_us=latency_us * each)
 
 
 def _best(run: Callable[[], Any], runs: int) -> float:
-    """Seconds of the fastest of several runs, after one that compiles."""
+    """Seconds of the fastest of several runs. A first run, which compiles, does not count."""
     jax.block_until_ready(run())
     times = []
     for _ in range(runs):
@@ -97,41 +102,41 @@ def _best(run: Callable[[], Any], runs: int) -> float:
     return min(times)
 
 
-def _cut(devices: Sequence[Any]) -> NamedSharding:
-    """An array's first dimension over all devices."""
+def _sharded(devices: Sequence[Any]) -> NamedSharding:
+    """Shards the leading dimension over all devices."""
     return NamedSharding(device_mesh({"all": len(devices)}, list(devices)), PartitionSpec("all"))
 
 
 def _flops(devices: Sequence[Any], effort: Effort, dtype: Any) -> float:
     n = effort.matrix
-    x = jax.device_put(jnp.ones((len(devices), n, n), dtype), _cut(devices))
+    x = jax.device_put(jnp.ones((len(devices), n, n), dtype), _sharded(devices))
     product = jax.jit(lambda a, b: a @ b)
     return 2.0 * n**3 / _best(lambda: product(x, x), effort.runs)
 
 
 def _memory_bandwidth(devices: Sequence[Any], effort: Effort) -> float:
-    x = jax.device_put(jnp.ones((len(devices), effort.array_bytes // 4), jnp.float32), _cut(devices))
+    x = jax.device_put(jnp.ones((len(devices), effort.array_bytes // 4), jnp.float32), _sharded(devices))
     add = jax.jit(lambda a, b: a + b)
     return 3.0 * effort.array_bytes / _best(lambda: add(x, x), effort.runs)
 
 
 def _memory_bytes(device: Any) -> int | None:
-    """What the device says it has; None where it does not say."""
+    """The memory limit that the device reports; None if it reports none."""
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
     return (stats or {}).get("bytes_limit")
 
 
 def _links(devices: Sequence[Any], effort: Effort) -> tuple[float, float]:
-    """Bytes per second of a gather over all devices, and its latency in microseconds."""
+    """Bytes per second and latency in microseconds of an all-gather over all devices."""
     n = len(devices)
-    cut = _cut(devices)
-    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(cut.mesh, PartitionSpec()))
+    sharded = _sharded(devices)
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(sharded.mesh, PartitionSpec()))
 
     def seconds(shard_bytes: int) -> float:
-        x = jax.device_put(jnp.ones(n * shard_bytes // 4, jnp.float32), cut)
+        x = jax.device_put(jnp.ones(n * shard_bytes // 4, jnp.float32), sharded)
         return _best(lambda: gather(x), effort.runs)
 
-    small, large = 1 << 10, effort.shard_bytes
+    small, large = constants.SMALL_SHARD_BYTES, effort.shard_bytes
     fast, slow = seconds(small), seconds(large)
-    bandwidth = (n - 1) * (large - small) / max(slow - fast, 1e-9)
-    return bandwidth, max(fast * 1e6 - (n - 1) * small / bandwidth * 1e6, 0.1)
+    bandwidth = (n - 1) * (large - small) / max(slow - fast, constants.LEAST_DIFFERENCE_S)
+    return bandwidth, max(fast * 1e6 - (n - 1) * small / bandwidth * 1e6, constants.LEAST_LATENCY_US)

@@ -1,18 +1,21 @@
-"""Chips: what one device computes, holds and sends, with the sources of the figures.
+"""Chips: the figures of one device, with their sources.
 
-    TPU   Google Cloud's pages on each TPU version (peak, memory, memory bandwidth, torus, interconnect). A device of
-          tpu7x is one of a chip's two dies; one of v4 is a whole chip (two cores, "megacore"). The memory of
-          v4 to v6e is what XLA lets a program have of it, by its own messages. Chips of a pod: the same pages,
-          https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x ("TPU Pod size"; on v5p jobs are
-          scheduled on 6144 of them at most).
-    GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are dense.
-          32-bit products run as TF32, which is what XLA does by default.
-    CPU   stands for virtual devices on one host, which share its cores: measured by `calibrate` for 8 on 2 cores.
+    TPU   Peak, memory bandwidth, torus, links and pod size: Google Cloud's page on each TPU version,
+          https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. A pod of v5p has 8960 chips, though
+          one job gets at most 6144 of them. A device of tpu7x is one of the two dies of a chip; a device of v4 is a
+          whole chip (two cores, "megacore"). The memory of v4 to v6e is what XLA's out-of-memory messages report as
+          available to a program. Vector memory: JAX's `pallas.tpu` tables, the sum over the cores of a device (on v4
+          it is the common memory).
+    GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
+          sparsity. 32-bit products run as TF32, XLA's default.
+    CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
+          2 cores.
 
-Link bandwidth is one way, of one link: a device of a torus has two in each dimension, a device of a switch one bundle.
-On-chip memory is the vector memory of all cores of a device (common memory on v4), by JAX's `pallas.tpu` tables.
-The network's is a device's share of what its host sends to others. Latencies are those of one hop of a ring or one
-crossing of a switch, as seen by a collective.
+The bandwidth of a link is that of one direction. For TPUs it is 0.9 of the rated bandwidth (50 GB/s of v4 and v5e,
+100 GB/s of the others), the share that large messages reach: chosen, not measured. A device on a torus has two links in
+each dimension; a device on a switch has one, whose figure covers all its lanes. Network bandwidth is one device's share
+of what its host sends. Latency is that of one hop on a torus or one crossing of a switch, as a collective sees it;
+`constants` holds the defaults.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autoshard._shown import shown
+from autoshard.sharding.machines import constants
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED as BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import PEAK_REACHED as PEAK_REACHED
 
 Platform = Literal["tpu", "cuda", "cpu"]
-Options = Mapping[str, str | bool | int | float]  # of XLA, by name
+Options = Mapping[str, str | bool | int | float]  # XLA compiler options: name -> value
 
 GiB = 2**30
 GB = 1e9
@@ -37,25 +43,26 @@ class Chip:
 
     Attributes:
         platform: the JAX platform.
-        flops: peak operations per second at 16 bits.
-        flops_f32: the same of products of 32-bit numbers at JAX's default precision.
-        flops_8bit: the same at 8 bits (float8; int8 where there is no float8).
-        memory_bytes: memory of a device, in bytes.
-        memory_bandwidth: bytes per second between it and the compute units.
-        link_bandwidth: bytes per second that one link sends, one way.
-        network_bandwidth: bytes per second that a device sends to other hosts' (other slices' of a TPU).
-        link_latency_us: time for one hop, in microseconds.
-        network_latency_us: the same between hosts or slices.
-        torus: dimensions of its torus; 0 where devices hang on a switch.
-        wraps_at: a torus dimension is a ring where its size is a multiple of this, a line elsewhere.
-        pod: the most chips of one slice, whose torus is square where it has two dimensions; 0 if it has none.
-        domain: the most devices behind one switch.
-        cores: devices of a chip that a topology's shape counts once.
-        tile: elements along a side of the matrix unit's tiles; 1 if it does not matter.
-        hides: the collectives that its compiler starts early and waits for late, with the options of `options`.
-        options: what its compiler is told; a plan brings them along.
-        clock_hz: cycles per second by which the compiler's own estimates are to be read; 0 if it gives none.
-        on_chip_bytes: memory on the chip in which its compiler keeps whole arrays; 0 if it keeps none there.
+        flops: peak FLOP/s at 16 bits.
+        flops_f32: peak FLOP/s of 32-bit products at JAX's default precision.
+        flops_8bit: peak FLOP/s at 8 bits (float8, or int8 where there is no float8); 0 if it has no faster type.
+        memory_bytes: bytes of memory.
+        memory_bandwidth: bytes per second between memory and the compute units.
+        link_bandwidth: bytes per second that one link sends in one direction.
+        network_bandwidth: bytes per second that one device sends to other hosts (on a TPU, to other slices).
+        link_latency_us: microseconds of one hop.
+        network_latency_us: microseconds of one message between hosts or slices.
+        torus: number of dimensions of the torus; 0 if devices are joined by a switch.
+        wraps_at: a torus dimension whose size is a multiple of this is a ring; others are lines.
+        pod: the largest number of chips in one slice (a two-dimensional pod is square); 0 if there are no pods.
+        domain: the largest number of devices behind one switch.
+        cores: devices per chip; the shape in a target's name counts chips.
+        tile: elements along one side of the matrix unit's tiles; 1 if tiling does not matter.
+        hides: kinds of collectives that the compiler makes asynchronous under `options`, so that compute hides them.
+        options: compiler options. They are part of every plan for this chip.
+        clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
+        on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
+        kinds: substrings of JAX's `device_kind` that identify this chip.
     """
 
     platform: Platform
@@ -65,8 +72,8 @@ class Chip:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
-    link_latency_us: float = 1.0
-    network_latency_us: float = 20.0
+    link_latency_us: float = constants.TORUS_LATENCY_US
+    network_latency_us: float = constants.SLICE_LATENCY_US
     torus: int = 0
     wraps_at: int = 0
     pod: int = 0
@@ -78,22 +85,22 @@ class Chip:
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
-    kinds: tuple[str, ...] = field(default=(), repr=False)  # parts of JAX's `device_kind` that mean this chip
+    kinds: tuple[str, ...] = field(default=(), repr=False)
 
     def peak(self, itemsize: int) -> float:
-        """Operations per second on numbers of `itemsize` bytes."""
+        """Peak FLOP/s on elements of `itemsize` bytes."""
         if itemsize == 1 and self.flops_8bit:
             return self.flops_8bit
         return self.flops if itemsize <= 2 else self.flops_f32
 
 
-_REDUCED = ("all-gather", "reduce-scatter", "all-reduce")
+_ASYNCHRONOUS = ("all-gather", "reduce-scatter", "all-reduce")
 
-
-# Products are not cut into rings of permutes (on v5e a train step of a GPT takes half as much again with them); the
-# sparse cores of newer chips move what is gathered and reduced beside the products.
-_NO_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-_OFFLOADED = _NO_RINGS | {
+# Disables windowed einsum, which splits a product into a ring of collective-permutes: compiled with it, a GPT's train
+# step on v5e takes 1.5 times as long.
+_NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+# Newer chips run collectives on their SparseCores, in parallel with products.
+_OFFLOADED = _NO_WINDOWED_EINSUM | {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true"
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 }
@@ -112,9 +119,11 @@ def _tpu(
     on_chip_mib: int = 128,
     **more: Any,
 ) -> Chip:
-    wraps_at = 16 if torus == 2 else 4  # a v5e or v6e dimension closes at 16; larger ones are built of 4 x 4 x 4 cubes
+    # v5e and v6e: a dimension of 16 chips is a ring. Three dimensions: slices are built of 4 x 4 x 4 cubes, whose
+    # opposite faces can be linked. Source: jax-ml.github.io/scaling-book.
+    wraps_at = 16 if torus == 2 else 4
     return Chip(
-        "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, 6.25 * GB,
+        "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, constants.SLICE_BANDWIDTH,
         torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
         on_chip_bytes=on_chip_mib * 2**20, **more,
     )  # fmt: skip
@@ -122,13 +131,14 @@ def _tpu(
 
 def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float, *, domain: int, kinds: str) -> Chip:
     return Chip(
-        "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, link_gb * GB, net_gb * GB, 5.0, 15.0,
-        domain=domain, tile=64, hides=_REDUCED, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
+        "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, link_gb * GB, net_gb * GB,
+        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, domain=domain, tile=constants.GPU_TILE,
+        hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": _tpu(275, 30.75, 1228, 45, torus=3, pod=4096, kinds="v4", clock_hz=1.05e9, options=_NO_RINGS),
+    "v4": _tpu(275, 30.75, 1228, 45, torus=3, pod=4096, kinds="v4", clock_hz=1.05e9, options=_NO_WINDOWED_EINSUM),
     "v5e": _tpu(
         197,
         15.75,
@@ -140,7 +150,7 @@ CHIPS: Mapping[str, Chip] = {
         clock_hz=1.5e9,
         flops_8bit=394e12,
         hides=("all-gather",),
-        options=_NO_RINGS,
+        options=_NO_WINDOWED_EINSUM,
     ),
     "v5p": _tpu(
         459,
@@ -152,7 +162,7 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v5p|v5",
         clock_hz=1.75e9,
         flops_8bit=918e12,
-        hides=_REDUCED,
+        hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
     ),
     "v6e": _tpu(
@@ -166,7 +176,7 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         clock_hz=1.75e9,
         flops_8bit=1836e12,
-        hides=_REDUCED,
+        hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
     ),
     "tpu7x": _tpu(
@@ -182,7 +192,7 @@ CHIPS: Mapping[str, Chip] = {
         on_chip_mib=64,
         clock_hz=1.9e9,
         flops_8bit=2307e12,
-        hides=_REDUCED,
+        hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
     ),
     "a100-40": _gpu(312, 40, 1555, 300, 25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"),
@@ -194,17 +204,11 @@ CHIPS: Mapping[str, Chip] = {
     "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, domain=1 << 20),
 }
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}
-# What a device of an unknown kind is taken for.
+# The chip that an unknown kind of device is planned as: platform -> chip.
 STAND_INS: Mapping[str, str] = {"tpu": "v5e", "gpu": "a100-80", "cuda": "a100-80", "rocm": "a100-80"}
 
 
 def chip_name(kind: str) -> str | None:
-    """The chip that JAX's `device_kind` means, None where it is not known (a CPU is not)."""
+    """The chip with this `device_kind` of JAX; None if it is unknown, as for CPUs."""
     found = [(len(part), name) for name, chip in CHIPS.items() for part in chip.kinds if part in kind.lower()]
     return max(found)[1] if found else None
-
-
-PEAK_REACHED = 0.95  # of a chip's operations per second by large products
-
-
-BANDWIDTH_REACHED = 0.8  # of its memory's

@@ -1,11 +1,11 @@
-"""Which devices a plan is for: a mesh that was given, a target that was named, or what is attached."""
+"""The devices that a plan is for: those of a given mesh, of a named target, or the attached ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,11 +15,9 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._typed import fit, shortly
 from autoshard.errors import PlanError
-from autoshard.sharding.machines.targets import MOST_DEVICES, Target, find_target, target_for
+from autoshard.sharding.machines.constants import MOST_DEVICES
+from autoshard.sharding.machines.targets import Target, find_target, target_for
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec
-
-if TYPE_CHECKING:
-    pass
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -27,7 +25,13 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 @shown
 @dataclass(frozen=True)
 class Machine:
-    """A target, the mesh if its axes are given (never split further), and the devices if they are there."""
+    """What to plan for.
+
+    Attributes:
+        target: the target.
+        sizes: the given mesh, axis -> size, whose axes are never split further; None if the planner chooses the mesh.
+        mesh: the given mesh of attached devices, if any.
+    """
 
     target: Target
     sizes: Mapping[str, int] | None
@@ -35,10 +39,10 @@ class Machine:
 
 
 def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
-    """The machine that `mesh=` and `target=` mean together.
+    """The machine that the arguments `mesh=` and `target=` describe together.
 
     Raises:
-        PlanError: the mesh does not fit the target, or what was given is no mesh.
+        PlanError: the mesh and the target differ in their number of devices, or `mesh` is not a mesh.
     """
     sizes = mesh_sizes(mesh) if mesh is not None else None
     if sizes is not None and math.prod(sizes.values()) > MOST_DEVICES:
@@ -56,7 +60,7 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
 
 
 def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
-    """Axis names and sizes, in order."""
+    """The axes of a mesh in order: name -> size."""
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return dict(zip(map(str, mesh.axis_names), _sizes(mesh), strict=True))
     fit(mesh, Mapping[str, int], "mesh", problems := [])
@@ -72,7 +76,7 @@ def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:
 
 
 def topology_order(devices: Sequence[Any]) -> list[Any]:
-    """Devices in the row-major order of their topology: by slice and coordinates, else by process and number."""
+    """Sorts devices in row-major order of their topology: TPUs by slice and coordinates, others by process and id."""
 
     def place(device: Any) -> tuple[Any, ...]:
         coords = getattr(device, "coords", None)
@@ -84,16 +88,16 @@ def topology_order(devices: Sequence[Any]) -> list[Any]:
 
 
 def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[int] = ()) -> Mesh:
-    """A mesh of Auto axes over devices.
+    """Builds a mesh with Auto axes.
 
     Args:
         sizes: mesh axis -> size.
-        devices: as many or more; the attached ones by default.
-        order: for each place of the mesh, row by row, the number of its device in the order of `in_order`; by default
-            they stand in that order, neighbours on the last axes.
+        devices: at least as many devices as the mesh needs. Default: the attached ones.
+        order: for each position of the mesh, in row-major order, the index of its device in `topology_order`.
+            Default: 0, 1, 2, ..., so that neighbours lie along the last axes.
 
     Raises:
-        PlanError: there are fewer devices than the mesh has places, or they are none of JAX's.
+        PlanError: there are too few devices, or `devices` holds something else than JAX devices.
     """
     if isinstance(devices, Mesh):
         devices = devices.devices.flat
@@ -103,8 +107,8 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
     need = math.prod(sizes.values())
     if need > len(have):
         raise PlanError(
-            f"the plan's mesh {dict(sizes)} takes {need} devices, there are {len(have)} ({have[0].platform}). Plan for "
-            f"{len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+            f"the plan's mesh {dict(sizes)} needs {need} devices, but there are {len(have)} ({have[0].platform}). Plan "
+            f"for {len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     have = topology_order(have[:need])
@@ -113,12 +117,15 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
 
 
 def existing_placement(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Spec]]:
-    """The mesh that arrays already lie on, and the spec of each that does; (None, {}) if they do not.
+    """The mesh on which arrays are already placed.
 
-    Where they lie on several meshes of the same devices, it is the one that holds most of them.
+    If they are placed on several meshes of the same devices, the mesh that holds the most elements is taken.
+
+    Returns:
+        The mesh, and index of a leaf -> its spec for the leaves on that mesh; (None, {}) if no leaf is placed.
 
     Raises:
-        PlanError: they lie on different devices.
+        PlanError: the arrays are on different devices.
     """
     found: list[tuple[int, Mesh, Spec]] = []
     weight: dict[Mesh, int] = {}
@@ -138,12 +145,12 @@ def existing_placement(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Sp
     for mesh in weight:
         if mesh.size > 1 and set(mesh.devices.flat) != devices:
             raise PlanError(
-                f"the arguments lie on meshes of different devices, {mesh_sizes(most)} and {mesh_sizes(mesh)}: move "
-                "them to one"
+                f"the arguments are on meshes of different devices, {mesh_sizes(most)} and {mesh_sizes(mesh)}. Move "
+                "them to one mesh"
             )
-    return most, {i: spec for i, mesh, spec in found if mesh == most}  # the others are moved to it
+    return most, {i: spec for i, mesh, spec in found if mesh == most}  # leaves on other meshes are moved to it
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """An abstract mesh of Auto axes."""
+    """Builds an abstract mesh with Auto axes."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -1,9 +1,9 @@
-"""The machines that a chip comes in: larger ones of a target's kind, and others with as many devices.
+"""Lists alternatives to a target: larger machines of the same chip, and machines of other chips with as many devices.
 
-TPU    slices as Google Cloud sells them, each twice the one before, up to the largest of the chip (16x16 of v5e and
-v6e, 16x16x16 of those in three dimensions); several slices become more slices
-GPU    powers of two on one switch, then hosts, up to 128 of them
-file   more of its outermost dimension, up to 64 times as much
+TPU    slices of doubling size, as Google Cloud offers them, up to 16x16 or 16x16x16 chips; a target of several
+slices gets more slices of the same size
+GPU    powers of two on one switch, then up to 128 hosts
+file   a multiple of the outermost dimension, up to 64 times its size
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, Chip
-from autoshard.sharding.machines.targets import MOST_DEVICES, Target, find_target
+from autoshard.sharding.machines.constants import (
+    LARGEST_TORUS_SIDE,
+    MOST_DEVICES,
+    MOST_HOSTS,
+    MOST_ON_A_SWITCH,
+    MOST_TIMES,
+    SLICE_MULTIPLES,
+)
+from autoshard.sharding.machines.targets import Target, find_target
 from autoshard.sharding.machines.topology import Topology
-
-LONGEST = 16  # chips along a torus
-MOST_HOSTS = 128
-MOST_ON_A_SWITCH = 1024  # where any number could hang on one: processors
-MOST_TIMES = 64  # as many devices as a machine of a file has
 
 
 def larger_machines(target: Target) -> list[Target]:
-    """Machines of the target's kind with more devices, the smallest first."""
+    """Machines of the target's chip with more devices, in ascending order of size."""
     name, _, shape = target.name.partition(":")
     key = ALIASES.get(name, name)
     if key not in CHIPS:
         return [_stretched(target, 2**n) for n in range(1, MOST_TIMES.bit_length())]
     if "*" in shape:
-        one, _, slices = shape.partition("*")
-        times = [2**n for n in (1, 2, 3) if target.devices * 2**n <= MOST_DEVICES]
-        return [find_target(f"{name}:{one}*{int(slices) * n}") for n in times]
+        slice_shape, _, slices = shape.partition("*")
+        multiples = [n for n in SLICE_MULTIPLES if target.devices * n <= MOST_DEVICES]
+        return [find_target(f"{name}:{slice_shape}*{int(slices) * n}") for n in multiples]
     return [t for t in map(find_target, sizes(key, CHIPS[key])) if t.devices > target.devices]
 
 
 def machines_with_more_memory(target: Target) -> list[Target]:
-    """Machines of as many devices of the same platform with more memory on each, the least of it first."""
+    """Machines of the same platform and number of devices, with more memory per device, in ascending order of it."""
     chips = sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes)
     found = []
     for key, chip in chips:
@@ -45,25 +48,25 @@ def machines_with_more_memory(target: Target) -> list[Target]:
 
 
 def sizes(key: str, chip: Chip) -> list[str]:
-    """The names of a chip's machines, the smallest first."""
+    """The target names of a chip's machines, in ascending order of size."""
     if chip.torus:
         return [f"{key}:{'x'.join(map(str, shape))}" for shape in _tori(chip.torus)]
     most = min(chip.domain, MOST_ON_A_SWITCH)
-    near = [2**n for n in range(most.bit_length()) if 2**n < most]
+    sizes_below = [2**n for n in range(most.bit_length()) if 2**n < most]
     hosts = [2**n for n in range(1, MOST_HOSTS.bit_length())] if chip.domain == most else []
-    return [f"{key}:{n}" for n in (*near, most)] + [f"{key}:{n}x{most}" for n in hosts]
+    return [f"{key}:{n}" for n in (*sizes_below, most)] + [f"{key}:{n}x{most}" for n in hosts]
 
 
 def _tori(dims: int) -> Iterator[tuple[int, ...]]:
-    """From one board of 2 x 2 (in two dimensions also a single chip), the shortest dimension doubled each time."""
+    """Shapes from one board of 2 x 2 chips (in two dimensions, from a single chip), doubling the shortest dimension."""
     if dims == 2:
         yield (1, 1)
     shape = [2, 2, *[1] * (dims - 2)]
     while True:
         yield tuple(shape)
-        if min(shape) == LONGEST:
+        if min(shape) == LARGEST_TORUS_SIDE:
             return
-        shape[max(range(dims), key=lambda d: (-shape[d], d))] *= 2  # of those that are alike the last
+        shape[max(range(dims), key=lambda d: (-shape[d], d))] *= 2  # the last of several shortest ones
         if min(shape) > 1:
             shape.sort()
 

@@ -1,13 +1,11 @@
-"""Targets: machines by name (`v5p:4x4x4`, `h100:4x8`, `v5p:8x8x8*2`), from a file, or those attached.
+"""Targets: machines by name (`v5p:4x4x4`, `h100:4x8`, `v5p:8x8x8*2`), from a TOML file, or from attached devices.
 
-A file is TOML; what it leaves out is its chip's:
-
-    chip = "h100"                    # optional: where figures that are not given come from
-    memory_bytes = 85e9              # and any other figure of `chips.Chip`
-    dims = [                         # outermost first; the product of their sizes is the number of devices
-      {name = "host", size = 2, kind = "switch", bandwidth = 50e9, latency_us = 15},
-      {name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5},
-    ]                                # also: wraps = true of a closed ring, each_us: latency of each further device
+chip = "h100"                    # optional; figures that the file omits are those of this chip
+memory_bytes = 85e9              # likewise any other figure of `chips.Chip`
+dims = [                         # outermost first; the product of the sizes is the number of devices
+{name = "host", size = 2, kind = "switch", bandwidth = 50e9, latency_us = 15},
+{name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5},
+]                                # optional: `wraps = true` for a closed ring, `each_us` (see `topology.Dim`)
 """
 
 from __future__ import annotations
@@ -26,25 +24,13 @@ from autoshard._shown import shown
 from autoshard._typed import Readers, fields_of, finite, fit, shortly
 from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
+from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
 from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
-
-_SHAPE = (
-    "kinds",
-    "hides",
-    "options",
-    "torus",
-    "wraps_at",
-    "pod",
-    "domain",
-    "cores",
-)  # of a chip, by which names of targets are read
-
-
-MOST_DEVICES = 2**20  # of a machine; more than there are anywhere, and the search goes through their divisors
-
+# Attributes of a chip that are needed to read target names. A target file cannot set them.
+_NAMING = ("kinds", "hides", "options", "torus", "wraps_at", "pod", "domain", "cores")
 _FINITE: Readers = {float: finite}
 
 
@@ -55,7 +41,13 @@ class TargetError(AutoshardError):
 @shown
 @dataclass(frozen=True)
 class Target:
-    """A machine: its chip, and how its devices are connected."""
+    """A machine to plan for.
+
+    Attributes:
+        name: its name, or the path of its file.
+        chip: the figures of one device.
+        topology: how the devices are connected.
+    """
 
     name: str
     chip: Chip
@@ -63,7 +55,7 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return self.topology.devices
 
     @property
@@ -72,29 +64,30 @@ class Target:
         return self.chip.platform
 
     def assign(self, mesh: Mapping[str, int]) -> DeviceAssignment:
-        """The plainest laying of a mesh: its last axis on the nearest devices."""
+        """The default device assignment of a mesh: its last axis on the nearest devices."""
         return assign(self.topology, tuple(mesh.items()))
 
     @cached_property
     def link_bandwidth(self) -> float:
-        """Bytes per second that one device sends to near ones over all its links, one way."""
+        """Bytes per second that one device sends over all its links to neighbours, in one direction."""
         near = [d for d in self.topology.dims if d.kind == "ring"] or [self.topology.dims[-1]]
         return sum(d.bandwidth * (2 if d.wraps else 1) for d in near if d.size > 1) or near[-1].bandwidth
 
     @property
     def flops_per_byte(self) -> float:
-        """Operations that a device does while one byte crosses to a near one."""
+        """FLOPs that a device does at peak in the time that it takes to send one byte to a neighbour."""
         return self.chip.flops / self.link_bandwidth
 
 
 def find_target(name: str) -> Target:
-    """The machine called `name`.
+    """The target called `name`.
 
     Args:
-        name: `v5p:4x4x4` (torus), `h100:4x8` (hosts x GPUs), `cpu:8`, slices with `*2`, or a TOML file.
+        name: `v5p:4x4x4` (torus), `h100:4x8` (hosts x GPUs), `cpu:8`, `v5p:4x4x4*2` (two slices), or the path of a
+            `.toml` file.
 
     Raises:
-        TargetError: it does not exist, or the file cannot be read.
+        TargetError: there is no such target, or the file cannot be read.
     """
     check_name(name)
     if name.endswith(".toml"):
@@ -105,7 +98,7 @@ def find_target(name: str) -> Target:
     if not match or chip is None:
         near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
         raise TargetError(
-            f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the name of a "
+            f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the path of a "
             f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
         )
     shape = [int(n) for n in match[2].split("x")]
@@ -121,18 +114,19 @@ def find_target(name: str) -> Target:
         _check_pod(name, key, chip, shape)
         return Target(name, chip, Topology(_torus(chip, shape, slices)))
     if len(shape) > 2:
-        raise TargetError(f"target '{name}': write {key}:HOSTSx{'GPUS' if chip.platform == 'cuda' else 'DEVICES'}")
-    near = shape[-1] * slices if len(shape) == 1 and shape[-1] * slices <= chip.domain else shape[-1]
-    if near > chip.domain:
+        devices = "GPUS" if chip.platform == "cuda" else "DEVICES"
+        raise TargetError(f"target '{name}' has more than two numbers; write {key}:HOSTSx{devices}")
+    per_switch = shape[-1] * slices if len(shape) == 1 and shape[-1] * slices <= chip.domain else shape[-1]
+    if per_switch > chip.domain:
         raise TargetError(
-            f"target '{name}': at most {chip.domain} {key} hang on one switch; write {key}:HOSTSx{chip.domain}"
+            f"target '{name}': one switch connects at most {chip.domain} {key}; write {key}:HOSTSx{chip.domain}"
         )
-    hosts = math.prod(shape) * slices // near
-    return Target(name, chip, Topology(_switched(chip, hosts, near)))
+    hosts = math.prod(shape) * slices // per_switch
+    return Target(name, chip, Topology(_switched(chip, hosts, per_switch)))
 
 
 def check_name(name: Any) -> None:
-    """Refuses what is no text."""
+    """Raises TargetError if the name of a target is not a string."""
     if not isinstance(name, str):
         raise TargetError(
             f"target is {shortly(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
@@ -140,7 +134,7 @@ def check_name(name: Any) -> None:
 
 
 def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:
-    """Refuses a slice that is larger than a pod."""
+    """Raises TargetError if a slice is larger than a pod."""
     side = math.isqrt(chip.pod)
     if math.prod(shape) > chip.pod:
         largest = f"{side}x{side}" if chip.torus == 2 else f"{chip.pod} chips"
@@ -149,35 +143,37 @@ def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:
     else:
         return
     raise TargetError(
-        f"target '{name}' is larger than a pod of {key}, which is {largest}; several are written with their number "
-        f"behind a star, such as {key}:{'x'.join([str(side if chip.torus == 2 else 16)] * chip.torus)}*2"
+        f"target '{name}' is larger than a pod of {key}, which is {largest}; write several slices as SHAPE*NUMBER, "
+        f"such as {key}:{'x'.join([str(side if chip.torus == 2 else 16)] * chip.torus)}*2"
     )
 
 
 def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
     dims = [Dim("slice", slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
-    # z, y, x: x runs fastest in the order of a TPU's devices.
+    # Outermost first: in the order of a TPU's devices, x runs fastest.
     for letter, size in reversed(list(zip("xyz", shape, strict=False))):
         wraps = size % chip.wraps_at == 0
         dims.append(Dim(letter, size, "ring", chip.link_bandwidth, chip.link_latency_us, wraps))
     if chip.cores > 1:
-        dims.append(Dim("core", chip.cores, "switch", 4 * chip.link_bandwidth, chip.link_latency_us))
+        dims.append(Dim("core", chip.cores, "switch", CORE_LINKS * chip.link_bandwidth, chip.link_latency_us))
     return tuple(dims)
 
 
-def _switched(chip: Chip, hosts: int, near: int) -> tuple[Dim, ...]:
-    inner = Dim("gpu" if chip.platform == "cuda" else "device", near, "switch", chip.link_bandwidth,
-                chip.link_latency_us, each_us=chip.link_latency_us / 2 if chip.platform == "cpu" else 0.0)  # fmt: skip
+def _switched(chip: Chip, hosts: int, per_host: int) -> tuple[Dim, ...]:
+    each_us = chip.link_latency_us * CPU_LATENCY_GROWTH if chip.platform == "cpu" else 0.0
+    inner = Dim("gpu" if chip.platform == "cuda" else "device", per_host, "switch", chip.link_bandwidth,
+                chip.link_latency_us, each_us=each_us)  # fmt: skip
     outer = Dim("host", hosts, "switch", chip.network_bandwidth, chip.network_latency_us)
     return (outer, inner) if hosts > 1 else (inner,)
 
 
 def target_for(devices: Sequence[Any], count: int) -> Target:
-    """The machine that attached devices make up.
+    """The target that attached devices form.
 
     Args:
-        devices: as `jax.devices()` gives them.
-        count: how many are used; where it is not their number, a machine like theirs of that size.
+        devices: the result of `jax.devices()`.
+        count: how many devices the target has. If it differs from `len(devices)`, they are assumed to form one line
+            or to be on one switch.
     """
     platform, kind = devices[0].platform, devices[0].device_kind
     name = chip_name(kind) or STAND_INS.get(platform, "cpu")
@@ -189,17 +185,17 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
         line = Dim("device", count, "ring", chip.link_bandwidth, chip.link_latency_us)
         return Target(f"{name}:{count}", chip, Topology((line,)))
     hosts = len({d.process_index for d in devices}) if count == len(devices) and platform != "cpu" else 1
-    near = count // hosts if count % hosts == 0 else count
-    text = f"{name}:{hosts}x{near}" if hosts > 1 else f"{name}:{count}"
-    return Target(text, chip, Topology(_switched(chip, count // near, near)))
+    per_host = count // hosts if count % hosts == 0 else count
+    text = f"{name}:{hosts}x{per_host}" if hosts > 1 else f"{name}:{count}"
+    return Target(text, chip, Topology(_switched(chip, count // per_host, per_host)))
 
 
 def _shape(devices: Sequence[Any], chip: Chip) -> list[int] | None:
-    """The torus that devices with coordinates fill, None if they have none or leave holes."""
-    places = [getattr(d, "coords", None) for d in devices]
-    if any(p is None for p in places) or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+    """The shape of the torus that the devices fill; None if they have no coordinates, leave gaps, or span slices."""
+    coords = [getattr(d, "coords", None) for d in devices]
+    if any(c is None for c in coords) or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
         return None
-    columns = list(zip(*places, strict=True))[: chip.torus]
+    columns = list(zip(*coords, strict=True))[: chip.torus]
     shape = [max(column) - min(column) + 1 for column in columns]
     return shape if math.prod(shape) * chip.cores == len(devices) else None
 
@@ -209,11 +205,11 @@ def _read(path: Path) -> Target:
         data: dict[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
         raise TargetError(f"target '{path}' cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
         raise TargetError(f"target '{path}' is not TOML: {error}") from error
     base = data.pop("chip", None)
     dims = data.pop("dims", None)
-    known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _SHAPE}
+    known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _NAMING}
     problems = [f"unknown key '{k}'; known: chip, dims, {', '.join(known)}" for k in data if k not in known]
     if base is not None and (not isinstance(base, str) or base not in CHIPS):
         problems.append(f"unknown chip {shortly(base)}; known: {', '.join(CHIPS)}")
@@ -221,12 +217,14 @@ def _read(path: Path) -> Target:
     problems += [f"{k} is {v!r}; give a positive number" for k, v in figures.items() if _is_number(v) and not v > 0]
     needed = ("platform", "flops", "memory_bytes", "memory_bandwidth")
     if base is None:
-        problems += [f"'{k}' is missing, and there is no chip to take it from" for k in needed if k not in data]
+        problems += [
+            f"'{k}' is missing; give it, or name a 'chip' that it is taken from" for k in needed if k not in data
+        ]
     read = _read_dims(dims, problems)
     if problems:
         raise TargetError(f"target '{path}': {'; '.join(problems)}")
-    near = read[-1]
-    given: dict[str, Any] = {"link_bandwidth": near.bandwidth, "link_latency_us": near.latency_us} | figures
+    innermost = read[-1]
+    given: dict[str, Any] = {"link_bandwidth": innermost.bandwidth, "link_latency_us": innermost.latency_us} | figures
     if base is None:
         chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": read[0].bandwidth} | given)
     else:
@@ -255,18 +253,18 @@ def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
             problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}, it must be above 0 bytes per second")
         if dim.name in [other.name for other in found[:n]]:
             problems.append(
-                f"dims[{n}].name is {dim.name!r}, as that of another; give each dimension a name of its own"
+                f"dims[{n}].name is {dim.name!r}, like another dimension's; give each dimension a name of its own"
             )
     if math.prod(dim.size for dim in found) > MOST_DEVICES:
-        problems.append(f"'dims' have more than {MOST_DEVICES} devices")
+        problems.append(f"'dims' has more than {MOST_DEVICES} devices; give smaller sizes")
     return found
 
 
 def write_target(target: Target, path: Path) -> None:
-    """Writes a file that `find_target` reads."""
+    """Writes a target to a file that `find_target` reads."""
     chip = target.chip
     figures = {f.name: getattr(chip, f.name) for f in fields(Chip)
-               if f.name not in ("platform", *_SHAPE)}  # fmt: skip
+               if f.name not in ("platform", *_NAMING)}  # fmt: skip
     lines = [f'platform = "{chip.platform}"', *(f"{k} = {v!r}" for k, v in figures.items() if v)]
     dims = [
         f'  {{name = "{d.name}", size = {d.size}, kind = "{d.kind}", bandwidth = {d.bandwidth:.6g}, '

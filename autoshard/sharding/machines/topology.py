@@ -1,20 +1,19 @@
-"""How devices are connected, how mesh axes are laid onto that, and how long a collective takes there.
+"""How devices are connected, which devices a mesh axis is assigned, and how long a collective takes on them.
 
 A topology is a list of dimensions, outermost first: slices, hosts, the dimensions of a torus, the cores of a chip. A
-mesh axis is laid onto pieces of them: a piece is `size` devices of one dimension, `stride` apart. Units: bytes, bytes
-per second, microseconds.
+mesh axis is assigned pieces of dimensions: a piece is `size` devices of one dimension, `stride` apart. Units: bytes,
+bytes per second, microseconds.
 
-    group of n devices, B = bytes that one device has (gathered: after; reduced: before)
-    all-gather, reduce-scatter   (n - 1)/n B leave each device; all-reduce twice that; all-to-all (n - 1)/n B;
-                                 permute B
-    bandwidth of a piece         ring: 2 links where it is closed, 1 where it is a line; divided by the stride where as
-                                 many groups share the links. Switch: the device's own bundle
-    bandwidth of a group         dimensions of one torus work at the same time: their sum. Slower networks around it:
-                                 one after the other, the outer one with 1/inner of the bytes (hierarchical)
-    compiled on a torus          XLA scatters a sum over at most two dimensions of which one may be a line, and gathers
-                                 over at most two; elsewhere it reduces all of it; a piece of 2 is none (`compiled`)
-    all-to-all on a torus        half of all bytes cross the middle of the longest dimension, see `_exchange_us`
-    time                         latency of every hop of the longest piece + bytes / bandwidth
+A collective runs over a group of n devices. B is the bytes of one device: after an all-gather, before any other kind.
+
+    bytes sent per device   all-gather, reduce-scatter, all-to-all: (n - 1)/n B; all-reduce: twice that; permute: B
+    bandwidth of a piece    on a ring 2 links if the piece closes it, else 1, divided by the stride, because that many
+                            groups share the links; on a switch the bandwidth of the device's link
+    bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
+                            speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
+    time                    latency of all hops along the longest piece + bytes sent / bandwidth
+    all-to-all on a torus   is limited by the middle of the longest dimension, see `_all_to_all_us`
+    on a torus, XLA:TPU     replaces some collectives by an all-reduce, see `Topology.compiled`
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ class Dim:
     """One dimension of a topology.
 
     Attributes:
-        name: slice, host, x, y, z, gpu, core.
-        size: devices along it.
-        kind: `ring` (neighbours are linked) or `switch` (all are).
-        bandwidth: bytes per second of one link one way (of a device's bundle to a switch).
-        latency_us: of one hop.
-        wraps: whether the last is linked to the first.
-        each_us: of a switch: more of it for each device beside the first: threads of one process wait in turn.
+        name: slice, host, x, y, z, gpu, device or core.
+        size: number of devices along it.
+        kind: `ring` (neighbours are linked) or `switch` (all are connected).
+        bandwidth: bytes per second of one link in one direction; on a switch, of one device's link to it.
+        latency_us: microseconds of one hop.
+        wraps: whether the last device of a ring is linked to the first.
+        each_us: on a switch, additional latency in microseconds for each device after the first. CPU devices are
+            threads of one process that wait for each other.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Dim:
 
     @property
     def link(self) -> str:
-        """How its devices are joined: `switch`, `ring`, or `line` where the last is not linked to the first."""
+        """How the devices are connected: `switch`, `ring`, or `line` if the last is not linked to the first."""
         return self.kind if self.kind == "switch" or self.wraps else "line"
 
 
@@ -75,22 +75,22 @@ Pieces = tuple[Piece, ...]
 @shown
 @dataclass(frozen=True)
 class Topology:
-    """Devices in row-major order of `dims`, the last dimension nearest."""
+    """Devices in row-major order of `dims`; neighbours along the last dimension are nearest."""
 
     dims: tuple[Dim, ...]
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return math.prod(d.size for d in self.dims)
 
     def time_us(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> float:
-        """How long a collective takes over the devices of `pieces`.
+        """Microseconds of a collective over the devices of `pieces`.
 
         Args:
             kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
-            pieces: where the group lies.
-            local_bytes: what a device has before (of an all-gather: its shard).
+            pieces: the devices of one group.
+            local_bytes: bytes of each device's operand (for an all-gather: its shard).
         """
         merged = self._merged(pieces)
         if not merged:
@@ -99,9 +99,9 @@ class Topology:
         if kind == "collective-permute":
             return min(self._hop(p) for p in merged) + local_bytes / min(map(self._piece_bandwidth, merged)) * 1e6
         if kind == "all-to-all":
-            return sum(self._exchange_us(group, whole) for _, group in self._tiers(merged))
+            return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
         once, inner = 0.0, 1
-        for _, group in self._tiers(merged):  # the fastest first
+        for _, group in self._tiers(merged):
             n = math.prod(p.size for p in group)
             bandwidth = sum(map(self._piece_bandwidth, group))
             once += max(map(self._hop, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
@@ -109,10 +109,11 @@ class Topology:
         return once * (2 if kind == "all-reduce" else 1)
 
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
-        """The collective that XLA makes of one, and what a device has before that.
+        """The collective that XLA:TPU emits for a requested one, and the bytes of each device's operand of it.
 
-        On a torus a scattered sum over three dimensions, or over two lines, is an all-reduce whose result is sliced. A
-        gather over three is an all-reduce of parts among zeros. Two neighbours are no dimension.
+        On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
+        sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros. Pieces of two
+        devices do not count as dimensions here.
         """
         rings = [p for p in self._merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
@@ -127,7 +128,7 @@ class Topology:
         return dim.wraps and piece.size * piece.stride == dim.size
 
     def _merged(self, pieces: Pieces) -> list[Piece]:
-        """Pieces of one dimension as one, so that two halves are a whole ring."""
+        """Merges the pieces of each dimension into one, so that two halves of a ring count as a closed ring."""
         of_dim: dict[int, list[Piece]] = defaultdict(list)
         for p in pieces:
             if p.size > 1:
@@ -135,7 +136,7 @@ class Topology:
         return [Piece(d, math.prod(p.size for p in ps), min(p.stride for p in ps)) for d, ps in of_dim.items()]
 
     def _tiers(self, pieces: Sequence[Piece]) -> list[tuple[float, list[Piece]]]:
-        """Pieces by the speed of their network, the fastest first; dimensions of one torus go together."""
+        """Groups pieces by bandwidth in descending order; dimensions of one torus form one group."""
         tiers: dict[tuple[float, str], list[Piece]] = defaultdict(list)
         for p in pieces:
             dim = self.dims[p.dim]
@@ -155,10 +156,11 @@ class Topology:
         hops = piece.size // 2 if self._closed(piece) else piece.size - 1
         return dim.latency_us * hops * piece.stride
 
-    def _exchange_us(self, group: Sequence[Piece], local_bytes: float) -> float:
-        """All-to-all in a torus: a quarter of all bytes cross the middle of the longest dimension each way.
+    def _all_to_all_us(self, group: Sequence[Piece], local_bytes: float) -> float:
+        """Microseconds of an all-to-all, limited on a torus by the middle of the longest dimension.
 
-        n devices with B bytes each; n / longest lines (twice as many links where they are rings) carry n B / 4.
+        Of n devices with B bytes each, n B / 4 bytes cross the middle in each direction. They are carried by
+        n / longest lines, or by twice as many links where the lines are closed rings.
         """
         n = math.prod(p.size for p in group)
         longest = max(group, key=lambda p: p.size / self._piece_bandwidth(p))
@@ -171,7 +173,12 @@ class Topology:
 @shown
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Where each mesh axis lies: mesh axis -> pieces, major to minor."""
+    """Which devices each mesh axis is assigned.
+
+    Attributes:
+        topology: the topology.
+        pieces: mesh axis -> its pieces, major to minor.
+    """
 
     topology: Topology
     pieces: Mapping[str, Pieces]
@@ -179,35 +186,35 @@ class DeviceAssignment:
     _compiled: dict = field(default_factory=dict, compare=False, repr=False)
 
     def time_us(self, kind: ReshardKind, axes: Iterable[str], local_bytes: float) -> float:
-        """How long a collective over these mesh axes takes; see `Topology.time_us`."""
+        """Microseconds of a collective over these mesh axes; see `Topology.time_us`."""
         axes = tuple(axes)
         found = self._times.get((kind, axes))
-        if found is None:  # the time is latency + bytes / bandwidth: two points tell both
+        if found is None:  # the time is linear in the bytes, so two points determine it
             over = self.over(axes)
             latency = self.topology.time_us(kind, over, 0.0)
             found = self._times[kind, axes] = latency, (self.topology.time_us(kind, over, 1e9) - latency) / 1e9
         return found[0] + found[1] * local_bytes
 
     def compiled(self, kind: ReshardKind, axes: tuple[str, ...]) -> tuple[ReshardKind, float, int]:
-        """What XLA makes of a collective over these mesh axes (`Topology.compiled`).
+        """The collective that XLA emits for one over these mesh axes (`Topology.compiled`).
 
         Returns:
-            its kind; how many times as much a device has before it; how many devices it runs over.
+            Its kind, the factor by which each device's operand grows, and the number of devices.
         """
         found = self._compiled.get((kind, axes))
         if found is None:
             over = self.over(axes)
-            made, more = self.topology.compiled(kind, over, 1.0)
-            found = self._compiled[kind, axes] = made, more, math.prod(p.size for p in over)
+            compiled_kind, growth = self.topology.compiled(kind, over, 1.0)
+            found = self._compiled[kind, axes] = compiled_kind, growth, math.prod(p.size for p in over)
         return found
 
     def over(self, axes: Iterable[str]) -> Pieces:
-        """Where a group over these mesh axes lies."""
+        """The pieces of a group over these mesh axes."""
         return tuple(p for a in axes for p in self.pieces[a])
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """For each place of the mesh (row-major) the number of its device in the topology's row-major order."""
+        """For each position of the mesh, in row-major order, the row-major index of its device in the topology."""
         stride_of_dim = [math.prod(d.size for d in self.topology.dims[i + 1 :]) for i in range(len(self.topology.dims))]
         order = [0]
         for pieces in self.pieces.values():
@@ -217,7 +224,7 @@ class DeviceAssignment:
         return tuple(order)
 
     def text(self) -> dict[str, str]:
-        """Mesh axis -> where it lies, such as `x:4 y:2/2` (2 of dimension y, every second device)."""
+        """Mesh axis -> its pieces as text, such as `x:4 y:2/2` (of dimension y, 2 devices with stride 2)."""
         names = [d.name for d in self.topology.dims]
         return {
             a: " ".join(f"{names[p.dim]}:{p.size}" + (f"/{p.stride}" if p.stride > 1 else "") for p in ps)
@@ -227,24 +234,24 @@ class DeviceAssignment:
 
 @lru_cache(maxsize=4096)
 def assign(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> DeviceAssignment:
-    """The plainest laying: the last mesh axis on the nearest devices."""
+    """The default assignment: the last mesh axis on the nearest devices."""
     return next(assignments(topology, dict(mesh), [a for a, _ in reversed(mesh)]))
 
 
 def assignments(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -> Iterator[DeviceAssignment]:
-    """Layings of a mesh that give the axes of `first` their places in that order, the best place first.
+    """Yields the device assignments of a mesh, without duplicates.
 
-    An axis takes whole dimensions before parts of them, near ones before far ones; every way to do so is given, but
-    of dimensions that are alike only the first. Where the sizes do not fit the dimensions (3 on 4 x 4), the axes are
-    laid in row-major order over all devices.
+    The axes choose their pieces in the order of `first`, near dimensions before far ones. Of several equal dimensions
+    only the nearest is tried. If the sizes do not fit the dimensions (an axis of 3 on 4 x 4), the only assignment puts
+    the axes in row-major order on all devices and prices them as one switch with the figures of the slowest dimension.
     """
-    seen: set[tuple[tuple[str, Pieces], ...]] = set()
+    yielded: set[tuple[tuple[str, Pieces], ...]] = set()
     for found in _choices(topology, [(a, mesh[a]) for a in first], {}, {}):
         key = tuple((a, found[a]) for a in mesh)
-        if key not in seen:
-            seen.add(key)
+        if key not in yielded:
+            yielded.add(key)
             yield DeviceAssignment(topology, dict(key))
-    if not seen:
+    if not yielded:
         each_us = max(d.each_us for d in topology.dims)
         flat = Dim("device", topology.devices, "switch", *_slowest(topology), each_us=each_us)
         pieces: dict[str, Pieces] = {}
@@ -263,34 +270,34 @@ def _slowest(topology: Topology) -> tuple[float, float]:
 def _choices(
     topology: Topology, axes: Sequence[tuple[str, int]], taken: Mapping[int, int], found: Mapping[str, Pieces]
 ) -> Iterator[dict[str, Pieces]]:
-    """Every way to lay the axes, in order, where `taken[dim]` devices of a dimension are behind earlier ones."""
+    """Yields every way to assign pieces to the axes in order; `taken[dim]` is the stride that earlier axes leave."""
     if not axes:
         yield dict(found)
         return
     (axis, size), *rest = axes
     for pieces in _pieces(topology, size, taken):
-        now = dict(taken)
+        taken_now = dict(taken)
         for p in pieces:
-            now[p.dim] = now.get(p.dim, 1) * p.size
-        yield from _choices(topology, rest, now, {**found, axis: pieces})
+            taken_now[p.dim] = taken_now.get(p.dim, 1) * p.size
+        yield from _choices(topology, rest, taken_now, {**found, axis: pieces})
 
 
 def _pieces(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator[Pieces]:
-    """Ways to take `size` devices, each a dimension's free part or a factor of it; major to minor."""
+    """Yields ways to take `size` devices as pieces, major to minor; each piece divides the free part of a dimension."""
     if size == 1:
         yield ()
         return
     options: list[Pieces] = []
-    alike: set[tuple[Dim, int]] = set()
+    tried: set[tuple[Dim, int]] = set()  # equal dimensions are interchangeable
     for number in range(len(topology.dims) - 1, -1, -1):
-        dim, behind = topology.dims[number], taken.get(number, 1)
-        free = dim.size // behind
+        dim, stride = topology.dims[number], taken.get(number, 1)
+        free = dim.size // stride
         shared = math.gcd(size, free)
-        key = (replace(dim, name=""), behind)
-        if shared == 1 or key in alike:
+        key = (replace(dim, name=""), stride)
+        if shared == 1 or key in tried:
             continue
-        alike.add(key)
-        mine = Piece(number, shared, behind)
-        for others in _pieces(topology, size // shared, {**taken, number: behind * shared}):
-            options.append((*others, mine))
+        tried.add(key)
+        piece = Piece(number, shared, stride)
+        for others in _pieces(topology, size // shared, {**taken, number: stride * shared}):
+            options.append((*others, piece))
     yield from options

@@ -1,1 +1,1 @@
-"""The user's function traced once, and what is known of its operators."""
+"""The traced program: its state, its operators, their sizes and FLOPs."""

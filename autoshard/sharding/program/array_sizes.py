@@ -1,4 +1,4 @@
-"""Bytes and types of arrays."""
+"""Sizes and types of arrays."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from autoshard import _compat
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype; a typed key counts its words."""
+    """Bytes of an array with this shape and dtype. A typed PRNG key counts as 8 bytes, two words."""
     return math.prod(aval.shape) * itemsize(aval)
 
 
 def itemsize(aval: Any) -> int:
-    """Bytes of an element; of a typed key, its words."""
+    """Bytes of one element. A typed PRNG key counts as 8 bytes, two words."""
     return 8 if _compat.is_extended(aval.dtype) else jnp.dtype(aval.dtype).itemsize
 
 
 def axis_weight(aval: Any) -> int:
-    """Bytes of an array, an empty dimension counted as one: roles are the same for an empty batch."""
+    """Bytes of an array in which empty dimensions count as size 1, so that an empty batch gives the same roles."""
     return math.prod(max(n, 1) for n in aval.shape) * itemsize(aval)
 
 
 def is_float(aval: Any) -> bool:
-    """Whether the value is of a floating type."""
+    """Whether the dtype is a floating-point type."""
     return _compat.is_floating(aval.dtype)

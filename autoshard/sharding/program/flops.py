@@ -1,11 +1,11 @@
-"""How much one operator computes: floating-point operations on whole operands.
+"""Counts the FLOPs of one operator on whole, unsharded operands.
 
-A contraction multiplies every element of one operand with as many elements as the result has dimensions that this
-operand lacks. Of a convolution that operand is the kernel: the image's positions are not all met by all of it. A
-contraction over a ragged dimension (the gradient of experts' weights) is a product of all rows, masked, for each group:
-XLA knows no other way. A vendor's kernel computes what its products do (`spmdrules.vendor`). An operator that its
-author declared computes what the contractions inside it do; of code that says nothing (a kernel of its author's own),
-and of everything else, it is one operation for each element of the results.
+A contraction counts 2 FLOPs for each element of one operand and each index of the result's dimensions that this operand
+lacks. For a convolution this operand is the kernel, so that taps on padding count too. A contraction over a ragged
+dimension (the gradient of expert weights) counts one masked product of all rows per group, because XLA compiles it to
+that. A vendor's kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts
+the contractions inside it. Every other operator, and a declared one without contractions, counts one FLOP for each
+element of its results.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autoshard.spmdrules.custom_ops.opaque_primitive import flat, is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops
 from autoshard.spmdrules.ir.program import Op, Program, build
 
-Shapes = tuple[tuple[tuple[int, ...], Any], ...]  # of operands: shape and dtype
+Shapes = tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each operand
 
 
 def flops_of(op: Op) -> float:
-    """Floating-point operations of one equation on whole operands."""
+    """FLOPs of one operator on whole operands."""
     if op.rule is None:
         return 0.0
     if op.name in CONTRACTIONS:
@@ -39,7 +39,7 @@ def flops_of(op: Op) -> float:
 
 
 def matmul_flops(op: Op) -> Mapping[int, float]:
-    """The operations of the contractions in an operator, by the bytes of an element of their narrower operand."""
+    """FLOPs of the contractions in an operator: bytes per element of the narrower operand -> FLOPs."""
     if op.name in CONTRACTIONS:
         return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _product(op)}
     if op.name in KERNELS:
@@ -62,14 +62,17 @@ def _products(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
 
 
 def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
-    """What a function of arrays of these shapes and types is made of; None where it does not take them.
+    """The program inside a declared operator for operands of these shapes and dtypes.
 
-    Shapes are those of the program, of a shard or of a padded axis. That a shard is refused is said where it is run.
+    The shapes are those of whole operands, of shards or of a padded axis.
+
+    Returns:
+        The program; None if the function raises for these shapes. The error is reported where the operator runs.
     """
     with _compat.unchecked_varying():
         try:
             traced = jax.make_jaxpr(flat(fn))(*(jax.ShapeDtypeStruct(*each) for each in operands))
-        except Exception:  # the operator's author wrote it, and may refuse a shape with any error
+        except Exception:  # user code may raise any error
             return None
     return build(_compat.dce(traced))
 
@@ -78,13 +81,13 @@ def _product(op: Op) -> float:
     rule = op.rule
     assert rule is not None
     is_convolution = op.name == "conv_general_dilated"
-    one, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
-    free = [f for f in _factors(rule.results[0]) if f not in one and (is_convolution or f in other)]
-    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*one, *free)) * _masked(op)
+    first, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
+    free = [f for f in _factors(rule.results[0]) if f not in first and (is_convolution or f in other)]
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*first, *free)) * _masked(op)
 
 
 def _masked(op: Op) -> int:
-    """How many products XLA makes of one: for a ragged dimension that is contracted one for each group."""
+    """The number of products that XLA computes for one: one for each group if a ragged dimension is contracted."""
     dims = op.eqn.params.get("ragged_dot_dimension_numbers")
     if dims is None:
         return 1

@@ -1,4 +1,4 @@
-"""Kinds of operators that planning treats alike: contractions, reductions, addressed by values, opaque."""
+"""Kinds of operators that planning treats in the same way: contractions, reductions, indexed and opaque operators."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.ir.program import Op
 
-ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-
-
-# XLA does not gather what these need whole: the compiled program fails, or counts an initial value on every shard.
-UNABLE = ("fft", "reduce", "reduce_window")
-
-
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+# Operators whose sharded operands XLA does not gather where it must: the compiled program fails, or adds an initial
+# value once per shard.
+NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
 
 
 def is_decision_point(op: Op) -> bool:
-    """Whether the layout has something to say at this operator; a sum over dimensions of size 1 is only a reshape."""
+    """Whether the layout decides how to shard an operator. A reduction over dimensions of size 1 is only a reshape."""
     if op.rule is None:
         return False
     if op.name in REDUCTIONS:
@@ -27,13 +25,10 @@ def is_decision_point(op: Op) -> bool:
 
 
 def constrained(op: Op) -> bool:
-    """Whether constraints stand on the operands and the results of an operator, so that XLA cuts it as planned."""
-    return any(op.name in names for names in (CONTRACTIONS, ADDRESSED, UNABLE, REDUCTIONS, KERNELS))
+    """Whether the operands and results of an operator get sharding constraints, so that XLA shards it as planned."""
+    return any(op.name in names for names in (CONTRACTIONS, ADDRESSED, NEEDS_GATHERED, REDUCTIONS, KERNELS))
 
 
 def declared(op: Op) -> bool:
     """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
     return is_operator(op.eqn.primitive)
-
-
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

@@ -1,6 +1,7 @@
-"""A user's function traced once: its jaxpr, the trees and paths around it, and what of it is state.
+"""Traces a user's function once: its jaxpr, its pytrees and paths, and which of its arguments are state.
 
-The results that are state (see `state`) are stored as its inputs are, so that a step can be called on what it returned.
+Results that are state (see `state_matching`) get the shardings of their inputs, so that a step can be called with what
+it returned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autoshard._shown import shown
 from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.spmdrules.ir.program import Program, build
 
-# Set while a planned function is traced: the decorated modules in it leave all decisions to its plan.
+# True while a planned function is traced. Decorated modules inside it then add no shardings of their own.
 OUTER_PLAN: ContextVar[bool] = ContextVar("OUTER_PLAN", default=False)
 
 
@@ -33,19 +34,20 @@ class Traced:
     Attributes:
         name: the function's name, for messages.
         closed: the closed jaxpr over flat inputs.
-        in_tree: tree of `(args, kwargs)`.
-        out_tree: tree of the results.
-        in_paths: `/`-joined key path of each input leaf, `0/layers/wq`.
-        out_paths: the same for the results.
+        in_tree: pytree structure of `(args, kwargs)`.
+        out_tree: pytree structure of the results.
+        in_paths: key path of each input leaf, joined by `/`: `0/layers/wq`.
+        out_paths: key path of each result leaf.
         in_avals: shape and dtype of each input leaf.
-        out_avals: the same for the results.
-        state: pairs (input leaf, output leaf) of what comes back.
-        owners: the number of the argument that each input leaf belongs to, -1 for keywords.
-        donated: input leaves whose buffers the results may take.
-        written: input leaf -> the `PartitionSpec` that its owner wrote on it.
-        flags: JAX's settings under which it was traced.
-        alike: pairs (input leaf, output leaf) of results that have the leaves of an argument that came back already.
-        drifts: the arguments that nearly come back.
+        out_avals: shape and dtype of each result leaf.
+        state: pairs (input leaf, output leaf) of the state.
+        owners: for each input leaf the index of its argument; -1 for keyword arguments.
+        donated: input leaves whose buffers the results may reuse.
+        written: input leaf -> the `PartitionSpec` with which the module that owns it is annotated.
+        flags: the JAX settings at the time of the trace (`trace_flags`).
+        alike: pairs (input leaf, output leaf) of results with the leaves of an argument whose state is another result,
+            such as gradients or a second moment.
+        mismatches: arguments that the function returns with some leaves changed.
     """
 
     name: str
@@ -62,16 +64,16 @@ class Traced:
     written: dict[int, Any]
     flags: tuple[Any, ...]
     alike: list[tuple[int, int]]
-    drifts: list[StateMismatch]
+    mismatches: list[StateMismatch]
 
     @cached_property
     def program(self) -> Program:
-        """The program of numbered values, without what nobody uses."""
+        """The program of numbered values, after dead code elimination."""
         return build(_compat.dce(self.closed))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of structure, shapes and dtypes: what a plan must fit."""
+        """A digest of paths, shapes and dtypes. A plan is valid for functions with its fingerprint."""
         text = repr([(p, a.shape, str(a.dtype)) for p, a in zip(self.in_paths, self.in_avals, strict=True)])
         text += repr([(a.shape, str(a.dtype)) for a in self.out_avals])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -87,25 +89,25 @@ TRACE_FLAGS = (
 
 
 def trace_flags() -> tuple[Any, ...]:
-    """JAX's settings that change what a trace means."""
+    """The values of the JAX settings that change the result of a trace."""
     return tuple(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS)
 
 
 def abstract(tree: Any) -> Any:
-    """A pytree with every array turned into its shape, dtype and weak type; Python numbers stay."""
+    """Replaces each array of a pytree by a `ShapeDtypeStruct` with its weak type; Python numbers stay as they are."""
 
-    def one(x: Any) -> Any:
+    def abstract_leaf(x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)) or not hasattr(x, "shape"):
             return x
         if isinstance(x, (np.ndarray, np.generic)):
             x = jax.eval_shape(lambda: jax.numpy.asarray(x)) if x.dtype in (np.int64, np.float64, np.uint64) else x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(abstract_leaf, tree)
 
 
 def path_of(keys: Sequence[Any]) -> str:
-    """A key path as text, `0/layers/wq`; the `value` of an nnx variable is left out."""
+    """A key path as text, `0/layers/wq`, without the trailing `value` of an nnx variable."""
     keys = list(keys)
     if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in ("value", "raw_value"):
         keys = keys[:-1]
@@ -113,7 +115,7 @@ def path_of(keys: Sequence[Any]) -> str:
 
 
 def name_of(fn: Any) -> str:
-    """What messages call a function; a partial one is called like the function that it is made of."""
+    """The name of a function in messages; for a `functools.partial`, that of the underlying function."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
@@ -132,10 +134,10 @@ def trace(
     Args:
         fn: the function, over pytrees of arrays.
         args: arrays or `ShapeDtypeStruct` pytrees.
-        kwargs: the same by keyword.
-        donate_argnums: arguments whose buffers the results may take.
-        input_paths: names of the input leaves, where their key paths would say nothing.
-        written: the `PartitionSpec` written on each input leaf by its owner, or None.
+        kwargs: keyword arguments of the same types.
+        donate_argnums: indices of arguments whose buffers the results may reuse.
+        input_paths: paths of the input leaves, if their key paths are not meaningful.
+        written: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -163,8 +165,8 @@ def trace(
         if owner >= 0:
             arguments.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
     found = match(arguments, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
-    # Leaves of an nnx object that come and go (sown values) are part of what nnx carries from call to call.
-    drifts = [d for d in found.drifts if input_paths is None or d.same_paths]
+    # `input_paths` is given for nnx objects. Their calls may add and drop leaves (sown values): that is no mismatch.
+    mismatches = [d for d in found.mismatches if input_paths is None or d.same_paths]
     return Traced(
         name=name,
         closed=closed,
@@ -180,5 +182,5 @@ def trace(
         written={i: spec for i, spec in enumerate(written) if spec is not None},
         flags=trace_flags(),
         alike=found.alike,
-        drifts=drifts,
+        mismatches=mismatches,
     )

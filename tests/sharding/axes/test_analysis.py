@@ -1,10 +1,7 @@
 """The analysis finds axes, roles, names and state, in the order in which they depend on each other."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import pytest
 
 from autoshard.models.workloads import workload
 from autoshard.sharding.axes.analysis import analyse
@@ -20,9 +17,7 @@ def test_a_training_step_has_state_roles_and_names():
     assert found.state == list(zip(program.inputs[:3], program.outputs[:3], strict=True))
     assert [roles.inputs[v] for v in program.inputs] == ["parameter"] * 3 + ["data"]
     assert axes.of_value[program.inputs[-1]][0] == (roles.batch,)
-    assert axes.name(roles.batch) == "batch" and axes.name(roles.residual) == "embed"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.roles = roles
+    assert [axes.names.get(c) for c in (roles.batch, roles.residual) if c is not None] == ["batch", "embed"]
 
 
 def test_generated_rows_join_the_batch_before_roles_are_found():

@@ -1,4 +1,4 @@
-"""Experts over the axes that cut the batch: the router's experts are an axis of their own."""
+"""Experts are sharded over the mesh axes of the batch, and the router's experts are a separate logical axis."""
 
 from autoshard import plan
 from autoshard.models.workloads import workload
@@ -8,7 +8,7 @@ TINY = workload("moe-tiny")
 
 
 def axes_of(made, end):
-    """Logical axes and spec of the one input whose path ends so."""
+    """The logical axes and the spec of the only parameter whose path ends with `end`."""
     (leaf,) = [leaf for leaf in made.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
     return leaf.axes, tuple(leaf.spec)
 
@@ -21,13 +21,13 @@ def test_experts_and_their_router_are_two_axes():
     assert axes[1] == "embed" and axes[2] != "experts" and "ep" not in spec
 
 
-def test_the_batch_is_cut_where_no_expert_is():
-    whole, parts = (
-        plan(*workload_step(TINY), target="cpu:8", plan=words, donate_argnums=0) for words in ("dp:8", "ep:8")
+def test_the_batch_is_sharded_over_the_axis_of_the_experts():
+    by_batch, by_experts = (
+        plan(*workload_step(TINY), target="cpu:8", plan=strategy, donate_argnums=0) for strategy in ("dp:8", "ep:8")
     )
-    assert axes_of(parts, "inputs")[1] == ("ep",)
-    assert parts.estimate.compute_us < 1.2 * whole.estimate.compute_us  # nothing is computed eight times
-    kinds = {(kind, line.rpartition("(")[2].rstrip(")")) for kind, _, _, line in parts.traffic}
+    assert axes_of(by_experts, "inputs")[1] == ("ep",)
+    assert by_experts.estimate.compute_us < 1.2 * by_batch.estimate.compute_us  # nothing is computed eight times
+    kinds = {(kind, line.rpartition("(")[2].rstrip(")")) for kind, _, _, line in by_experts.traffic}
     assert {kind for kind, where in kinds if where == "Experts._by_capacity"} == {"all-to-all"}
     assert not any(kind in ("all-gather", "all-reduce") and "multiply" in where for kind, where in kinds)
 
@@ -42,7 +42,7 @@ def test_ep_is_chosen_where_experts_are_most_of_the_weights():
     made = plan(*workload_step(work), target="v5e:4x4", donate_argnums=0)
     axes, spec = axes_of(made, "experts/w_up")
     assert made.fits and axes[1] == "experts" and spec[1] is not None
-    assert axes_of(made, "inputs")[1][0] is not None  # over the axes that cut the batch
-    cut = {axis for entry in (spec[1],) for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    assert axes_of(made, "inputs")[1][0] is not None  # over the mesh axes of the batch
+    sharded = {axis for entry in (spec[1],) for axis in (entry if isinstance(entry, tuple) else (entry,))}
     batch = axes_of(made, "inputs")[1][0]
-    assert cut <= set(batch if isinstance(batch, tuple) else (batch,))
+    assert sharded <= set(batch if isinstance(batch, tuple) else (batch,))

@@ -1,4 +1,4 @@
-"""Batches that a step makes itself are cut as given ones are."""
+"""Batches that a step generates itself are sharded like given ones."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from autoshard import plan
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.programs import assert_close
 
-ROWS = 1024  # many beside the weights, so that a plan which cuts them saves most of the work
+ROWS = 1024  # many compared with the weights, so that a plan which shards them saves most of the work
 
 
 def weights(*sizes):
@@ -28,7 +28,7 @@ def descent(params, grads):
 
 
 def adversarial_step(noise_rows):
-    """Real rows and a generator's meet in the loss alone; the generator is trained on noise drawn again."""
+    """Real and generated rows meet only in the loss. The generator is trained on new noise."""
 
     def step(state, x, key):
         first, second = jax.random.split(key)
@@ -50,8 +50,8 @@ def adversarial_step(noise_rows):
     return step, (state, jnp.ones((ROWS, 64)), jax.random.key(1))
 
 
-def drawn_step():
-    """All that comes in is state and a key."""
+def generating_step():
+    """A step whose only inputs are state and a key."""
 
     def step(params, key):
         x = jax.random.uniform(key, (ROWS, 16))
@@ -61,21 +61,21 @@ def drawn_step():
     return step, (weights(16, 64, 64, 1), jax.random.key(1))
 
 
-@pytest.mark.parametrize("make", [lambda: adversarial_step(ROWS), drawn_step])
-@pytest.mark.parametrize("words", ["dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2"])
-def test_rows_that_a_step_draws_are_cut_with_the_batch(make, words):
+@pytest.mark.parametrize("make", [lambda: adversarial_step(ROWS), generating_step])
+@pytest.mark.parametrize("strategy", ["dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2"])
+def test_generated_rows_are_sharded_like_the_batch(make, strategy):
     step, args = make()
-    made = plan(step, *args, target="cpu:8", plan=words)
+    made = plan(step, *args, target="cpu:8", plan=strategy)
     single = plan(step, *args, target="cpu:1")
     assert made.estimate.compute_us < single.estimate.compute_us / 4
     assert_close(jax.jit(step)(*args), made.jit()(*args))
 
 
-def test_rows_that_meet_the_batch_are_other_rows():
+def test_rows_that_are_multiplied_by_the_batch_stay_another_axis():
     def step(params, x, key):
         def loss(params):
-            one, other = perceptron(params, x), perceptron(params, jax.random.normal(key, x.shape))
-            return jnp.mean(jax.nn.logsumexp(one @ other.T, axis=1))
+            real, generated = perceptron(params, x), perceptron(params, jax.random.normal(key, x.shape))
+            return jnp.mean(jax.nn.logsumexp(real @ generated.T, axis=1))
 
         value, grads = jax.value_and_grad(loss)(params)
         return descent(params, grads), value
@@ -87,7 +87,7 @@ def test_rows_that_meet_the_batch_are_other_rows():
     assert_close(jax.jit(step)(*args), made.jit()(*args))
 
 
-def test_more_rows_than_the_batch_has_are_other_rows():
+def test_rows_of_another_number_stay_another_axis():
     step, args = adversarial_step(2 * ROWS)
     made = plan(step, *args, target="cpu:8", plan="dp:8")
     problem = bound_or_error(made.bound).problem

@@ -1,4 +1,4 @@
-"""Logical axes are found from structure alone."""
+"""Logical axes are derived from structure alone."""
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +24,24 @@ def leaves(fn, *shapes):
     return [found.of_value[v] for v in (*program.inputs, *program.outputs)]
 
 
-def test_a_contraction_joins_both_sides():
+def test_a_contraction_unifies_both_operands():
     x, w, y = leaves(lambda x, w: x @ w, (8, 16), (16, 4))
     assert x[1] == w[0] and y == (x[0], w[1]) and len({x[0], x[1], w[1]}) == 3
 
 
-def test_a_split_dimension_has_the_parts_as_axes():
+def test_a_split_dimension_has_the_axes_of_its_parts():
     x, y = leaves(lambda x: x.reshape(8, 4, 16), (8, 64))
     assert x[1] == (*y[1], *y[2]) and x[0] == y[0]
 
 
-def test_splits_that_nest_are_refined_and_others_stay_apart():
+def test_nesting_splits_are_refined_and_others_stay_separate():
     x, y = leaves(lambda x: x.reshape(4, 6), (8, 3))
     assert [len(d) for d in x] == [2, 1] and y == ((x[0][0],), (x[0][1], x[1][0]))
     x, y = leaves(lambda x: x.reshape(7, 5), (5, 7))
     assert not {c for d in x for c in d} & {c for d in y for c in d}
 
 
-def test_a_scan_joins_its_carry_and_marks_the_loop_axis():
+def test_a_scan_unifies_its_carry_and_marks_the_loop_axis():
     def fn(x, ws):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0]
 
@@ -50,17 +50,17 @@ def test_a_scan_joins_its_carry_and_marks_the_loop_axis():
     assert x[1] == ws[1] == ws[2] and set(ws[0]) <= found.stacked and not set(x[0]) & found.stacked
 
 
-def test_layers_written_out_have_the_axes_of_one_layer():
+def test_unrolled_layers_have_the_axes_of_one_layer():
     def fn(x, *weights):
         for up, down in zip(weights[::2], weights[1::2], strict=True):
             x = x + jnp.tanh(x @ up) @ down
         return x
 
     _, found = axes_of(fn, (8, 16), *[(16, 32), (32, 16)] * 6)
-    assert len(found.sizes) == 3  # batch, the stream, one hidden axis
+    assert len(found.sizes) == 3  # batch, residual stream, one hidden axis
 
 
-def test_axes_that_stand_together_are_not_merged():
+def test_axes_of_one_value_are_not_merged():
     program, found = axes_of(lambda x: jnp.tanh(x), (8, 16, 16))
     x = found.of_value[program.inputs[0]]
     assert x[1] != x[2]
@@ -93,10 +93,10 @@ def _gpt_plan(rename: bool, scan: bool = True, **options):
     return made, [by_leaf[i] for i in range(len(flat))]
 
 
-@pytest.mark.parametrize("words", [None, "fsdp:4 tp:2", "tp:4 dp:2 seq"])
-def test_planning_never_reads_names(words):
-    plain, specs = _gpt_plan(rename=False, plan=words)
-    renamed, others = _gpt_plan(rename=True, plan=words)
+@pytest.mark.parametrize("strategy", [None, "fsdp:4 tp:2", "tp:4 dp:2 seq"])
+def test_planning_never_reads_names(strategy):
+    plain, specs = _gpt_plan(rename=False, plan=strategy)
+    renamed, others = _gpt_plan(rename=True, plan=strategy)
     assert plain.chosen == renamed.chosen
     assert [leaf.spec for leaf in specs] == [leaf.spec for leaf in others]
     assert plain.estimate == renamed.estimate
@@ -111,14 +111,14 @@ def test_a_transformer_has_the_axes_that_people_name(scan):
     assert len(sharded) >= (8 if scan else 14)
 
 
-def test_what_two_activations_contract_is_never_cut():
+def test_an_axis_that_two_activations_contract_is_never_sharded():
     made, _ = _gpt_plan(rename=False, scan=False, plan="tp:8")
     heads = [leaf for leaf in made.inputs if leaf.shape in ((32, 4, 8), (32, 2, 8))]  # [embed, heads, head_dim]
     assert len(heads) == 2 * 3 and all(leaf.spec[1] and len(leaf.spec) == 2 for leaf in heads)
 
 
 @pytest.mark.parametrize("parameters_first", [True, False])
-def test_the_batch_of_a_function_without_state_is_what_no_weight_sums_over(parameters_first):
+def test_the_batch_of_a_function_without_state_is_an_axis_that_no_weight_contracts(parameters_first):
     def apply(params, x):
         return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
 

@@ -1,4 +1,4 @@
-"""State that comes back changed is refused or warned of; what only looks like state is left alone."""
+"""State that comes back changed raises or warns; arguments that only look like state do neither."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_loss, mlp_
 
 
 def trained(params, x, change):
-    """A step of gradient descent whose new parameters are changed before they are returned."""
+    """One step of gradient descent that applies `change` to the new parameters."""
     new, loss = sgd_step(params, x)
     return change(new), loss
 
@@ -22,7 +22,7 @@ def narrow_one(p):
     return {**p, "w": p["w"].astype(jnp.bfloat16)}
 
 
-def cut_one(p):
+def slice_one(p):
     return {**p, "v": p["v"][:8]}
 
 
@@ -36,7 +36,7 @@ def add_one(p):
 
 CHANGES = {
     narrow_one: r"'w' from float32\[64,128\] to bfloat16\[64,128\]\. A step must return its state",
-    cut_one: r"'v' from float32\[128,64\] to float32\[8,64\]",
+    slice_one: r"'v' from float32\[128,64\] to float32\[8,64\]",
     drop_one: r"'b' float32\[128\] is missing",
     add_one: r"'count' int32\[3\] is new",
 }
@@ -44,20 +44,20 @@ CHANGES = {
 
 @pytest.mark.parametrize("donate", [(), 0])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_state_of_which_all_else_comes_back_is_refused(change, donate):
+def test_state_with_one_changed_leaf_is_refused(change, donate):
     what = "is donated, but" if donate == 0 else "is state that"
     with pytest.raises(StateChangedError, match=f"argument 0 {what} comes back changed: {CHANGES[change]}"):
         plan(lambda p, x: trained(p, x, change), mlp_state(), batch(), donate_argnums=donate)
 
 
-def test_state_that_only_comes_back_is_refused_by_name_too():
-    """The sole result of a step, parameters in one part and moments in another, a step of steps."""
+def test_a_changed_leaf_of_nested_state_is_named():
+    """The state is the only result, has parameters and moments as subtrees, and is updated in a scan."""
 
     def steps(state, xs):
-        def one(state, x):
+        def inner_step(state, x):
             return adamw_step(state, x)[0], None
 
-        params, moments = jax.lax.scan(one, state, xs)[0]
+        params, moments = jax.lax.scan(inner_step, state, xs)[0]
         return {"params": drop_one(params), "moments": moments}
 
     state = {"params": mlp_state(), "moments": OPTIMIZER.init(mlp_state())}
@@ -79,18 +79,18 @@ def halve(p):
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"),
+    ("fn", "change"),
     [
         (lambda p, x: trained(p, x, halve), "'b' from float32"),
         (lambda p, x: ({"w": p["w"]}, jnp.sum(x @ p["w"] @ p["v"])), "'v' .* is missing"),
         (lambda p, x: trained(p, x, narrow_one)[::-1], "'w' from float32"),
         (lambda p, x: ({**p, "cache": x @ p["w"]}, mlp_loss(p, x)), "'cache' .* is new"),
     ],
-    ids=["nothing is as it was", "half of it is missing", "it stands elsewhere", "a cache that the first call makes"],
+    ids=["every leaf changed", "half of the leaves missing", "at another index", "a new cache"],
 )
-def test_what_is_likely_to_be_state_is_warned_of(fn, told):
-    params = {"w": mlp_state()["w"], "v": mlp_state()["v"]} if "missing" in told else mlp_state()
-    with pytest.warns(AutoshardWarning, match=f"argument 0 looks like state that comes back changed: {told}"):
+def test_likely_state_that_changes_is_warned_of(fn, change):
+    params = {"w": mlp_state()["w"], "v": mlp_state()["v"]} if "missing" in change else mlp_state()
+    with pytest.warns(AutoshardWarning, match=f"argument 0 looks like state that comes back changed: {change}"):
         made = plan(fn, params, batch())
     assert made.jit()(params, batch()) is not None
 
@@ -151,17 +151,17 @@ IMAGES = {"image": jnp.ones((32, 8)), "mask": jnp.ones((32, 8)), "label": jnp.on
         (lambda p, x: (p[0] - x.T @ x, (x @ p[0]).mean()), (jnp.ones((64, 64)), jax.random.key(0))),
     ],
 )
-def test_functions_that_are_no_steps_are_left_alone(fn, first):
+def test_functions_that_are_no_steps_do_not_warn(fn, first):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "auto_shard.*nothing is sharded")
         plan(fn, first, batch())
 
 
-def test_data_may_be_donated_and_come_back_with_more():
+def test_donated_data_may_come_back_with_more_leaves():
     plan(with_mask, IMAGES, batch(), donate_argnums=0)
 
 
-def test_sown_values_of_an_nnx_step_come_and_go():
+def test_an_nnx_step_may_add_and_drop_sown_values():
     from flax import nnx
 
     class Net(nnx.Module):

@@ -1,4 +1,4 @@
-"""Collectives in every form in which XLA's compilers print them: counted once, with their bytes."""
+"""Collectives in every form that XLA's compilers print are found once, with their bytes."""
 
 import pytest
 
@@ -10,17 +10,19 @@ GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_
 META = 'metadata={op_name="jit(step)/dot_general" stack_frame_id=1}'
 
 
-def events(entry, *computations, across=()):
+def events(entry, *computations, cross_slice_groups=()):
     program = read(text_of(entry, *computations))
-    found = Collectives(program, across)
+    found = Collectives(program, cross_slice_groups)
     return [(i.name, event) for i in program.entry.instructions for event in found.events(program.entry, i)]
 
 
-def only(entry, *computations, across=()):
-    """The one collective that begins in an entry computation."""
-    begun = [e.collective for _, e in events(entry, *computations, across=across) if e.collective]
-    assert len(begun) == 1
-    return begun[0]
+def only(entry, *computations, cross_slice_groups=()):
+    """The only collective that starts in an entry computation."""
+    started = [
+        e.collective for _, e in events(entry, *computations, cross_slice_groups=cross_slice_groups) if e.collective
+    ]
+    assert len(started) == 1
+    return started[0]
 
 
 @pytest.mark.parametrize(
@@ -37,12 +39,12 @@ def only(entry, *computations, across=()):
         (f"%c = (f32[16,32], f32[8]) all-reduce(%a, %b), {GROUPS}, to_apply=%add", "all-reduce", 2080, 3120),
     ],
 )  # fmt: skip
-def test_plain_ones(line, kind, payload, wire):
+def test_synchronous_collectives(line, kind, payload, wire):
     found = only(f"%a = f32[16,32] parameter(0)\n%b = f32[8] parameter(1)\n{line}\nROOT %r = f32[] constant(0)")
     assert (found.kind, found.payload_bytes, found.wire_bytes) == (kind, payload, wire)
 
 
-def test_a_permute_of_a_piece_of_a_buffer_sends_the_piece():
+def test_a_permute_of_a_slice_of_a_buffer_sends_the_slice():
     found = only("""
         %a = f32[16,32] parameter(0)
         %b = f32[16,32] parameter(1)
@@ -53,7 +55,7 @@ def test_a_permute_of_a_piece_of_a_buffer_sends_the_piece():
     assert found.wire_bytes == 4 * 32 * 4
 
 
-def test_what_stays_on_its_device_costs_nothing():
+def test_a_group_of_one_device_sends_nothing():
     for line in ("all-reduce(%a), replica_groups={{0},{1}}, to_apply=%add",
                  "collective-permute(%a), source_target_pairs={{0,0},{1,1}}"):  # fmt: skip
         assert only(f"%a = f32[16,32] parameter(0)\nROOT %c = f32[16,32] {line}").wire_bytes == 0
@@ -75,7 +77,7 @@ def test_a_start_and_its_end():
     assert only(entry).wire_bytes == 6144
 
 
-def test_a_start_that_is_waited_for_at_once():
+def test_a_start_that_is_marked_as_synchronous():
     entry = f"""
         %a = f32[16,32] parameter(0)
         %s = (f32[16,32], f32[64,32]) all-gather-start(%a), {GROUPS}, backend_config={{"is_sync":true}}
@@ -92,7 +94,7 @@ def test_a_start_that_is_waited_for_at_once():
         ("fusion-start(%a), kind=kLoop, calls=%wrapped", "fusion-done(%u), calls=%wrapped"),
     ],
 )
-def test_a_computation_that_runs_beside_the_rest(start, end):
+def test_an_asynchronous_computation_with_a_collective(start, end):
     wrapped = f"""
 %wrapped (p: f32[16,32]) -> f32[4,32] {{
   %p = f32[16,32] parameter(0)
@@ -110,10 +112,10 @@ def test_a_computation_that_runs_beside_the_rest(start, end):
     assert found[0][1].key == found[1][1].key
     collective = only(entry, wrapped)
     assert (collective.kind, collective.wire_bytes) == ("reduce-scatter", 1536)
-    assert collective.line == "/home/me/model.py:12 (loss)"  # of what it is made of: it has none itself
+    assert collective.line == "/home/me/model.py:12 (loss)"  # of its operand: it has no line itself
 
 
-def test_copies_beside_the_rest_are_no_collectives():
+def test_asynchronous_copies_are_no_collectives():
     assert not events("""
         %a = f32[16,32] parameter(0)
         %s = (f32[16,32]{1,0:S(1)}, f32[16,32], u32[]) copy-start(%a)
@@ -125,7 +127,7 @@ def fused(name, body, root):
     return f"%{name} (p: f32[16,32]) -> f32[64,32] {{\n  %p = f32[16,32] parameter(0)\n  {body}\n  {root}\n}}\n"
 
 
-def test_asynchronous_fusions_count_once_however_many_carry_on():
+def test_a_collective_in_several_asynchronous_fusions_counts_once():
     gather = f'%g = f32[64,32] all-gather(%p), {GROUPS}, backend_config={{"async_collective_fusion_config":{{}}}}'
     begin = fused("begin", gather, 'ROOT %m = f32[64,32] custom-call(%g), custom_call_target="AsyncCollectiveStart"')
     carry = fused("carry", gather.replace("%g ", "%g2 "), "ROOT %n = f32[16,32] negate(%p)")
@@ -145,7 +147,7 @@ def test_asynchronous_fusions_count_once_however_many_carry_on():
     assert collective.line == "/home/me/model.py:12 (loss)"
 
 
-def test_a_reduce_scatter_hidden_in_a_fusion():
+def test_a_fusion_of_an_all_reduce_that_is_a_reduce_scatter():
     hidden = f"""
 %all-reduce-scatter.3 (p: f32[16,32]) -> f32[4,32] {{
   %p = f32[16,32] parameter(0)
@@ -160,7 +162,7 @@ def test_a_reduce_scatter_hidden_in_a_fusion():
     assert roles(entry, hidden) == [("f", "whole")]
 
 
-def test_sending_and_receiving():
+def test_send_and_recv_are_a_permute():
     pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}'
     found = events(f"""
         %a = f32[16,32] parameter(0)
@@ -177,27 +179,29 @@ def test_sending_and_receiving():
     assert (collective.kind, collective.wire_bytes, collective.groups) == ("collective-permute", 2048, ((0, 1), (1, 2)))
 
 
-def test_what_goes_between_slices():
-    told = ('is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="all-gather.4_0",'
+def test_a_collective_between_slices():
+    attributes = ('is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="all-gather.4_0",'
             '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}')  # fmt: skip
     entry = f"""
         %a = f32[16,32] parameter(0)
         %t = token[] after-all()
-        %r = (f32[32,32], u32[], token[]) recv(%t), channel_id=3, {told}
-        %s = (f32[16,32], u32[], token[]) send(%a, %t), channel_id=4, {told}
+        %r = (f32[32,32], u32[], token[]) recv(%t), channel_id=3, {attributes}
+        %s = (f32[16,32], u32[], token[]) send(%a, %t), channel_id=4, {attributes}
         %sd = token[] send-done(%s), channel_id=4, is_host_transfer=true
         ROOT %rd = (f32[32,32], token[]) recv-done(%r), channel_id=3, is_host_transfer=true
     """
-    across = ((0, 4), (1, 5), (2, 6), (3, 7))
+    cross_slice_groups = ((0, 4), (1, 5), (2, 6), (3, 7))
     program = read(text_of(entry))
-    found = [e for i in program.entry.instructions for e in Collectives(program, across).events(program.entry, i)]
-    assert [e.role for e in found] == ["start", "done"]  # what is waited for is the other end
+    found = [
+        e for i in program.entry.instructions for e in Collectives(program, cross_slice_groups).events(program.entry, i)
+    ]
+    assert [e.role for e in found] == ["start", "done"]  # it ends at the recv
     assert found[0].key == found[1].key
-    collective = only(entry, across=across)
-    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", across, 4096)
+    collective = only(entry, cross_slice_groups=cross_slice_groups)
+    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)
 
 
-def test_what_goes_to_the_host_is_no_collective():
+def test_a_transfer_to_the_host_is_no_collective():
     assert not events("""
         %a = f32[16,32] parameter(0)
         %t = token[] after-all()
@@ -210,7 +214,7 @@ def test_what_goes_to_the_host_is_no_collective():
     ("source", "sums", "widened"),
     [("bf16[16,32]", "add", True), ("f32[16,32]", "add", False), ("f32[16,32]", "add.clone_promoted", True)],
 )
-def test_sixteen_bit_numbers_that_are_sent_as_wider_ones(source, sums, widened):
+def test_16_bit_operands_that_are_sent_as_32_bit_numbers(source, sums, widened):
     found = only(f"""
         %n = {source} parameter(0)
         %a = f32[16,32] convert(%n)

@@ -1,4 +1,4 @@
-"""Operations and bytes of single instructions, counted by hand."""
+"""FLOPs and bytes of single instructions, compared with values counted by hand."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.sharding.hlo.texts import text_of
 
 
 def priced(entry, *computations, chip="v5e"):
-    """The instruction `%i` of an entry, and the prices of its program."""
+    """The entry computation, its instruction `%i`, and the prices of the program."""
     program = read(text_of(entry, *computations))
     return program.entry, program.entry.named["i"], Kernels(program, CHIPS[chip])
 
@@ -31,7 +31,7 @@ CUBLAS = (
         ("f32[16,32] add(%a, %a)", 0),
     ],
 )  # fmt: skip
-def test_operations_of_products(line, flops):
+def test_flops_of_products(line, flops):
     where, i, _ = priced(f"%a = f32[16,32] parameter(0)\n%b = f32[32,64] parameter(1)\nROOT %i = {line}")
     assert flops_of(where, i) == flops
 
@@ -47,20 +47,20 @@ def test_operations_of_products(line, flops):
         (4, 4, 1, 3, 1, 1),
     ],
 )
-def test_operations_of_convolutions_leave_out_padding_and_holes(size, taps, stride, pad, spread, gap):
+def test_flops_of_convolutions_exclude_padding_and_holes(size, taps, stride, pad, spread, gap):
     spaced = np.zeros((size - 1) * spread + 1)
     spaced[::spread] = 1
     padded = np.pad(spaced, pad)
     reach = (taps - 1) * gap + 1
     out = (len(padded) - reach) // stride + 1
-    meets = sum(padded[o * stride + t * gap] for o in range(out) for t in range(taps))
+    pairs = sum(padded[o * stride + t * gap] for o in range(out) for t in range(taps))
     window = f"size={taps} stride={stride} pad={pad}_{pad} lhs_dilate={spread} rhs_dilate={gap}"
     where, i, _ = priced(f"""
         %a = f32[2,{size},3] parameter(0)
         %b = f32[{taps},3,5] parameter(1)
         ROOT %i = f32[2,{out},5] convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f
     """)
-    assert flops_of(where, i) == 2 * 2 * 5 * 3 * meets
+    assert flops_of(where, i) == 2 * 2 * 5 * 3 * pairs
 
 
 def test_a_product_inside_a_fusion_and_its_precision():
@@ -103,7 +103,7 @@ MOVED = [
 def test_bytes_of_instructions(lines, nbytes):
     entry = f"%a = f32[1024] parameter(0)\n%b = f32[4,64] parameter(1)\n%n = s32[] parameter(2)\n{lines}"
     where, i, kernels = priced(entry)
-    assert kernels.moved(where, i) == nbytes
+    assert kernels.moved_bytes(where, i) == nbytes
 
 
 FUSED = """
@@ -123,7 +123,7 @@ FUSED = """
 """
 
 
-def test_bytes_of_a_fusion_that_takes_and_puts_slices():
+def test_bytes_of_a_fusion_that_slices_and_updates_in_place():
     where, i, kernels = priced(
         """
         %a = f32[8,64] parameter(0)
@@ -135,10 +135,10 @@ def test_bytes_of_a_fusion_that_takes_and_puts_slices():
         FUSED,
     )
     row = 64 * 4
-    assert kernels.moved(where, i) == 4 * row + 4  # a row of a, c, the sum, a row of b; the index
+    assert kernels.moved_bytes(where, i) == 4 * row + 4  # a row of a, c, the sum and a row of b, then the index
 
 
-def test_cycles():
+def test_cycle_estimates():
     where, i, _ = priced('ROOT %i = f32[] add(%a), backend_config={"window_config":{"estimated_cycles":"1234"}}')
     assert cycles_of(i) == 1234
     where, i, _ = priced(f'ROOT %i = f32[] add(%a), backend_config={{"estimated_cycles":"{2**63 - 1}"}}')

@@ -1,4 +1,4 @@
-"""Time on the wire of groups that are mesh axes, and of those that are not."""
+"""The time of collectives over groups that are mesh axes, and over other groups."""
 
 from itertools import product
 
@@ -28,32 +28,32 @@ def along(target, mesh, axis):
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
 @pytest.mark.parametrize("target", ["v5e:4x4", "v5p:4x4x4", "h100:4x8", "v5p:2x2x4*2", "tpu7x:2x2x4", "cpu:8"])
-def test_groups_of_mesh_axes_take_the_time_that_plans_reckon_with(target, kind):
+def test_groups_of_mesh_axes_take_the_time_that_plans_predict(target, kind):
     machine = find_target(target)
     mesh = {"fsdp": machine.devices // 2, "tp": 2}
-    laying = machine.assign(mesh)
-    links = Wires(machine.topology, laying.order)
+    assignment = machine.assign(mesh)
+    links = Wires(machine.topology, assignment.order)
     for axis, n in mesh.items():
         payload = SIZE * n if kind == "all-gather" else SIZE
         found = links.time_us(Collective(kind, along(machine, mesh, axis), payload))
-        assert found == pytest.approx(laying.time_us(kind, [axis], SIZE))
+        assert found == pytest.approx(assignment.time_us(kind, [axis], SIZE))
 
 
 def test_one_device_sends_nothing():
     assert wires("v5e:4x4").time_us(Collective("all-reduce", ((0,), (1,)), SIZE)) == 0
 
 
-def test_the_order_of_the_devices_says_where_a_group_lies():
+def test_the_device_order_determines_the_links_of_a_group():
     machine = find_target("v5p:4x4x4")
-    turned = [z * 16 + y * 4 + x for x, y, z in product(range(4), repeat=3)]
+    transposed = [z * 16 + y * 4 + x for x, y, z in product(range(4), repeat=3)]
     column = Collective("all-gather", ((0, 1, 2, 3),), SIZE)
-    assert wires("v5p:4x4x4", turned).pieces((0, 1, 2, 3))[0].dim == 0
+    assert wires("v5p:4x4x4", transposed).pieces((0, 1, 2, 3))[0].dim == 0
     assert wires("v5p:4x4x4").pieces((0, 1, 2, 3))[0].dim == 2
-    assert wires("v5p:4x4x4", turned).links(column) == {(0, 1), (0, -1)}
+    assert wires("v5p:4x4x4", transposed).links(column) == {(0, 1), (0, -1)}
     assert machine.topology.dims[0].name == "z"
 
 
-def test_groups_that_are_no_box_count_as_the_box_around_them():
+def test_a_group_that_is_no_box_counts_as_the_box_around_it():
     links = wires("v5e:4x4")
     boxed = links.time_us(Collective("all-reduce", ((0, 1, 2, 3),), SIZE))
     assert links.time_us(Collective("all-reduce", ((0, 1, 3),), SIZE)) == pytest.approx(boxed)
@@ -66,7 +66,7 @@ LINK = 45e9  # bytes per second, v5e
     ("pairs", "on_a_link", "hops"),
     [
         (((0, 1), (1, 2), (2, 3)), 1, 1),
-        (((0, 1), (1, 2), (2, 3), (3, 0)), 1, 3),  # the way back has links of its own
+        (((0, 1), (1, 2), (2, 3), (3, 0)), 1, 3),  # the last message uses links of the opposite direction
         (((0, 2), (1, 3)), 2, 2),
         (((0, 5),), 1, 2),  # one dimension after the other
     ],
@@ -95,7 +95,7 @@ def test_permutes_between_hosts_go_over_the_network():
     assert far == pytest.approx(15 + SIZE / 50e9 * 1e6)
 
 
-def test_what_stands_at_one_place_in_all_slices():
+def test_partitions_with_the_same_coordinates_in_all_slices():
     machine = find_target("v5p:2x2x1*2")
-    assert Wires(machine.topology, tuple(range(8))).across == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert wires("v5e:4x4").across == ()
+    assert Wires(machine.topology, tuple(range(8))).cross_slice_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert wires("v5e:4x4").cross_slice_groups == ()

@@ -1,4 +1,4 @@
-"""Lines of compiled programs, as they stand in the text, and what is read of them."""
+"""Parsing of compiled programs, line by line."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_operands_with_and_without_their_types():
     assert instruction("  %c = f32[] constant(5)").operands == ()
 
 
-def test_what_an_instruction_runs_as_a_whole():
+def test_the_computations_that_an_instruction_runs():
     called = instruction("  %x = f32[] conditional(%a, %b, %c), branch_computations={%one, %two}").called
     assert called == ("one", "two")
     assert instruction("  %x = f32[] reduce(%a, %b), dimensions={0}, to_apply=%add").called == ()
@@ -54,7 +54,7 @@ def test_what_an_instruction_runs_as_a_whole():
 
 
 @pytest.mark.parametrize("line", ["  %a = f32[4]", "  no instruction", "  %a = (f32[4] add(%b)"])
-def test_what_is_no_instruction(line):
+def test_a_line_that_is_no_instruction_is_refused(line):
     with pytest.raises(ValueError):
         instruction(line)
 
@@ -66,7 +66,7 @@ def test_a_program():
     assert [i.name for i in program.entry.users["a"]] == ["b"]
 
 
-def test_a_text_that_is_no_program():
+def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         read("not a program")
 
@@ -75,7 +75,7 @@ def test_a_text_that_is_no_program():
     ("metadata", "line"),
     [
         ('op_name="x" stack_frame_id=1', "/home/me/model.py:12 (loss)"),
-        ('op_name="x" stack_frame_id=2', "/home/me/model.py:12 (loss)"),  # the compiling process is nobody's line
+        ('op_name="x" stack_frame_id=2', "/home/me/model.py:12 (loss)"),  # frames of the compiling process are skipped
         ('op_name="x" source_file="/home/me/model.py" source_line=12', "/home/me/model.py:12"),
         ('op_name="x" source_file="/home/me/model.py" source_line=12 source_end_line=13', "/home/me/model.py:12"),
         ('op_name="x" stack_frame_id=3', ""),
@@ -83,6 +83,6 @@ def test_a_text_that_is_no_program():
         ('op_name="x"', ""),
     ],
 )
-def test_source_lines_in_every_spelling(metadata, line):
+def test_source_lines_in_every_form(metadata, line):
     program = read(text_of(f"ROOT %a = f32[] constant(1), metadata={{{metadata}}}"))
     assert program.line(program.entry.root) == line

@@ -1,4 +1,4 @@
-"""Replica groups in every spelling, and the mesh axes that they are."""
+"""Replica groups in every form, and the mesh axes that they span."""
 
 import pytest
 
@@ -46,8 +46,8 @@ MESH = {"dp": 2, "one": 1, "fsdp": 2, "tp": 2}
         (((0, 4, 1, 5), (2, 6, 3, 7)), ("dp", "tp")),
         ((tuple(range(8)),), ("dp", "fsdp", "tp")),
         (tuple((i,) for i in range(8)), ()),
-        (((0, 3), (1, 2), (4, 7), (5, 6)), None),  # across the corner: no axes' group
-        (((0, 1), (2, 3)), None),  # some devices stand aside
+        (((0, 3), (1, 2), (4, 7), (5, 6)), None),  # diagonal: not along an axis
+        (((0, 1), (2, 3)), None),  # some devices are in no group
         (((0, 1), (4, 5), (2, 6), (3, 7)), None),
         (((0, 9),), None),
     ],

@@ -1,4 +1,4 @@
-"""Programs run on the clock: what computes, what waits, what hides behind what."""
+"""Simulated schedules: compute time, exposed communication, and what compute hides."""
 
 import pytest
 
@@ -10,14 +10,14 @@ from autoshard.sharding.machines.targets import find_target
 from tests.sharding.hlo.texts import loop, text_of
 
 TARGET = find_target("v5e:2x4")
-CLOCK = TARGET.chip.clock_hz / 1e6  # cycles of a microsecond
+CLOCK = TARGET.chip.clock_hz / 1e6  # cycles per microsecond
 ROWS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
 SENT = 45_000_000  # bytes: 1 ms on one link, and twice that for an all-reduce
 WIRE = TARGET.topology.time_us("all-gather", Wires(TARGET.topology, tuple(range(8))).pieces((0, 1)), SENT / 2)
 
 
 def work(name, us, operand="a"):
-    """An instruction that takes so long by the compiler's cycles."""
+    """An instruction that takes `us` microseconds by the compiler's cycles."""
     cycles = round(us * CLOCK)
     return f'%{name} = f32[8]{{0:S(1)}} negate(%{operand}), backend_config={{"estimated_cycles":"{cycles}"}}'
 
@@ -33,7 +33,7 @@ START = f"(f32[{SENT // 8}], f32[{SENT // 4}]) all-gather-start(%w), channel_id=
 ARGUMENTS = f"%a = f32[8]{{0:S(1)}} parameter(0)\n%w = f32[{SENT // 8}] parameter(1)"
 
 
-def test_what_is_waited_for_at_once_is_exposed():
+def test_a_synchronous_collective_is_exposed():
     schedule, (gather,) = run(f"{ARGUMENTS}\n{work('x', 100)}\nROOT %g = {GATHER}")
     assert gather.once_us == gather.exposed_us == pytest.approx(WIRE)
     assert not gather.beside
@@ -42,13 +42,13 @@ def test_what_is_waited_for_at_once_is_exposed():
 
 
 @pytest.mark.parametrize(("between", "exposed"), [(0, WIRE), (100, WIRE - 100), (2000, 0)])
-def test_what_runs_between_start_and_end_hides_the_wire(between, exposed):
+def test_work_between_start_and_end_hides_a_collective(between, exposed):
     inside = work("x", between) if between else ""
     _, (gather,) = run(f"{ARGUMENTS}\n%s = {START}\n{inside}\nROOT %d = f32[{SENT // 4}] all-gather-done(%s)")
     assert (gather.exposed_us, gather.beside) == (pytest.approx(exposed), True)
 
 
-def test_two_at_once_take_turns_on_the_same_links():
+def test_two_collectives_take_turns_on_the_same_links():
     _, runs = run(f"""
         {ARGUMENTS}
         %s = {START}
@@ -59,7 +59,7 @@ def test_two_at_once_take_turns_on_the_same_links():
     assert [r.exposed_us for r in runs] == [pytest.approx(WIRE)] * 2
 
 
-def test_two_at_once_on_different_dimensions():
+def test_two_collectives_on_different_dimensions_run_in_parallel():
     columns = "replica_groups={{0,2,4,6},{1,3,5,7}}"
     _, runs = run(f"""
         {ARGUMENTS}
@@ -68,7 +68,7 @@ def test_two_at_once_on_different_dimensions():
         %e = f32[{SENT // 4}] all-gather-done(%t)
         ROOT %d = f32[{SENT // 4}] all-gather-done(%s)
     """)
-    assert runs[0].exposed_us == 0  # it is over by the time the other one is
+    assert runs[0].exposed_us == 0  # it ends before the wait for the other one does
     assert runs[1].exposed_us == pytest.approx(runs[1].once_us)
 
 
@@ -76,7 +76,7 @@ STATE = f"(s32[], f32[8], f32[{SENT // 8}])"
 
 
 def five_times(*body, name="body", condition="condition"):
-    """A loop of five trips over a counter, `%a` and `%w`; its body makes `%x` of `%a`."""
+    """A loop of five iterations over a counter, `%a` and `%w`; its body computes `%x` from `%a`."""
     lines = "\n".join(line for text in body for line in text.strip().splitlines())
     made = loop(
         "%limit = s32[] constant(5)\n%i = s32[] get-tuple-element(%p), index=0\n"
@@ -103,14 +103,14 @@ AROUND = f"""
 """
 
 
-def test_loops_count_by_their_trips():
+def test_a_loop_counts_by_its_trips():
     schedule, (gather,) = run(AROUND, five_times(work("x", 100), f"%g = {GATHER}"))
     assert schedule.totals.compute_us == pytest.approx(500, rel=1e-3)
     assert (gather.trips, gather.exposed_us) == (5, pytest.approx(5 * WIRE))
 
 
-def test_what_begins_in_one_trip_and_ends_in_the_next_is_hidden_there():
-    """The end stands before the start: it waits for that of the trip before."""
+def test_a_collective_that_ends_in_the_next_iteration_is_hidden_there():
+    """In the body, the end comes before the start: it belongs to the previous iteration."""
     marks = "\n".join(
         f"%{name} (p: f32[{SENT // 8}]) -> f32[{SENT // 4}] {{\n  %p = f32[{SENT // 8}] parameter(0)\n  %g = {GATHER}, "
         f'backend_config={{"async_collective_fusion_config":{{}}}}\n  ROOT %m = f32[{SENT // 4}] custom-call(%g), '
@@ -127,13 +127,13 @@ def test_what_begins_in_one_trip_and_ends_in_the_next_is_hidden_there():
     assert gather.exposed_us == pytest.approx(4 * (WIRE - 300))
 
 
-def test_a_loop_hides_what_was_begun_before_it():
+def test_a_loop_hides_a_collective_that_started_before_it():
     entry = AROUND.replace("%state =", f"%s = {START}\n    %state =").replace("ROOT ", "")
     _, (gather,) = run(f"{entry}\nROOT %d = f32[{SENT // 4}] all-gather-done(%s)", five_times(work("x", 50)))
     assert gather.exposed_us == pytest.approx(WIRE - 250, rel=1e-3)
 
 
-def test_loops_in_loops():
+def test_nested_loops():
     inner = five_times(work("x", 100), f"%g = {GATHER}")
     outer = five_times(
         f"%zero = s32[] constant(0)\n%state = {STATE} tuple(%zero, %a, %w)",
@@ -156,7 +156,7 @@ def test_a_loop_whose_trips_are_unknown_counts_once():
     assert (gather.trips, list(schedule.unknown_loops)) == (1, ["loop"])
 
 
-def test_of_branches_the_longest_counts():
+def test_the_longest_branch_counts():
     branches = [
         f"%{name} (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0:S(1)}} parameter(0)\n  ROOT {work('x', us, 'p')}\n}}\n"
         for name, us in (("short", 10), ("long", 70))
@@ -169,7 +169,7 @@ def test_of_branches_the_longest_counts():
     assert schedule.totals.compute_us == pytest.approx(70, rel=1e-3)
 
 
-def test_what_the_compiler_gives_no_cycles_for_takes_its_roofline():
+def test_an_instruction_without_cycles_takes_its_roofline_time():
     size = 8192 * 100
     schedule, _ = run(f"%a = f32[{size}] parameter(0)\nROOT %x = f32[{size}] negate(%a)")
     expected = 2 * 4 * size / (819e9 * 0.8) * 1e6
@@ -177,7 +177,7 @@ def test_what_the_compiler_gives_no_cycles_for_takes_its_roofline():
     assert schedule.totals.cycles == 0
 
 
-def test_copies_take_the_memorys_time_that_computing_leaves():
+def test_copies_use_the_memory_time_that_compute_leaves():
     size = 819_000 * 8 // 10  # bytes: 0.8 us each way
     lines = f"""
         %a = f32[{size // 4}] parameter(0)

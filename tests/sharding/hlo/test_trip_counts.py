@@ -1,4 +1,4 @@
-"""How often loops run, where the compiler says so and where it does not."""
+"""Trip counts of loops, printed by the compiler or derived from the loop."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_a_loop_over_a_counter(given, expected):
     assert counted(**given) == expected
 
 
-def test_a_comparison_the_other_way_round():
+def test_a_comparison_with_swapped_operands():
     other = """
         %limit = s32[] constant(12)
         %i = s32[] get-tuple-element(%p), index=0
@@ -97,7 +97,7 @@ def test_a_comparison_and_a_step_inside_fusions():
 
 
 def nested(state: str, condition: str, inner: str, outer: str) -> str:
-    """A loop of three steps around another; the counter of both is added to, the rest is given."""
+    """A loop of three iterations around another one. Both increment their counters; the rest is given."""
     return f"""
 %outer_condition (p: ({state})) -> pred[] {{
   %p = ({state}) parameter(0)
@@ -129,7 +129,7 @@ def nested(state: str, condition: str, inner: str, outer: str) -> str:
 """
 
 
-def test_a_limit_and_a_start_that_come_through_an_outer_loop():
+def test_a_limit_and_a_start_that_an_outer_loop_passes_in():
     state = "s32[], s32[], s32[]"  # the outer counter, the inner limit, the inner start
     condition = """
   %i = s32[] get-tuple-element(%p), index=2
@@ -194,7 +194,7 @@ def test_a_limit_that_changes_is_unknown():
 
 @pytest.mark.parametrize("direction", COMPARISONS)
 @pytest.mark.parametrize("step", [-3, -1, 0, 1, 2])
-def test_counts_are_those_of_running_the_loop(direction, step):
+def test_counts_equal_those_of_running_the_loop(direction, step):
     for start in range(-4, 5):
         for end in range(-4, 5):
             i, n = start, 0

@@ -1,4 +1,4 @@
-"""Compiled programs, written by hand in the words of XLA's compilers, for tests."""
+"""Handwritten programs in the text form that XLA's compilers print, for tests."""
 
 HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={{()->()}}, num_partitions={}"
 
@@ -33,13 +33,13 @@ ADD = """
 
 
 def text_of(entry: str, *computations: str, partitions: int = 8, tables: str = TABLES) -> str:
-    """A program whose entry computation holds these lines."""
+    """A program whose entry computation has these lines."""
     body = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
     return "\n".join([HEAD.format(partitions), tables, ADD, *computations, f"ENTRY %main () -> f32[] {{\n{body}\n}}\n"])
 
 
 def loop(condition: str, body: str, state: str = "s32[], f32[64]") -> str:
-    """The condition and the body of a loop over a state."""
+    """The condition and body computations of a loop."""
     lines = {name: "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
              for name, text in (("condition", condition), ("body", body))}  # fmt: skip
     return (

@@ -194,7 +194,7 @@ CONTRARY = {
     "two kinds": ({"0/*": P("data"), "*/b": (None,)}, r"'0/\*' says .* '\*/b' says \(None,\), and both match '0/b'"),
     "two of all": ({"*": P("data"), "0/*": P()}, r"'\*' says .* and fixed '0/\*' says P\(\), .* '0/b' and 2 more: "),
     "mesh axis": ({"0/v": P("dtaa")}, "names mesh axis 'dtaa', the mesh has {'data': 8}; did you mean 'data'"),
-    "no such path": ({"0/params/w": P("data")}, r"fixed '0/params/w' matches no input. Near it: 0/w"),
+    "no such path": ({"0/params/w": P("data")}, r"fixed '0/params/w' matches no input. Similar paths: 0/w"),
     "no such glob": ({"0/*/kernel": P("data")}, r"fixed '0/\*/kernel' matches no input. There are 0/b, 0/v, 0/w, 1"),
 }
 
@@ -276,7 +276,7 @@ def test_arguments_of_a_function_that_takes_any_number_can_be_donated():
 
 
 def test_a_mesh_with_more_devices_than_there_are():
-    with pytest.raises(AutoshardError, match="takes 16 devices, there are 8"):
+    with pytest.raises(AutoshardError, match="needs 16 devices, but there are 8"):
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 16}).jit()
 
 

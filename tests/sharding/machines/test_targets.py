@@ -1,4 +1,4 @@
-"""Machines by name and from files."""
+"""Targets by name, from files, from attached devices and from measurements."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from autoshard.sharding.machines.targets import TargetError, find_target, target
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_every_chip_has_figures_and_a_machine(name):
+def test_every_chip_has_figures_and_a_target(name):
     chip = CHIPS[name]
     shape = "x".join(["4"] * chip.torus) if chip.torus else "2x8"
     target = find_target(f"{name}:{shape}")
@@ -39,7 +39,7 @@ def test_every_chip_has_figures_and_a_machine(name):
         ("cpu:8", [("device", 8, False)]),
     ],
 )
-def test_the_shape_of_a_machine(name, dims):
+def test_the_dimensions_of_a_target(name, dims):
     assert [(d.name, d.size, d.wraps) for d in find_target(name).topology.dims] == dims
 
 
@@ -51,7 +51,7 @@ def test_the_shape_of_a_machine(name, dims):
         ("v5e:16", "torus of 2 dimensions; write v5e:4x4"),
         ("v5p:4x4", "torus of 3 dimensions"),
         ("v5e:0x4", "no devices"),
-        ("h100:16", "at most 8 h100 hang on one switch; write h100:HOSTSx8"),
+        ("h100:16", "one switch connects at most 8 h100; write h100:HOSTSx8"),
         ("h100:2x2x2", "write h100:HOSTSxGPUS"),
         ("missing.toml", "cannot be read: No such file"),
         ("v5e:256x256", r"larger than a pod of v5e, which is 16x16; .* such as v5e:16x16\*2"),
@@ -65,12 +65,12 @@ def test_the_shape_of_a_machine(name, dims):
         (5, "target is 5; write its name as text, such as 'v5p:4x4x4'"),
     ],
 )
-def test_a_machine_that_does_not_exist(name, match):
+def test_a_target_that_does_not_exist_is_refused(name, match):
     with pytest.raises(TargetError, match=match):
         find_target(name)
 
 
-def test_a_machine_in_a_file_is_read_as_it_was_written(tmp_path):
+def test_a_written_target_is_read_back(tmp_path):
     for name in ("h100:4x8", "v5e:8x16", "tpu7x:2x2x4", "cpu:8"):
         target = find_target(name)
         write_target(target, tmp_path / "mine.toml")
@@ -80,7 +80,7 @@ def test_a_machine_in_a_file_is_read_as_it_was_written(tmp_path):
         assert found.assign({"a": 2, "b": found.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
 
 
-def test_a_file_takes_what_it_leaves_out_from_its_chip(tmp_path):
+def test_figures_that_a_file_omits_are_those_of_its_chip(tmp_path):
     path = tmp_path / "lab.toml"
     path.write_text('chip = "h100"\nmemory_bytes = 9e10\n'
                     'dims = [{name="gpu", size=4, kind="switch", bandwidth=1e11, latency_us=9}]')  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_file_takes_what_it_leaves_out_from_its_chip(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["v4:16x16x16", "v5e:16x16", "v5p:16x20x28", "v6e:16x16*3", "tpu7x:16x24x24"])
-def test_a_whole_pod_is_a_machine(name):
+def test_a_whole_pod_is_a_target(name):
     assert find_target(name).devices % CHIPS[name.partition(":")[0]].pod == 0
 
 
@@ -105,7 +105,7 @@ def toml(*dims, **figures):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (toml(DIM, DIM), r"dims\[1\].name is 'gpu', as that of another"),
+        (toml(DIM, DIM), r"dims\[1\].name is 'gpu', like another dimension's"),
         (toml(DIM | {"wraps": '"no"'}), r"dims\[0\].wraps is 'no', it must be true or false"),
         (toml(DIM | {"size": "true"}), r"dims\[0\].size is True, it must be a whole number"),
         (toml(DIM | {"size": "0"}), r"dims\[0\].size is 0, it must be at least 1"),
@@ -127,14 +127,14 @@ def toml(*dims, **figures):
         (toml(DIM, flops="1" + "0" * 9999), "is not TOML"),
     ],
 )
-def test_a_file_with_a_mistake_in_it(tmp_path, text, match):
+def test_a_mistake_in_a_file_is_reported(tmp_path, text, match):
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(TargetError, match=match):
         find_target(str(path))
 
 
-def test_a_file_says_all_that_is_wrong_with_it_at_once(tmp_path):
+def test_all_mistakes_in_a_file_are_reported_at_once(tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text('chip = "h101"\nflop = 3\nmemory_bytes = -1\ndims = [{name="gpu", size=0}]')
     with pytest.raises(TargetError, match=r"unknown key 'flop'.*unknown chip 'h101'.*memory_bytes is -1.*dims\[0\]"):
@@ -155,7 +155,7 @@ class Device:
     coords: tuple[int, ...] | None = None
 
 
-def test_attached_devices():
+def test_the_target_of_attached_devices():
     pod = [Device("tpu", "TPU v5 lite", 0, (x, y, 0)) for y in range(4) for x in range(2)]
     assert target_for(pod, 8).name == "v5e:2x4"
     assert [d.size for d in target_for(pod, 8).topology.dims] == [4, 2]
@@ -176,7 +176,7 @@ def test_the_chip_of_a_device_kind(kind, name):
     assert chip_name(kind) == name
 
 
-def test_what_is_measured_is_a_target_to_plan_for(tmp_path):
+def test_a_calibrated_target_can_be_planned_for(tmp_path):
     small = Effort(matrix=128, array_bytes=1 << 20, shard_bytes=1 << 16, runs=2)
     found = calibrate(effort=small)
     assert (found.devices, found.platform) == (8, "cpu") and found.name == "cpu:8"

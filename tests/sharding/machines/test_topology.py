@@ -1,4 +1,4 @@
-"""How long collectives take on rings, lines, tori and switches, and where mesh axes are laid."""
+"""The time of collectives on rings, lines, tori and switches, and the device assignment of mesh axes."""
 
 import itertools
 
@@ -32,29 +32,29 @@ def test_a_closed_ring_sends_both_ways(kind, sent):
     assert time((RING,), kind, (0, 16, 1)) == us(sent, 20, latency=8.0 * rounds)
 
 
-def test_a_line_sends_one_way_at_its_ends():
+def test_an_open_line_uses_one_link_per_device():
     assert time((LINE,), "all-gather", (0, 4, 1)) == us(3 * 160, 10, latency=3)
 
 
-def test_dimensions_of_a_torus_work_together():
+def test_dimensions_of_a_torus_work_in_parallel():
     assert time((RING, LINE), "all-gather", (0, 16, 1), (1, 4, 1)) == us(63 * 160, 30, latency=8)
 
 
-def test_a_part_of_a_ring_is_a_line_and_groups_that_are_interleaved_share_its_links():
+def test_part_of_a_ring_is_a_line_and_interleaved_groups_share_its_links():
     assert time((RING,), "all-gather", (0, 4, 1)) == us(3 * 160, 10, latency=3)
     assert time((RING,), "all-gather", (0, 4, 4)) == us(3 * 160, 20 / 4, latency=2 * 4)
     both = time((RING,), "all-gather", (0, 4, 4), (0, 4, 1))
     assert both == time((RING,), "all-gather", (0, 16, 1))
 
 
-def test_the_slow_network_carries_what_the_fast_one_has_not_gathered():
-    """4 hosts of 8: a device takes 3/4 of its own eighth over the network, then 7/8 of everything inside."""
+def test_the_outer_network_carries_one_share_of_the_inner_group():
+    """On 4 hosts of 8 GPUs, a device receives 3/4 of 1/8 over the network, then 7/8 of all bytes within its host."""
     whole = 32 * 160
     found = time((NETWORK, SWITCH), "all-gather", (0, 4, 1), (1, 8, 1))
     assert found == us(3 / 4 * whole / 8, 2, latency=7 + 3 + 7 / 8 * whole / 40 * 1e6)
 
 
-def test_an_exchange_crosses_the_middle_of_the_longest_dimension():
+def test_an_all_to_all_crosses_the_middle_of_the_longest_dimension():
     assert time((RING, LINE), "all-to-all", (0, 16, 1), (1, 4, 1)) == us(16 / 4 * 160, 20, latency=8)
     assert time((SWITCH,), "all-to-all", (0, 8, 1)) == us(7 / 8 * 160, 40, latency=3)
 
@@ -79,7 +79,7 @@ def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
 
 
 @pytest.mark.parametrize("mesh", [{"a": 4, "b": 4}, {"a": 2, "b": 8}, {"a": 8, "b": 2}, {"a": 2, "b": 2, "c": 4}])
-def test_every_laying_gives_each_device_one_place(mesh):
+def test_every_assignment_uses_each_device_once(mesh):
     topology = find_target("v5e:4x4").topology
     for first in itertools.permutations(mesh):
         found = list(assignments(topology, mesh, first))
@@ -89,30 +89,30 @@ def test_every_laying_gives_each_device_one_place(mesh):
 
 def test_the_order_of_devices_follows_the_pieces():
     topology = Topology((Dim("y", 4, "ring", 1, 1), Dim("x", 4, "ring", 1, 1)))
-    laying = DeviceAssignment(topology, {"a": (Piece(1, 4, 1),), "b": (Piece(0, 2, 2), Piece(0, 2, 1))})
+    assignment = DeviceAssignment(topology, {"a": (Piece(1, 4, 1),), "b": (Piece(0, 2, 2), Piece(0, 2, 1))})
     devices = np.arange(16).reshape(4, 4)  # [y, x]
-    assert (np.array(laying.order).reshape(4, 4) == devices.T).all()
+    assert (np.array(assignment.order).reshape(4, 4) == devices.T).all()
 
 
-def test_the_time_of_a_laying_is_that_of_its_pieces():
+def test_an_assignment_takes_the_time_of_its_pieces():
     target = find_target("v5p:4x4x4")
-    laying = target.assign({"fsdp": 16, "tp": 4})
+    assignment = target.assign({"fsdp": 16, "tp": 4})
     kinds: tuple[ReshardKind, ...] = ("all-gather", "all-to-all")
     for kind, axes in itertools.product(kinds, [("tp",), ("fsdp",), ("fsdp", "tp")]):
-        pieces = tuple(p for a in axes for p in laying.pieces[a])
-        assert laying.time_us(kind, axes, 12345.0) == pytest.approx(target.topology.time_us(kind, pieces, 12345.0))
+        pieces = tuple(p for a in axes for p in assignment.pieces[a])
+        assert assignment.time_us(kind, axes, 12345.0) == pytest.approx(target.topology.time_us(kind, pieces, 12345.0))
 
 
-def test_sizes_that_do_not_fit_the_dimensions_are_laid_in_order():
-    laying = assign(Topology((LINE,)), (("a", 2), ("b", 1), ("c", 2)))
-    assert sorted(laying.order) == [0, 1, 2, 3]
+def test_sizes_that_do_not_fit_the_dimensions_are_assigned_in_order():
+    assignment = assign(Topology((LINE,)), (("a", 2), ("b", 1), ("c", 2)))
+    assert sorted(assignment.order) == [0, 1, 2, 3]
     odd = assign(Topology((Dim("x", 6, "ring", 1, 1), Dim("y", 4, "ring", 2, 1))), (("a", 3), ("b", 8)))
     assert sorted(odd.order) == list(range(24)) and odd.time_us("all-gather", ["b"], 100.0) > 0
 
 
-def test_threads_of_one_process_wait_for_each_other():
-    laying = find_target("cpu:8").assign({"a": 4, "b": 2})
-    near, far, both = (laying.time_us("all-reduce", axes, 0.0) for axes in (("b",), ("a",), ("a", "b")))
+def test_latency_grows_with_the_devices_of_one_process():
+    assignment = find_target("cpu:8").assign({"a": 4, "b": 2})
+    near, far, both = (assignment.time_us("all-reduce", axes, 0.0) for axes in (("b",), ("a",), ("a", "b")))
     assert near < far < both < 7 * near
     gpus = find_target("h100:1x8").assign({"a": 4, "b": 2})
     assert gpus.time_us("all-reduce", ("b",), 0.0) == gpus.time_us("all-reduce", ("a",), 0.0)
@@ -133,8 +133,8 @@ def test_threads_of_one_process_wait_for_each_other():
 )
 def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, gather):
     """As in programs that XLA compiled for these machines."""
-    laying = find_target(target).assign(mesh)
+    assignment = find_target(target).assign(mesh)
     n = mesh[axes[0]]
-    assert laying.topology.compiled("reduce-scatter", laying.over(axes), 64.0) == (scatter, 64.0)
+    assert assignment.topology.compiled("reduce-scatter", assignment.over(axes), 64.0) == (scatter, 64.0)
     whole = 64.0 if gather == "all-gather" else 64.0 * n
-    assert laying.topology.compiled("all-gather", laying.over(axes), 64.0) == (gather, whole)
+    assert assignment.topology.compiled("all-gather", assignment.over(axes), 64.0) == (gather, whole)

@@ -1,4 +1,4 @@
-"""What of a function is state: the arguments that come back, each of them once."""
+"""The state of a function: the arguments that it returns, each matched with one result."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from tests.sharding.programs import batch, mlp_state
 
 
 def state_of(fn, *args):
-    """The paths of what goes in and of what it comes back as."""
+    """Pairs of the path of an input leaf and the path of the result that is its updated value."""
     traced = trace(fn, args, {})
     return [(traced.in_paths[i], traced.out_paths[o]) for i, o in traced.state]
 
 
-def test_a_part_of_the_results_is_the_state_of_one_argument():
+def test_a_subtree_of_the_results_is_the_state_of_one_argument():
     def add(params, others, x):
         return jax.tree.map(jnp.add, params, others), x.sum()
 
@@ -21,7 +21,7 @@ def test_a_part_of_the_results_is_the_state_of_one_argument():
     assert found == [("0/b", "0/b"), ("0/v", "0/v"), ("0/w", "0/w")]
 
 
-def test_both_of_two_arguments_come_back():
+def test_two_arguments_of_the_same_structure_are_both_state():
     def swap(params, moments, x):
         return moments, params
 
@@ -29,14 +29,14 @@ def test_both_of_two_arguments_come_back():
     assert len(found) == 6 and len({o for _, o in found}) == 6
 
 
-def test_arrays_of_other_types_do_not_come_back():
+def test_arrays_that_change_their_dtype_are_not_state():
     def narrow(params, x):
         return {k: v.astype(jnp.bfloat16) for k, v in params.items()}, x.sum()
 
     assert state_of(narrow, mlp_state(), batch()) == []
 
 
-def test_a_lone_array_is_state_only_where_it_stood():
+def test_a_single_array_is_state_only_at_its_own_index():
     def step(w, x):
         return w - x.sum(), x * 2
 

@@ -300,8 +300,8 @@ def test_explain_takes_ends_and_globs():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("attention/wz", r"no input or result is called 'attention/wz'. Near it: .*attention/w"),
-        ("mlp/upp", "Near it: 0/params/mlp/up|Near it: 0/moments/mlp/up"),
+        ("attention/wz", r"no input or result is called 'attention/wz'. Similar paths: .*attention/w"),
+        ("mlp/upp", "Similar paths: 0/params/mlp/up|Similar paths: 0/moments/mlp/up"),
         ("*nothing*", r"no input or result.*There are 0/count"),
         ("", "no input or result is called ''"),
     ],

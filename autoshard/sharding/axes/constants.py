@@ -1,0 +1,28 @@
+"""Heuristic bounds in the analysis of logical axes.
+
+No record says that any of them was fitted to the models of the benchmark. The plans of these models (`tests/golden`)
+depend on the constants that choose axes and roles.
+"""
+
+# Number of rounds of colour refinement with which `logical_axes` merges the axes of repeated layers. Each round lets
+# operators one step further away tell two axes apart. Source: chosen, not measured.
+REFINEMENT_ROUNDS = 3
+
+# An axis can be the batch if it carries at least this fraction of the activation bytes of the axis that carries most
+# (`roles.batch_axis`). Source: chosen, not measured.
+BATCH_BYTES_SHARE = 0.7
+
+# Largest number of inputs from which one weight is computed, such as the gates of a recurrent cell that are
+# concatenated. `roles` does not treat values of more inputs as weights. Source: chosen, not measured.
+MAX_FUSED_WEIGHTS = 16
+
+# Narrowest float type, in bits, in which a stored parameter is gathered (`logical_axes.transfer_dtype`). Source:
+# chosen, because not all backends support collectives on narrower types.
+LEAST_TRANSFER_BITS = 16
+
+# Fraction of an argument's returned leaves that must be updates of themselves for the argument to be state
+# (`state_checks`). Source: chosen, not measured.
+STATE_LEAVES_SHARE = 0.5
+
+# Number of changed leaves that an error message lists (`state_checks`). Source: chosen.
+SHOWN_CHANGES = 5

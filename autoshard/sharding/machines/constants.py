@@ -1,0 +1,94 @@
+"""Heuristic figures of machines: shares of rated figures, default latencies, bounds on sizes, sizes of measurements.
+
+`chips` has the rated figures of each chip and their sources. The comment of each constant here gives its meaning and
+unit, its source, and what depends on it. No record says that any of them was fitted to the models of the benchmark.
+"""
+
+# --- Shares of rated figures. Predicted times (`cost.step_time`, `cost.collectives`, `hlo.kernel_costs`) use the rated
+# figure times its share. `calibration` divides measured figures by it, so that predictions match the measurements.
+
+# Fraction of a chip's peak FLOP/s that large products reach. Source: chosen, not measured on a chip. The TPU compiler's
+# cycle estimates of large products correspond to 88 to 97 % of the peak (`benchmarks/estimate.py`, comment above
+# `CHIPS`; no command prints them).
+PEAK_REACHED = 0.95
+
+# Fraction of a chip's memory bandwidth that kernels reach. Source: chosen, not measured. The TPU compiler's cycle
+# estimates of memory-bound kernels do not support any value (`python benchmarks/compiler_cycles.py`).
+BANDWIDTH_REACHED = 0.8
+
+# Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`
+# rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
+GPU_TILE = 64
+
+# --- Links and networks that have no rated figure. The time of every collective depends on them (`topology`).
+
+# Latency of one hop on a TPU's torus, in microseconds. Source: chosen, not measured.
+TORUS_LATENCY_US = 1.0
+
+# Latency between the slices of a TPU, in microseconds. Source: chosen, not measured.
+SLICE_LATENCY_US = 20.0
+
+# Latency of one crossing of an NVLink switch, in microseconds. Source: chosen, not measured.
+NVLINK_LATENCY_US = 5.0
+
+# Latency between GPU hosts, in microseconds. Source: chosen, not measured.
+GPU_HOST_LATENCY_US = 15.0
+
+# Bandwidth between the slices of a TPU, in bytes per second and chip. Source: the 50 Gbit/s of data center network on
+# Google's page about v5p (https://docs.cloud.google.com/tpu/docs/v5p-training). The other versions are assumed to have
+# the same.
+SLICE_BANDWIDTH = 6.25e9
+
+# Bandwidth between the two devices of a tpu7x chip, as a multiple of one torus link. Source: chosen, not measured.
+CORE_LINKS = 4
+
+# Additional latency of each device after the first on a CPU target, as a fraction of the chip's latency. The devices
+# are threads of one process that wait for each other. Source: chosen when the figures of the `cpu` chip were measured
+# with `autoshard bench --calibrate`, which measures the latency of whole collectives, not this fraction.
+CPU_LATENCY_GROWTH = 0.5
+
+# --- Bounds on machines.
+
+# Largest number of devices. Source: chosen, more than any machine has. Larger targets, meshes and plans are refused,
+# because the search enumerates divisors of the number of devices.
+MOST_DEVICES = 2**20
+
+# The bounds below limit the machines that `machine_sizes` lists where no plan fits the memory.
+
+# Largest number of chips along one dimension of a torus. Source: Google Cloud's largest slices of v5e and v6e have 16 x
+# 16 chips. For tori of three dimensions, chosen.
+LARGEST_TORUS_SIDE = 16
+
+# Largest number of hosts. Source: chosen.
+MOST_HOSTS = 128
+
+# Largest number of devices on one switch, where the chip has no lower bound (CPUs). Source: chosen.
+MOST_ON_A_SWITCH = 1024
+
+# Largest multiple of the devices of a target that was read from a file. Source: chosen.
+MOST_TIMES = 64
+
+# Multiples of the number of slices of a target. Source: chosen.
+SLICE_MULTIPLES = (2, 4, 8)
+
+# --- Calibration (`autoshard bench --calibrate`). Source of all: chosen, not measured. The sizes for CPUs are smaller,
+# because CPU devices are slower and share the memory of one host.
+
+# Rows and columns of the matrices that are multiplied.
+MATRIX, CPU_MATRIX = 4096, 1024
+
+# Bytes of each array that is added.
+ARRAY_BYTES, CPU_ARRAY_BYTES = 1 << 28, 1 << 25
+
+# Bytes of a device's shard in the larger all-gather.
+SHARD_BYTES, CPU_SHARD_BYTES = 1 << 24, 1 << 20
+
+# Bytes of a device's shard in the smaller all-gather. Its time is mostly latency.
+SMALL_SHARD_BYTES = 1 << 10
+
+# Number of runs. The fastest one counts.
+RUNS = 7
+
+# Lower bounds for the measured difference between the two all-gathers, in seconds, and for the measured latency, in
+# microseconds. Noise can make both negative.
+LEAST_DIFFERENCE_S, LEAST_LATENCY_US = 1e-9, 0.1

@@ -1,0 +1,11 @@
+"""Heuristic bounds in reading programs. All are chosen, not measured. Only `MAX_STATE_DEPTH` can change a plan."""
+
+# Number of entries of a list that a message or a report shows before it gives the number of the rest.
+SHOWN = 6
+
+# Number of suggestions for a mistyped path (`path_patterns.suggestions`): for each kind of similarity, and in total.
+SUGGESTIONS_EACH, SUGGESTIONS = 3, 4
+
+# Largest depth in the results at which `state_matching.match` looks for the updated value of an argument: 0 is all
+# results, 1 an element of a returned tuple. An argument that is returned deeper is not recognised as state.
+MAX_STATE_DEPTH = 3
