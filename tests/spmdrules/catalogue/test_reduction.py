@@ -34,8 +34,8 @@ def test_var_mean():
 
 
 @pytest.mark.parametrize("order", [1, 3, np.inf])
-def test_norm_from(order):
-    np.testing.assert_allclose(ops.norm_from(X, order, 1), np.linalg.norm(X, order, 1), rtol=1e-5)
+def test_order_norm(order):
+    np.testing.assert_allclose(ops.order_norm(X, order, 1), np.linalg.norm(X, order, 1), rtol=1e-5)
 
 
 def test_weighted_average():

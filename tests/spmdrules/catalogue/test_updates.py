@@ -41,13 +41,13 @@ def test_the_first_step_of_adamw_is_its_formula():
     close(found, PARAMETER - 1e-2 * (GRADIENT / (jnp.abs(GRADIENT) + 1e-8) + 0.1 * PARAMETER))
 
 
-@pytest.mark.parametrize("most", [0.5, 1e3])
-def test_clipping_by_norms_is_like_optax(most):
-    clip = optax.clip_by_global_norm(most)
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_by_norms_is_like_optax(max_norm):
+    clip = optax.clip_by_global_norm(max_norm)
     tree = {"a": GRADIENT, "b": OTHER}
     expected: Any = clip.update(tree, clip.init(tree))[0]
-    close(updates.clip_by_global_norm(GRADIENT, OTHER, most=most), (expected["a"], expected["b"]))
-    close(updates.clip_by_leaf_norm(GRADIENT, most=most), clip.update(GRADIENT, clip.init(GRADIENT))[0])
+    close(updates.clip_by_global_norm(GRADIENT, OTHER, max_norm=max_norm), (expected["a"], expected["b"]))
+    close(updates.clip_by_leaf_norm(GRADIENT, max_norm=max_norm), clip.update(GRADIENT, clip.init(GRADIENT))[0])
 
 
 def test_the_norm_of_bfloat16_leaves_is_float32_and_zeros_stay():
@@ -105,4 +105,4 @@ def test_a_sharded_step_stays_where_it_is():
     assert not found.reshards and found.out_specs[0] == P("data")
     found = propagate(updates.clip_by_global_norm, GRADIENT, OTHER, in_specs=P("data"), mesh={"data": 4})
     assert found.out_specs == (P("data"), P("data"))
-    assert sum(r.bytes_moved for r in found.reshards) <= 2 * 6  # one number of each leaf at most
+    assert sum(r.bytes_moved for r in found.reshards) <= 2 * 6  # one number of each leaf at max_norm
