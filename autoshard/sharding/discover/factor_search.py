@@ -14,8 +14,9 @@ from autoshard.sharding.discover.subject import Subject
 # All bounds are chosen, not measured.
 _FIRST_COUNTS = (2, 3, 5, 7)  # the first that divides a place is its number of pieces in a first attempt
 _MAX_PIECES = 16  # the most pieces that are tried
-# How many combinations with places of other operands are tried for one place, and after how many runs on pieces the
-# search stops: for the place right after the known factors of a dimension, and for all later places.
+# Two bounds for the search at one place: how many combinations with places of other operands are tried, and after how
+# many combinations that can be run on pieces the search stops. The first pair is for the place right after the known
+# factors of a dimension, the second pair for later places.
 _NEXT_LIMITS, _ANYWHERE_LIMITS = (40, 6), (8, 2)
 _FEW_SETS = 5  # sets of values for numbers of pieces other than the first
 
@@ -61,7 +62,7 @@ class Search:
             place: the place.
             extent: the number of elements that the place can be split into.
             most: the most combinations to try.
-            most_run: the most combinations that can be run on pieces.
+            most_run: the search stops after this many combinations that can be run on pieces.
         """
         ways = next((n for n in _FIRST_COUNTS if extent % n == 0), None)
         if ways is None:
@@ -94,7 +95,7 @@ class Search:
         yield from (some for some in _place_sets([*equal, *other], (1, 2)) if not set(some) <= set(equal))
 
     def places(self, place: Place, extent: int, ways: int) -> tuple[list[Place], list[Place]]:
-        """Returns the free places of other operands: those of the same extent, and others that can be split alike."""
+        """Returns the free places of other operands: those of the same extent, and others that can be split too."""
         equal: list[Place] = []
         other: list[Place] = []
         for i, shape in enumerate(self.subject.shapes):
@@ -152,7 +153,7 @@ class Search:
         return shape[place.dim]
 
     def covered(self, array: int, dim: int) -> int:
-        """The product of the sizes of an operand dimension's major part, up to the end of its last known factor."""
+        """The size of the major part of an operand dimension that its known factors take; 1 if it has no factor."""
         return max((major * size for major, size in self.taken.get((False, array, dim), ())), default=1)
 
     def withdraw(self, found: FoundFactor, why: str) -> None:

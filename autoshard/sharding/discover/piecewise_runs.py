@@ -187,7 +187,7 @@ def _ways(pieces: Sequence[np.ndarray], shape: tuple[int, ...], r: int, dtype: A
             return {SAME: list(pieces), **{op: [reduce_pieces(pieces, op)] for op in _reductions(dtype)}}
     dim = next(d for d, (n, m) in enumerate(zip(shape, pieces[0].shape, strict=True)) if n != m)
     size = pieces[0].shape[dim]
-    return {Place(r, dim, m): [_side_by_side(pieces, dim, m)] for m in range(1, size + 1) if size % m == 0}
+    return {Place(r, dim, m): [_concatenated(pieces, dim, m)] for m in range(1, size + 1) if size % m == 0}
 
 
 def _reductions(dtype: Any) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def _reductions(dtype: Any) -> tuple[str, ...]:
     return ("sum", "mul") if jnp.issubdtype(dtype, jnp.complexfloating) else ("sum", "max", "min", "mul")
 
 
-def _side_by_side(pieces: Sequence[np.ndarray], dim: int, major: int) -> np.ndarray:
+def _concatenated(pieces: Sequence[np.ndarray], dim: int, major: int) -> np.ndarray:
     shape = pieces[0].shape
     spread = [p.reshape((*shape[:dim], major, shape[dim] // major, *shape[dim + 1 :])) for p in pieces]
     return np.concatenate(spread, dim + 1).reshape((*shape[:dim], shape[dim] * len(pieces), *shape[dim + 1 :]))

@@ -76,7 +76,7 @@ class Refusal:
     """A dimension of an operand, or a part of one, that is whole in the rule, and the reasons.
 
     Attributes:
-        operand: the place: the operand and the dimension.
+        operand: the place as text: the number of the operand and the dimension.
         size: the size of the dimension.
         tried: what was split, and why it failed.
     """
@@ -119,11 +119,11 @@ class Discovery:
 def discover(fn: Callable[..., Any], *args: Any) -> Discovery:
     """Proposes a rule for a function of arrays by running it on pieces of these arrays.
 
-    The rule is for `@autoshard.operator`, which runs the function itself on each shard. A dimension is whole if this is
-    not possible. An example is a dimension in which positions are counted (`argmax`, the rows of a table), even though
-    code that knows the offset of its shard could split it. Use `discover` for one operator, not for a train step: each
-    dimension takes several compilations. Give different dimensions different sizes, small and divisible by 4. Pass
-    arrays where values matter (indices, a matrix to be factored), and `ShapeDtypeStruct`s otherwise.
+    The rule is for `@autoshard.operator`, which runs the function itself on each shard. A dimension for which this is
+    impossible is whole. An example is a dimension in which positions are counted (`argmax`, the rows of a table), even
+    though code that knows the offset of its shard could split it. Use `discover` for one operator, not for a train
+    step: each dimension takes several compilations. Give different dimensions different sizes, small and divisible by
+    4. Pass arrays where values matter (indices, a matrix to be factored), and `ShapeDtypeStruct`s otherwise.
 
     Args:
         fn: any function that `jax.jit` accepts: opaque code, a kernel, a callback, the `bind` of a primitive.

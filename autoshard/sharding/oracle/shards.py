@@ -114,7 +114,10 @@ def reduce_pieces(pieces: Sequence[np.ndarray], op: str) -> np.ndarray:
 
 
 def join_positions(pieces: list[np.ndarray], op: str, operand: np.ndarray, dims: Dims, name: str) -> np.ndarray:
-    """Selects from the shards' positions (in the unsharded array) that of the extreme element, the first of equals."""
+    """Selects the position of the largest or smallest element from the positions that the shards found.
+
+    Positions count in the unsharded array. Among equal elements, the first shard's position is selected.
+    """
     axis = next(d for d, dim in enumerate(dims) if name in dim)
     sign = 1 if op == "argmax" else -1
 

@@ -208,7 +208,7 @@ def dropless_moe(
 
     Args:
         x: `[tokens, embed]`.
-        weights: the gate's, `[tokens, k]`.
+        weights: the gate's weights, `[tokens, k]`.
         chosen: integers `[tokens, k]`.
         gate: `[experts, embed, ffn]`.
         up: `[experts, embed, ffn]`.

@@ -199,7 +199,7 @@ OPERATORS: tuple[Operator, ...] = (
     _draw("gamma", jax.random.gamma, _POSITIVE),
     _draw("beta", jax.random.beta, _POSITIVE, _POSITIVE),
     _draw("poisson", jax.random.poisson, _POSITIVE),
-    Operator("dirichlet", jax.random.dirichlet, (_KEY, _POSITIVE[0] + 1.0), (), "no gradient: JAX has none"),
+    Operator("dirichlet", jax.random.dirichlet, (_KEY, _POSITIVE[0] + 1.0), (), _OF_A_KEY),
     Operator("permutation", partial(jax.random.permutation, x=12), (_KEY,), (), _OF_A_KEY),
     Operator("choice", partial(jax.random.choice, a=20, shape=(12,), replace=False), (_KEY,), (), _OF_A_KEY),
     Operator("split_key", partial(jax.random.split, num=8), (_KEY,), (), "no gradient: keys"),

@@ -117,7 +117,7 @@ FINDINGS: dict[Any, list[Finding]] = {}  # by equation, of all equations that we
 
 
 def signature(primitive: Any, avals: Any, params: Any, rule: Rule | None, exact: bool) -> Any:
-    """A key of an equation: exact, or by its dtypes and the kinds and positions of its rule's factors.
+    """Returns a key for an equation: exact, or by its dtypes and the kinds and positions of its rule's factors.
 
     The inexact key suffices here, since other tests check every primitive with several ranks, sizes and parameters.
     """
