@@ -1,4 +1,4 @@
-"""Which dimensions of a function's operands are cut together, and how far: the search of `discover`."""
+"""The search of `discover`: which dimensions of operands can be split together, and into how many pieces."""
 
 from __future__ import annotations
 
@@ -7,193 +7,212 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.sharding.discover.piecewise_runs import SAME, Outcome, Part, attempt
-from autoshard.sharding.discover.rule_text import Found, Span, fits
+from autoshard.sharding.discover.piecewise_runs import SAME, Outcome, Place, attempt
+from autoshard.sharding.discover.rule_text import FoundFactor, Span, fits
 from autoshard.sharding.discover.subject import Subject
 
-_FIRST = (2, 3, 5, 7)  # numbers of pieces of a first attempt
-_FINEST = 16  # the most pieces that are tried
-# How many sets of other operands' places are tried with a place, and how many of those that can be run on pieces: with
-# one behind what is taken of its dimension, and with one anywhere in it.
-_NEXT, _ANYWHERE = (40, 6), (8, 2)
-_FEW = 5  # sets of values, for other numbers of pieces than the first
+# All bounds are chosen, not measured.
+_FIRST_COUNTS = (2, 3, 5, 7)  # the first that divides a place is its number of pieces in a first attempt
+_MAX_PIECES = 16  # the most pieces that are tried
+# Two bounds for the search at one place: how many combinations with places of other operands are tried, and after how
+# many combinations that can be run on pieces the search stops. The first pair is for the place right after the known
+# factors of a dimension, the second pair for later places.
+_NEXT_LIMITS, _ANYWHERE_LIMITS = (40, 6), (8, 2)
+_FEW_SETS = 5  # sets of values for numbers of pieces other than the first
 
 
 class Search:
-    """Takes the operands' dimensions in order; what of one is cut is taken. Factors stand side by side in it."""
+    """Searches the operands' dimensions in order for factors.
+
+    A dimension may have several factors, major to minor. The places that a factor takes are not searched again.
+
+    Attributes:
+        subject: the function.
+        tried: the outcome of each attempt, by places and number of pieces.
+        outcomes: the outcomes that support each found factor.
+        taken: the spans that factors take, by (is a result, array, dimension).
+        withdrawn: places that were split together and then given up, and why.
+    """
 
     def __init__(self, subject: Subject):
         self.subject = subject
-        self.tried: dict[tuple[tuple[Part, ...], int], Outcome] = {}
-        self.outcomes: dict[Found, list[Outcome]] = {}
-        self.taken: dict[tuple[bool, int, int], list[Span]] = {}  # (of a result, array, dimension)
-        self.withdrawn: dict[tuple[Part, ...], str] = {}
+        self.tried: dict[tuple[tuple[Place, ...], int], Outcome] = {}
+        self.outcomes: dict[FoundFactor, list[Outcome]] = {}
+        self.taken: dict[tuple[bool, int, int], list[Span]] = {}
+        self.withdrawn: dict[tuple[Place, ...], str] = {}
 
     def run(self) -> None:
         """Finds every factor."""
         for i, shape in enumerate(self.subject.shapes):
             for d, size in enumerate(shape):
-                while (end := self.end(i, d)) < size and self.next(i, d, end, size):
+                while (end := self.covered(i, d)) < size and self.find_next(i, d, end, size):
                     pass
 
-    def next(self, array: int, dim: int, end: int, size: int) -> bool:
-        """Finds one more factor of a dimension, behind what is taken of it or, if nothing is, anywhere."""
-        if self.find(Part(array, dim, end), size // end, *_NEXT):
+    def find_next(self, array: int, dim: int, end: int, size: int) -> bool:
+        """Finds one more factor of a dimension: after its known factors or, if it has none, at any place."""
+        if self.find(Place(array, dim, end), size // end, *_NEXT_LIMITS):
             return True
         majors = [m for m in range(2, size) if size % m == 0] if end == 1 else []
-        return any(self.find(Part(array, dim, major), size // major, *_ANYWHERE) for major in majors)
+        return any(self.find(Place(array, dim, major), size // major, *_ANYWHERE_LIMITS) for major in majors)
 
-    def find(self, part: Part, extent: int, most: int, most_run: int) -> bool:
-        """Cuts a place alone, then together with places of other operands, until pieces give the whole."""
-        ways = next((n for n in _FIRST if extent % n == 0), None)
+    def find(self, place: Place, extent: int, most: int, most_run: int) -> bool:
+        """Splits a place alone, then together with places of other operands, until the pieces give the whole result.
+
+        Args:
+            place: the place.
+            extent: the number of elements that the place can be split into.
+            most: the most combinations to try.
+            most_run: the search stops after this many combinations that can be run on pieces.
+        """
+        ways = next((n for n in _FIRST_COUNTS if extent % n == 0), None)
         if ways is None:
             return False
         runs = 0
-        for companions in itertools.islice(self.companions(part, extent, ways), most):
-            outcome = self.attempt((part, *companions), ways)
-            if outcome.joins and self.accept(self.least(outcome, part)):
+        for companions in itertools.islice(self.companions(place, extent, ways), most):
+            outcome = self.attempt((place, *companions), ways)
+            if outcome.joins and self.accept(self.minimal(outcome, place)):
                 return True
             runs += outcome.ran
             if runs == most_run:
                 break
         return False
 
-    def attempt(self, cut: tuple[Part, ...], ways: int, sets: int | None = None) -> Outcome:
-        """What comes of a cut; tried once."""
-        key = tuple(sorted(cut)), ways
+    def attempt(self, places: tuple[Place, ...], ways: int, sets: int | None = None) -> Outcome:
+        """Returns the outcome of splitting these places together. Each attempt is made once."""
+        key = tuple(sorted(places)), ways
         if key not in self.tried:
             self.tried[key] = attempt(self.subject, *key, sets)
         return self.tried[key]
 
-    def companions(self, part: Part, extent: int, ways: int) -> Iterator[tuple[Part, ...]]:
-        """Places of other operands to cut with one: none, all of its size, some of its size, others that divide."""
-        equal, other = self.places(part, extent, ways)
+    def companions(self, place: Place, extent: int, ways: int) -> Iterator[tuple[Place, ...]]:
+        """Yields the places of other operands to split with one: none, all of its size, some of its size, others."""
+        equal, other = self.places(place, extent, ways)
         yield ()
-        everywhere = {p.array: p for p in reversed(equal)} | {p.array: p for p in equal if p.dim == part.dim}
+        everywhere = {p.array: p for p in reversed(equal)} | {p.array: p for p in equal if p.dim == place.dim}
         if len(everywhere) > 1:
             yield tuple(everywhere.values())
-        yield from _sets(equal, range(1, len(everywhere) + 1))
-        yield from (some for some in _sets([*equal, *other], (1, 2)) if not set(some) <= set(equal))
+        yield from _place_sets(equal, range(1, len(everywhere) + 1))
+        yield from (some for some in _place_sets([*equal, *other], (1, 2)) if not set(some) <= set(equal))
 
-    def places(self, part: Part, extent: int, ways: int) -> tuple[list[Part], list[Part]]:
-        """Free places of other operands: as large as one, and of other sizes that are cut as well."""
-        equal: list[Part] = []
-        other: list[Part] = []
+    def places(self, place: Place, extent: int, ways: int) -> tuple[list[Place], list[Place]]:
+        """Returns the free places of other operands: those of the same extent, and others that can be split too."""
+        equal: list[Place] = []
+        other: list[Place] = []
         for i, shape in enumerate(self.subject.shapes):
             for d, size in enumerate(shape):
-                end = self.end(i, d)
+                end = self.covered(i, d)
                 rest = size // end
-                if i == part.array or rest < 2:
+                if i == place.array or rest < 2:
                     continue
                 if rest == extent:
-                    equal.append(Part(i, d, end))
+                    equal.append(Place(i, d, end))
                 elif rest % extent == 0:
-                    other.append(Part(i, d, size // extent))
+                    other.append(Place(i, d, size // extent))
                 elif extent % rest == 0 and rest % ways == 0:
-                    other.append(Part(i, d, end))
+                    other.append(Place(i, d, end))
         return equal, other
 
-    def least(self, outcome: Outcome, part: Part) -> Outcome:
-        """An outcome without the companions that it does not need."""
-        for other in outcome.cut if len(outcome.cut) > 2 else ():
-            if other != part:
-                fewer = self.attempt(tuple(p for p in outcome.cut if p != other), outcome.ways)
+    def minimal(self, outcome: Outcome, place: Place) -> Outcome:
+        """Removes from an outcome the companions that it does not need."""
+        for other in outcome.places if len(outcome.places) > 2 else ():
+            if other != place:
+                fewer = self.attempt(tuple(p for p in outcome.places if p != other), outcome.ways)
                 outcome = fewer if fewer.joins else outcome
         return outcome
 
     def accept(self, outcome: Outcome) -> bool:
-        """Makes an outcome a factor, if it does not stand where another one does."""
-        results = tuple(way for way in outcome.joins if isinstance(way, Part))
-        places = [(False, p) for p in outcome.cut] + [(True, p) for p in results]
+        """Turns an outcome into a factor, unless its places overlap those of another factor."""
+        results = tuple(way for way in outcome.joins if isinstance(way, Place))
+        places = [(False, p) for p in outcome.places] + [(True, p) for p in results]
         outcomes, size = self.refined(outcome, math.gcd(*(self.size(*place) // place[1].major for place in places)))
         for of_result, p in places:
             spans = [*self.taken.get((of_result, p.array, p.dim), []), (p.major, size)]
             if not fits(self.size(of_result, p), spans):
-                why = "its pieces of results stand where those of another factor do"
-                self.withdrawn[outcome.cut] = why
+                why = "its pieces of a result overlap those of another factor"
+                self.withdrawn[outcome.places] = why
                 return False
         for of_result, p in places:
             self.taken.setdefault((of_result, p.array, p.dim), []).append((p.major, size))
         ops: list[Any] = [way for way in outcome.joins if isinstance(way, str) and way != SAME]
-        self.outcomes[Found(outcome.cut, results, size, ops[0] if ops else None)] = outcomes
+        self.outcomes[FoundFactor(outcome.places, results, size, ops[0] if ops else None)] = outcomes
         return True
 
     def refined(self, outcome: Outcome, largest: int) -> tuple[list[Outcome], int]:
-        """The most pieces that a cut can have: its outcomes, and how many."""
+        """Finds the most pieces that an outcome's places can be split into: the outcomes, and the number of pieces."""
         first = outcome.ways
-        finer = [n for n in range(min(largest, _FINEST), first, -1) if largest % n == 0 and n % first == 0]
+        finer = [n for n in range(min(largest, _MAX_PIECES), first, -1) if largest % n == 0 and n % first == 0]
         for ways in finer:
-            found = self.attempt(outcome.cut, ways, _FEW)
+            found = self.attempt(outcome.places, ways, _FEW_SETS)
             if found.joins == outcome.joins:
                 return [outcome, found], largest if ways == finer[0] else ways
         return [outcome], largest if not finer else first
 
-    def size(self, of_result: bool, part: Part) -> int:
-        """The size of the dimension that a place is in."""
-        shape = self.subject.results[part.array].shape if of_result else self.subject.shapes[part.array]
-        return shape[part.dim]
+    def size(self, of_result: bool, place: Place) -> int:
+        """The size of the dimension of a place."""
+        shape = self.subject.results[place.array].shape if of_result else self.subject.shapes[place.array]
+        return shape[place.dim]
 
-    def end(self, array: int, dim: int) -> int:
-        """Behind how much of an operand's dimension nothing is taken."""
+    def covered(self, array: int, dim: int) -> int:
+        """The size of the major part of an operand dimension that its known factors take; 1 if it has no factor."""
         return max((major * size for major, size in self.taken.get((False, array, dim), ())), default=1)
 
-    def withdraw(self, found: Found, why: str) -> None:
-        """Takes a factor back."""
+    def withdraw(self, found: FoundFactor, why: str) -> None:
+        """Gives up a factor."""
         outcome = self.outcomes.pop(found)[0]
-        self.withdrawn[outcome.cut] = why
-        for of_result, parts in ((False, found.operands), (True, found.results)):
-            for p in parts:
+        self.withdrawn[outcome.places] = why
+        for of_result, places in ((False, found.operands), (True, found.results)):
+            for p in places:
                 self.taken[of_result, p.array, p.dim].remove((p.major, found.size))
 
-    def found(self) -> list[Found]:
-        """The factors, and for each dimension of which nothing is taken a whole one."""
-        whole: list[Found] = []
+    def found(self) -> list[FoundFactor]:
+        """The factors that were found, and a whole factor for each dimension without one."""
+        whole: list[FoundFactor] = []
         free = [(i, d) for i, shape in enumerate(self.subject.shapes) for d, n in enumerate(shape) if n != 1]
         for i, d in free:
             if not self.taken.get((False, i, d)) and not any(
                 p.array == i and p.dim == d for f in whole for p in f.operands
             ):
-                whole.append(self.whole(Part(i, d), whole))
+                whole.append(self.whole(Place(i, d), whole))
         return [*self.outcomes, *whole]
 
-    def whole(self, part: Part, known: list[Found]) -> Found:
-        """A whole factor: of dimensions that shrink together, by their shapes, where pieces could be run."""
-        size = self.size(False, part)
+    def whole(self, place: Place, known: list[FoundFactor]) -> FoundFactor:
+        """A whole factor for a dimension, and for others whose sizes shrank with it in a run on pieces."""
+        size = self.size(False, place)
 
-        def free(of_result: bool, p: Part) -> bool:
-            stands = any(p in (f.results if of_result else f.operands) for f in known)
+        def free(of_result: bool, p: Place) -> bool:
+            is_known = any(p in (f.results if of_result else f.operands) for f in known)
             is_taken = self.taken.get((of_result, p.array, p.dim))
-            return p.major == 1 and not stands and not is_taken and self.size(of_result, p) == size
+            return p.major == 1 and not is_known and not is_taken and self.size(of_result, p) == size
 
         for outcome in self.tried.values():
-            if outcome.ran and part in outcome.cut and all(free(False, p) for p in outcome.cut):
+            if outcome.ran and place in outcome.places and all(free(False, p) for p in outcome.places):
                 shrunk = {p.array: p for p in reversed(outcome.shrunk) if free(True, p)}
-                return Found(outcome.cut, tuple(shrunk.values()), size, whole=True)
-        return Found((part,), (), size, whole=True)
+                return FoundFactor(outcome.places, tuple(shrunk.values()), size, whole=True)
+        return FoundFactor((place,), (), size, whole=True)
 
-    def refusals(self) -> Iterator[tuple[Part, int, list[tuple[str, str]]]]:
-        """Each place of an operand that could not be cut, its dimension's size, and what was tried."""
+    def refusals(self) -> Iterator[tuple[Place, int, list[tuple[str, str]]]]:
+        """Yields each place of an operand that could not be split, its dimension's size, and what was tried."""
         for i, shape in enumerate(self.subject.shapes):
             for d, size in enumerate(shape):
                 spans = self.taken.get((False, i, d), [])
                 if size != 1 and math.prod(count for _, count in spans) < size or not size:
-                    end = self.end(i, d)
-                    part = Part(i, d, end if end < size else 1)
-                    yield part, size, list(self.why(part, size // part.major))
+                    end = self.covered(i, d)
+                    place = Place(i, d, end if end < size else 1)
+                    yield place, size, list(self.reasons(place, size // place.major))
 
-    def why(self, part: Part, extent: int) -> Iterator[tuple[str, str]]:
-        """What was cut with a place, and what came of it; first what could be run."""
-        if all(extent % n for n in _FIRST):
-            yield f"operand {part}", f"{extent} is not cut into 2, 3, 5 or 7 equal pieces"
-        outcomes = [o for o in self.tried.values() if part in o.cut and (o.reason or o.cut in self.withdrawn)]
+    def reasons(self, place: Place, extent: int) -> Iterator[tuple[str, str]]:
+        """Yields what was split with a place, and why it failed. Attempts that could be run come first."""
+        if all(extent % n for n in _FIRST_COUNTS):
+            yield f"operand {place}", f"{extent} cannot be split into 2, 3, 5 or 7 equal pieces"
+        outcomes = [o for o in self.tried.values() if place in o.places and (o.reason or o.places in self.withdrawn)]
         for o in sorted(outcomes, key=lambda o: not o.ran):
-            cut = " and ".join(f"operand {p}" for p in o.cut)
-            yield f"{cut} cut into {o.ways}", o.reason or self.withdrawn[o.cut]
+            split = " and ".join(f"operand {p}" for p in o.places)
+            yield f"{split} split into {o.ways}", o.reason or self.withdrawn[o.places]
 
 
-def _sets(parts: list[Part], counts: Any) -> Iterator[tuple[Part, ...]]:
-    """Sets of so many of these places, of different operands."""
+def _place_sets(places: list[Place], counts: Any) -> Iterator[tuple[Place, ...]]:
+    """Yields the combinations of these numbers of places, each of different operands."""
     for count in counts:
-        for some in itertools.combinations(parts, count):
+        for some in itertools.combinations(places, count):
             if len({p.array for p in some}) == count:
                 yield some

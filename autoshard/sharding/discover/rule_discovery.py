@@ -1,11 +1,12 @@
-"""A rule for a function that nobody wrote one for, found by running it on pieces.
+"""Proposes a rule for a function that has none, by running it on pieces of its operands.
 
-Each dimension of each operand is cut, alone or together with dimensions of other operands, the function is run on the
-pieces, and the pieces of its results are put together in every way that a rule can say. What gives the whole on all
-sets of values becomes a factor, which is as large as the number of pieces that it can be cut into; the rest is `whole`.
+Each dimension of each operand is split, alone or together with dimensions of other operands. The function is run on the
+pieces, and the pieces of its results are joined in every way that a rule can express. A split whose joined pieces equal
+the whole result on all sets of values becomes a factor, whose size is the number of pieces that it can be split into.
+All other dimensions are `whole`.
 
-This is evidence and no proof: a function may do on other values or other sizes what it did not do on these. Nothing is
-applied; `@autoshard.operator(found.text)` does that.
+This is evidence, not proof: the function may behave differently for other values or sizes. The rule is not applied;
+`@autoshard.operator(found.text)` applies it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.sharding.discover.factor_search import Search
-from autoshard.sharding.discover.piecewise_runs import Outcome, Part
-from autoshard.sharding.discover.rule_text import Found, declared
-from autoshard.sharding.discover.subject import DiscoveryError, Refused, Subject, asked
+from autoshard.sharding.discover.piecewise_runs import Outcome, Place
+from autoshard.sharding.discover.rule_text import FoundFactor, render_rule
+from autoshard.sharding.discover.subject import DiscoveryError, Refused, Subject, as_refused
 from autoshard.sharding.oracle.cases import Case
 from autoshard.sharding.oracle.missing_strategies import additive, possible_groups, surely_additive
 from autoshard.sharding.oracle.probe_values import trials
@@ -32,24 +33,25 @@ from autoshard.spmdrules.custom_ops.opaque_primitive import apply, make_primitiv
 
 __all__ = ["Discovery", "DiscoveryError", "Evidence", "Refusal", "discover"]
 
-_OWN_SETS = 4  # of values, in the last check, beside those of the oracle
-_QUIET = 1e-5  # error by rounding, which the oracle does not mind
-_SHOWN = 2  # refused cuts of each dimension
+# All three are chosen, not measured.
+_OWN_SETS = 4  # sets of values of the search that are added to the oracle's sets in the final check
+_MIN_NOISE = 1e-5  # relative rounding error that the oracle's tolerance covers
+_SHOWN_ATTEMPTS = 2  # failed attempts that the text of a `Refusal` shows
 
 
 @shown
 @dataclass(frozen=True)
 class Evidence:
-    """What speaks for one factor of a discovered rule.
+    """The evidence for one factor of a discovered rule.
 
     Attributes:
         factor: its name.
-        size: into how many pieces it can be cut.
-        operands: where operands were cut.
-        pieces: into how many pieces they were cut.
-        joins: for each result how its pieces gave the whole.
-        sets: on how many sets of values.
-        error: the largest relative error among them.
+        size: the most pieces that it can be split into.
+        operands: the places where operands were split.
+        pieces: the numbers of pieces that were tried.
+        joins: for each result, how its pieces were joined.
+        sets: the number of sets of values.
+        error: the largest relative error on these.
     """
 
     factor: str
@@ -61,22 +63,22 @@ class Evidence:
     error: float
 
     def __str__(self) -> str:
-        cut = " and ".join(f"operand {place}" for place in self.operands)
+        split = " and ".join(f"operand {place}" for place in self.operands)
         ways = " and ".join(map(str, self.pieces))
         joined = ", ".join(f"result {r} {how}" for r, how in enumerate(self.joins))
-        seen = f"{self.sets} sets of values, error {self.error:.1g}"
-        return f"{self.factor} ({self.size}): {cut} cut into {ways}: {joined}; {seen}"
+        tests = f"{self.sets} sets of values, error {self.error:.1g}"
+        return f"{self.factor} ({self.size}): {split} split into {ways} pieces: {joined}; {tests}"
 
 
 @shown
 @dataclass(frozen=True)
 class Refusal:
-    """A dimension of an operand, or a part of one, that is whole in the rule, and why.
+    """A dimension of an operand, or a part of one, that is whole in the rule, and the reasons.
 
     Attributes:
-        operand: the operand, the dimension, and behind what part of it.
-        size: the dimension's size.
-        tried: what was cut, and what came of it.
+        operand: the place as text: the number of the operand and the dimension.
+        size: the size of the dimension.
+        tried: what was split, and why it failed.
     """
 
     operand: str
@@ -84,8 +86,8 @@ class Refusal:
     tried: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        more = len(self.tried) - _SHOWN
-        lines = [f"    {cut}: {why}" for cut, why in self.tried[:_SHOWN]]
+        more = len(self.tried) - _SHOWN_ATTEMPTS
+        lines = [f"    {split}: {why}" for split, why in self.tried[:_SHOWN_ATTEMPTS]]
         lines += [f"    and {more} more"] * (more > 0)
         return "\n".join([f"operand {self.operand} (size {self.size}) is whole", *lines])
 
@@ -93,14 +95,14 @@ class Refusal:
 @shown
 @dataclass(frozen=True)
 class Discovery:
-    """A rule that a function's runs on pieces speak for.
+    """A discovered rule, with the evidence for it.
 
     Attributes:
         rule: the rule, with the sizes of the arguments. Operands and results are the arrays of the arguments and
             results in flat order.
-        text: its text, for `@autoshard.operator`: sizes are said only where operands would leave them open.
-        evidence: for each factor that can be cut.
-        refused: for each dimension that cannot.
+        text: its text, for `@autoshard.operator`. It states only the sizes that the operands do not determine.
+        evidence: the evidence for each factor that can be split.
+        refused: the reasons for each dimension that cannot be split.
     """
 
     rule: Rule
@@ -109,30 +111,31 @@ class Discovery:
     refused: tuple[Refusal, ...]
 
     def __str__(self) -> str:
-        told = [f"  {each}" for each in (*self.evidence, *self.refused)]
-        end = "Evidence from runs on random values, not proof. @autoshard.operator(text) applies it."
-        return "\n".join([self.text, *told, end])
+        lines = [f"  {each}" for each in (*self.evidence, *self.refused)]
+        end = "This is evidence from runs on random values, not proof. @autoshard.operator(text) applies the rule."
+        return "\n".join([self.text, *lines, end])
 
 
 def discover(fn: Callable[..., Any], *args: Any) -> Discovery:
-    """Proposes a rule for a function of arrays by running it on pieces of them.
+    """Proposes a rule for a function of arrays by running it on pieces of these arrays.
 
-    The rule is one for `@autoshard.operator`: what cannot be cut by running the function itself on a shard is whole,
-    such as a dimension that positions are counted in (`argmax`, the rows of a table), though a shard that knew where
-    it starts could do it. It is made for one operator, not for a train step: each dimension takes some compilations.
-    Give different dimensions different sizes, small and divisible by 4; arrays where values matter (indices, a matrix
-    to be factored), else `ShapeDtypeStruct`s.
+    The rule is for `@autoshard.operator`, which runs the function itself on each shard. A dimension for which this is
+    impossible is whole. An example is a dimension in which positions are counted (`argmax`, the rows of a table), even
+    though code that knows the offset of its shard could split it. Use `discover` for one operator, not for a train
+    step: each dimension takes several compilations. Give different dimensions different sizes, small and divisible by
+    4. Pass arrays where values matter (indices, a matrix to be factored), and `ShapeDtypeStruct`s otherwise.
 
     Args:
-        fn: any function that `jax.jit` takes: opaque code, a kernel, a callback, the `bind` of a primitive.
-        *args: pytrees of arrays; what is no array stays as it is.
+        fn: any function that `jax.jit` accepts: opaque code, a kernel, a callback, the `bind` of a primitive.
+        *args: pytrees of arrays. Leaves that are not arrays are kept as they are.
 
     Returns:
-        The rule, checked by the oracle, and what speaks for it: evidence, not proof. It is not registered.
+        The rule, checked by the oracle, and the evidence for it. The rule is not registered.
 
     Raises:
-        DiscoveryError: there are no arrays to cut or to compare, the function fails on the whole arguments, or two
+        DiscoveryError: there are no arrays to split or to compare, the function fails on the whole arguments, or two
             runs on the same values differ.
+        TypeError: `fn` is not callable.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -141,39 +144,40 @@ def discover(fn: Callable[..., Any], *args: Any) -> Discovery:
         'a b, b c -> a c; reduce b; linear 0; linear 1'
     """
     if not callable(fn):
-        raise TypeError(f"discover takes a function and its arguments, got {fn!r}")
+        raise TypeError(f"discover takes a function and its arguments, but got {fn!r}. Pass the function first.")
     with jax.default_matmul_precision("highest"):
-        return _Discovery(Subject(fn, args)).discovered()
+        return _Discovery(Subject(fn, args)).result()
 
 
 class _Discovery:
-    """From a finished search to a rule that the oracle agrees with."""
+    """Turns the factors that a search finds into a rule that passes the oracle."""
 
     def __init__(self, subject: Subject):
         self.subject = subject
         self.search = Search(subject)
         self.search.run()
         self.results = [tuple(x.shape) for x in subject.results]
-        self.primitive = make_primitive(f"discovered_{subject.name}")  # no name that the oracle knows
+        # The prefix keeps the oracle from treating the function like a primitive of the same name.
+        self.primitive = make_primitive(f"discovered_{subject.name}")
 
-    def discovered(self) -> Discovery:
-        """The rule without what the oracle calls wrong."""
-        text, names = self.declared(())
+    def result(self) -> Discovery:
+        """Returns the rule without the factors that the oracle finds wrong."""
+        text, names = self.render(())
         while wrong := next(self.wrong(text), None):
             factors, why = wrong
             self.search.withdraw(names[factors[-1]], why)
-            text, names = self.declared(())
-        text, names = self.declared(self.linear(text))
+            text, names = self.render(())
+        text, names = self.render(self.linear(text))
         evidence = [_evidence(name, f, self.search.outcomes[f]) for name, f in names.items() if not f.whole]
-        refused = [Refusal(str(part), n, tuple(tried)) for part, n, tried in self.search.refusals()]
+        refused = [Refusal(str(place), n, tuple(tried)) for place, n, tried in self.search.refusals()]
         return Discovery(Rule.parse(text, *self.subject.examples), text, tuple(evidence), tuple(refused))
 
-    def declared(self, linear: Sequence[tuple[int, ...]]) -> tuple[str, dict[str, Found]]:
-        """The text of what is found so far."""
-        return declared(self.subject.shapes, self.results, self.search.found(), linear)
+    def render(self, linear: Sequence[tuple[int, ...]]) -> tuple[str, dict[str, FoundFactor]]:
+        """Returns the rule's text for the factors found so far, and the factor of each name."""
+        return render_rule(self.subject.shapes, self.results, self.search.found(), linear)
 
     def case(self, text: str) -> tuple[Case, Rule]:
-        """The function as one operator with this rule, as `@autoshard.operator` makes it."""
+        """Returns the function as one operator with this rule, as `@autoshard.operator` makes it, and the rule."""
         fn = self.subject.fn
         closed = jax.make_jaxpr(lambda *xs: apply(self.primitive, xs, fn=fn, text=text, vjp=None))(
             *self.subject.examples
@@ -182,43 +186,43 @@ class _Discovery:
         return Case(closed.eqns[-1], tuple(self.subject.examples)), rule
 
     def wrong(self, text: str) -> Iterator[tuple[tuple[str, ...], str]]:
-        """(factors, why) of each strategy that the oracle finds wrong, on values of the search and of its own."""
+        """Yields (factors, reason) of each strategy that the oracle finds wrong, on the search's and its own values."""
         case, rule = self.case(text)
-        own = sorted(self.subject.samples, key=lambda sample: sample.loudness)[:_OWN_SETS]
-        loudest = max((_QUIET, *(sample.loudness for sample in own)))
-        sets = [sample.operands for sample in own] + [x for x in trials(case) if self.loudness(x) <= loudest]
+        own = sorted(self.subject.samples, key=lambda sample: sample.noise)[:_OWN_SETS]
+        max_noise = max((_MIN_NOISE, *(sample.noise for sample in own)))
+        sets = [sample.operands for sample in own] + [x for x in trials(case) if self.noise(x) <= max_noise]
         return ((f.factors, f.message) for f in (check_shards(case, rule, sets) if sets else ()))
 
-    def loudness(self, operands: list[np.ndarray]) -> float:
-        """What of an error on these values is rounding; infinite where the function does not take them."""
+    def noise(self, operands: list[np.ndarray]) -> float:
+        """The relative error on these values that counts as rounding; infinite if the function rejects the values."""
         try:
-            return self.subject.sample(operands).loudness
+            return self.subject.sample(operands).noise
         except Refused:
             return math.inf
 
     def linear(self, text: str) -> list[tuple[int, ...]]:
-        """Groups of operands in which the function is jointly linear."""
+        """Returns the minimal groups of operands in which the function is jointly linear."""
         case, _ = self.case(text)
         sets = [sample.operands for sample in self.subject.samples[-3:]]
         try:
-            with asked():
-                some = [g for g in possible_groups(case) if surely_additive(case, g, sets)]
-                groups = [g for g in some if additive(case, g, sets)]
-        except Refused:  # it does not take the terms of a sum
+            with as_refused():
+                candidates = [g for g in possible_groups(case) if surely_additive(case, g, sets)]
+                groups = [g for g in candidates if additive(case, g, sets)]
+        except Refused:  # it rejects the terms of a sum
             return []
         return [g for g in groups if not any(set(other) < set(g) for other in groups)]
 
 
-def _evidence(name: str, found: Found, outcomes: Sequence[Outcome]) -> Evidence:
+def _evidence(name: str, found: FoundFactor, outcomes: Sequence[Outcome]) -> Evidence:
     first = outcomes[0]
     joins = tuple(
-        f"side by side along {way.along}" if isinstance(way, Part) else _WORDS.get(way, f"by {way}")
+        f"concatenated along {way.description}" if isinstance(way, Place) else _WORDS.get(way, f"reduced by {way}")
         for way in first.joins
     )
     return Evidence(
         name,
         found.size,
-        tuple(map(str, first.cut)),
+        tuple(map(str, first.places)),
         tuple(outcome.ways for outcome in outcomes),
         joins,
         first.sets,
@@ -226,4 +230,4 @@ def _evidence(name: str, found: Found, outcomes: Sequence[Outcome]) -> Evidence:
     )
 
 
-_WORDS = {"same": "the same in all pieces"}
+_WORDS = {"same": "equal on all pieces"}

@@ -1,30 +1,30 @@
-"""The text of a rule from the factors that were found and the places where they stand."""
+"""Writes the text of a rule from the factors that were found and their places."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.sharding.discover.piecewise_runs import Part
+from autoshard.sharding.discover.piecewise_runs import Place
 from autoshard.spmdrules.core.rule import Factor, Reduction, Rule
 
-Span = tuple[int, int]  # in a dimension: behind so many parts of it, and into so many it is cut
+Span = tuple[int, int]  # in a dimension: the product of the sizes major to a factor, and the factor's size
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFactor:
     """A factor without a name.
 
     Attributes:
-        operands: where it stands in operands.
-        results: where it stands in results.
-        size: into how many pieces it can be cut, or its elements where it is whole.
-        op: the reduction under which results that lack it are partial, None where they are not.
-        whole: whether it cannot be cut.
+        operands: its places in operands.
+        results: its places in results.
+        size: the most pieces that it can be split into; the number of its elements if it is whole.
+        op: the reduction under which results without it are partial; None if they are not partial.
+        whole: whether it cannot be split.
     """
 
-    operands: tuple[Part, ...]
-    results: tuple[Part, ...]
+    operands: tuple[Place, ...]
+    results: tuple[Place, ...]
     size: int
     op: Reduction | None = None
     whole: bool = False
@@ -32,7 +32,7 @@ class Found:
 
 @dataclass(frozen=True)
 class _Gap:
-    """What stands between factors in a dimension, and was not cut."""
+    """A part of a dimension between factors that was not split."""
 
     array: int
     dim: int
@@ -41,7 +41,7 @@ class _Gap:
 
 
 def fits(size: int, spans: Sequence[Span]) -> bool:
-    """Whether these spans can stand in one dimension of this size: they do not overlap, their boundaries nest."""
+    """Whether a dimension of this size can have these spans: they do not overlap, and their boundaries nest."""
     end = 1
     for major, count in sorted(spans):
         if major % end:
@@ -50,35 +50,41 @@ def fits(size: int, spans: Sequence[Span]) -> bool:
     return size % end == 0
 
 
-def declared(
+def render_rule(
     operands: Sequence[tuple[int, ...]],
     results: Sequence[tuple[int, ...]],
-    found: Sequence[Found],
+    found: Sequence[FoundFactor],
     linear: Sequence[tuple[int, ...]] = (),
-) -> tuple[str, dict[str, Found]]:
-    """A rule's text, for operands and results of these shapes, and the factors that its names stand for.
+) -> tuple[str, dict[str, FoundFactor]]:
+    """Returns the text of a rule for operands and results of these shapes, and the factor of each name.
 
-    Sizes are said only where the operands would leave them open.
+    The text states only the sizes that the operands' shapes do not determine.
     """
-    made = [[_dims(k, shape, found, False) for k, shape in enumerate(operands)],
-            [_dims(k, shape, found, True) for k, shape in enumerate(results)]]  # fmt: skip
-    parts = dict.fromkeys(part for side in made for array in side for dim in array for part in dim)
+    sides = (
+        [_dims(k, shape, found, False) for k, shape in enumerate(operands)],
+        [_dims(k, shape, found, True) for k, shape in enumerate(results)],
+    )
+    parts = dict.fromkeys(part for side in sides for array in side for dim in array for part in dim)
     names = {part: _letter(k) for k, part in enumerate(parts)}
-    ins, outs = (tuple(tuple(tuple(names[p] for p in dim) for dim in array) for array in side) for side in made)
+    ins, outs = (tuple(tuple(tuple(names[p] for p in dim) for dim in array) for array in side) for side in sides)
     rule = Rule(ins, outs, tuple(_factor(names[p], p) for p in parts), tuple(linear))
     sizes = {names[p]: p.size for p in parts}
     gaps = {names[p] for p in parts if isinstance(p, _Gap)}
-    said = " ".join(f"{name}={sizes[name]}" for name in sorted(_open(rule, gaps), key=list(sizes).index))
-    text = rule.text + (f"; where {said}" if said else "")
-    return text, {names[p]: p for p in parts if isinstance(p, Found)}
+    stated = " ".join(f"{name}={sizes[name]}" for name in sorted(_unbound_sizes(rule, gaps), key=list(sizes).index))
+    text = rule.text + (f"; where {stated}" if stated else "")
+    return text, {names[p]: p for p in parts if isinstance(p, FoundFactor)}
 
 
-def _dims(array: int, shape: Sequence[int], found: Sequence[Found], of_results: bool) -> list[list[Found | _Gap]]:
+def _dims(
+    array: int, shape: Sequence[int], found: Sequence[FoundFactor], of_results: bool
+) -> list[list[FoundFactor | _Gap]]:
     return [list(_dim(array, d, n, found, of_results)) for d, n in enumerate(shape)]
 
 
-def _dim(array: int, dim: int, size: int, found: Sequence[Found], of_results: bool) -> Iterator[Found | _Gap]:
-    """What a dimension is made of, major to minor."""
+def _dim(
+    array: int, dim: int, size: int, found: Sequence[FoundFactor], of_results: bool
+) -> Iterator[FoundFactor | _Gap]:
+    """Yields the factors and gaps of a dimension, major to minor."""
     here = [
         (p.major, f)
         for f in found
@@ -96,22 +102,22 @@ def _dim(array: int, dim: int, size: int, found: Sequence[Found], of_results: bo
         yield _Gap(side, dim, end, size // end)
 
 
-def _factor(name: str, part: Found | _Gap) -> Factor:
+def _factor(name: str, part: FoundFactor | _Gap) -> Factor:
     if isinstance(part, _Gap) or part.whole:
         return Factor(name, None, "whole")
     return Factor(name, None, "reduce", part.op) if part.op else Factor(name)
 
 
-def _open(rule: Rule, gaps: set[str]) -> set[str]:
-    """Factors whose sizes have to be said: `Rule.bind` reads the others off the operands, from left to right."""
+def _unbound_sizes(rule: Rule, gaps: set[str]) -> set[str]:
+    """The factors whose sizes must be stated. `Rule.bind` gets the others from the operands, from left to right."""
     in_operands = {f for dims in rule.operands for dim in dims for f in dim}
-    said = {f.name for f in rule.factors} - in_operands
-    known = set(said)
+    stated = {f.name for f in rule.factors} - in_operands
+    known = set(stated)
     for dim in (dim for dims in rule.operands for dim in dims):
         unknown = sorted((f for f in dim if f not in known), key=lambda f: (f not in gaps, -dim.index(f)))
-        said |= set(unknown[:-1])
+        stated |= set(unknown[:-1])
         known |= set(dim)
-    return said
+    return stated
 
 
 def _letter(number: int) -> str:

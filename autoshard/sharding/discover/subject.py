@@ -1,4 +1,4 @@
-"""A function under examination: its arrays, its types, sets of values and what it makes of them."""
+"""The function that `discover` examines, with its operands, its result types, and sample values with their results."""
 
 from __future__ import annotations
 
@@ -14,52 +14,72 @@ import numpy as np
 from autoshard import _compat
 from autoshard.errors import AutoshardError
 from autoshard.sharding.discover.value_sets import rounded, value_sets
-from autoshard.sharding.oracle.cases import brief, example, plain, typed
-from autoshard.sharding.oracle.missing_strategies import tells
+from autoshard.sharding.oracle.cases import error_summary, example, from_numpy, to_numpy
+from autoshard.sharding.oracle.missing_strategies import is_informative
 from autoshard.sharding.oracle.probe_values import difference, relative_error
-from autoshard.sharding.oracle.shard_runner import QUICK
+from autoshard.sharding.oracle.shard_runner import FAST_COMPILE
 
-_ROUNDINGS = 8  # of the operands: a difference that these make is none
-_MOST_SLACK = 0.01
+# A difference up to this many times the effect of rounding the operands once counts as rounding. Chosen, not measured.
+_SLACK_FACTOR = 8
+_MAX_SLACK = 0.01  # the largest relative error that counts as rounding. Chosen, not measured
 
 
 class DiscoveryError(AutoshardError):
-    """A function that nothing can be learned of."""
+    """A rule for the function cannot be discovered."""
 
 
 class Refused(DiscoveryError):
-    """The function does not take some operands; the cause is what it raised."""
+    """The function rejected some operands. The cause is the exception that it raised."""
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[None]:
-    """Around a call of the function. It is the user's, so whatever it raises is its answer to these operands.
+def as_refused() -> Iterator[None]:
+    """Turns any exception of the user's function into `Refused`.
 
     Raises:
-        Refused: in place of any error.
+        Refused: in place of any exception inside the `with` block.
     """
     try:
         yield
-    except Exception as error:  # the user's function may raise anything, and does so to refuse
-        raise Refused(brief(error)) from error
+    except Exception as error:  # the user's function may reject operands with any exception
+        raise Refused(error_summary(error)) from error
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A set of operands, the results on them, and the relative error in each that is rounding."""
+    """A set of operands with its results.
+
+    Attributes:
+        operands: the operands.
+        whole: the results for the whole operands.
+        slack: for each result, the relative error that counts as rounding.
+    """
 
     operands: list[np.ndarray]
     whole: list[np.ndarray]
     slack: tuple[float, ...]
 
     @property
-    def loudness(self) -> float:
-        """The largest error that is rounding."""
+    def noise(self) -> float:
+        """The largest slack of a result."""
         return max(self.slack, default=0.0)
 
 
 class Subject:
-    """A function of arrays under examination, with the sets of values and its results on them."""
+    """A function of arrays with its samples.
+
+    Attributes:
+        name: the function's name, for messages.
+        places: the numbers of the array leaves among all leaves of the arguments.
+        examples: an example of each array operand.
+        shapes: the shapes of the operands.
+        fn: the function of the array operands alone; it returns a list of arrays.
+        compiled: `fn` under `jax.jit`.
+        results: the types of the results.
+        independent: for each result, whether it depends on no operand.
+        set_count: the number of sets of values that were tried.
+        samples: the sets on which the function runs and has informative results.
+    """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]):
         self.name = getattr(fn, "__name__", type(fn).__name__)
@@ -67,8 +87,8 @@ class Subject:
         self.places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
         if not self.places:
             raise DiscoveryError(
-                f"discover({self.name}): it has no array arguments. Give arrays or jax.ShapeDtypeStructs; what is "
-                "neither stays as it is."
+                f"discover({self.name}): it has no array arguments. Pass arrays or jax.ShapeDtypeStructs. Other "
+                "arguments are kept as they are."
             )
         given = [not isinstance(leaves[i], jax.ShapeDtypeStruct) for i in self.places]
         self.examples = [jnp.asarray(example(leaves[i])) for i in self.places]
@@ -81,35 +101,37 @@ class Subject:
             return [jnp.asarray(x) for x in jax.tree.leaves(fn(*tree.unflatten(whole)))]
 
         self.fn = flat
-        self.compiled = jax.jit(flat, compiler_options=QUICK)
-        self.results, self.steady = self._traced()
-        boolean = any(x.dtype == np.bool_ for x in (*self.examples, *self.results))  # which say little
+        self.compiled = jax.jit(flat, compiler_options=FAST_COMPILE)
+        self.results, self.independent = self._traced()
+        boolean = any(x.dtype == np.bool_ for x in (*self.examples, *self.results))  # carry little information
         sets = value_sets(self.examples, given, 2 if boolean else 1)
-        self.drawn = len(sets)
-        self.samples = self._told(sets)
+        self.set_count = len(sets)
+        self.samples = self._informative_samples(sets)
 
     def _traced(self) -> tuple[list[Any], list[bool]]:
-        """The results' types, and which of them depend on no operand."""
+        """Traces the function: the types of its results, and for each whether it depends on no operand."""
         try:
-            with asked():
+            with as_refused():
                 closed = jax.make_jaxpr(self.fn)(*self.examples)
         except Refused as error:
             raise DiscoveryError(
-                f"discover({self.name}): it cannot be traced with the whole arguments: {error}. It must be a "
-                "function that jax.jit takes; code of the host stands in a jax.pure_callback."
+                f"discover({self.name}): it cannot be traced with the whole arguments: {error}. Pass a function that "
+                "jax.jit accepts; wrap host code in jax.pure_callback."
             ) from error.__cause__
         jaxpr = _compat.open_jaxpr(closed)
         if not jaxpr.outvars:
-            raise DiscoveryError(f"discover({self.name}): it returns no arrays, so that nothing can be compared.")
-        moved = set(jaxpr.invars)
+            raise DiscoveryError(
+                f"discover({self.name}): it returns no arrays, so there is nothing to compare. Return the arrays."
+            )
+        dependent = set(jaxpr.invars)
         for eqn in jaxpr.eqns:
-            if any(not isinstance(v, _compat.Literal) and v in moved for v in eqn.invars):
-                moved.update(eqn.outvars)
+            if any(not isinstance(v, _compat.Literal) and v in dependent for v in eqn.invars):
+                dependent.update(eqn.outvars)
         results = [v.aval for v in jaxpr.outvars]
-        return results, [isinstance(v, _compat.Literal) or v not in moved for v in jaxpr.outvars]
+        return results, [isinstance(v, _compat.Literal) or v not in dependent for v in jaxpr.outvars]
 
-    def _told(self, sets: list[list[np.ndarray]]) -> list[Sample]:
-        """The sets of values on which the function runs and says something."""
+    def _informative_samples(self, sets: list[list[np.ndarray]]) -> list[Sample]:
+        """Returns samples for the sets of values on which the function runs and has informative results."""
         kept: list[Sample] = []
         failed = None
         for operands in sets:
@@ -120,50 +142,53 @@ class Subject:
                 continue
             if not kept:
                 self._check_repeats(sample)
-            if tells([x for x, steady in zip(sample.whole, self.steady, strict=True) if not steady] or sample.whole):
+            dependent = [x for x, fixed in zip(sample.whole, self.independent, strict=True) if not fixed]
+            if is_informative(dependent or sample.whole):
                 kept.append(sample)
         if failed is not None and not kept:
-            raise DiscoveryError(f"discover({self.name}): it fails on whole arguments: {failed}") from failed.__cause__
+            raise DiscoveryError(
+                f"discover({self.name}): it fails on the whole arguments: {failed}"
+            ) from failed.__cause__
         return kept
 
     def sample(self, operands: list[np.ndarray]) -> Sample:
-        """A set of operands with its results."""
-        whole, near = self.run(operands), self.run(rounded(operands))
-        pairs = zip(whole, near, strict=True)
+        """Runs the function on a set of operands, and on slightly perturbed ones to measure the rounding error."""
+        whole, perturbed = self.run(operands), self.run(rounded(operands))
+        pairs = zip(whole, perturbed, strict=True)
         noise = [relative_error(a, b) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0 for a, b in pairs]
-        return Sample(operands, whole, tuple(min(_ROUNDINGS * n, _MOST_SLACK) for n in noise))
+        return Sample(operands, whole, tuple(min(_SLACK_FACTOR * n, _MAX_SLACK) for n in noise))
 
     def _check_repeats(self, sample: Sample) -> None:
-        """Runs it again, and once traced anew: what the host draws while tracing is a constant in each trace."""
-        again = jax.jit(lambda *arrays: self.fn(*arrays), compiler_options=QUICK)
+        """Checks that two runs agree, also after tracing again, since host random numbers are constants of a trace."""
+        again = jax.jit(lambda *arrays: self.fn(*arrays), compiler_options=FAST_COMPILE)
         for other in (self.run(sample.operands), self.run(sample.operands, again)):
             for r, (a, b) in enumerate(zip(sample.whole, other, strict=True)):
                 if wrong := difference(a, b) and difference(a, b, sample.slack[r]):
                     raise DiscoveryError(
-                        f"discover({self.name}): two runs on the same values differ in result {r} ({wrong}), so that "
-                        "nothing can be learned from comparing runs. Make what it draws or counts an argument."
+                        f"discover({self.name}): two runs on the same values differ in result {r} ({wrong}), so runs "
+                        "cannot be compared. Pass random numbers and counters as arguments."
                     )
 
     def run(self, operands: Sequence[np.ndarray], compiled: Any = None) -> list[np.ndarray]:
-        """The results on these operands, all of them plain arrays (see `plain`).
+        """Returns the results for these operands as NumPy arrays (see `to_numpy`).
 
         Raises:
-            Refused: it does not take them.
+            Refused: the function rejects the operands.
         """
-        arrays = [typed(x, like) for x, like in zip(operands, self.examples, strict=True)]
-        with asked():
-            return [plain(x) for x in (compiled or self.compiled)(*arrays)]
+        arrays = [from_numpy(x, like) for x, like in zip(operands, self.examples, strict=True)]
+        with as_refused():
+            return [to_numpy(x) for x in (compiled or self.compiled)(*arrays)]
 
     def shapes_of(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results' shapes and types for operands of these.
+        """Returns the shapes and dtypes of the results for operands of these shapes and dtypes.
 
         Raises:
-            Refused: it does not take them.
+            Refused: the function rejects the operands.
         """
-        with asked():
+        with as_refused():
             return jax.eval_shape(self.compiled, *operands)
 
-    def stays(self, result: int) -> bool:
-        """Whether a result is the same on all sets of values."""
+    def is_constant(self, result: int) -> bool:
+        """Whether a result is the same in all samples."""
         first, *others = (sample.whole[result] for sample in self.samples)
         return all(np.array_equal(first, other, equal_nan=first.dtype.kind == "f") for other in others)

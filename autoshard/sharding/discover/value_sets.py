@@ -1,9 +1,11 @@
-"""Values to learn a function by: several sets, unlike in sign, size and ties, so that no wrong guess fits all of them.
+"""Sets of values for `discover`, which differ in sign, magnitude and ties, so that no wrong guess fits all of them.
 
-On numbers of both signs a sum with a ReLU before it is no maximum; on negative ones a maximum with 0 is none of the
-elements; on ties the first of equals is not the last; where one half is much larger than the other, one piece alone is
-not the whole. Values that the caller gave come first, then changes of these, which keep what a function expects of its
-arguments (a matrix that can be factored, an index in its range).
+Each kind of set refutes other guesses. Numbers of both signs distinguish a sum after a ReLU from a maximum. Negative
+numbers distinguish a maximum with 0 from a maximum of the elements. Ties distinguish the first of equal elements from
+the last. If one half of the values is much larger than the other, one piece alone does not give the whole result.
+
+The caller's own values come first, then small changes of these. They keep what a function expects of its arguments: a
+matrix that can be factored, an index within its range.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.sharding.oracle.cases import is_key, plain
+from autoshard.sharding.oracle.cases import is_key, to_numpy
 from autoshard.sharding.oracle.probe_values import random_like
 
 KINDS = (
@@ -25,15 +27,15 @@ _CHANGES = ("given", "scaled", "noisy")
 
 
 def value_sets(operands: Sequence[Any], given: Sequence[bool], rounds: int = 1) -> list[list[np.ndarray]]:
-    """Sets of operands, one for each of `KINDS` in each round.
+    """Returns sets of operands, one for each of `KINDS` in each round.
 
     Args:
-        operands: an example of each, of the right shape and type.
-        given: whether the example's values are the caller's own.
-        rounds: how often to go through the kinds.
+        operands: an example of each operand, with its shape and dtype.
+        given: for each operand, whether the example's values are the caller's own.
+        rounds: how many times to go through the kinds.
     """
     sizes = [n for x in operands if jnp.issubdtype(x.dtype, jnp.inexact) for n in x.shape if n > 1]
-    top = min(sizes, default=4)  # of integers that may be positions in any dimension
+    top = min(sizes, default=4)  # an upper bound for integers, so that they are valid indices into any dimension
     sets = []
     for number, kind in enumerate(KINDS * rounds):
         rng = np.random.default_rng([number, 11])
@@ -42,12 +44,12 @@ def value_sets(operands: Sequence[Any], given: Sequence[bool], rounds: int = 1) 
 
 
 def _values(example: Any, kind: str, own: bool, top: int, rng: np.random.Generator) -> np.ndarray:
-    x = plain(example)
+    x = to_numpy(example)
     if is_key(example.dtype):
         return x if kind == "given" and own else rng.integers(0, 2**32, x.shape, np.uint32).astype(x.dtype)
     if not x.size:
         return x
-    own = own and (x.size == 1 or bool((x != x.flat[0]).any()))  # zeros or ones say nothing
+    own = own and (x.size == 1 or bool((x != x.flat[0]).any()))  # constant values are not informative
     if x.dtype == np.bool_:
         return x if kind == "given" and own else random_like(x, rng)
     if jnp.issubdtype(x.dtype, jnp.integer):
@@ -56,7 +58,7 @@ def _values(example: Any, kind: str, own: bool, top: int, rng: np.random.Generat
 
 
 def _changed(x: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
-    """The caller's own values, or others near them."""
+    """The caller's own values, or values near them."""
     if kind == "given":
         return x
     factor = 1.7 if kind == "scaled" else rng.uniform(0.95, 1.05, x.shape)
@@ -77,7 +79,7 @@ def _numbers(x: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def _blocks(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Factors that are alike within each half of each dimension, and from 1/10 to 10."""
+    """Factors between 1/10 and 10 that are constant within each half of each dimension."""
     factors = 10.0 ** rng.uniform(-1, 1, [min(n, 2) for n in shape])
     for axis, n in enumerate(shape):
         if n > 2:
@@ -86,7 +88,7 @@ def _blocks(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 
 def _integers(x: np.ndarray, kind: str, own: bool, top: int, rng: np.random.Generator) -> np.ndarray:
-    """The caller's own, the same shuffled, others of their range, positions in the shortest dimension, small ones."""
+    """Integers: the caller's own, these shuffled, others in their range, indices below `top`, or small numbers."""
     if own and kind in _CHANGES:
         return x if kind == "given" else rng.permutation(x.reshape(-1)).reshape(x.shape)
     low, high = (int(x.min()), int(x.max()) + 1) if own else (0, top)
@@ -98,13 +100,13 @@ def _integers(x: np.ndarray, kind: str, own: bool, top: int, rng: np.random.Gene
 
 
 def rounded(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The operands as if each of their numbers had been rounded once more."""
+    """The operands with a relative change of one machine epsilon in each number, like one more rounding."""
     rng = np.random.default_rng(5)
 
-    def near(x: np.ndarray) -> np.ndarray:
+    def perturbed(x: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         factor = 1 + float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape)
         return np.asarray(x * factor).astype(x.dtype)
 
-    return list(map(near, operands))
+    return list(map(perturbed, operands))

@@ -1,1 +1,1 @@
-"""Check rules by execution: run on shards and compare with the whole."""
+"""The oracle: checks rules by running operators on shards and comparing with the unsharded results."""

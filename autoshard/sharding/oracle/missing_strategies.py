@@ -1,4 +1,4 @@
-"""Strategies that an operator would allow and its rule does not offer."""
+"""Finds strategies that an operator allows and its rule does not declare, and checks declared linearity."""
 
 from __future__ import annotations
 
@@ -16,52 +16,57 @@ from autoshard.sharding.oracle.probe_values import difference, random_like, tria
 from autoshard.sharding.oracle.shards import reduce_pieces
 from autoshard.spmdrules.core.rule import Rule, Shard
 
-_NO_ROUNDING = 2e-5  # a rule may leave out what only holds up to the rounding of a narrow type
-_NARROW = 5  # fewer bits of mantissa hold no quarters of numbers that large
-_ENOUGH = 8  # the larger of two pairs' sums is the sum of the larger ones every other time
-# Operators whose rule cannot say it: the user's own function is folded, or the identity is only nearly met.
-_NOT_TO_TELL = ("reduce", "reduce_window", "nextafter")
+# Relative error. Linearity that a rule does not declare is reported only if it holds this well: a rule need not declare
+# what holds only up to the rounding of a narrow dtype. Chosen, not measured.
+_STRICT_TOLERANCE = 2e-5
+_MIN_MANTISSA_BITS = 5  # with fewer bits, a dtype does not hold the quarters up to 8 that `_exact_terms` uses
+# Elements of the results that are compared at least. With a single pair of sums, max and sum may agree by chance: the
+# larger of two sums is the sum of the larger terms in half of all cases. Chosen, not measured.
+_ENOUGH_NUMBERS = 8
+# Operators whose linearity cannot be decided: they fold a function of the user, or are the identity up to rounding.
+_UNDECIDABLE = ("reduce", "reduce_window", "nextafter")
 Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
 _REDUCTIONS = ("sum", "max", "min", "mul", "and", "or", "xor")
 
 
-def fewest(size: int | None) -> int | None:
-    """The fewest equal pieces that a dimension can be cut into; None where 2, 3 and 5 do not divide it."""
+def smallest_divisor(size: int | None) -> int | None:
+    """The fewest equal pieces that a dimension can be split into; None if 2, 3 and 5 do not divide its size."""
     return next((n for n in (2, 3, 5) if size and size % n == 0), None)
 
 
 def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
-    """Factors that the rule calls whole, though the operator run on pieces agrees with the whole.
+    """Finds factors that are `whole` in the rule, although the operator can run on pieces of them.
 
     Args:
-        case: the operator.
+        case: the operator to check.
         rule: its rule.
 
     Returns:
-        For each such factor how its pieces can be put together.
+        For each such factor, its name and how the results of the pieces are joined.
     """
     found = []
     for factor in rule.factors:
-        if factor.kind == "whole" and fewest(factor.size):
-            # Many sets of operands: half of all pairs of numbers have their first one as minimum.
-            if how := _joins(case, rule, factor.name, trials(case, 12)):
+        if factor.kind == "whole" and smallest_divisor(factor.size):
+            # 12 sets of operands (chosen), since a wrong join may hold by chance: in half of all pairs of numbers, the
+            # minimum is the first one.
+            if how := _joining_way(case, rule, factor.name, trials(case, 12)):
                 found.append((factor.name, how))
     return found
 
 
-def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarray]]) -> str | None:
-    """The one way of joining that holds on every trial, for every result."""
+def _joining_way(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarray]]) -> str | None:
+    """How the pieces' results are joined, one way per result that holds on all sets of operands; None if none does."""
     axes = [_axis(rule, dims, name) for dims in rule.operands]
     if all(axis is None for axis in axes):
         return None
     ways: list[set[str]] | None = None
-    told = False  # results that are all the same may speak against a way, not for one
+    informative = False  # constant results may refute a way of joining, but do not support one
     for operands in tried:
         whole = case.run(operands)
-        told = told or tells(whole)
+        informative = informative or is_informative(whole)
         try:
             pieces = _run_pieces(case, rule, name, axes, operands)
-        except Exception:  # any operator is tried, and refuses pieces with any error: then they cannot be joined
+        except Exception:  # an operator may reject pieces with any error: then there is nothing to join
             return None
         if any(len(piece) != len(whole) for piece in pieces):
             return None
@@ -69,11 +74,11 @@ def _joins(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarra
         ways = holds if ways is None else [a & b for a, b in zip(ways, holds, strict=True)]
         if not all(ways):
             return None
-    return ", ".join(min(way) for way in ways) if ways and told else None
+    return ", ".join(min(way) for way in ways) if ways and informative else None
 
 
-def tells(results: Sequence[np.ndarray]) -> bool:
-    """Whether results are evidence of anything: among them numbers that are not all the same, such as zero."""
+def is_informative(results: Sequence[np.ndarray]) -> bool:
+    """Whether results are evidence: each has finite elements, and one has elements that differ (a scalar: not zero)."""
     exact = [np.asarray(x, np.complex128) for x in results]
     finite = [x[np.isfinite(x)] for x in exact]
     return all(x.size for x in finite) and any(
@@ -82,7 +87,7 @@ def tells(results: Sequence[np.ndarray]) -> bool:
 
 
 def _axis(rule: Rule, dims: Any, name: str) -> int | None:
-    """The dimension that a factor leads; None where it stands nowhere or behind another factor."""
+    """The dimension whose major factor this is; None if it occurs in no dimension or only after another factor."""
     for d, dim in enumerate(dims):
         real = [f for f in dim if rule.factor(f).size != 1]
         if real and real[0] == name:
@@ -93,8 +98,8 @@ def _axis(rule: Rule, dims: Any, name: str) -> int | None:
 def _run_pieces(
     case: Case, rule: Rule, name: str, axes: Sequence[int | None], operands: Sequence[np.ndarray]
 ) -> list[list[np.ndarray]]:
-    ways = fewest(rule.factor(name).size)
-    assert ways, "of such a size it was cut"
+    ways = smallest_divisor(rule.factor(name).size)
+    assert ways, "the caller has checked that the size can be split"
     parts = [
         np.split(x, ways, axis) if axis is not None else [x] * ways for x, axis in zip(operands, axes, strict=True)
     ]
@@ -103,7 +108,7 @@ def _run_pieces(
 
 
 def _guess_params(case: Case, rule: Rule, name: str, ways: int) -> Mapping[str, Any]:
-    """The parameters with every shape that is a result's or an operand's cut along the factor."""
+    """The parameters, with each shape of a result or an operand replaced by the shape of its shard."""
     shard = Shard(rule, {name: ways}, {name: 0})
     pairs = [*zip(case.results, rule.results, strict=True), *zip(case.avals, rule.operands, strict=True)]
     local = {tuple(aval.shape): shard.shape(dims) for aval, dims in reversed(pairs)}
@@ -119,9 +124,9 @@ def _ways_that_hold(case: Case, result: int, whole: np.ndarray, pieces: Sequence
         dtype = case.results[result].dtype
         found = {op for op in _REDUCTIONS if _reducible(op, dtype) and not difference(whole, reduce_pieces(pieces, op))}
         equal = not any(difference(whole, piece) for piece in pieces)
-        return found | ({"as it is"} if equal else set())
+        return found | ({"equal on all pieces"} if equal else set())
     return {
-        f"side by side along dimension {d}"
+        f"concatenated along dimension {d}"
         for d in range(whole.ndim)
         if not difference(whole, _concatenated(pieces, d))
     }
@@ -141,24 +146,28 @@ def _reducible(op: str, dtype: Any) -> bool:
 def check_linear(
     case: Case, rule: Rule, tried: Sequence[Sequence[np.ndarray]]
 ) -> list[tuple[Literal["wrong", "missing"], str]]:
-    """Groups of operands that the rule says are linear, or are only moved, and are not; and the other way round.
+    """Checks the operands that the rule declares linear or moved, and finds linear groups that it does not declare.
 
     Returns:
-        For each finding its kind (wrong or missing) and what it is.
+        The kind (wrong or missing) and the message of each finding.
     """
-    tried = [operands for operands in tried if all(map(_finite, operands))]  # an infinity has no terms
+    tried = [operands for operands in tried if all(map(_finite, operands))]  # infinities do not split into terms
     found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
         if _can_split(case, group) and not additive(case, group, tried):
             found.append(("wrong", f"is not linear in operands {_listed(group)}"))
     if rule.moves:
         if _can_split(case, rule.moves) and not additive(case, rule.moves, tried):
-            found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass"))
+            found.append(
+                ("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass through")
+            )
         if not _monotone(case, rule.moves, tried):
-            found.append(("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass"))
-    known = [set(g) for g in (*rule.linear, rule.moves)]
+            found.append(
+                ("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass through")
+            )
+    declared = [set(g) for g in (*rule.linear, rule.moves)]
     for group in possible_groups(case):
-        if not _implied(set(group), known) and surely_additive(case, group, tried):
+        if not _is_implied(set(group), declared) and surely_additive(case, group, tried):
             found.append(("missing", f"is linear in operands {_listed(group)}"))
     return found
 
@@ -167,9 +176,9 @@ def _finite(x: np.ndarray) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(x.astype(np.complex128)).all())
 
 
-def _implied(group: set[int], known: Sequence[set[int]]) -> bool:
-    """Whether the rule says as much: of two such groups, one within the other, the rest has no part in the result."""
-    return any(group <= other or (other and other <= group) for other in known)
+def _is_implied(group: set[int], declared: Sequence[set[int]]) -> bool:
+    """Whether a declared group contains this one or is part of it (then the other operands do not affect results)."""
+    return any(group <= other or (other and other <= group) for other in declared)
 
 
 def _listed(group: Sequence[int]) -> str:
@@ -177,14 +186,14 @@ def _listed(group: Sequence[int]) -> str:
 
 
 def _can_split(case: Case, group: Sequence[int]) -> bool:
-    """Whether partial sums of these operands exist at all: numbers on both sides."""
+    """Whether partial sums of these operands can exist: the operands and results are numbers."""
     avals = [*(case.avals[i] for i in group), *case.results]
     return all(not is_key(a.dtype) and a.dtype != np.bool_ for a in avals)
 
 
 def possible_groups(case: Case) -> list[tuple[int, ...]]:
-    """Each operand of a floating type alone, and all of them together."""
-    if case.name in _NOT_TO_TELL:
+    """The groups to check: each floating-point operand alone, and all of them together."""
+    if case.name in _UNDECIDABLE:
         return []
     floats = [i for i, a in enumerate(case.avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
     if any(not jnp.issubdtype(a.dtype, jnp.inexact) for a in case.results) or not floats:
@@ -193,20 +202,20 @@ def possible_groups(case: Case) -> list[tuple[int, ...]]:
 
 
 def additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
-    """Whether the operator, run on terms of these operands, gives terms of its results."""
+    """Whether the results for two terms of these operands sum to the results for the terms' sum."""
     return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:3])
 
 
 def surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
-    """Linear beyond rounding, and seen on values that tell; on more of them where a result is few numbers."""
-    turns = max(1, _ENOUGH // max(1, sum(math.prod(a.shape) for a in case.results)))
-    told = False
-    for operands, turn in itertools.product(tried[:3], range(turns)):
-        terms = _run_terms(case, group, operands, _rough_terms, turn)
-        if not _agree(terms, "sum", _NO_ROUNDING):
+    """Like `additive`, within a strict tolerance and on informative values; repeated if the results are few numbers."""
+    repeats = max(1, _ENOUGH_NUMBERS // max(1, sum(math.prod(a.shape) for a in case.results)))
+    informative = False
+    for operands, repeat in itertools.product(tried[:3], range(repeats)):
+        terms = _run_terms(case, group, operands, _random_terms, repeat)
+        if not _agree(terms, "sum", _STRICT_TOLERANCE):
             return False
-        told = told or all(tells(term) for term in terms)
-    return told
+        informative = informative or all(is_informative(term) for term in terms)
+    return informative
 
 
 def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
@@ -216,16 +225,18 @@ def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndar
 
 
 def _run_terms(
-    case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split, turn: int = 0
+    case: Case, group: Sequence[int], operands: Sequence[np.ndarray], split: Split, repeat: int = 0
 ) -> list[list[np.ndarray]]:
-    """The results for each of two terms of the operands in `group`, and for both together; other terms each turn."""
-    rng = np.random.default_rng([zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in operands] + [turn] * (turn > 0))
+    """The results for each of two terms of the operands in `group`, and for their sum. Each repeat draws new terms."""
+    rng = np.random.default_rng(
+        [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in operands] + [repeat] * (repeat > 0)
+    )
     splits = {i: split(operands[i], rng) for i in group}
     return [case.run([splits[i][t] if i in splits else x for i, x in enumerate(operands)]) for t in range(3)]
 
 
 def _agree(terms: Sequence[Sequence[np.ndarray]], op: str, tolerance: float | None = None) -> bool:
-    """Whether the results for two terms, reduced, are those for both together."""
+    """Whether the results for two terms, reduced by `op`, equal the results for the combined terms."""
     for first, second, whole in zip(*terms, strict=True):
         joined = "or" if whole.dtype == np.bool_ and op == "max" else op
         if difference(whole, reduce_pieces([first, second], joined), tolerance):
@@ -234,12 +245,12 @@ def _agree(terms: Sequence[Sequence[np.ndarray]], op: str, tolerance: float | No
 
 
 def _exact_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Two uneven terms of different sign, and their sum, which no type rounds: what differs is the operator's."""
+    """Two terms of different size and sign, and their sum, all exact in the dtype: any error is the operator's."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
         first, second = random_like(x, rng), random_like(x, rng) * (1 if unsigned else -3)
         return first, second.astype(x.dtype), (first + second).astype(x.dtype)
-    if jnp.finfo(x.dtype).nmant < _NARROW:
+    if jnp.finfo(x.dtype).nmant < _MIN_MANTISSA_BITS:
         first, second = rng.integers(-2, 3, x.shape), rng.integers(-2, 2, x.shape)
         return first.astype(x.dtype), second.astype(x.dtype), (first + second).astype(x.dtype)
     first = np.asarray(rng.integers(-24, 25, x.shape) / 4).astype(x.dtype)
@@ -247,7 +258,7 @@ def _exact_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, .
     return first, second, np.asarray(first + second).astype(x.dtype)
 
 
-def _rough_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def _random_terms(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Two random terms and their sum."""
     first, second = random_like(x, rng), random_like(x, rng)
     return first, second, np.asarray(first + second).astype(x.dtype)

@@ -1,8 +1,8 @@
-"""Values that tell a right rule from a wrong one, and the comparison of results.
+"""Values that distinguish a right rule from a wrong one, and the comparison of results.
 
-Values recorded from a program are often zeros, ones or masks, on which a sum, a maximum and a copy agree. Each
-operator is therefore tried on several sets of operands: what was recorded where it says something, then random
-values of both signs and uneven size. Indices stay in their range.
+Values recorded from a program are often zeros, ones or masks, for which a sum, a maximum and a copy agree. Each
+operator is therefore run on several sets of operands: first the recorded values where they are informative, then random
+values of both signs and various magnitudes. Indices stay in range, except in the later sets (see `_indices`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.sharding.oracle.cases import Case, is_key, plain
+from autoshard.sharding.oracle.cases import Case, is_key, to_numpy
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 
-# Integer operands that have a meaning which random values would break: recorded values are kept.
+# Integer operands that random values would make invalid (group sizes, pivots). Their recorded values are kept.
 _KEPT = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
 
-_TOLERANCE = {
-    2: 0.1,
-    4: 1e-4,
-    8: 1e-10,
-}  # by bytes of a real number; terms of a sum are rounded each, where they are large
+# Allowed relative error (see `relative_error`) by bytes of a real number. Chosen, not measured: wide enough for sums
+# whose terms are large and are rounded one by one.
+_TOLERANCE = {2: 0.1, 4: 1e-4, 8: 1e-10}
+_NARROWEST_TOLERANCE = 0.3  # relative error for all other widths, such as float8. Chosen, not measured
 
 
 def trials(case: Case, count: int = 3) -> list[list[np.ndarray]]:
-    """Sets of operands to run an operator on; booleans say little, so they get more sets.
+    """Sets of operands to run an operator on. An operator with boolean operands gets three more sets.
 
     Args:
-        case: the operator with recorded operands.
-        count: how many sets.
+        case: the operator with its recorded operands.
+        count: the number of sets.
     """
     boolean = any(a.dtype == np.bool_ for a in case.avals)
     return [_operands(case, trial) for trial in range(count + 3 * boolean)]
@@ -41,7 +40,7 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
     ranges = index_ranges(case)
     operands = []
     for i, operand in enumerate(case.operands):
-        recorded = plain(operand)
+        recorded = to_numpy(operand)
         if i in _KEPT.get(case.name, ()) or not recorded.size or (trial == 0 and is_key(operand.dtype)):
             operands.append(recorded)
         elif is_key(operand.dtype):
@@ -54,28 +53,28 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
             operands.append(rng.integers(0, len(case.operands) - 1, recorded.shape).astype(recorded.dtype))
         else:
             values = random_like(recorded, rng)
-            values = _tied(values) if trial % 3 == 1 else values
+            values = _with_ties(values) if trial % 3 == 1 else values
             values = _solvable(values) if case.name == "triangular_solve" and i == 0 else values
-            operands.append(_odd(values, rng) if case.name == "is_finite" else values)
+            operands.append(_with_nonfinite(values, rng) if case.name == "is_finite" else values)
     return operands
 
 
 def _solvable(matrices: np.ndarray) -> np.ndarray:
-    """Triangular matrices with a large diagonal: others solve to what is mostly rounding."""
+    """Triangular matrices with a large diagonal. The solutions of others would be mostly rounding error."""
     size = matrices.shape[-1]
     diagonal = np.eye(size, dtype=bool)
     return np.where(diagonal, matrices + np.copysign(2, np.real(matrices)), matrices / size).astype(matrices.dtype)
 
 
-def _odd(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Some of them infinite or no number."""
+def _with_nonfinite(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Replaces some values by infinity or NaN."""
     return np.where(rng.uniform(size=values.shape) < 0.3, rng.choice([np.inf, np.nan], values.shape), values).astype(
         values.dtype
     )
 
 
-def _tied(values: np.ndarray) -> np.ndarray:
-    """Whole numbers in the place of floats, none zero: of random floats no two are equal, and `eq` says nothing."""
+def _with_ties(values: np.ndarray) -> np.ndarray:
+    """Rounds floats to integers other than zero, so that some are equal: random floats hardly ever are."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     wide = values.astype(np.float64)
@@ -83,7 +82,7 @@ def _tied(values: np.ndarray) -> np.ndarray:
 
 
 def random_like(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Random values of the shape and dtype of `x`, of both signs and uneven size."""
+    """Random values of the shape and dtype of `x`, of both signs and various magnitudes."""
     if x.dtype == np.bool_:
         return _random_bools(x.shape, rng)
     if _integer(x):
@@ -96,7 +95,7 @@ def random_like(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _random_bools(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Blocks of true, of false and of both: `and`, `or` and `xor` over a shard then differ from shard to shard."""
+    """Blocks of true, of false and of both, so that `and`, `or` and `xor` differ between shards."""
     density = rng.choice([0.0, 0.5, 1.0], [min(n, 2) for n in shape])
     for axis, n in enumerate(shape):
         if n > 2:
@@ -115,8 +114,8 @@ def _integer(x: np.ndarray) -> bool:
 
 
 def index_ranges(case: Case) -> dict[int, np.ndarray]:
-    """For each operand that holds positions, the largest valid one (for each component of its last dimension)."""
-    if is_operator(case.eqn.primitive):  # whatever its name is
+    """For each operand that holds indices, the largest valid index (for each component of its last dimension)."""
+    if is_operator(case.eqn.primitive):  # its name is the user's and may be that of a primitive
         return {}
     shapes = [a.shape for a in case.avals]
     numbers = case.eqn.params.get("dimension_numbers")
@@ -131,22 +130,22 @@ def index_ranges(case: Case) -> dict[int, np.ndarray]:
         return {1: room[list(numbers.start_index_map)]}
     if case.name.startswith("scatter"):
         window = np.ones(len(shapes[0]), int)
-        gone = {*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ())}
-        kept = [d for d in range(len(shapes[0])) if d not in gone]
+        dropped = {*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ())}
+        kept = [d for d in range(len(shapes[0])) if d not in dropped]
         window[kept] = [shapes[2][d] for d in numbers.update_window_dims]
         return {1: np.subtract(shapes[0], window)[list(numbers.scatter_dims_to_operand_dims)]}
     return {}
 
 
 def _indices(case: Case, recorded: np.ndarray, top: np.ndarray, trial: int, rng: np.random.Generator) -> np.ndarray:
-    """Random positions; all of them different, or in order, where the operator was promised that.
+    """Random indices; distinct or sorted where the operator's parameters promise that.
 
-    Those of the last trials may lie outside, which every mode but a promise gives a meaning.
+    From the third set on, some are out of bounds, except with PROMISE_IN_BOUNDS: all other modes define the result.
     """
     if trial == 0 and _informative(recorded):
         return recorded
     ordered = bool(case.eqn.params.get("indices_are_sorted"))
-    overwrites = case.name == "scatter" and recorded.size > np.size(top)  # equal positions would race
+    overwrites = case.name == "scatter" and recorded.size > np.size(top)  # the result of equal indices is undefined
     if ordered or overwrites or case.eqn.params.get("unique_indices"):
         return _distinct(case, recorded, top, rng, ordered)
     in_bounds = str(case.eqn.params.get("mode", "")).endswith("PROMISE_IN_BOUNDS")
@@ -156,20 +155,20 @@ def _indices(case: Case, recorded: np.ndarray, top: np.ndarray, trial: int, rng:
 
 
 def _distinct(case: Case, recorded: np.ndarray, top: np.ndarray, rng: np.random.Generator, ordered: bool) -> np.ndarray:
-    """Positions none of which stands twice; the recorded ones where there are too few, or where windows would meet."""
-    places = np.asarray(top) + 1
-    rows, count = recorded.size // max(1, np.size(top)), int(np.prod(places))
+    """Distinct random indices; the recorded ones if there are too few distinct ones, or if windows might overlap."""
+    extents = np.asarray(top) + 1
+    rows, count = recorded.size // max(1, np.size(top)), int(np.prod(extents))
     numbers = case.eqn.params["dimension_numbers"]
     mapped = getattr(numbers, "scatter_dims_to_operand_dims", ())
-    if rows > count or any(case.avals[0].shape[d] > n for d, n in zip(mapped, places, strict=False)):
+    if rows > count or any(case.avals[0].shape[d] > n for d, n in zip(mapped, extents, strict=False)):
         return recorded
     chosen = rng.choice(count, rows, replace=False)
-    found = np.unravel_index(np.sort(chosen) if ordered else chosen, tuple(places))
-    return np.stack(found, -1).reshape(recorded.shape).astype(recorded.dtype)
+    indices = np.unravel_index(np.sort(chosen) if ordered else chosen, tuple(extents))
+    return np.stack(indices, -1).reshape(recorded.shape).astype(recorded.dtype)
 
 
 def difference(whole: np.ndarray, other: np.ndarray, tolerance: float | None = None) -> str | None:
-    """How two results differ, None where they agree within a tolerance, by default their dtype's precision."""
+    """Describes how two results differ; None if they agree within a tolerance, by default that of their dtype."""
     if whole.shape != other.shape:
         return f"shape {other.shape} instead of {whole.shape}"
     if whole.dtype != other.dtype:
@@ -180,7 +179,7 @@ def difference(whole: np.ndarray, other: np.ndarray, tolerance: float | None = N
         wrong = int(np.sum(whole != other))
         return f"{wrong} of {whole.size} elements differ" if wrong else None
     error = relative_error(whole, other)
-    allowed = _TOLERANCE.get(_real_bytes(whole.dtype), 0.3) if tolerance is None else tolerance
+    allowed = _TOLERANCE.get(_real_bytes(whole.dtype), _NARROWEST_TOLERANCE) if tolerance is None else tolerance
     return None if error <= allowed else f"largest relative error {error:.3g} (allowed {allowed:g})"
 
 
@@ -189,7 +188,7 @@ def _real_bytes(dtype: Any) -> int:
 
 
 def relative_error(whole: np.ndarray, other: np.ndarray) -> float:
-    """The largest difference of an element against its own size or that of most elements."""
+    """The largest difference of an element, relative to its own magnitude plus the median magnitude."""
     a, b = np.asarray(whole, np.complex128), np.asarray(other, np.complex128)
     finite = np.isfinite(a)
     if (finite != np.isfinite(b)).any() or (np.isnan(a) != np.isnan(b)).any():
@@ -201,5 +200,5 @@ def relative_error(whole: np.ndarray, other: np.ndarray) -> float:
     if not a.size:
         return 0.0
     size = np.abs(a)
-    usual = np.median(size) or size.mean() or 1e-30
-    return float((np.abs(a - b) / (size + usual)).max())
+    typical = np.median(size) or size.mean() or 1e-30
+    return float((np.abs(a - b) / (size + typical)).max())

@@ -1,13 +1,13 @@
-"""The oracle: are the rules of a function's operators true, and do they say all that they could?
+"""The oracle: checks that the rules of a function's operators are right and complete.
 
-No expected mapping is compared with. Every different equation is *run* on the shards that its rule declares, and the
-results, put together as the rule declares, are compared with the whole; then the partitioner gets the same shardings,
-its program is run too, and its collectives are counted.
+No expected mapping is needed. Every distinct equation is *run* on the shards that its rule declares, and the results,
+joined as the rule declares, are compared with the unsharded results. Then the partitioner compiles the operator with
+the same shardings, its program is run as well, and its collectives are counted.
 
-    wrong         the rule promises what the operator does not do
-    missing       the operator allows what the rule does not offer
-    partitioner   the rule is true, and XLA's partitioner makes something wrong or dear of it
-    unknown       there is no rule
+    wrong         the rule declares what the operator does not do
+    missing       the operator allows a strategy that the rule does not declare
+    partitioner   the rule is right, but XLA's partitioner gives wrong results or adds collectives
+    unknown       the operator has no rule
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard._shown import shown
-from autoshard.sharding.oracle.cases import Case, brief, collect
-from autoshard.sharding.oracle.missing_strategies import check_linear, fewest, missing_factors
+from autoshard.sharding.oracle.cases import Case, collect, error_summary
+from autoshard.sharding.oracle.missing_strategies import check_linear, missing_factors, smallest_divisor
 from autoshard.sharding.oracle.partitioner_check import check_partitioner
 from autoshard.sharding.oracle.probe_values import difference, trials
 from autoshard.sharding.oracle.shard_runner import run_strategies
-from autoshard.sharding.oracle.shards import Disagreement, Grid, join
+from autoshard.sharding.oracle.shards import Disagreement, Grid, join_shards
 from autoshard.spmdrules.core.registry import rule_for
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
@@ -37,26 +37,26 @@ from autoshard.spmdrules.propagation.input_specs import needs_function
 
 FindingKind = Literal["wrong", "missing", "partitioner", "unknown"]
 _ADVICE = {
-    "wrong": "Correct the rule, or make the factor whole.",
-    "missing": "Offer it in the rule.",
+    "wrong": "Correct the rule, or declare the factor whole.",
+    "missing": "Declare it in the rule.",
     "partitioner": "Keep it out of plans, or list it in KNOWN_PARTITIONER_FAULTS with the reason.",
-    "unknown": "Register one with @rule; until then its operands and results are replicated.",
+    "unknown": "Register one with @rule. Without a rule, its operands and results are replicated.",
 }
 
 
 @shown
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be with the rule of one operator.
+    """One problem with the rule of one operator.
 
     Attributes:
-        kind: see the module's head.
-        primitive: the operator.
-        factors: the factors that were cut, none where it is not about a factor.
-        mesh: how many ways each was cut, such as "2" or "2x2".
-        message: what is wrong.
+        kind: "wrong", "missing", "partitioner" or "unknown" (see the module docstring).
+        primitive: the name of the operator.
+        factors: the factors that were split; empty if the problem is not about a factor.
+        mesh: how many ways each was split, such as "2" or "2x2".
+        message: the problem.
         rule: the rule's text.
-        source: the user's line that the operator came from.
+        source: the line of user code that the operator came from.
     """
 
     kind: FindingKind
@@ -69,26 +69,26 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
-        cut = f", {' and '.join(self.factors)} cut {self.mesh} ways" if self.factors else ""
+        split = f", {' and '.join(self.factors)} split {self.mesh} ways" if self.factors else ""
         text = f" Its rule is '{self.rule}'." if self.rule else ""
-        return f"{self.kind}: {self.primitive}{where}{cut}: {self.message}.{text} {_ADVICE[self.kind]}"
+        return f"{self.kind}: {self.primitive}{where}{split}: {self.message}.{text} {_ADVICE[self.kind]}"
 
 
 def check_rule(fn: Any, *args: Any, partitioner: bool = True) -> list[Finding]:
-    """Checks the rule of every operator that a function uses, calls, loops and branches entered.
+    """Checks the rule of every operator that a function uses, also inside its calls, loops and branches.
 
     Args:
-        fn: any traceable function.
-        *args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s. Small even sizes (4, 6, 8) are enough.
-        partitioner: also compile each strategy for 2 x 2 devices, compare, and count collectives.
+        fn: any function that JAX can trace.
+        *args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s. Small even sizes (4, 6, 8) suffice.
+        partitioner: whether to also compile each strategy for 2 x 2 devices, compare results and count collectives.
 
     Returns:
-        What is wrong or missing; empty where all is well. What an `@operator` around a `jax.ffi` call declares whole
-        is left so: foreign code may read past the end of pieces that its author ruled out.
+        The problems; empty if there are none. Whole factors of an `@operator` around a `jax.ffi` call are not split:
+        foreign code may read past the end of pieces that it does not support.
 
     Raises:
-        ValueError: there are fewer devices than the partitioner's part needs.
-        TypeError: `fn` is no function, or an argument nothing that JAX can trace.
+        ValueError: there are fewer devices than the partitioner check needs.
+        TypeError: `fn` is not a function, or JAX cannot trace an argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ def check_rule(fn: Any, *args: Any, partitioner: bool = True) -> list[Finding]:
     needs_function("check_rule", fn)
     if partitioner and jax.device_count() < 4:
         raise ValueError(
-            f"check_rule: the partitioner's part needs 4 devices, there are {jax.device_count()}. Set "
+            f"check_rule: the partitioner check needs 4 devices, but there are {jax.device_count()}. Set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 before jax starts, or pass partitioner=False."
         )
     findings = {f: None for case in collect(fn, args) for f in check_case(case, partitioner=partitioner)}
@@ -106,26 +106,26 @@ def check_rule(fn: Any, *args: Any, partitioner: bool = True) -> list[Finding]:
 
 
 def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -> list[Finding]:
-    """`check_rule` for one equation; `rule` is checked in place of the registered one.
+    """`check_rule` for one equation. If `rule` is given, it is checked in place of the registered one.
 
-    Of a `shard_map` whose shards talk to each other nothing can be said: none of them can be run by itself.
+    A `shard_map` whose shards communicate cannot be checked, since no shard can run alone.
     """
     if communicates(case.eqn):
         return []
     try:
         rule = rule or _rule(case)
-    except Exception as error:  # the author of a rule may have got anything wrong: that it raises is the finding
-        return [_finding(case, None, "wrong", {}, f"its rule cannot be made: {brief(error)}")]
+    except Exception as error:  # a faulty rule may raise any error: it is the finding
+        return [_finding(case, None, "wrong", {}, f"its rule raises {error_summary(error)}")]
     if rule is None:
-        return [_finding(case, None, "unknown", {}, "there is no rule for it")]
+        return [_finding(case, None, "unknown", {}, "it has no rule")]
     if mismatch := _shape_mismatch(case, rule):
         return [_finding(case, rule, "wrong", {}, mismatch)]
     operands = trials(case)
     findings = list(check_shards(case, rule, operands))
     findings += [_finding(case, rule, kind, {}, f"it {text}") for kind, text in check_linear(case, rule, operands)]
-    undeclared = [] if _is_foreign(case) else [*missing_factors(case, rule), *_kinds_that_hold(case, rule)]
+    undeclared = [] if _is_foreign(case) else [*missing_factors(case, rule), *_undeclared_kinds(case, rule)]
     for name, how in undeclared:
-        text = f"'{name}' is whole in the rule, but pieces can be joined: {how}"
+        text = f"the rule declares '{name}' whole, but the results of its pieces can be joined: {how}"
         findings.append(_finding(case, rule, "missing", {name: 2}, text))
     if partitioner and not any(f.kind == "wrong" for f in findings):
         for factors, fault in check_partitioner(case, rule, strategies(rule), operands[1]):
@@ -134,35 +134,35 @@ def check_case(case: Case, partitioner: bool = True, rule: Rule | None = None) -
 
 
 def strategies(rule: Rule) -> list[dict[str, int]]:
-    """What is tried: every factor alone, and every two of them, each cut into the fewest pieces that divide it."""
-    ways = {f.name: n for f in rule.factors if f.shardable and (n := fewest(f.size))}
-    # Positions are of the whole array: they are decided last, when the other factors are joined again.
+    """The strategies to check: every factor alone and every pair, each split into the fewest possible pieces."""
+    ways = {f.name: n for f in rule.factors if f.shardable and (n := smallest_divisor(f.size))}
+    # Positions (argmax, argmin) are compared in the unsharded array. Their factors come first and are joined last.
     names = sorted(ways, key=lambda name: rule.factor(name).op not in POSITIONS)
     groups = [*((name,) for name in names), *itertools.combinations(names, 2)]
     found = [{name: ways[name] for name in group} for group in groups]
-    # A shard in the middle has two neighbours and an offset that is no multiple of half.
+    # With 4 pieces, an inner shard has two neighbours, and some offsets are not multiples of half the size.
     finer = (f for f in rule.factors if f.kind in ("halo", "index", "offset"))
     return found + [{f.name: 4} for f in finer if f.size and f.size >= 8 and f.size % 4 == 0]
 
 
-def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
-    """Whole factors that the rule's own way of running on a shard would do for, were they declared otherwise."""
-    taken = {name for dims in rule.operands for dim in dims for name in dim}
-    able = [f for f in rule.factors if f.kind == "whole" and f.size and f.size % 2 == 0 and f.name in taken]
+def _undeclared_kinds(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
+    """Finds `whole` factors for which the rule's `local` or `body` already supports another kind."""
+    in_operands = {name for dims in rule.operands for dim in dims for name in dim}
+    candidates = [f for f in rule.factors if f.kind == "whole" and f.size and f.size % 2 == 0 and f.name in in_operands]
     others: list[dict[str, Any]] = []
     if rule.body is not None or rule.local is not None:
         others += [{"kind": "pass"}]
-        if not any(a.dtype == np.bool_ for a in case.results):  # of which there are no partial sums
+        if not any(a.dtype == np.bool_ for a in case.results):  # booleans have no partial sums
             others += [{"kind": "index"}, *({"kind": "reduce", "op": op} for op in ("sum", "mul", "max", "min"))]
     if len(rule.operands) == 1 and all(jnp.issubdtype(a.dtype, jnp.integer) for a in case.results):
         others += [{"kind": "reduce", "op": op} for op in POSITIONS]
-    if not able or not others:
+    if not candidates or not others:
         return
     operands = trials(case, 12)
     wholes = [case.run(x) for x in operands]
     if sum(any(len(np.unique(np.asarray(x, np.complex128))) > 1 for x in whole) for whole in wholes) < len(wholes) / 2:
-        return  # results that are all the same are evidence of nothing
-    for f in able:
+        return  # constant results are no evidence
+    for f in candidates:
         positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)
         for other in others:
             if other.get("op") in POSITIONS and not positions:
@@ -170,15 +170,15 @@ def _kinds_that_hold(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
             changed = rule.where(factors=tuple(replace(f, **other) if g == f else g for g in rule.factors))
             (outcome,) = run_strategies(case, changed, [{f.name: 2}], operands)
             if _disagreement(changed, {f.name: 2}, outcome, operands, wholes) is None:
-                yield f.name, f"as a factor of kind '{':'.join(other.values())}'"
+                yield f.name, f"by declaring it '{':'.join(other.values())}'"
                 break
 
 
 def _is_foreign(case: Case) -> bool:
-    """Whether it is an operator around foreign code.
+    """Whether the equation is an `@operator` around foreign code.
 
-    That may trust its author that it gets no piece of what is whole: LAPACK reads past the end of a matrix that is not
-    square.
+    Foreign code may rely on never getting a piece of a whole dimension: LAPACK reads past the end of a matrix that is
+    not square.
     """
     if not is_operator(case.eqn.primitive):
         return False
@@ -197,26 +197,26 @@ def _shape_mismatch(case: Case, rule: Rule) -> str | None:
     whole = Shard(rule, {}, {})
     for side, avals, arrays in (("operand", case.avals, rule.operands), ("result", case.results, rule.results)):
         if len(avals) != len(arrays):
-            return f"it has {len(avals)} {side}s, the rule names {len(arrays)}"
+            return f"it has {len(avals)} {side}s, but the rule has {len(arrays)}"
         for i, (aval, dims) in enumerate(zip(avals, arrays, strict=True)):
             unbound = [f for dim in dims for f in dim if rule.factor(f).size is None]
             if unbound:
-                return f"the size of factor {unbound[0]} is not bound"
+                return f"factor {unbound[0]} has no size"
             if whole.shape(dims) != tuple(aval.shape):
-                return f"{side} {i} has shape {tuple(aval.shape)}, the rule makes it {whole.shape(dims)}"
+                return f"{side} {i} has shape {tuple(aval.shape)}, but the rule gives it {whole.shape(dims)}"
     return None
 
 
 def check_shards(case: Case, rule: Rule, operands: Sequence[Sequence[np.ndarray]]) -> Iterator[Finding]:
-    """Findings where a rule's shards, put together, differ from the unsharded results."""
+    """Yields a finding for each strategy whose joined shards differ from the unsharded results."""
     tried = strategies(rule)
     wholes = [case.run(x) for x in operands]
-    guilty: set[str] = set()
+    reported: set[str] = set()
     for counts, outcome in zip(tried, run_strategies(case, rule, tried, operands), strict=True):
-        if guilty & set(counts):
-            continue  # said already
+        if reported & set(counts):
+            continue
         if wrong := _disagreement(rule, counts, outcome, operands, wholes):
-            guilty |= set(counts)
+            reported |= set(counts)
             yield _finding(case, rule, "wrong", counts, wrong)
 
 
@@ -227,16 +227,16 @@ def _disagreement(
     operands: Sequence[Sequence[np.ndarray]],
     wholes: Sequence[Sequence[np.ndarray]],
 ) -> str | None:
-    """How the results of one strategy's shards, put together, differ from the whole ones."""
+    """Describes how the joined results of one strategy's shards differ from the unsharded ones; None if they agree."""
     if isinstance(outcome, Disagreement):
         return str(outcome)
     if isinstance(outcome, Exception):
-        return f"the operator cannot run on these shards: {brief(outcome)}"
+        return f"the operator cannot run on these shards: {error_summary(outcome)}"
     try:
         for grids, x, whole in zip(outcome, operands, wholes, strict=True):
             for r, expected in enumerate(whole):
-                if wrong := difference(expected, join(grids[r], rule, r, counts, x)):
-                    return f"the shards put together are not the whole result {r}: {wrong}"
+                if wrong := difference(expected, join_shards(grids[r], rule, r, counts, x)):
+                    return f"the joined shards differ from the unsharded result {r}: {wrong}"
     except Disagreement as error:
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""Running an operator on the shards that its rule declares."""
+"""Runs an operator on the shards that its rule declares."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autoshard.sharding.oracle.cases import Case, plain, typed
-from autoshard.sharding.oracle.shards import Disagreement, Grid, cut, places
+from autoshard.sharding.oracle.cases import Case, from_numpy, to_numpy
+from autoshard.sharding.oracle.shards import Disagreement, Grid, shard_indices, split_shards
 from autoshard.spmdrules.core.rule import Rule, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import flat
 
-# The oracle compiles much and runs it once.
-QUICK: Any = {"xla_backend_optimization_level": 0}
+# The oracle compiles many programs and runs each of them once.
+FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
 
 
 def run_strategies(
     case: Case, rule: Rule, strategies: Sequence[Mapping[str, int]], trials: Sequence[Sequence[np.ndarray]]
 ) -> list[list[list[Grid]] | Exception]:
-    """Runs every shard of several strategies, compiled as one program: compiling is what takes the time.
+    """Runs every shard of several strategies. They are compiled as one program, since compilation dominates the time.
 
     Args:
-        case: the operator.
+        case: the operator to run.
         rule: its rule.
-        strategies: how many ways each factor is cut.
-        trials: sets of whole operands.
+        strategies: how many ways each factor is split, for each strategy.
+        trials: sets of unsharded operands.
 
     Returns:
-        For each strategy, for each trial, for each result the shards' results; or what the operator raised.
+        For each strategy, the shards' results by trial and result, or the exception that the operator raised.
     """
     outcomes: list[list[list[Grid]] | Exception | None] = []
     for counts in strategies:
         mapped = rule.body is not None and any(rule.factor(f).kind == "halo" for f in counts)
         try:
             outcomes.append(
-                _run_mapped(case, rule, trials, counts) if mapped else _traced(case, rule, trials[0], counts)
+                _run_mapped(case, rule, trials, counts) if mapped else _check_traceable(case, rule, trials[0], counts)
             )
-        except Exception as error:  # of any operator or body, with any error: it is the outcome, told by the oracle
+        except Exception as error:  # operators and bodies may raise any error: the oracle reports it
             outcomes.append(error)
-    waiting = [i for i, outcome in enumerate(outcomes) if outcome is None]
+    pending = [i for i, outcome in enumerate(outcomes) if outcome is None]
     try:
-        found = _run_batch(case, rule, [strategies[i] for i in waiting], trials)
-    except Exception:  # an operator of the batch raised something: each runs for itself, and that one keeps its error
-        found = [_run_alone(case, rule, strategies[i], trials) for i in waiting]
-    for i, outcome in zip(waiting, found, strict=True):
+        results = _run_batch(case, rule, [strategies[i] for i in pending], trials)
+    except Exception:  # one strategy of the batch raised: run them one by one to find out which
+        results = [_run_alone(case, rule, strategies[i], trials) for i in pending]
+    for i, outcome in zip(pending, results, strict=True):
         outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _traced(case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int]) -> None:
-    """Raises what the operator or the body raises on shards of these shapes."""
-    first = places(counts)[0]
-    jax.eval_shape(_on_shard(case, rule, counts), _position(first), *_shards_at(case, rule, operands, counts, first))
+def _check_traceable(case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int]) -> None:
+    """Traces the operator or the body with the shapes of a shard, and raises what it raises."""
+    first = shard_indices(counts)[0]
+    jax.eval_shape(
+        _on_shard(case, rule, counts), _traceable_index(first), *_shards_at(case, rule, operands, counts, first)
+    )
 
 
 def _run_alone(
@@ -63,14 +65,14 @@ def _run_alone(
 ) -> list[list[Grid]] | Exception:
     try:
         return _run_batch(case, rule, [counts], trials)[0]
-    except Exception as error:  # whatever an operator raises on its shards is the outcome
+    except Exception as error:  # an operator may raise any error: it is the outcome
         return error
 
 
 def _run_batch(
     case: Case, rule: Rule, strategies: Sequence[Mapping[str, int]], trials: Sequence[Sequence[np.ndarray]]
 ) -> list[list[list[Grid]]]:
-    """One program that runs one shard of each strategy, called as often as there are shards."""
+    """Compiles one program that runs one shard of each strategy, and calls it once per shard."""
     if not strategies:
         return []
     functions = [_on_shard(case, rule, counts) for counts in strategies]
@@ -78,26 +80,26 @@ def _run_batch(
     def run(inputs: list[tuple[Any, ...]]) -> list[list[Any]]:
         return [function(*shards) for function, shards in zip(functions, inputs, strict=True)]
 
-    compiled = jax.jit(run, compiler_options=QUICK)
-    orders = [places(counts) for counts in strategies]
+    compiled = jax.jit(run, compiler_options=FAST_COMPILE)
+    orders = [shard_indices(counts) for counts in strategies]
     outcomes: list[list[list[Grid]]] = [[[{} for _ in case.results] for _ in trials] for _ in strategies]
     for t, operands in enumerate(trials):
-        for turn in range(max(map(len, orders))):
-            at = [order[turn % len(order)] for order in orders]
+        for number in range(max(map(len, orders))):
+            indices = [order[number % len(order)] for order in orders]
             inputs = [
-                (_position(place), *_shards_at(case, rule, operands, counts, place))
-                for counts, place in zip(strategies, at, strict=True)
+                (_traceable_index(index), *_shards_at(case, rule, operands, counts, index))
+                for counts, index in zip(strategies, indices, strict=True)
             ]
             for s, results in enumerate(compiled(inputs)):
                 for r, value in enumerate(results):
-                    outcomes[s][t][r][at[s]] = plain(value)
+                    outcomes[s][t][r][indices[s]] = to_numpy(value)
     return outcomes
 
 
 def _on_shard(case: Case, rule: Rule, counts: Mapping[str, int]) -> Any:
-    """The operator on one shard, as a function of where that is and of its operands.
+    """Returns the operator on one shard, as a function of the shard's index and its operands.
 
-    As under `shard_map`, a body learns only at run time which shard it is.
+    As under `shard_map`, a body knows its shard's index only at run time.
     """
     if rule.body is None:
         shard = Shard(rule, counts, {})
@@ -107,21 +109,21 @@ def _on_shard(case: Case, rule: Rule, counts: Mapping[str, int]) -> Any:
     return lambda position, *shards: body(Shard(rule, counts, dict(zip(counts, position, strict=True))), *shards)
 
 
-def _position(place: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple(map(np.int32, place))
+def _traceable_index(index: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(map(np.int32, index))
 
 
 def _shards_at(
-    case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int], place: tuple[int, ...]
+    case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int], index: tuple[int, ...]
 ) -> list[Any]:
     return [
-        typed(cut(x, rule, dims, counts, [place])[place], like)
+        from_numpy(split_shards(x, rule, dims, counts, [index])[index], like)
         for x, dims, like in zip(operands, rule.operands, case.operands, strict=True)
     ]
 
 
 def device_mesh(sizes: Sequence[int]) -> Mesh | None:
-    """A mesh with axes a, b, ... over the first devices, None where there are too few."""
+    """A mesh with axes a, b, ... over the first devices; None if there are too few devices."""
     count = math.prod(sizes)
     if count > jax.device_count():
         return None
@@ -132,11 +134,11 @@ def device_mesh(sizes: Sequence[int]) -> Mesh | None:
 def _run_mapped(
     case: Case, rule: Rule, trials: Sequence[Sequence[np.ndarray]], counts: Mapping[str, int]
 ) -> list[list[Grid]]:
-    """Runs the body on real devices, where neighbours can talk."""
+    """Runs a body that communicates with other shards, on devices."""
     body, mesh = rule.body, device_mesh(tuple(counts.values()))
     assert body is not None
     if mesh is None:
-        raise Disagreement(f"it needs {math.prod(counts.values())} devices, there are {jax.device_count()}")
+        raise Disagreement(f"the check needs {math.prod(counts.values())} devices, but there are {jax.device_count()}")
     names = mesh.axis_names
     axes = dict(zip(counts, names, strict=True))
     spec = PartitionSpec(names)
@@ -148,8 +150,10 @@ def _run_mapped(
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     outcomes = []
     for operands in trials:
-        grids = [cut(x, rule, dims, counts) for x, dims in zip(operands, rule.operands, strict=True)]
-        stacked = [typed(np.stack(list(grid.values())), like) for grid, like in zip(grids, case.operands, strict=True)]
-        results = [plain(x) for x in mapped(*stacked)]
-        outcomes.append([dict(zip(places(counts), x, strict=True)) for x in results])
+        grids = [split_shards(x, rule, dims, counts) for x, dims in zip(operands, rule.operands, strict=True)]
+        stacked = [
+            from_numpy(np.stack(list(grid.values())), like) for grid, like in zip(grids, case.operands, strict=True)
+        ]
+        results = [to_numpy(x) for x in mapped(*stacked)]
+        outcomes.append([dict(zip(shard_indices(counts), x, strict=True)) for x in results])
     return outcomes

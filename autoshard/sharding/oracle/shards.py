@@ -1,4 +1,4 @@
-"""Cutting arrays into the shards that a rule declares, and putting shards of results together as it declares."""
+"""Splits arrays into the shards that a rule declares, and joins shards of results as the rule declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.sharding.oracle.probe_values import difference
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule, Shard
 
-Grid = dict[tuple[int, ...], Any]  # place along each cut factor -> what that shard holds
+Grid = dict[tuple[int, ...], Any]  # a shard's index along each split factor -> the shard
 
 _COMBINE = {
     "sum": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
@@ -22,70 +22,70 @@ _COMBINE = {
 
 
 class Disagreement(Exception):
-    """The shards' results cannot be what the rule says."""
+    """The shards' results contradict the rule."""
 
 
-def places(counts: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """The place of every shard along each cut factor."""
+def shard_indices(counts: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """The index of every shard along each split factor."""
     return list(itertools.product(*(range(n) for n in counts.values())))
 
 
-def cut(
-    x: np.ndarray, rule: Rule, dims: Dims, counts: Mapping[str, int], wanted: Sequence[tuple[int, ...]] | None = None
+def split_shards(
+    x: np.ndarray, rule: Rule, dims: Dims, counts: Mapping[str, int], only: Sequence[tuple[int, ...]] | None = None
 ) -> Grid:
-    """Cuts an array along every dimension that holds a cut factor, at the factor's place in the dimension.
+    """Splits an array along every dimension that has a split factor, at that factor's position in the dimension.
 
     Args:
-        x: the whole array.
-        rule: what gives the factors their sizes.
-        dims: the array's dimensions.
-        counts: how many ways each factor is cut.
-        wanted: the places of the shards to cut out, all if not given.
+        x: the unsharded array.
+        rule: the rule, which has the sizes of the factors.
+        dims: the factors of the array's dimensions.
+        counts: how many ways each factor is split.
+        only: the indices of the shards to return. Default: all.
     """
     factors = [f for dim in dims for f in dim]
-    tail = x.shape[len(dims) :]  # the words of PRNG keys
+    tail = x.shape[len(dims) :]  # the trailing dimension of PRNG keys, their words
     spread = x.reshape((*map(Shard(rule, {}, {}).size, factors), *tail))
     grid = {}
-    for place in places(counts) if wanted is None else wanted:
-        shard = Shard(rule, counts, dict(zip(counts, place, strict=True)))
+    for index in shard_indices(counts) if only is None else only:
+        shard = Shard(rule, counts, dict(zip(counts, index, strict=True)))
         slices = tuple(slice(shard.offset(f), shard.offset(f) + shard.size(f)) for f in factors)
-        grid[place] = spread[slices].reshape((*shard.shape(dims), *tail))
+        grid[index] = spread[slices].reshape((*shard.shape(dims), *tail))
     return grid
 
 
-def join(grid: Grid, rule: Rule, result: int, counts: Mapping[str, int], operands: Sequence[np.ndarray]) -> Any:
-    """Puts the shards of a result together: side by side, reduced where it is partial, else equal everywhere.
+def join_shards(grid: Grid, rule: Rule, result: int, counts: Mapping[str, int], operands: Sequence[np.ndarray]) -> Any:
+    """Joins the shards of a result: concatenated if sharded, reduced if partial, else required to be equal.
 
     Args:
-        grid: the shards' results.
-        rule: what says how.
-        result: which result.
-        counts: how many ways each factor is cut.
-        operands: the whole operands, which decide between the positions that shards found (argmax).
+        grid: the shards of the result.
+        rule: the rule that declares how the shards are joined.
+        result: the number of the result.
+        counts: how many ways each factor is split.
+        operands: the unsharded operands, which decide between the positions that shards found (argmax).
 
     Raises:
-        Disagreement: a shard has another shape than declared, or copies differ.
+        Disagreement: a shard does not have the declared shape, or replicated shards differ.
     """
     dims = rule.results[result]
     factors = [f for dim in dims for f in dim]
     shard, whole = Shard(rule, counts, {}), Shard(rule, {}, {})
     local, shape = list(map(shard.size, factors)), shard.shape(dims)
     spread: Grid = {}
-    for place, piece in grid.items():
+    for index, piece in grid.items():
         if piece.shape[: len(dims)] != shape:
-            raise Disagreement(f"a shard of result {result} has shape {piece.shape}, declared is {shape}")
-        spread[place] = piece.reshape((*local, *piece.shape[len(dims) :]))
+            raise Disagreement(f"a shard of result {result} has shape {piece.shape}, but the rule declares {shape}")
+        spread[index] = piece.reshape((*local, *piece.shape[len(dims) :]))
     for name in reversed(list(counts)):
-        heads = dict.fromkeys(place[:-1] for place in spread)
+        heads = dict.fromkeys(index[:-1] for index in spread)
         spread = {
-            head: _join_one([spread[(*head, i)] for i in range(counts[name])], rule, result, name, factors, operands)
+            head: _join_along([spread[(*head, i)] for i in range(counts[name])], rule, result, name, factors, operands)
             for head in heads
         }
     joined = spread[()]
     return joined.reshape((*whole.shape(dims), *joined.shape[len(factors) :]))
 
 
-def _join_one(
+def _join_along(
     pieces: list[np.ndarray], rule: Rule, result: int, name: str, factors: list[str], operands: Sequence[np.ndarray]
 ) -> np.ndarray:
     if name in factors:
@@ -94,17 +94,17 @@ def _join_one(
     if op is None:
         for piece in pieces[1:]:
             if wrong := difference(pieces[0], piece):
-                raise Disagreement(f"result {result} should be the same on every shard of {name}, but {wrong}")
+                raise Disagreement(f"result {result} should be the same on all shards along {name}: {wrong}")
         return pieces[0]
     if op in POSITIONS:
         return join_positions(pieces, op, operands[0], rule.operands[0], name)
     if op in ("and", "or", "xor") and jnp.issubdtype(pieces[0].dtype, jnp.inexact):
-        raise Disagreement(f"result {result} is {pieces[0].dtype}, '{op}' joins booleans and integers only")
+        raise Disagreement(f"result {result} is {pieces[0].dtype}, but '{op}' reduces only booleans and integers")
     return reduce_pieces(pieces, op)
 
 
 def reduce_pieces(pieces: Sequence[np.ndarray], op: str) -> np.ndarray:
-    """Reduces partial terms; sums in low precision are taken in float32."""
+    """Reduces partial terms. Low-precision floats are reduced in float32."""
     dtype = pieces[0].dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     wide = [p.astype(np.float32) for p in pieces] if narrow else pieces
@@ -114,17 +114,20 @@ def reduce_pieces(pieces: Sequence[np.ndarray], op: str) -> np.ndarray:
 
 
 def join_positions(pieces: list[np.ndarray], op: str, operand: np.ndarray, dims: Dims, name: str) -> np.ndarray:
-    """Of the positions (in the whole array) that the shards found, the one whose element wins; the first of equals."""
+    """Selects the position of the largest or smallest element from the positions that the shards found.
+
+    Positions count in the unsharded array. Among equal elements, the first shard's position is selected.
+    """
     axis = next(d for d, dim in enumerate(dims) if name in dim)
     sign = 1 if op == "argmax" else -1
 
     def value(position: np.ndarray) -> np.ndarray:
-        at = np.expand_dims(position.reshape(np.delete(operand.shape, axis)), axis).astype(np.int64)
-        inside = np.clip(at, 0, operand.shape[axis] - 1)
+        index = np.expand_dims(position.reshape(np.delete(operand.shape, axis)), axis).astype(np.int64)
+        inside = np.clip(index, 0, operand.shape[axis] - 1)
         return np.take_along_axis(operand, inside, axis).reshape(position.shape).astype(np.float64) * sign
 
     best = pieces[0]
     for piece in pieces[1:]:
         new, old = value(piece), value(best)
-        best = np.where((new > old) | (np.isnan(new) & ~np.isnan(old)), piece, best)  # NaN wins, whichever is asked for
+        best = np.where((new > old) | (np.isnan(new) & ~np.isnan(old)), piece, best)  # NaN wins in argmax and argmin
     return best

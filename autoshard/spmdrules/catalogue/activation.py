@@ -1,4 +1,4 @@
-"""Activations: each element by itself, and those that halve or take the largest of some channels."""
+"""Activations: elementwise ones, and those that combine channels (GLU, maxout, CReLU)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def tanhshrink(x: jax.Array) -> jax.Array:
 
 
 def softshrink(x: jax.Array, width: float = 0.5) -> jax.Array:
-    """Nearer to zero by `width`, and zero where that crosses it."""
+    """`sign(x) * max(|x| - width, 0)`."""
     return jnp.sign(x) * jax.nn.relu(jnp.abs(x) - width)
 
 
 def hardshrink(x: jax.Array, width: float = 0.5) -> jax.Array:
-    """Zero where `|x|` is at most `width`."""
+    """`x` where `|x|` is above `width`, zero elsewhere."""
     return jnp.where(jnp.abs(x) > width, x, jnp.zeros_like(x))
 
 
-def threshold(x: jax.Array, least: float = 0.1, otherwise: float = -1.0) -> jax.Array:
-    """`x` where it is above `least`, a constant elsewhere."""
-    return jnp.where(x > least, x, jnp.full_like(x, otherwise))
+def threshold(x: jax.Array, lower: float = 0.1, fill: float = -1.0) -> jax.Array:
+    """`x` where it is above `lower`, a constant elsewhere."""
+    return jnp.where(x > lower, x, jnp.full_like(x, fill))
 
 
 def prelu(x: jax.Array, slope: jax.Array) -> jax.Array:
-    """`x` where it is positive, else `x` times a learnt slope of its channel (He et al., 2015)."""
+    """`x` where it is positive, else `x` times the learned slope of its channel (He et al., 2015)."""
     return jnp.where(x > 0, x, x * slope)
 
 
@@ -56,7 +56,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
 
 
 def log_cosh(x: jax.Array) -> jax.Array:
-    """`log(cosh(x))`, without overflow."""
+    """`log(cosh(x))`, computed without overflow."""
     return jnp.logaddexp(x, -x) - jnp.log(2.0).astype(x.dtype)
 
 
@@ -66,12 +66,12 @@ def gaussian(x: jax.Array) -> jax.Array:
 
 
 def maxout(x: jax.Array, pieces: int = 2) -> jax.Array:
-    """The largest of every `pieces` neighbouring channels (Goodfellow et al., 2013)."""
+    """The maximum of each group of `pieces` adjacent channels (Goodfellow et al., 2013)."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // pieces, pieces).max(-1)
 
 
 def crelu(x: jax.Array) -> jax.Array:
-    """The positive and the negative part side by side, twice the channels (Shang et al., 2016)."""
+    """The positive and the negative part concatenated, twice as many channels (Shang et al., 2016)."""
     return jnp.concatenate([jax.nn.relu(x), jax.nn.relu(-x)], -1)
 
 
@@ -110,7 +110,7 @@ _UNARY = {
 }
 OPERATORS: tuple[Operator, ...] = (
     *(Operator(name, fn, (f32(4, 8),)) for name, fn in _UNARY.items()),
-    Operator("prelu", prelu, (f32(4, 8, 12), f32(12)), (0, 1), "a slope for each channel"),
+    Operator("prelu", prelu, (f32(4, 8, 12), f32(12)), (0, 1), "one slope per channel"),
     Operator("glu", jax.nn.glu, (f32(4, 8, 48),), note="the channels are halved"),
     Operator("maxout", maxout, (f32(4, 8, 32),)),
     Operator("crelu", crelu, (f32(4, 8),)),

@@ -1,12 +1,12 @@
-"""Attention and what stands around it: positions, masks, caches, gated feed-forward layers.
+"""Attention and the operators around it: positions, masks, caches, gated feed-forward layers.
 
-With queries q, keys k and values v of a head, and a bias or mask added to the scores,
+For the queries q, keys k and values v of one head, and a bias or mask that is added to the scores:
 
     scores[i, j] = q[i] . k[j] / sqrt(head_dim) + bias[i, j]
     out[i]       = sum_j softmax_j(scores[i, :]) v[j]
 
-Batch and heads are sharded and nothing moves. The sequence stands twice in the scores: where it is sharded, the
-queries stay and keys and values are gathered. Arrays are `[batch, seq, heads, head_dim]`.
+Sharding the batch or the heads moves no data. The scores have the sequence dimension twice: where it is sharded,
+the queries stay sharded, and the keys and values are gathered. Arrays are `[batch, seq, heads, head_dim]`.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from jax import lax
 
 from autoshard.spmdrules.catalogue.entry import Operator, f32
 
-_INVISIBLE = -1e30  # finite: a block of invisible keys has no inf - inf in it
+_MASKED = -1e30  # a masked score. Finite, so that a block of masked keys does not compute inf - inf
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Of all keys, in float32, with a bias `[batch, heads, seq, keys]` (any of them 1) on the scores."""
+    """Attention to all keys, in float32, with an additive bias `[batch, heads, seq, keys]` (any of these may be 1)."""
     return jax.nn.dot_product_attention(q, k, v, bias)
 
 
 def attention_with_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Of the keys that a boolean mask `[batch, heads, seq, keys]` (any of them 1) shows."""
+    """Attention to the keys where a boolean mask `[batch, heads, seq, keys]` (any of these may be 1) is true."""
     return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Of the keys up to the query's position. Fewer heads of k and v are shared by groups of q's."""
+    """Attention to the keys up to the query's position. If k and v have fewer heads, groups of q's heads share them."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 def sliding_window_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int = 4) -> jax.Array:
-    """Of the query's position and the `window` before it (arXiv:2004.05150)."""
+    """Attention to the query's position and the `window` positions before it (arXiv:2004.05150)."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(window, 0))
 
 
 def padded_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Of the first `lengths[b]` keys of example b."""
+    """Attention to the first `lengths[b]` keys of example b."""
     return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
 
 
 def soft_capped_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, cap: float = 30.0) -> jax.Array:
-    """With scores between -cap and cap by a tanh (Gemma 2, arXiv:2408.00118)."""
+    """Attention whose scores a tanh limits to between -cap and cap (Gemma 2, arXiv:2408.00118)."""
     scores = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(cap * jnp.tanh(scores / cap), -1)
     return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)
 
 
 def attention_with_sinks(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-    """With one score of each head `[heads]` that takes weight and gives nothing (arXiv:2309.17453, gpt-oss)."""
+    """Attention with one extra score per head `[heads]` that has no value (arXiv:2309.17453, gpt-oss)."""
     scores = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     sink = sinks.astype(jnp.float32).reshape(1, -1, 1, 1)
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1, keepdims=True), sink))
@@ -67,19 +67,19 @@ def attention_with_sinks(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Ar
 
 
 def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, block: int = 4) -> jax.Array:
-    """Causal attention that holds the scores of `block` keys at a time (arXiv:2112.05682).
+    """Causal attention that computes the scores of `block` keys at a time (arXiv:2112.05682).
 
-    A scan over blocks with a running maximum m, sum s and weighted sum o of each query,
+    Scans over the blocks with a running maximum m, sum s and weighted sum o for each query:
 
-        m' = max(m, max(scores)),    s' = s exp(m - m') + sum(exp(scores - m')),    o' alike
+        m' = max(m, max(scores)),    s' = s exp(m - m') + sum(exp(scores - m')),    o' likewise
 
-    and `o / s` at the end. The backward pass computes each block's scores again.
+    The result is `o / s`. The backward pass recomputes the scores of each block.
 
     Args:
         q: `[batch, seq, heads, head_dim]`.
         k: `[batch, seq, heads, head_dim]`.
         v: shaped like k.
-        block: keys at a time; divides seq.
+        block: how many keys are processed at a time; divides seq.
     """
     batch, seq, heads, head_dim = q.shape
     position = lax.broadcasted_iota(jnp.int32, (1, 1, seq, 1), 2)
@@ -89,15 +89,15 @@ def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, block: int 
         top, total, out = carry
         start, keys, values = part
         scores = jnp.einsum("bshd,bthd->bhst", q, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
-        seen = position >= start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, block), 3)
-        new_top = lax.stop_gradient(jnp.maximum(top, jnp.max(jnp.where(seen, scores, _INVISIBLE), -1)))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
-        shrink = jnp.exp(top - new_top)
+        visible = position >= start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, block), 3)
+        new_top = lax.stop_gradient(jnp.maximum(top, jnp.max(jnp.where(visible, scores, _MASKED), -1)))
+        weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
+        decay = jnp.exp(top - new_top)
         part_out = jnp.einsum("bhst,bthd->bhsd", weights, values, preferred_element_type=jnp.float32)
-        return (new_top, total * shrink + jnp.sum(weights, -1), out * shrink[..., None] + part_out), None
+        return (new_top, total * decay + jnp.sum(weights, -1), out * decay[..., None] + part_out), None
 
     rows = (batch, heads, seq)
-    first = (jnp.full(rows, _INVISIBLE), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    first = (jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
     starts = jnp.arange(0, seq, block, dtype=jnp.int32)
     (_, total, out), _ = lax.scan(step, first, (starts, _blocks(k, block), _blocks(v, block)))
     return jnp.moveaxis(out / total[..., None], 1, 2).astype(q.dtype)
@@ -120,8 +120,8 @@ def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def multi_head_attention(x: jax.Array, wq: jax.Array, wk: jax.Array, wv: jax.Array, wo: jax.Array) -> jax.Array:
     """Causal self-attention with its projections: x `[batch, seq, embed]`.
 
-    wq, wk and wv are `[embed, heads, head_dim]` and wo is `[heads, head_dim, embed]`: heads sharded in all four give
-    a partial sum, one reduction a layer (arXiv:1909.08053).
+    wq, wk and wv are `[embed, heads, head_dim]` and wo is `[heads, head_dim, embed]`. If the heads of all four are
+    sharded, the result is a partial sum: one reduction per layer (arXiv:1909.08053).
     """
     q, k, v = (jnp.einsum("bse,ehd->bshd", x, w) for w in (wq, wk, wv))
     return jnp.einsum("bshd,hde->bse", causal_attention(q, k, v), wo)
@@ -130,7 +130,7 @@ def multi_head_attention(x: jax.Array, wq: jax.Array, wk: jax.Array, wv: jax.Arr
 def cross_attention(
     x: jax.Array, context: jax.Array, wq: jax.Array, wk: jax.Array, wv: jax.Array, wo: jax.Array
 ) -> jax.Array:
-    """Attention of x `[batch, seq, embed]` to a context `[batch, keys, width]`, with projections.
+    """Attention from x `[batch, seq, embed]` to a context `[batch, keys, width]`, with its projections.
 
     wq is `[embed, heads, head_dim]`, wk and wv are `[width, heads, head_dim]`, wo is `[heads, head_dim, embed]`.
     """
@@ -140,10 +140,10 @@ def cross_attention(
 
 
 def latent_attention(x: jax.Array, wq: jax.Array, down: jax.Array, up_k: jax.Array, up_v: jax.Array) -> jax.Array:
-    """Causal attention with keys and values made of a narrow latent (DeepSeek-V2, arXiv:2405.04434).
+    """Causal attention with keys and values computed from a narrow latent (DeepSeek-V2, arXiv:2405.04434).
 
-    x is `[batch, seq, embed]`, wq `[embed, heads, head_dim]`, down `[embed, latent]`, up_k and up_v
-    `[latent, heads, head_dim]`. The latent `[batch, seq, latent]` is what a cache would hold.
+    x is `[batch, seq, embed]`, wq is `[embed, heads, head_dim]`, down is `[embed, latent]`, up_k and up_v are
+    `[latent, heads, head_dim]`. A cache would hold the latent `[batch, seq, latent]`.
     """
     latent = jnp.einsum("bse,el->bsl", x, down)
     k, v = (jnp.einsum("bsl,lhd->bshd", latent, up) for up in (up_k, up_v))
@@ -153,7 +153,7 @@ def latent_attention(x: jax.Array, wq: jax.Array, down: jax.Array, up_k: jax.Arr
 def kv_cache_update(
     k_cache: jax.Array, v_cache: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Caches `[batch, length, heads, head_dim]` with k and v `[batch, seq, heads, head_dim]` put at `start`, `[]`."""
+    """Writes k and v `[batch, seq, heads, head_dim]` into caches `[batch, length, heads, head_dim]` at `start`."""
     return tuple(
         lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), start, 1)
         for cache, new in ((k_cache, k), (v_cache, v))
@@ -161,32 +161,32 @@ def kv_cache_update(
 
 
 def ragged_cache_update(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """A cache `[batch, length, heads, head_dim]` with a row `new[b]` put at `positions[b]` of each example.
+    """Writes a row `new[b]` at `positions[b]` of each example of a cache `[batch, length, heads, head_dim]`.
 
-    One row an example, by `vmap`: the batch is a batching dimension of the scatter and not one that is addressed.
+    Uses `vmap`, so that the batch is a batching dimension of the scatter and not an indexed dimension.
     """
     return jax.vmap(lambda rows, row, at: rows.at[at].set(row.astype(rows.dtype)))(cache, new, positions)
 
 
 def decode_attention(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, lengths: jax.Array) -> jax.Array:
-    """One query of each example `[batch, heads, head_dim]` to the first `lengths[b]` rows of its cache."""
+    """Attention from one query per example `[batch, heads, head_dim]` to the first `lengths[b]` rows of its cache."""
     return jnp.squeeze(padded_attention(jnp.expand_dims(q, 1), k_cache, v_cache, lengths), 1)
 
 
 def paged_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """One query of each example to keys and values in pages that examples share a pool of (arXiv:2309.06180).
+    """Attention from one query per example to keys and values in pages of a shared pool (arXiv:2309.06180).
 
     Args:
         q: `[batch, heads, head_dim]`.
         k_pages: `[pages, page_size, heads, head_dim]`.
         v_pages: shaped like k_pages.
-        table: the pages of each example in order, integers `[batch, most_pages]`.
-        lengths: how many rows of them each example has, `[batch]`.
+        table: the page numbers of each example in order, integers `[batch, max_pages]`.
+        lengths: how many rows of its pages each example uses, `[batch]`.
     """
-    batch, most = table.shape
-    rows = (batch, most * k_pages.shape[1], *k_pages.shape[2:])
+    batch, max_pages = table.shape
+    rows = (batch, max_pages * k_pages.shape[1], *k_pages.shape[2:])
     return decode_attention(q, k_pages[table].reshape(rows), v_pages[table].reshape(rows), lengths)
 
 
@@ -198,12 +198,12 @@ def _angles(positions: jax.Array, half: int, base: float) -> tuple[jax.Array, ja
 
 
 def rope(x: jax.Array, positions: jax.Array, *, base: float = 10000.0) -> jax.Array:
-    """Turns the pairs `(x[i], x[i + head_dim / 2])` by their position, as GPT-NeoX and Llama do (arXiv:2104.09864).
+    """Rotates the pairs `(x[i], x[i + head_dim / 2])` by position, as GPT-NeoX and Llama do (arXiv:2104.09864).
 
     Args:
         x: `[batch, seq, heads, head_dim]`.
         positions: integers `[batch, seq]`.
-        base: the slowest pair turns by about its inverse a position.
+        base: the slowest pair rotates by about `1 / base` radians per position.
     """
     cos, sin = _angles(positions, x.shape[-1] // 2, base)
     first, second = jnp.split(x.astype(jnp.float32), 2, -1)
@@ -211,16 +211,16 @@ def rope(x: jax.Array, positions: jax.Array, *, base: float = 10000.0) -> jax.Ar
 
 
 def rope_interleaved(x: jax.Array, positions: jax.Array, *, base: float = 10000.0) -> jax.Array:
-    """Turns the pairs `(x[2 i], x[2 i + 1])`, as GPT-J and the paper do; arguments as `rope`."""
+    """Rotates the pairs `(x[2 i], x[2 i + 1])`, as GPT-J and the paper do. The arguments are those of `rope`."""
     cos, sin = _angles(positions, x.shape[-1] // 2, base)
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     first, second = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], -1)
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 def sinusoidal_positions(x: jax.Array, *, base: float = 10000.0) -> jax.Array:
-    """`x [batch, seq, embed]` with sines and cosines of the position added (arXiv:1706.03762)."""
+    """Adds sines and cosines of the position to `x [batch, seq, embed]` (arXiv:1706.03762)."""
     seq, half = x.shape[1], x.shape[2] // 2
     frequency = base ** (-lax.broadcasted_iota(jnp.float32, (1, seq, half), 2) / half)
     angle = lax.broadcasted_iota(jnp.float32, (1, seq, half), 1) * frequency
@@ -228,12 +228,12 @@ def sinusoidal_positions(x: jax.Array, *, base: float = 10000.0) -> jax.Array:
 
 
 def learned_positions(x: jax.Array, table: jax.Array) -> jax.Array:
-    """`x [batch, seq, embed]` with the first rows of a table `[context, embed]` added."""
+    """Adds the first rows of a table `[context, embed]` to `x [batch, seq, embed]`."""
     return x + table[None, : x.shape[1]].astype(x.dtype)
 
 
 def alibi(scores: jax.Array) -> jax.Array:
-    """Scores `[batch, heads, seq, keys]` less the distance times 2^(-8 (h + 1) / heads) (arXiv:2108.12409)."""
+    """Scores `[batch, heads, seq, keys]` minus 2^(-8 (h + 1) / heads) times the distance (arXiv:2108.12409)."""
     shape = (1, *scores.shape[1:])
     head, query, key = (lax.broadcasted_iota(jnp.float32, shape, d) for d in (1, 2, 3))
     slopes = jnp.exp2(-8.0 * (head + 1.0) / shape[1])
@@ -241,10 +241,10 @@ def alibi(scores: jax.Array) -> jax.Array:
 
 
 def relative_position_bias(table: jax.Array, *, seq: int, farthest: int = 16) -> jax.Array:
-    """A bias `[1, heads, seq, seq]` from a table `[buckets, heads]` by distance, as T5 has it (arXiv:1910.10683).
+    """Looks up a bias `[1, heads, seq, seq]` by distance in a table `[buckets, heads]`, as in T5 (arXiv:1910.10683).
 
-    Half of the buckets are for keys behind the query; of each half, the first half is for one distance each and the
-    rest grow by a constant factor up to `farthest`.
+    Half of the buckets are for keys after the query. In each half, the first half of the buckets is for one distance
+    each; the ranges of the others grow by a constant factor up to `farthest`.
     """
     buckets = table.shape[0] // 2
     exact = buckets // 2
@@ -257,24 +257,24 @@ def relative_position_bias(table: jax.Array, *, seq: int, farthest: int = 16) ->
 
 
 def causal_mask(scores: jax.Array) -> jax.Array:
-    """Scores `[batch, heads, seq, keys]` with those of later keys far below all others."""
+    """Scores `[batch, heads, seq, keys]` with those of later keys set to a large negative number."""
     query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (2, 3))
-    return jnp.where(query >= key, scores, jnp.full_like(scores, _INVISIBLE))
+    return jnp.where(query >= key, scores, jnp.full_like(scores, _MASKED))
 
 
 def _gated(act: Callable[[jax.Array], jax.Array], x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array):
-    """`(act(x gate) * (x up)) down`: x `[batch, seq, embed]`, gate and up `[embed, ffn]`, down `[ffn, embed]`."""
+    """`(act(x gate) * (x up)) down` for x `[batch, seq, embed]`, gate and up `[embed, ffn]`, down `[ffn, embed]`."""
     hidden = act(jnp.einsum("bse,ef->bsf", x, gate)) * jnp.einsum("bse,ef->bsf", x, up)
     return jnp.einsum("bsf,fe->bse", hidden, down)
 
 
 def feed_forward(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """`gelu(x up) down`: x `[batch, seq, embed]`, up `[embed, ffn]`, down `[ffn, embed]`."""
+    """`gelu(x up) down` for x `[batch, seq, embed]`, up `[embed, ffn]`, down `[ffn, embed]`."""
     return jnp.einsum("bsf,fe->bse", jax.nn.gelu(jnp.einsum("bse,ef->bsf", x, up)), down)
 
 
 def _weights(*shape: int) -> np.ndarray:
-    """Sample projections as models have them: with entries of 1, softmax would give all weight to one key."""
+    """Sample projections of a realistic size: with entries near 1, softmax would give all weight to one key."""
     return (0.1 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
 
 
@@ -288,7 +288,7 @@ _X, _W, _OUT = f32(8, 12, 24), _weights(24, 4, 16), f32(4, 16, 24)
 _FFN = (f32(24, 48), f32(24, 48), f32(48, 24))
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("attention", attention, (_Q, _KEYS, _KEYS), (0, 1, 2), "a sharded sequence is a conflict: k and v move"),
+    Operator("attention", attention, (_Q, _KEYS, _KEYS), (0, 1, 2), "if the sequence is sharded, k and v are gathered"),
     Operator("causal_attention", causal_attention, (_Q, _Q, _Q), (0, 1, 2)),
     Operator("grouped_query_attention", causal_attention, (f32(8, 12, 8, 16), _Q, _Q), (0, 1, 2)),
     Operator("multi_query_attention", causal_attention, (_Q, f32(8, 12, 1, 16), f32(8, 12, 1, 16)), (0, 1, 2)),

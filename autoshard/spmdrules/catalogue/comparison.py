@@ -1,4 +1,4 @@
-"""Comparisons, logic and predicates: booleans, so without gradients."""
+"""Comparisons, logic and predicates. Their results are booleans, so they have no gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resizing of [batch, height, width, channels], and of one and three such dimensions."""
+"""Convolutions, pooling and resizing of [batch, ..., channels] with one, two or three spatial dimensions."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def convolution(
 
 
 def transposed_convolution(x: jax.Array, kernel: jax.Array, stride: int = 2) -> jax.Array:
-    """The convolution that makes dimensions `stride` times as large: [batch, ..., in], [..., in, out]."""
+    """A convolution that makes spatial dimensions `stride` times as large: [batch, ..., in], [..., in, out]."""
     spatial = x.ndim - 2
     return lax.conv_transpose(x, kernel, (stride,) * spatial, "SAME", dimension_numbers=_LAYOUTS[spatial])
 
 
 def depthwise_convolution(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-    """Each channel with its own kernels: [batch, ..., channels], [..., 1, channels * multiplier]."""
+    """Convolves each channel with its own kernels: [batch, ..., channels], [..., 1, channels * multiplier]."""
     return convolution(x, kernel, stride, groups=x.shape[-1])
 
 
 def separable_convolution(x: jax.Array, depthwise: jax.Array, pointwise: jax.Array) -> jax.Array:
-    """A depthwise convolution, then one that mixes the channels of each pixel."""
+    """A depthwise convolution, then a pointwise one that mixes the channels of each pixel."""
     return convolution(depthwise_convolution(x, depthwise), pointwise)
 
 
 def causal_convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Each channel with its own kernel over the positions up to each one's own, as state-space models take it."""
+    """Convolves each channel with its own kernel over current and earlier positions, as state-space models do."""
     before = kernel.shape[0] - 1
     return convolution(x, kernel, groups=x.shape[-1], padding=[(before, 0)])
 
 
 def local_convolution(x: jax.Array, kernel: jax.Array, window: int) -> jax.Array:
-    """A convolution whose every position has its own kernel: [batch, seq, in], [seq out, window * in, out]."""
+    """A convolution with a separate kernel for each position: [batch, seq, in], [seq out, window * in, out]."""
     return lax.conv_general_dilated_local(x, kernel, (1,), "VALID", (window,), dimension_numbers=_LAYOUTS[1])
 
 
@@ -82,7 +82,7 @@ def sum_pool(x: jax.Array, window: int = 2, stride: int = 2, padding: Any = "VAL
 
 
 def avg_pool(x: jax.Array, window: int = 2, stride: int = 2, padding: Any = "VALID") -> jax.Array:
-    """The mean of each window; what is beyond the border does not count."""
+    """The mean of each window. Padding does not count."""
     counts = sum_pool(jnp.ones((1, *x.shape[1:-1], 1), x.dtype), window, stride, padding)
     return sum_pool(x, window, stride, padding) / counts
 
@@ -93,7 +93,7 @@ def lp_pool(x: jax.Array, power: int = 2, window: int = 2, stride: int = 2) -> j
 
 
 def adaptive_pool(x: jax.Array, counts: Sequence[int], reduce: Any = jnp.mean) -> jax.Array:
-    """Pools to `counts` windows, which divide each dimension: [batch, height, width, channels]."""
+    """Pools [batch, height, width, channels] to `counts` windows per dimension, which divide height and width."""
     shape, axes = [x.shape[0]], []
     for size, count in zip(x.shape[1:-1], counts, strict=True):
         axes.append(len(shape) + 1)
@@ -102,39 +102,39 @@ def adaptive_pool(x: jax.Array, counts: Sequence[int], reduce: Any = jnp.mean) -
 
 
 def resize(x: jax.Array, factor: int, method: str) -> jax.Array:
-    """Makes all dimensions between batch and channels `factor` times as large."""
+    """Makes all spatial dimensions `factor` times as large."""
     shape = (x.shape[0], *(n * factor for n in x.shape[1:-1]), x.shape[-1])
     return jax.image.resize(x, shape, method)
 
 
 def downsample(x: jax.Array, factor: int = 2) -> jax.Array:
-    """Makes all dimensions between batch and channels `factor` times as small, with antialiasing."""
+    """Divides the size of all spatial dimensions by `factor`, with antialiasing."""
     shape = (x.shape[0], *(n // factor for n in x.shape[1:-1]), x.shape[-1])
     return jax.image.resize(x, shape, "linear")
 
 
 def unfold(x: jax.Array, window: int = 3, stride: int = 1) -> jax.Array:
-    """The windows of an image, each as a row of channels * window² values."""
+    """The windows of an image, each flattened to channels * window² values."""
     return lax.conv_general_dilated_patches(
         x, (window, window), (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 
 def fold(windows: jax.Array, window: int = 2) -> jax.Array:
-    """Sums of what `unfold` with SAME padding and stride one took from each pixel: its transpose."""
+    """The transpose of `unfold` with SAME padding and stride one: sums the values that came from each pixel."""
     *image, values = windows.shape
     image_type = jax.ShapeDtypeStruct((*image, values // window**2), windows.dtype)
     return jax.linear_transpose(partial(unfold, window=window), image_type)(windows)[0]
 
 
 def grid_sample(x: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Images read between their pixels, bilinearly: [batch, height, width, channels], [batch, n] -> [batch, n, c]."""
+    """Samples images bilinearly between pixels: [batch, height, width, channels], [batch, n] -> [batch, n, c]."""
 
-    def one(image: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    def sample(image: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
         plane = partial(jax.scipy.ndimage.map_coordinates, coordinates=[row, column], order=1)
         return jax.vmap(plane, 2, 1)(image)
 
-    return jax.vmap(one)(x, rows, columns)
+    return jax.vmap(sample)(x, rows, columns)
 
 
 _LINE, _IMAGE, _VOLUME = f32(4, 16, 12), f32(4, 8, 16, 12), f32(4, 8, 6, 10, 12)

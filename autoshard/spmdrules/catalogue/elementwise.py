@@ -1,4 +1,4 @@
-"""Elementwise operators: arithmetic, rounding, special functions, bits, complex numbers, choices."""
+"""Elementwise operators: arithmetic, rounding, special functions, bits, complex numbers, selection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def addcdiv(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def polar(length: jax.Array, angle: jax.Array) -> jax.Array:
-    """Complex numbers of the given lengths and angles."""
+    """Complex numbers with the given moduli and angles."""
     return lax.complex(length * jnp.cos(angle), length * jnp.sin(angle))
 
 
@@ -40,7 +40,7 @@ def _of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _within(low: float, high: float, seed: int = 0) -> np.ndarray:
-    """Numbers of an operator's domain."""
+    """Random numbers between `low` and `high`, inside an operator's domain."""
     return np.random.default_rng(seed).uniform(low, high, (4, 8)).astype(np.float32)
 
 
@@ -51,8 +51,8 @@ _POSITIVE_2 = _within(0.5, 4.0, seed=1)
 _INTS, _MORE_INTS = _of(jnp.int32, 4, 8), _of(jnp.int32, 4, 8)
 _SHIFTS = np.random.default_rng(2).integers(0, 9, (4, 8)).astype(np.int32)
 _COMPLEX = _of(jnp.complex64, 4, 8)
-_STEP = "the gradient is zero"
-_WHOLE_NUMBERS = "no gradient: integers"
+_ZERO_GRADIENT = "the gradient is zero"
+_INTEGERS = "no gradient: integers"
 
 
 def _table(
@@ -102,7 +102,7 @@ _ROUNDING = _table(
         "sign": jnp.sign,
     },
     _X,
-    note=_STEP,
+    note=_ZERO_GRADIENT,
 )
 _OF_POSITIVE = _table(
     {
@@ -144,7 +144,9 @@ _BINARY = (
         _Y,
         wrt=(0, 1),
     ),
-    *_table({"bias_add": jnp.add, "scale_by": jnp.multiply}, _X, _BIAS, wrt=(0, 1), note="the second is broadcast"),
+    *_table(
+        {"bias_add": jnp.add, "scale_by": jnp.multiply}, _X, _BIAS, wrt=(0, 1), note="the second operand is broadcast"
+    ),
     *_table(
         {
             "divide": jnp.divide,
@@ -163,12 +165,12 @@ _BINARY = (
         _POSITIVE_2,
         wrt=(0, 1),
     ),
-    Operator("floor_divide", jnp.floor_divide, (_POSITIVE, _POSITIVE_2), (0, 1), _STEP),
+    Operator("floor_divide", jnp.floor_divide, (_POSITIVE, _POSITIVE_2), (0, 1), _ZERO_GRADIENT),
     Operator("heaviside", jnp.heaviside, (_X, _Y), (0, 1)),
     Operator("ldexp", jnp.ldexp, (_X, _SHIFTS)),
     Operator("nextafter", jnp.nextafter, (_X, _Y), (), "no gradient: JAX has none"),
     Operator("zeta", special.zeta, (_ABOVE_1, _POSITIVE_2), (0, 1)),
-    Operator("polygamma", special.polygamma, (np.int32(2), _POSITIVE), (1,), "no gradient by the order: an integer"),
+    Operator("polygamma", special.polygamma, (np.int32(2), _POSITIVE), (1,), "no gradient by the order, an integer"),
 )
 _TERNARY = (
     Operator("where", jnp.where, (_of(jnp.bool_, 4, 8), _X, _Y), (1, 2)),
@@ -197,7 +199,7 @@ _BITS = (
         _INTS,
         _MORE_INTS,
         wrt=(),
-        note=_WHOLE_NUMBERS,
+        note=_INTEGERS,
     ),
     *_table(
         {
@@ -208,13 +210,13 @@ _BITS = (
         _INTS,
         _SHIFTS,
         wrt=(),
-        note=_WHOLE_NUMBERS,
+        note=_INTEGERS,
     ),
     *_table(
         {"bitwise_not": jnp.bitwise_not, "population_count": lax.population_count, "count_leading_zeros": lax.clz},
         _INTS,
         wrt=(),
-        note=_WHOLE_NUMBERS,
+        note=_INTEGERS,
     ),
 )
 _COMPLEX_NUMBERS = (
@@ -237,11 +239,15 @@ _TYPES = (
     Operator("cast", partial(lax.convert_element_type, new_dtype=jnp.bfloat16), (_X,)),
     Operator("reduce_precision", partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7), (_X,)),
     Operator(
-        "bitcast", partial(lax.bitcast_convert_type, new_dtype=jnp.int32), (_X,), (), "no gradient: bits of the number"
+        "bitcast",
+        partial(lax.bitcast_convert_type, new_dtype=jnp.int32),
+        (_X,),
+        (),
+        "no gradient: the bits of a number",
     ),
-    Operator("stop_gradient", lax.stop_gradient, (_X,), note=_STEP),
-    Operator("zeros_like", jnp.zeros_like, (_X,), note=_STEP),
-    Operator("full_like", partial(jnp.full_like, fill_value=3.0), (_X,), note=_STEP),
+    Operator("stop_gradient", lax.stop_gradient, (_X,), note=_ZERO_GRADIENT),
+    Operator("zeros_like", jnp.zeros_like, (_X,), note=_ZERO_GRADIENT),
+    Operator("full_like", partial(jnp.full_like, fill_value=3.0), (_X,), note=_ZERO_GRADIENT),
 )
 OPERATORS: tuple[Operator, ...] = (
     *_UNARY,

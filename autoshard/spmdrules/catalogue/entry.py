@@ -1,4 +1,4 @@
-"""What a named operator is: a callable, sample arguments, and what it is differentiated by."""
+"""A named operator: a callable, sample arguments, and the arguments that it is differentiated by."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator as people call it; its rule is derived from the primitives that it is made of.
+    """A named operator. Its rule is derived from its primitives.
 
     Attributes:
-        name: what people call it, `layer_norm`.
-        fn: takes arrays by position and returns an array or a tree of arrays.
+        name: its common name, such as `layer_norm`.
+        fn: a function that takes arrays by position and returns an array or a pytree of arrays.
         args: sample arguments: arrays where values matter (indices, keys), else `ShapeDtypeStruct`s. Dimensions that
-            can be sharded are divisible by 4, and no two different ones have the same size.
-        wrt: positions of the arguments that it is differentiated by, none where there is no gradient.
-        note: what sets it apart, or why it has no gradient.
+            can be sharded are divisible by 4, and two unrelated dimensions never have the same size.
+        wrt: positions of the arguments that it is differentiated by; empty if it has no gradient.
+        note: what is special about it, or why it has no gradient.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Operator:
 
     @property
     def gradient(self) -> Operator | None:
-        """The vector-Jacobian product: the arguments, then cotangents shaped like the floating-point results."""
+        """The vector-Jacobian product. It takes the arguments, then cotangents of the floating-point results."""
         if not self.wrt:
             return None
         floats = _floats(jax.eval_shape(self.fn, *self.args))
@@ -39,24 +39,24 @@ class Operator:
 
     @property
     def forward(self) -> Operator | None:
-        """The Jacobian-vector product: the arguments, then tangents of those that it is differentiated by."""
+        """The Jacobian-vector product. It takes the arguments, then tangents of the arguments at `wrt`."""
         if not self.wrt:
             return None
-        kinds = [self.args[i] for i in self.wrt]
-        tangents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kinds)
+        primals = [self.args[i] for i in self.wrt]
+        tangents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), primals)
         return Operator(f"{self.name}_jvp", self._jvp, (*self.args, *tangents), (), f"the tangents of {self.name}")
 
-    def _vjp(self, *given: Any) -> tuple[Any, ...]:
-        args, cotangents = given[: len(self.args)], given[len(self.args) :]
+    def _vjp(self, *inputs: Any) -> tuple[Any, ...]:
+        args, cotangents = inputs[: len(self.args)], inputs[len(self.args) :]
         return jax.vjp(*self._differentiable(args))[1](list(cotangents))
 
-    def _jvp(self, *given: Any) -> list[Any]:
-        args, tangents = given[: len(self.args)], given[len(self.args) :]
+    def _jvp(self, *inputs: Any) -> list[Any]:
+        args, tangents = inputs[: len(self.args)], inputs[len(self.args) :]
         fn, *primals = self._differentiable(args)
         return jax.jvp(fn, tuple(primals), tangents)[1]
 
     def _differentiable(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """A function from the arguments that it is differentiated by to its floating-point results, and those."""
+        """Returns a function from the arguments at `wrt` to the floating-point results, then these arguments."""
 
         def floats(*chosen: Any) -> list[Any]:
             full = list(args)
@@ -72,5 +72,5 @@ def _floats(results: Any) -> list[Any]:
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    """A sample argument of floats."""
+    """A float32 sample argument of this shape."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)

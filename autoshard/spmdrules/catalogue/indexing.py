@@ -1,6 +1,6 @@
-"""Reading and writing by position: tables, gathers, scatters, segments, windows that start where a number says.
+"""Reads and writes by position: tables, gathers, scatters, segments, windows with a run-time start.
 
-Where positions are written over, they are distinct: which of two writes lasts is not defined. All others repeat.
+Operators that overwrite get distinct sample positions, since the order of two writes to one position is undefined.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def embedding_bag(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def gather_nd(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """`x` at positions, whose last dimension counts the leading dimensions of `x` that they address."""
+    """`x` at positions `[..., k]`, each an index into the first k dimensions of `x`."""
     return x[tuple(jnp.moveaxis(positions, -1, 0))]
 
 
 def scatter(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` in some of its rows."""
+    """`x` with the given rows set to `values`."""
     return x.at[rows].set(values)
 
 
 def scatter_with(x: jax.Array, rows: jax.Array, values: jax.Array, method: str) -> jax.Array:
-    """`x` with some of its rows combined with `values` by a method of `x.at[rows]`: add, multiply, min, max."""
+    """`x` with the given rows combined with `values` by a method of `x.at[rows]`: add, multiply, min, max."""
     return getattr(x.at[rows], method)(values)
 
 
 def scatter_nd(positions: jax.Array, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Zeros of a shape, with `values` added at positions (see `gather_nd`)."""
+    """Zeros with `values` added at positions (see `gather_nd`)."""
     return scatter_nd_add(jnp.zeros(shape, values.dtype), positions, values)
 
 
@@ -52,98 +52,98 @@ def scatter_nd_add(x: jax.Array, positions: jax.Array, values: jax.Array) -> jax
 
 
 def index_put(x: jax.Array, rows: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` at pairs of row and column."""
+    """`x` with `values` set at pairs of row and column."""
     return x.at[rows, columns].set(values)
 
 
 def index_put_accumulate(x: jax.Array, rows: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` added at pairs of row and column; those of equal pairs are all added."""
+    """`x` with `values` added at pairs of row and column. Values of equal pairs accumulate."""
     return x.at[rows, columns].add(values)
 
 
 def index_add(x: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` added to some columns."""
+    """`x` with `values` added to the given columns."""
     return x.at[:, columns].add(values)
 
 
 def index_copy(x: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` in some columns."""
+    """`x` with the given columns set to `values`."""
     return x.at[:, columns].set(values)
 
 
 def index_fill(x: jax.Array, columns: jax.Array, value: float = 2.0) -> jax.Array:
-    """`x` with one value in some columns."""
+    """`x` with the given columns set to one value."""
     return x.at[:, columns].set(value)
 
 
 def put_along_axis(x: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` at positions of each row."""
+    """`x` with `values` set at the given positions of each row."""
     return jax.vmap(scatter)(x, positions, values)
 
 
 def put_along_axis_add(x: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with `values` added at positions of each row."""
+    """`x` with `values` added at the given positions of each row."""
     return jax.vmap(partial(scatter_with, method="add"))(x, positions, values)
 
 
 def masked_fill(x: jax.Array, mask: jax.Array, value: jax.Array) -> jax.Array:
-    """`x`, and one value where the mask is true."""
+    """`x` with one value where the mask is true."""
     return jnp.where(mask, value, x)
 
 
 def masked_select(x: jax.Array, mask: jax.Array, size: int) -> jax.Array:
-    """The first `size` rows of `x` that the mask chooses, zeros after them."""
+    """The first `size` rows of `x` where the mask is true, padded with zeros."""
     (rows,) = jnp.nonzero(mask, size=size, fill_value=x.shape[0])
     return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
 
 
 def choose(first: jax.Array, second: jax.Array, third: jax.Array, which: jax.Array) -> jax.Array:
-    """Of three arrays the one that `which` names, element by element."""
+    """Selects from three arrays, element by element, by the index `which`."""
     return jnp.choose(which, [first, second, third], mode="clip")
 
 
 def piecewise(x: jax.Array) -> jax.Array:
-    """The first of several values whose condition holds: `jnp.select` with two conditions and a default."""
+    """`jnp.select` with two conditions and a default."""
     return jnp.select([x < -0.5, x > 0.5], [jnp.square(x), -x], 3 * x)
 
 
 def segment_mean(x: jax.Array, segments: jax.Array, count: int) -> jax.Array:
-    """The mean of the rows of each segment, zero where it has none."""
+    """The mean of the rows of each segment, zero for a segment without rows."""
     rows = jax.ops.segment_sum(jnp.ones(segments.shape, x.dtype), segments, count)
     return jax.ops.segment_sum(x, segments, count) / jnp.maximum(rows, 1)[:, None]
 
 
 def segment_softmax(x: jax.Array, segments: jax.Array, count: int) -> jax.Array:
-    """Softmax over the rows of each segment, as attention on a graph's edges takes it."""
+    """Softmax over the rows of each segment, as in attention over the edges of a graph."""
     largest = jax.ops.segment_max(lax.stop_gradient(x), segments, count)
     exponentials = jnp.exp(x - largest[segments])
     return exponentials / jax.ops.segment_sum(exponentials, segments, count)[segments]
 
 
 def batched_dynamic_slice(x: jax.Array, starts: jax.Array, size: int) -> jax.Array:
-    """For each row of a batch a window that starts at its own position."""
+    """Takes a window from each row of a batch, at that row's own start."""
     return jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, size))(x, starts)
 
 
 def batched_dynamic_update_slice(x: jax.Array, update: jax.Array, starts: jax.Array) -> jax.Array:
-    """For each row of a batch an update at its own position, as caches of keys and values take them."""
+    """Writes an update into each row of a batch, at that row's own start, as in a key-value cache."""
     return jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=0))(x, update, starts)
 
 
 def histogram(x: jax.Array, bins: int, low: float, high: float) -> jax.Array:
-    """How many elements lie in each of `bins` equal parts of a range."""
+    """Counts the elements in each of `bins` equal intervals of a range."""
     return jnp.histogram(x, bins, (low, high))[0]
 
 
 def _below(top: int, *shape: int, seed: int = 0) -> np.ndarray:
-    """Positions; the first is the last as well."""
-    found = np.random.default_rng(seed).integers(0, top, shape).astype(np.int32)
-    found.flat[-1] = found.flat[0]
-    return found
+    """Random positions below `top`. The last equals the first, so that one position occurs twice."""
+    positions = np.random.default_rng(seed).integers(0, top, shape).astype(np.int32)
+    positions.flat[-1] = positions.flat[0]
+    return positions
 
 
 def _distinct(top: int, *shape: int) -> np.ndarray:
-    """Positions, each row's distinct."""
+    """Random positions below `top`, distinct within each row."""
     rng = np.random.default_rng(1)
     rows = [rng.permutation(top)[: shape[-1]] for _ in range(int(np.prod(shape[:-1])))]
     return np.array(rows, np.int32).reshape(shape)
@@ -154,7 +154,7 @@ _ROWS = _below(16, 8)
 _PAIRS = np.stack([_below(16, 8, seed=3), _below(12, 8, seed=4)], -1)
 _PAIRS[5] = _PAIRS[2]
 _OTHER_ROWS, _OTHER_COLUMNS = np.array([0, 0, 3, 3, 9, 9, 15, 15], np.int32), np.array([1, 5] * 4, np.int32)
-_SEGMENTS = np.array([0, 3, 3, 1, 0, 7, 7, 7, 2, 2, 0, 5, 5, 1, 3, 0], np.int32)  # 4 and 6 have no row
+_SEGMENTS = np.array([0, 3, 3, 1, 0, 7, 7, 7, 2, 2, 0, 5, 5, 1, 3, 0], np.int32)  # segments 4 and 6 have no rows
 _SORTED = np.sort(np.random.default_rng(5).normal(size=16)).astype(np.float32)
 _MASK = np.random.default_rng(6).uniform(size=16) < 0.5
 _NO_POSITIONS = "no gradient: positions or counts"
@@ -168,7 +168,7 @@ def _at(start: int) -> Any:
 _READING = (
     Operator("embedding", embedding, (_TABLE, _below(16, 4, 8))),
     Operator("embedding_bag", embedding_bag, (_TABLE, _below(16, 4, 8))),
-    Operator("take", jnp.take, (_TABLE, _below(192, 8, seed=8)), note="of the flattened table"),
+    Operator("take", jnp.take, (_TABLE, _below(192, 8, seed=8)), note="indexes the flattened table"),
     Operator("gather", partial(jnp.take, axis=0, mode="clip"), (_TABLE, _ROWS)),
     Operator("index_select", partial(jnp.take, axis=1), (f32(4, 16), _ROWS)),
     Operator("gather_nd", gather_nd, (_TABLE, _PAIRS)),

@@ -1,4 +1,4 @@
-"""Moving elements without computing: reshapes, pads, copies, cuts and joins."""
+"""Operators that move elements without computing: reshapes, pads, copies, slices and concatenations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.spmdrules.catalogue.entry import Operator, f32
 
 
 def pixel_shuffle(x: jax.Array, factor: int) -> jax.Array:
-    """Channels become pixels: [batch, height, width, channels * factor²] -> [batch, height * factor, ...]."""
+    """Turns channels into pixels: [batch, height, width, channels * factor²] -> [batch, height * factor, ...]."""
     batch, height, width, channels = x.shape
     kept = channels // factor**2
     x = x.reshape(batch, height, width, factor, factor, kept)
@@ -21,27 +21,27 @@ def pixel_shuffle(x: jax.Array, factor: int) -> jax.Array:
 
 
 def pixel_unshuffle(x: jax.Array, factor: int) -> jax.Array:
-    """Pixels become channels; undoes `pixel_shuffle`."""
+    """Turns pixels into channels. The inverse of `pixel_shuffle`."""
     batch, height, width, channels = x.shape
     x = x.reshape(batch, height // factor, factor, width // factor, factor, channels)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, height // factor, width // factor, factor**2 * channels)
 
 
 def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
-    """Deals the channels of each group out over all groups (Zhang et al., 2018)."""
+    """Distributes the channels of each group over all groups (Zhang et al., 2018)."""
     *kept, channels = x.shape
     return x.reshape(*kept, groups, channels // groups).swapaxes(-1, -2).reshape(x.shape)
 
 
 def patchify(x: jax.Array, size: int) -> jax.Array:
-    """Images as sequences of square patches: [batch, height, width, channels] -> [batch, patches, values]."""
+    """Splits images into square patches: [batch, height, width, channels] -> [batch, patches, values]."""
     batch, height, width, channels = x.shape
     x = x.reshape(batch, height // size, size, width // size, size, channels)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size**2 * channels)
 
 
 def window_partition(x: jax.Array, size: int) -> jax.Array:
-    """Images as square windows, each an element of the batch (Liu et al., 2021)."""
+    """Splits images into square windows, each a batch element (Liu et al., 2021)."""
     batch, height, width, channels = x.shape
     x = x.reshape(batch, height // size, size, width // size, size, channels)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(-1, size, size, channels)
@@ -54,29 +54,29 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """Undoes `split_heads`."""
+    """The inverse of `split_heads`."""
     batch, heads, seq, size = x.shape
     return x.swapaxes(1, 2).reshape(batch, seq, heads * size)
 
 
 def token_shift(x: jax.Array) -> jax.Array:
-    """Each position gets what the one before it had, the first zeros: targets, and RWKV's mixing."""
+    """Shifts positions by one and fills the first with zeros, as in RWKV's token mixing."""
     return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
 def cut_and_pad(x: jax.Array, before: int, after: int, between: int) -> jax.Array:
-    """Pads dimension 1 with zeros; negative numbers cut, `between` are put between neighbours."""
+    """Pads dimension 1 with zeros. Negative padding crops. `between` zeros go between adjacent elements."""
     dims = [(0, 0, 0), (before, after, between), *[(0, 0, 0)] * (x.ndim - 2)]
     return lax.pad(x, jnp.zeros((), x.dtype), dims)
 
 
 def stack_pair(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Two arrays in a new dimension."""
+    """Stacks two arrays along a new dimension 1."""
     return jnp.stack([x, y], 1)
 
 
 def concatenate_pair(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Two arrays side by side."""
+    """Concatenates two arrays along dimension 1."""
     return jnp.concatenate([x, y], 1)
 
 
@@ -121,7 +121,7 @@ _COPIES = (
     Operator("repeat", partial(jnp.repeat, repeats=3, axis=1), (_X,)),
     Operator("repeat_interleave", partial(jnp.repeat, axis=1, total_repeat_length=12), (f32(4, 8), _REPEATS)),
     Operator("roll", partial(jnp.roll, shift=3, axis=1), (_X,)),
-    Operator("roll_two", partial(jnp.roll, shift=(1, -2), axis=(1, 2)), (_IMAGE,), note="as shifted windows are made"),
+    Operator("roll_two", partial(jnp.roll, shift=(1, -2), axis=(1, 2)), (_IMAGE,), note="as for shifted windows"),
     Operator("flip", partial(jnp.flip, axis=1), (_X,)),
     Operator("rot90", partial(jnp.rot90, axes=(1, 2)), (_IMAGE,)),
     Operator("triu", partial(jnp.triu, k=1), (_X,)),
@@ -131,7 +131,7 @@ _COPIES = (
     Operator("diagonal", partial(jnp.diagonal, axis1=1, axis2=2), (f32(4, 8, 8),)),
     Operator("meshgrid", jnp.meshgrid, (f32(4), f32(8)), (0, 1)),
 )
-_CUTS = (
+_SLICES = (
     Operator("slice", partial(lax.slice_in_dim, start_index=2, limit_index=6, axis=1), (_X,)),
     Operator("strided_slice", partial(lax.slice_in_dim, start_index=1, limit_index=8, stride=2, axis=1), (_X,)),
     Operator("split", partial(jnp.split, indices_or_sections=2, axis=1), (_X,)),
@@ -142,11 +142,11 @@ _CUTS = (
     Operator("hstack", lambda x, y: jnp.hstack([x, y]), (f32(4, 8), f32(4, 12)), (0, 1)),
     Operator("vstack", lambda x, y: jnp.vstack([x, y]), (f32(4, 12), f32(8, 12)), (0, 1)),
 )
-_PICTURES = (
+_IMAGE_OPERATORS = (
     Operator("pixel_shuffle", partial(pixel_shuffle, factor=2), (f32(4, 8, 12, 32),)),
     Operator("pixel_unshuffle", partial(pixel_unshuffle, factor=2), (_IMAGE,)),
     Operator("channel_shuffle", partial(channel_shuffle, groups=4), (f32(4, 8, 16),)),
     Operator("patchify", partial(patchify, size=2), (_IMAGE,)),
     Operator("window_partition", partial(window_partition, size=2), (_IMAGE,)),
 )
-OPERATORS: tuple[Operator, ...] = (*_PADDING, *_SHAPES, *_COPIES, *_CUTS, *_PICTURES)
+OPERATORS: tuple[Operator, ...] = (*_PADDING, *_SHAPES, *_COPIES, *_SLICES, *_IMAGE_OPERATORS)

@@ -1,4 +1,4 @@
-"""Products, decompositions, solvers and Fourier transforms; leading dimensions are batches."""
+"""Matrix products, decompositions, solvers and Fourier transforms. Leading dimensions are batch dimensions."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ def addmm(x: jax.Array, a: jax.Array, b: jax.Array, scale: float = 0.5) -> jax.A
 
 
 def low_rank_linear(x: jax.Array, weight: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
-    """A weight and a product of two narrow ones beside it (Hu et al., 2021)."""
+    """`x @ weight + (x @ down) @ up`, a linear layer with a low-rank update (LoRA, Hu et al., 2021)."""
     return x @ weight + (x @ down) @ up
 
 
 def bilinear(x: jax.Array, weight: jax.Array, y: jax.Array) -> jax.Array:
-    """`x A y` for each of several matrices A: [batch, n], [out, n, m], [batch, m] -> [batch, out]."""
+    """`x A y` for each matrix A of `weight`: [batch, n], [out, n, m], [batch, m] -> [batch, out]."""
     return jnp.einsum("bn,onm,bm->bo", x, weight, y)
 
 
 def squared_distances(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Squared Euclidean distances between all rows of two arrays, by one product."""
+    """Squared Euclidean distances between all rows of two arrays, computed with one matrix product."""
     return jnp.square(x).sum(1)[:, None] - 2 * x @ y.T + jnp.square(y).sum(1)
 
 
 def least_squares(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The x that makes `|a x - b|` smallest, by the normal equations' factor."""
+    """The x that minimises `|a x - b|`, by a QR decomposition."""
     q, r = jnp.linalg.qr(a)
     return lax.linalg.triangular_solve(r, jnp.einsum("...ij,...ik->...jk", q, b), left_side=True)
 
 
 def cholesky_solve(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Solves `a x = b` for positive definite a, batch by batch."""
+    """Solves `a x = b` for positive definite a."""
     factor = jnp.linalg.cholesky(a)
     y = lax.linalg.triangular_solve(factor, b, left_side=True, lower=True)
     return lax.linalg.triangular_solve(factor, y, left_side=True, lower=True, transpose_a=True)
 
 
 def einsum(formula: str) -> partial[jax.Array]:
-    """`jnp.einsum` of one formula."""
+    """`jnp.einsum` with a fixed formula."""
     return partial(jnp.einsum, formula)
 
 
 def _matrices(*shape: int, seed: int = 0) -> np.ndarray:
-    """Matrices far from singular."""
+    """Sample matrices that are far from singular."""
     rng = np.random.default_rng(seed)
     return (rng.normal(size=shape) + 4 * np.eye(shape[-2], shape[-1])).astype(np.float32)
 
@@ -139,7 +139,7 @@ _DECOMPOSITIONS = (
     Operator("eigh", jnp.linalg.eigh, (_DEFINITE,)),
     Operator("eigvalsh", jnp.linalg.eigvalsh, (_DEFINITE,)),
     Operator(
-        "eig", jnp.linalg.eig, (_SQUARE,), (), "no gradient: JAX has none by eigenvectors of unsymmetric matrices"
+        "eig", jnp.linalg.eig, (_SQUARE,), (), "no gradient: JAX has none for eigenvectors of nonsymmetric matrices"
     ),
     Operator("eigvals", jnp.linalg.eigvals, (_SQUARE,)),
     Operator("schur", linalg.schur, (_SQUARE[0],), (), "no gradient: JAX has none"),

@@ -1,15 +1,16 @@
-"""Mixtures of experts: the gate, what takes tokens to experts and back, and the experts.
+"""Mixture of experts: the gate, the dispatch of tokens to experts and back, and the experts.
 
-Tokens come in groups `[groups, tokens, embed]`, each with a capacity of its own in every expert, so that groups can be
-sharded as the batch is. With the gate's weights g and a token's place c among those that chose the expert e,
+Tokens come in groups `[groups, tokens, embed]`. Each group has its own capacity in every expert, so that groups can be
+sharded like the batch. With the gate's weights g, and the slot c of a token among those that chose the expert e:
 
-    dispatch[t, e, c] = 1 where token t has place c < capacity in expert e
-    combine[t, e, c]  = g[t, e] there
+    dispatch[t, e, c] = 1 where token t has slot c < capacity in expert e, else 0
+    combine[t, e, c]  = g[t, e] * dispatch[t, e, c]
     inputs[e, c]      = sum_t dispatch[t, e, c] x[t]
     out[t]            = sum_e,c combine[t, e, c] outputs[e, c]
 
-Groups sharded on one side and experts on the other make the two sums an all-to-all each (GShard, arXiv:2006.16668;
-Switch, arXiv:2101.03961). The dropless path sorts tokens by expert and has no capacity. Gates are float32.
+If x and out are sharded over groups, and inputs and outputs over experts, each of the two sums is an all-to-all
+(GShard, arXiv:2006.16668; Switch, arXiv:2101.03961). The dropless path sorts tokens by expert and has no capacity.
+Gates are float32.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from autoshard.spmdrules.catalogue.entry import Operator, f32
 
 
 def _one_hot(indices: jax.Array, size: int) -> jax.Array:
-    """`[...]` to booleans `[..., size]`."""
+    """One-hot booleans `[..., size]` of indices `[...]`."""
     shape = (*indices.shape, size)
     return lax.broadcasted_iota(indices.dtype, shape, len(shape) - 1) == indices[..., None]
 
 
 def load_balancing_loss(probabilities: jax.Array, experts: jax.Array) -> jax.Array:
-    """`E sum_e f[e] p[e]` of each group: the part of choices that fell on e, and its mean probability.
+    """`E sum_e f[e] p[e]` of each group: f is the fraction of choices of expert e, p its mean probability.
 
     Args:
         probabilities: `[groups, tokens, experts]`.
-        experts: the chosen ones, integers `[groups, tokens, k]`. They have no gradient.
+        experts: the chosen experts, integers `[groups, tokens, k]`. They have no gradient.
 
     Returns:
-        `[groups]`, 1 where all experts are chosen alike.
+        `[groups]`, 1 if all experts are chosen equally often.
     """
     size = probabilities.shape[-1]
     chosen = jnp.mean(_one_hot(experts, size).astype(jnp.float32), (1, 2))
@@ -46,21 +47,22 @@ def load_balancing_loss(probabilities: jax.Array, experts: jax.Array) -> jax.Arr
 def router_z_loss(logits: jax.Array) -> jax.Array:
     """The mean of `log(sum_e exp(logits[e]))^2` of each group: `[groups, tokens, experts]` to `[groups]`.
 
-    Keeps the gate's logits small (ST-MoE, arXiv:2202.08906).
+    This loss keeps the gate's logits small (ST-MoE, arXiv:2202.08906).
     """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), -1)), -1)
 
 
 def top_k_gate(x: jax.Array, gate: jax.Array, *, k: int = 2) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The k most probable experts of each token, and two losses to train the gate by.
+    """The k most probable experts of each token, and two auxiliary losses of the gate.
 
     Args:
         x: `[groups, tokens, embed]`.
         gate: `[embed, experts]`.
-        k: how many.
+        k: experts per token.
 
     Returns:
-        Weights that sum to 1 and experts, `[groups, tokens, k]`; `load_balancing_loss` and `router_z_loss`, `[groups]`.
+        Weights that sum to 1 and expert numbers, `[groups, tokens, k]`; `load_balancing_loss` and
+        `router_z_loss`, `[groups]`.
     """
     logits = jnp.einsum("gtm,me->gte", x, gate, preferred_element_type=jnp.float32)
     probabilities = jax.nn.softmax(logits, -1)
@@ -70,9 +72,9 @@ def top_k_gate(x: jax.Array, gate: jax.Array, *, k: int = 2) -> tuple[jax.Array,
 
 
 def switch_gate(x: jax.Array, gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The most probable expert of each token: its probability, which one, and `load_balancing_loss`.
+    """The most probable expert of each token: its probability, its number, and `load_balancing_loss`.
 
-    Arguments as `top_k_gate`; the first two results are `[groups, tokens, 1]` (arXiv:2101.03961).
+    The arguments are those of `top_k_gate`. The first two results are `[groups, tokens, 1]` (arXiv:2101.03961).
     """
     probabilities = jax.nn.softmax(jnp.einsum("gtm,me->gte", x, gate, preferred_element_type=jnp.float32), -1)
     experts = jnp.argmax(probabilities, -1, keepdims=True).astype(jnp.int32)
@@ -80,9 +82,10 @@ def switch_gate(x: jax.Array, gate: jax.Array) -> tuple[jax.Array, jax.Array, ja
 
 
 def sigmoid_gate(x: jax.Array, gate: jax.Array, bias: jax.Array, *, k: int = 2) -> tuple[jax.Array, jax.Array]:
-    """Weights by sigmoids, experts chosen by weight plus a bias `[experts]` that balances (arXiv:2412.19437).
+    """Chooses experts by sigmoid score plus a balancing bias `[experts]` (DeepSeek-V3, arXiv:2412.19437).
 
-    The bias chooses only: it has no gradient. Other arguments and the two results as `top_k_gate`.
+    The bias affects only the choice, not the weights, and has no gradient. The other arguments and the two
+    results are those of `top_k_gate`.
     """
     scores = jax.nn.sigmoid(jnp.einsum("gtm,me->gte", x, gate, preferred_element_type=jnp.float32))
     _, experts = lax.top_k(lax.stop_gradient(scores) + bias.reshape(1, 1, -1), k)
@@ -91,9 +94,9 @@ def sigmoid_gate(x: jax.Array, gate: jax.Array, bias: jax.Array, *, k: int = 2) 
 
 
 def expert_choice_gate(x: jax.Array, gate: jax.Array, *, capacity: int = 8) -> tuple[jax.Array, jax.Array]:
-    """Each expert chooses its most probable tokens: weights and tokens, `[groups, experts, capacity]`.
+    """Each expert chooses its most probable tokens: weights and token numbers, `[groups, experts, capacity]`.
 
-    Arguments as `top_k_gate` (arXiv:2202.09368).
+    The arguments are those of `top_k_gate` (arXiv:2202.09368).
     """
     probabilities = jax.nn.softmax(jnp.einsum("gtm,me->gte", x, gate, preferred_element_type=jnp.float32), -1)
     return lax.top_k(jnp.swapaxes(probabilities, 1, 2), capacity)  # pyright: ignore[reportReturnType]
@@ -102,38 +105,38 @@ def expert_choice_gate(x: jax.Array, gate: jax.Array, *, capacity: int = 8) -> t
 def capacity_masks(
     weights: jax.Array, chosen: jax.Array, *, experts: int, capacity: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Dispatch and combine, `[groups, tokens, experts, capacity]`, of the choices of a gate.
+    """Builds the dispatch and combine masks, `[groups, tokens, experts, capacity]`, from the choices of a gate.
 
-    First choices take places before second ones, and earlier tokens before later ones; a choice past the capacity is
-    dropped.
+    First choices take slots before second choices, and earlier tokens before later tokens. A choice past the capacity
+    is dropped.
 
     Args:
         weights: `[groups, tokens, k]`.
         chosen: integers `[groups, tokens, k]`.
-        experts: how many there are.
-        capacity: places in each.
+        experts: the number of experts.
+        capacity: slots per expert and group.
     """
     groups, tokens, k = chosen.shape
     picks = _one_hot(jnp.swapaxes(chosen, 1, 2), experts).astype(jnp.int32)
-    place = jnp.cumsum(picks.reshape(groups, k * tokens, experts), 1).reshape(picks.shape) - 1
-    # A place past the capacity, and -1 of an expert that was not picked, are no place: their rows are all false.
-    taken = _one_hot(jnp.where(picks == 1, place, -1), capacity)
+    slot = jnp.cumsum(picks.reshape(groups, k * tokens, experts), 1).reshape(picks.shape) - 1
+    # A slot past the capacity, and the -1 of an expert that was not picked, give a row that is all false.
+    taken = _one_hot(jnp.where(picks == 1, slot, -1), capacity)
     weighted = jnp.where(taken, jnp.swapaxes(weights, 1, 2)[..., None, None], 0.0)
     return jnp.any(taken, 1).astype(weights.dtype), jnp.sum(weighted, 1)
 
 
 def moe_dispatch(x: jax.Array, dispatch: jax.Array) -> jax.Array:
-    """Tokens `[groups, tokens, embed]` to the experts' places, `[experts, groups, capacity, embed]`."""
+    """Sends tokens `[groups, tokens, embed]` to the experts' slots, `[experts, groups, capacity, embed]`."""
     return jnp.einsum("gtm,gtec->egcm", x, dispatch.astype(x.dtype))
 
 
 def moe_combine(outputs: jax.Array, combine: jax.Array) -> jax.Array:
-    """Outputs `[experts, groups, capacity, embed]` back to tokens, weighted: `[groups, tokens, embed]`."""
+    """Sends outputs `[experts, groups, capacity, embed]` back to their tokens, weighted: `[groups, tokens, embed]`."""
     return jnp.einsum("egcm,gtec->gtm", outputs, combine.astype(outputs.dtype))
 
 
 def expert_feed_forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Each expert's SwiGLU on its own places.
+    """Applies each expert's SwiGLU to the expert's own slots.
 
     Args:
         x: `[experts, groups, capacity, embed]`.
@@ -148,7 +151,7 @@ def expert_feed_forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.
 def moe_layer(
     x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, *, k: int = 2, capacity: int = 8
 ) -> tuple[jax.Array, jax.Array]:
-    """Gate, dispatch, experts, combine: `[groups, tokens, embed]` to itself, and the balancing loss `[groups]`.
+    """Gate, dispatch, experts and combine: the new `[groups, tokens, embed]` and the balancing loss `[groups]`.
 
     Args:
         x: `[groups, tokens, embed]`.
@@ -156,8 +159,8 @@ def moe_layer(
         gate: `[experts, embed, ffn]`.
         up: `[experts, embed, ffn]`.
         down: `[experts, ffn, embed]`.
-        k: experts a token.
-        capacity: places in each expert for each group.
+        k: experts for each token.
+        capacity: slots in each expert for each group.
     """
     weights, chosen, balance, _ = top_k_gate(x, router, k=k)
     dispatch, combine = capacity_masks(weights, chosen, experts=router.shape[1], capacity=capacity)
@@ -166,16 +169,16 @@ def moe_layer(
 
 
 def moe_permute(x: jax.Array, chosen: jax.Array, *, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A row for each choice, sorted by expert.
+    """Copies tokens to one row per choice, sorted by expert.
 
     Args:
         x: `[tokens, embed]`.
         chosen: integers `[tokens, k]`.
-        experts: how many there are.
+        experts: the number of experts.
 
     Returns:
-        Rows `[tokens * k, embed]`, the number of choices of each expert `[experts]`, and the choice that each row is
-        of, counted through `chosen`, `[tokens * k]`.
+        Rows `[tokens * k, embed]`, the number of rows of each expert `[experts]`, and the position of each row's choice
+        in the flattened `chosen`, `[tokens * k]`.
     """
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat)
@@ -184,16 +187,16 @@ def moe_permute(x: jax.Array, chosen: jax.Array, *, experts: int) -> tuple[jax.A
 
 
 def moe_unpermute(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    """Undoes `moe_permute`: rows back to their tokens, `[tokens, embed]`, weighted by `[tokens, k]` and summed."""
+    """Undoes `moe_permute`: weights the rows by `[tokens, k]` and sums them per token, `[tokens, embed]`."""
     tokens, k = weights.shape
     back = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
     return jnp.sum(back.reshape(tokens, k, -1) * weights[..., None].astype(rows.dtype), 1)
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each expert's rows by its weights: `[rows, in]`, `[experts, in, out]`, and how many rows `[experts]` has.
+    """Multiplies each expert's rows by its weights: `[rows, in]`, `[experts, in, out]`, rows per expert `[experts]`.
 
-    Rows come in the order of experts (MegaBlocks, arXiv:2211.15841).
+    Rows are sorted by expert (MegaBlocks, arXiv:2211.15841).
     """
     return lax.ragged_dot(rows, weights, sizes)
 
@@ -201,11 +204,11 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax
 def dropless_moe(
     x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
 ) -> jax.Array:
-    """Experts without a capacity: sorted tokens, grouped products, and back.
+    """Experts without a capacity limit: sorts tokens by expert, runs grouped products, and restores the order.
 
     Args:
         x: `[tokens, embed]`.
-        weights: the gate's, `[tokens, k]`.
+        weights: the gate's weights, `[tokens, k]`.
         chosen: integers `[tokens, k]`.
         gate: `[experts, embed, ffn]`.
         up: `[experts, embed, ffn]`.
@@ -217,14 +220,14 @@ def dropless_moe(
 
 
 def expert_counts(chosen: jax.Array, *, experts: int = 16) -> jax.Array:
-    """How many choices fell on each expert: integers `[tokens, k]` to `[experts]`."""
+    """The number of choices of each expert: integers `[tokens, k]` to `[experts]`."""
     return jnp.sum(_one_hot(chosen, experts).astype(jnp.int32), (0, 1))
 
 
 _X, _ROUTER = f32(8, 12, 20), f32(20, 16)
 _CHOSEN = (np.arange(192, dtype=np.int32) * 5 % 16).reshape(8, 12, 2)
 _WEIGHTS = f32(8, 12, 2)
-_DISPATCH, _PLACES = f32(8, 12, 16, 4), f32(16, 8, 4, 20)
+_DISPATCH, _SLOTS = f32(8, 12, 16, 4), f32(16, 8, 4, 20)
 _EXPERTS = (f32(16, 20, 24), f32(16, 20, 24), f32(16, 24, 20))
 _FLAT = (np.arange(24, dtype=np.int32) * 5 % 16).reshape(12, 2)
 _ORDER = np.argsort(_FLAT.reshape(-1), kind="stable").astype(np.int32)
@@ -248,8 +251,8 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("router_z_loss", router_z_loss, (f32(8, 12, 16),)),
     Operator("capacity_masks", _capacity_masks, (_WEIGHTS, _CHOSEN)),
     Operator("moe_dispatch", moe_dispatch, (_X, _DISPATCH), (0, 1)),
-    Operator("moe_combine", moe_combine, (_PLACES, _DISPATCH), (0, 1)),
-    Operator("expert_feed_forward", expert_feed_forward, (_PLACES, *_EXPERTS), (0, 1, 2, 3)),
+    Operator("moe_combine", moe_combine, (_SLOTS, _DISPATCH), (0, 1)),
+    Operator("expert_feed_forward", expert_feed_forward, (_SLOTS, *_EXPERTS), (0, 1, 2, 3)),
     Operator("moe_layer", moe_layer, (_X, _ROUTER, *_EXPERTS), (0, 1, 2, 3, 4)),
     Operator("moe_permute", _permute, (f32(12, 20), _FLAT)),
     Operator("moe_unpermute", moe_unpermute, (f32(24, 20), _ORDER, f32(12, 2)), (0, 2)),
@@ -258,5 +261,5 @@ OPERATORS: tuple[Operator, ...] = (
         "dropless_moe", dropless_moe,
         (f32(12, 20), f32(12, 2), _FLAT, f32(16, 20, 28), f32(16, 20, 28), f32(16, 28, 20)), (0, 1, 3, 4, 5),
     ),
-    Operator("expert_counts", expert_counts, (_FLAT,), (), "counts"),
+    Operator("expert_counts", expert_counts, (_FLAT,), (), "no gradient: counts"),
 )  # fmt: skip

@@ -1,16 +1,16 @@
-"""Normalisation. Statistics are kept in float32 whatever the operand is, and results have the operand's dtype.
+"""Normalisation. Statistics are float32 for operands of any dtype. Results have the operand's dtype.
 
-With the mean and the variance of some dimensions of x, and a scale and a bias of the channels,
+With the mean and the variance of x over some dimensions, and a scale and a bias per channel:
 
     y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias
 
-and the operators differ in the dimensions: all but the channels (batch norm), the channels (layer norm), the
-positions of an example (instance norm), positions and a group of channels (group norm). Channels are last. The
-variance is the mean of squared distances, never a difference of means: that would cancel.
+The operators differ in these dimensions: all but the channels (batch norm), the channels (layer norm), the positions
+of an example (instance norm), the positions and a group of channels (group norm). Channels are last. The variance is
+the mean of squared deviations. A difference of means (E[x^2] - E[x]^2) would suffer from cancellation.
 
-Where the dimensions of the statistics are sharded, each device has a sum of its own, and one reduction of the
-statistics makes it everybody's; x stays where it is. So batch norm is the same on every mesh: what other frameworks
-call synchronised. Statistics of one device's part are spelt out as groups of the batch (`ghost_batch_norm`).
+If the dimensions of the statistics are sharded, each device computes a partial sum, and one reduction combines these;
+x does not move. So batch norm gives the same result on every mesh, which other frameworks call synchronised batch norm.
+For statistics per device, write the groups of the batch explicitly (`ghost_batch_norm`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Moments = tuple[jax.Array, jax.Array]
 
 
 def _moments(x: jax.Array, axes: Sequence[int]) -> Moments:
-    """Mean and variance over `axes`, which stay as dimensions of 1; `x` is float32."""
+    """Mean and variance of a float32 `x` over `axes`, which are kept as dimensions of size 1."""
     mean = jnp.mean(x, axes, keepdims=True)
     return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
 
@@ -43,7 +43,7 @@ def _normalise(x: jax.Array, axes: Sequence[int], epsilon: float) -> jax.Array:
 
 
 def _aligned(parameter: jax.Array, ndim: int) -> jax.Array:
-    """A parameter of the last dimensions in float32, with leading dimensions of 1."""
+    """A parameter in float32, reshaped with leading dimensions of 1 to `ndim` dimensions."""
     return parameter.astype(jnp.float32).reshape((1,) * (ndim - parameter.ndim) + parameter.shape)
 
 
@@ -57,25 +57,25 @@ def _positions(x: jax.Array) -> tuple[int, ...]:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
-    """Each position by its own channels: x `[..., channels]`, scale and bias `[channels]` (arXiv:1607.06450)."""
+    """Normalises each position over its channels: x `[..., channels]`, the others `[channels]` (arXiv:1607.06450)."""
     return _affine(_normalise(x, (-1,), epsilon), scale, bias, x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
-    """`x / sqrt(mean(x^2) + epsilon) * scale` over the channels: x `[..., channels]` (arXiv:1910.07467)."""
+    """`x / sqrt(mean(x^2) + epsilon) * scale` with the mean over channels: x `[..., channels]` (arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + epsilon)
     return (y * _aligned(scale, x.ndim)).astype(x.dtype)
 
 
 def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The next residual stream `x + residual`, added in float32 and rounded once, and its `rms_norm`."""
+    """Returns `rms_norm(total)` and `total = x + residual`, added in float32 and rounded once."""
     total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(residual.dtype)
     return rms_norm(total, scale), total
 
 
 def add_layer_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The next residual stream `x + residual`, added in float32 and rounded once, and its `layer_norm`."""
+    """Returns `layer_norm(total)` and `total = x + residual`, added in float32 and rounded once."""
     total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(residual.dtype)
     return layer_norm(total, scale, bias), total
 
@@ -86,7 +86,7 @@ def query_key_norm(q: jax.Array, k: jax.Array, q_scale: jax.Array, k_scale: jax.
 
 
 def adaptive_layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-    """`layer_norm(x) * (1 + scale) + shift` with x `[batch, seq, channels]`, scale and shift `[batch, channels]`.
+    """`normalised(x) * (1 + scale) + shift` with x `[batch, seq, channels]`, scale and shift `[batch, channels]`.
 
     Conditions a diffusion transformer (DiT, arXiv:2212.09748).
     """
@@ -96,13 +96,13 @@ def adaptive_layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax
 
 
 def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, groups: int, epsilon: float = _EPSILON) -> jax.Array:
-    """Each example by groups of neighbouring channels and all positions (arXiv:1803.08494).
+    """Normalises each example over all positions and one group of adjacent channels at a time (arXiv:1803.08494).
 
     Args:
         x: `[batch, ..., channels]`.
         scale: `[channels]`.
         bias: `[channels]`.
-        groups: how many; divides the channels. As many as channels make it `instance_norm`.
+        groups: the number of groups; divides the channels. One channel per group makes this `instance_norm`.
         epsilon: added to the variance.
     """
     grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
@@ -111,20 +111,20 @@ def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, groups: int, 
 
 
 def instance_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
-    """Each channel of each example by its positions: x `[batch, ..., channels]` (arXiv:1607.08022)."""
+    """Normalises each channel of each example over its positions: x `[batch, ..., channels]` (arXiv:1607.08022)."""
     return _affine(_normalise(x, _positions(x), epsilon), scale, bias, x.dtype)
 
 
 def adaptive_instance_norm(x: jax.Array, style: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
-    """The content x with the style's mean and deviation of each channel, both `[batch, ..., channels]`.
+    """Gives x the mean and standard deviation of `style` per channel, both `[batch, ..., channels]`.
 
-    Positions may differ in number (arXiv:1703.06868).
+    The two may differ in their number of positions (arXiv:1703.06868).
     """
     mean, variance = _moments(style.astype(jnp.float32), _positions(style))
     return (_normalise(x, _positions(x), epsilon) * jnp.sqrt(variance + epsilon) + mean).astype(x.dtype)
 
 
-def _moved(running: jax.Array, batch: jax.Array, momentum: float) -> jax.Array:
+def _updated(running: jax.Array, batch: jax.Array, momentum: float) -> jax.Array:
     """`momentum * running + (1 - momentum) * batch`, without a gradient."""
     new = momentum * running.astype(jnp.float32) + (1.0 - momentum) * lax.stop_gradient(batch).reshape(running.shape)
     return new.astype(running.dtype)
@@ -134,7 +134,7 @@ def batch_norm(
     x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array,
     *, momentum: float = 0.9, epsilon: float = _EPSILON,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Each channel by the whole batch and all positions, as in training (arXiv:1502.03167).
+    """Normalises each channel over the whole batch and all positions, as in training (arXiv:1502.03167).
 
     Args:
         x: `[batch, ..., channels]`.
@@ -142,23 +142,27 @@ def batch_norm(
         bias: `[channels]`.
         mean: running mean, `[channels]`.
         variance: running variance, `[channels]`.
-        momentum: what is kept of the running statistics.
+        momentum: the fraction of the running statistics that is kept.
         epsilon: added to the variance.
 
     Returns:
-        y, the next running mean, and the next running variance (of the biased variance, as Flax has it).
+        y, the next running mean, and the next running variance (of the biased variance, as in Flax).
     """
     y = x.astype(jnp.float32)
     axes = tuple(range(x.ndim - 1))
-    found = _moments(y, axes)
-    y = (y - found[0]) * lax.rsqrt(found[1] + epsilon)
-    return _affine(y, scale, bias, x.dtype), _moved(mean, found[0], momentum), _moved(variance, found[1], momentum)
+    batch_mean, batch_variance = _moments(y, axes)
+    y = (y - batch_mean) * lax.rsqrt(batch_variance + epsilon)
+    return (
+        _affine(y, scale, bias, x.dtype),
+        _updated(mean, batch_mean, momentum),
+        _updated(variance, batch_variance, momentum),
+    )
 
 
 def batch_norm_inference(
     x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array, *, epsilon: float = _EPSILON
 ) -> jax.Array:
-    """Each channel by its running statistics: x `[batch, ..., channels]`, the others `[channels]`."""
+    """Normalises each channel by its running statistics: x `[batch, ..., channels]`, the others `[channels]`."""
     y = (x.astype(jnp.float32) - _aligned(mean, x.ndim)) * _aligned(lax.rsqrt(variance + epsilon), x.ndim)
     return _affine(y, scale, bias, x.dtype)
 
@@ -167,10 +171,10 @@ def ghost_batch_norm(
     x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array,
     *, groups: int, momentum: float = 0.9, epsilon: float = _EPSILON,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Batch norm of each of `groups` equal parts of the batch by itself (arXiv:1705.08741).
+    """Applies batch norm to each of `groups` equal parts of the batch separately (arXiv:1705.08741).
 
-    Groups are cut from the batch in order, so that the result is the same on every mesh; a mesh that has whole
-    groups on a device reduces nothing. Running statistics follow the mean of the groups' statistics.
+    Groups are consecutive parts of the batch, so that the result is the same on every mesh. If each device holds whole
+    groups, normalising needs no reduction. The running statistics are updated with the mean over the groups.
 
     Args:
         x: `[batch, ..., channels]`; `groups` divides the batch.
@@ -178,14 +182,17 @@ def ghost_batch_norm(
         bias: `[channels]`.
         mean: running mean, `[channels]`.
         variance: running variance, `[channels]`.
-        groups: how many.
-        momentum: what is kept of the running statistics.
+        groups: the number of groups.
+        momentum: the fraction of the running statistics that is kept.
         epsilon: added to the variance.
     """
     y = x.astype(jnp.float32).reshape(groups, x.shape[0] // groups, *x.shape[1:])
-    found = _moments(y, tuple(range(1, y.ndim - 1)))
-    y = ((y - found[0]) * lax.rsqrt(found[1] + epsilon)).reshape(x.shape)
-    running = [_moved(old, jnp.mean(new, 0), momentum) for old, new in zip((mean, variance), found, strict=True)]
+    batch_mean, batch_variance = _moments(y, tuple(range(1, y.ndim - 1)))
+    y = ((y - batch_mean) * lax.rsqrt(batch_variance + epsilon)).reshape(x.shape)
+    running = [
+        _updated(old, jnp.mean(new, 0), momentum)
+        for old, new in zip((mean, variance), (batch_mean, batch_variance), strict=True)
+    ]
     return _affine(y, scale, bias, x.dtype), running[0], running[1]
 
 
@@ -193,9 +200,9 @@ def batch_renorm(
     x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array,
     *, max_ratio: float = 3.0, max_shift: float = 5.0, momentum: float = 0.9, epsilon: float = 1e-3,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Batch norm corrected towards the running statistics, which have no gradient (arXiv:1702.03275).
+    """Batch norm with a correction towards the running statistics, which have no gradient (arXiv:1702.03275).
 
-    With the deviations s of the batch and s' of the running statistics,
+    With the standard deviations s of the batch and s' of the running statistics:
 
         y = ((x - mean) / s * r + d) * scale + bias,    r = clip(s / s'),    d = clip((mean - mean') / s')
 
@@ -205,24 +212,28 @@ def batch_renorm(
         bias: `[channels]`.
         mean: running mean, `[channels]`.
         variance: running variance, `[channels]`.
-        max_ratio: r is between its inverse and it.
-        max_shift: d is between its negative and it.
-        momentum: what is kept of the running statistics.
-        epsilon: added to variances.
+        max_ratio: r is clipped to between `1 / max_ratio` and `max_ratio`.
+        max_shift: d is clipped to between `-max_shift` and `max_shift`.
+        momentum: the fraction of the running statistics that is kept.
+        epsilon: added to both variances.
     """
     y = x.astype(jnp.float32)
-    found = _moments(y, tuple(range(x.ndim - 1)))
-    deviation, running = jnp.sqrt(found[1] + epsilon), jnp.sqrt(_aligned(variance, x.ndim) + epsilon)
+    batch_mean, batch_variance = _moments(y, tuple(range(x.ndim - 1)))
+    deviation, running = jnp.sqrt(batch_variance + epsilon), jnp.sqrt(_aligned(variance, x.ndim) + epsilon)
     ratio = lax.stop_gradient(jnp.clip(deviation / running, 1.0 / max_ratio, max_ratio))
-    shift = lax.stop_gradient(jnp.clip((found[0] - _aligned(mean, x.ndim)) / running, -max_shift, max_shift))
-    y = (y - found[0]) / deviation * ratio + shift
-    return _affine(y, scale, bias, x.dtype), _moved(mean, found[0], momentum), _moved(variance, found[1], momentum)
+    shift = lax.stop_gradient(jnp.clip((batch_mean - _aligned(mean, x.ndim)) / running, -max_shift, max_shift))
+    y = (y - batch_mean) / deviation * ratio + shift
+    return (
+        _affine(y, scale, bias, x.dtype),
+        _updated(mean, batch_mean, momentum),
+        _updated(variance, batch_variance, momentum),
+    )
 
 
 def filter_response_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, threshold: jax.Array) -> jax.Array:
-    """`max(x / sqrt(mean(x^2)) * scale + bias, threshold)` over an example's positions (arXiv:1911.09737).
+    """`max(x / sqrt(mean(x^2)) * scale + bias, threshold)`, the mean over positions (arXiv:1911.09737).
 
-    x is `[batch, ..., channels]`, the others `[channels]`.
+    x is `[batch, ..., channels]`, the others are `[channels]`.
     """
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), _positions(x), keepdims=True) + 1e-6)
@@ -230,12 +241,12 @@ def filter_response_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, thresh
 
 
 def global_response_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
-    """`x * n / mean_c(n) * scale + bias + x` with n the norm of each channel (ConvNeXt V2, arXiv:2301.00808).
+    """`x * n / mean_c(n) * scale + bias + x`, where n is the norm of each channel (ConvNeXt V2, arXiv:2301.00808).
 
-    x is `[batch, ..., channels]`, scale and bias `[channels]`.
+    x is `[batch, ..., channels]`, scale and bias are `[channels]`.
     """
     y = x.astype(jnp.float32)
-    # A channel of zeros has no direction: the square root's gradient there would be infinite.
+    # Without epsilon, the gradient of the square root would be infinite for a channel of zeros.
     norm = jnp.sqrt(jnp.sum(jnp.square(y), _positions(x), keepdims=True) + epsilon)
     ratio = norm / (jnp.mean(norm, -1, keepdims=True) + epsilon)
     return (_affine(y * ratio, scale, bias, jnp.float32) + y).astype(x.dtype)
@@ -244,7 +255,7 @@ def global_response_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps
 def local_response_norm(
     x: jax.Array, *, size: int = 5, bias: float = 1.0, alpha: float = 1e-4, beta: float = 0.75
 ) -> jax.Array:
-    """`x / (bias + alpha * sum of x^2 over `size` neighbouring channels)^beta` (AlexNet): x `[..., channels]`."""
+    """`x / (bias + alpha * sum(x^2))^beta`, summed over `size` adjacent channels: x `[..., channels]` (AlexNet)."""
     y = x.astype(jnp.float32)
     window = (1,) * (x.ndim - 1) + (size,)
     total = lax.reduce_window(jnp.square(y), 0.0, lax.add, window, (1,) * x.ndim, "SAME")
@@ -252,48 +263,48 @@ def local_response_norm(
 
 
 def pixel_norm(x: jax.Array) -> jax.Array:
-    """`x / sqrt(mean(x^2))` over the channels, without a scale (arXiv:1710.10196): x `[..., channels]`."""
+    """`rms_norm` without a scale: x `[..., channels]` (arXiv:1710.10196)."""
     return rms_norm(x, jnp.ones(x.shape[-1:], jnp.float32), epsilon=1e-8)
 
 
 def l2_normalize(x: jax.Array, *, axis: int = -1, epsilon: float = 1e-12) -> jax.Array:
-    """`x / sqrt(max(sum(x^2), epsilon))` over one dimension; a vector of zeros stays one, as does its gradient."""
+    """`x / sqrt(max(sum(x^2), epsilon))` over one dimension. A vector of zeros has a finite gradient."""
     y = x.astype(jnp.float32)
     return (y * lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(y), axis, keepdims=True), epsilon))).astype(x.dtype)
 
 
 def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    """`tanh(alpha x) * scale + bias`, no statistics: x `[..., channels]`, alpha `[]` (arXiv:2503.10622)."""
+    """`tanh(alpha x) * scale + bias`, without statistics: x `[..., channels]`, alpha `[]` (arXiv:2503.10622)."""
     return _affine(jnp.tanh(alpha.astype(jnp.float32) * x.astype(jnp.float32)), scale, bias, x.dtype)
 
 
 def weight_norm(direction: jax.Array, length: jax.Array) -> jax.Array:
-    """A kernel `[..., out]` by the direction and the `[out]` lengths of its columns (arXiv:1602.07868)."""
+    """Builds a kernel `[..., out]` from the directions and the lengths `[out]` of its columns (arXiv:1602.07868)."""
     w = direction.astype(jnp.float32)
     norm = lax.rsqrt(jnp.sum(jnp.square(w), tuple(range(w.ndim - 1)), keepdims=True))
     return (w * norm * _aligned(length, w.ndim)).astype(direction.dtype)
 
 
 def weight_standardization(kernel: jax.Array, *, epsilon: float = 1e-5) -> jax.Array:
-    """A kernel `[..., in, out]` with mean 0 and variance 1 for each output (arXiv:1903.10520)."""
+    """Scales a kernel `[..., in, out]` to mean 0 and variance 1 for each output (arXiv:1903.10520)."""
     return _normalise(kernel, tuple(range(kernel.ndim - 1)), epsilon).astype(kernel.dtype)
 
 
 def spectral_norm(kernel: jax.Array, left: jax.Array, *, epsilon: float = 1e-12) -> tuple[jax.Array, jax.Array]:
-    """A kernel over its largest singular value, by one step of power iteration (arXiv:1802.05957).
+    """Divides a kernel by its largest singular value, estimated by one step of power iteration (arXiv:1802.05957).
 
     Args:
         kernel: `[in, out]`.
-        left: the last estimate of the left singular vector, `[in]`. It has no gradient.
-        epsilon: below which a squared norm counts as zero.
+        left: the previous estimate of the left singular vector, `[in]`. It has no gradient.
+        epsilon: the lower bound on a squared norm before dividing by its root.
 
     Returns:
-        The kernel over `left' W right'`, and the next `left'`.
+        The kernel divided by `left' W right'`, and the next estimate `left'`.
     """
     w = kernel.astype(jnp.float32)
-    fixed = lax.stop_gradient(w)
-    right = l2_normalize(jnp.einsum("io,i->o", fixed, left), epsilon=epsilon)
-    left = l2_normalize(jnp.einsum("io,o->i", fixed, right), epsilon=epsilon)
+    constant = lax.stop_gradient(w)
+    right = l2_normalize(jnp.einsum("io,i->o", constant, left), epsilon=epsilon)
+    left = l2_normalize(jnp.einsum("io,o->i", constant, right), epsilon=epsilon)
     sigma = jnp.einsum("i,io,o->", left, w, right)
     return (w / sigma).astype(kernel.dtype), left
 
@@ -317,11 +328,11 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("batch_norm_inference", batch_norm_inference, (_IMAGE, *_STATE), (0, 1, 2, 3, 4)),
     Operator(
         "sync_batch_norm", batch_norm, (_IMAGE, *_STATE), (0, 1, 2),
-        "batch_norm itself: a program for one device has statistics of the whole batch, on every mesh",
+        "the same as batch_norm: its statistics are those of the whole batch, on every mesh",
     ),
     Operator(
         "ghost_batch_norm", partial(ghost_batch_norm, groups=4), (f32(8, 12, 20, 16), *_STATE), (0, 1, 2),
-        "statistics of each part of the batch, by explicit groups",
+        "statistics per part of the batch, by explicit groups",
     ),
     Operator("batch_renorm", batch_renorm, (_IMAGE, *_STATE), (0, 1, 2), "running statistics have no gradient"),
     Operator("filter_response_norm", filter_response_norm, (_IMAGE, *(_CHANNELS,) * 3), (0, 1, 2, 3)),

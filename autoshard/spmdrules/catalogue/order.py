@@ -1,4 +1,4 @@
-"""Order: sorting and what is read off sorted values, running sums, products and extremes."""
+"""Sorting, order statistics, and cumulative sums, products and extremes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from autoshard.spmdrules.catalogue.entry import Operator, f32
 
 
 def sort_pairs(keys: jax.Array, more_keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
-    """Sorts by `keys`, equal ones by `more_keys`, and takes `values` along."""
+    """Sorts by `keys`, then by `more_keys`, and applies the same order to `values`."""
     return tuple(lax.sort((keys, more_keys, values), dimension=1, num_keys=2))
 
 
 def kth_value(x: jax.Array, k: int, axis: int) -> jax.Array:
-    """The k-th smallest along `axis`, counted from one."""
+    """The k-th smallest element along `axis`, counted from one."""
     return jnp.take(jnp.sort(x, axis), k - 1, axis)
 
 
 def lex_order(first: jax.Array, second: jax.Array) -> jax.Array:
-    """The order of rows' elements by `second`, equal ones by `first`."""
+    """The order of each row's elements by `second`, then by `first`."""
     return jnp.lexsort([first, second], axis=1)
 
 
 def linear_recurrence(decay: jax.Array, x: jax.Array) -> jax.Array:
-    """`h[t] = decay[t] * h[t - 1] + x[t]` along dimension 1 by a parallel scan, as state-space models take it."""
+    """`h[t] = decay[t] * h[t - 1] + x[t]` along dimension 1 by a parallel scan, as in state-space models."""
 
-    def combine(before: tuple[jax.Array, jax.Array], after: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return before[0] * after[0], before[1] * after[0] + after[1]
+    def combine(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return first[0] * second[0], first[1] * second[0] + second[1]
 
     return lax.associative_scan(combine, (decay, x), axis=1)[1]
 

@@ -1,4 +1,4 @@
-"""Reductions over one dimension of [4, 8, 12], or over all where the name says so."""
+"""Reductions. The sample operators reduce dimension 1 of [4, 8, 12] unless their name says otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.spmdrules.catalogue.entry import Operator, f32
 
 
 def distance(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The Euclidean distance of two arrays, over all dimensions."""
+    """The Euclidean distance between two arrays, over all dimensions."""
     return jnp.sqrt(jnp.sum(jnp.square(x - y)))
 
 
@@ -26,23 +26,23 @@ def cosine_similarity(x: jax.Array, y: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def standardised_moment(x: jax.Array, order: int, axis: int) -> jax.Array:
-    """The mean of a power of the deviations from the mean, in standard deviations: 3 is the skew, 4 the kurtosis."""
+    """The mean of `((x - mean) / std) ** order`: the skewness for order 3, the kurtosis for order 4."""
     deviation = x - x.mean(axis, keepdims=True)
     return jnp.mean(deviation**order, axis) / x.std(axis) ** order
 
 
 def var_mean(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Variance and mean."""
+    """The variance and the mean along `axis`."""
     return x.var(axis), x.mean(axis)
 
 
 def weighted_average(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The average along dimension 1, a weight for each position."""
+    """The average along dimension 1 with one weight per position."""
     return jnp.average(x, 1, weights)
 
 
-def norm_from(x: jax.Array, order: float, axis: int) -> jax.Array:
-    """The `order`-norm along `axis`."""
+def order_norm(x: jax.Array, order: float, axis: int) -> jax.Array:
+    """The norm of the given order along `axis`."""
     return jnp.linalg.norm(x, order, axis)
 
 
@@ -68,9 +68,9 @@ OPERATORS: tuple[Operator, ...] = (
             "std": jnp.std,
             "var_mean": var_mean,
             "norm": jnp.linalg.norm,
-            "l1_norm": partial(norm_from, order=1),
-            "inf_norm": partial(norm_from, order=jnp.inf),
-            "p_norm": partial(norm_from, order=3),
+            "l1_norm": partial(order_norm, order=1),
+            "inf_norm": partial(order_norm, order=jnp.inf),
+            "p_norm": partial(order_norm, order=3),
             "logsumexp": jax.nn.logsumexp,
             "logmeanexp": jax.nn.logmeanexp,
             "ptp": jnp.ptp,

@@ -1,9 +1,9 @@
-"""Updates of parameters: `(parameter, gradient, state...) -> (next parameter, next state...)`, on one or two leaves.
+"""Parameter updates: `(parameter, gradient, state...) -> (next parameter, next state...)`, on one or two leaves.
 
-Optimizers are Optax's own, with their state flattened into leaves. Nearly all of it is elementwise: state that is
-sharded as its parameter stays where it is (ZeRO stores both by shard). What is not: norms, which are one number a leaf
-or one of all leaves; Adafactor's and SM3's statistics of rows and columns; Muon's products of a matrix with itself.
-An update has a gradient too, which learning to learn follows through it; `note` says where there is none.
+Optimizers are those of Optax, with their state flattened into leaves. Nearly all operations are elementwise: state that
+is sharded like its parameter does not move (ZeRO shards both). The exceptions are norms, which are one number per leaf
+or for all leaves; Adafactor's and SM3's statistics of rows and columns; and Muon's products of a matrix with itself.
+An update is itself differentiable, as meta-learning needs. `note` says where it has no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Leaves = tuple[jax.Array, ...]
 
 
 def step_of(optimizer: optax.GradientTransformation) -> Callable[..., Leaves]:
-    """An optimizer as a function of arrays: parameter, gradient, and the leaves of its state."""
+    """Returns an optimizer's step as a function of a parameter, a gradient and the leaves of the state."""
 
     def step(parameter: jax.Array, gradient: jax.Array, *state: jax.Array) -> Leaves:
         tree = jax.tree.structure(jax.eval_shape(optimizer.init, parameter))
@@ -34,13 +34,13 @@ def step_of(optimizer: optax.GradientTransformation) -> Callable[..., Leaves]:
     return step
 
 
-def clip_by_global_norm(first: jax.Array, second: jax.Array, *, most: float = 1.0) -> Leaves:
-    """Two gradients times `min(1, most / norm)`, with the norm of both together in float32 (arXiv:1211.5063).
+def clip_by_global_norm(first: jax.Array, second: jax.Array, *, max_norm: float = 1.0) -> Leaves:
+    """Multiplies two gradients by `min(1, max_norm / norm)`, with their joint norm in float32 (arXiv:1211.5063).
 
-    Each shard sums its own squares, whichever way a leaf is sharded; one number is reduced.
+    For every sharding, each device sums the squares of its own shard, and one number is reduced.
     """
     norm = global_norm(first, second)
-    scale = jnp.where(norm > most, most / norm, 1.0)
+    scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
     return _scaled(first, scale), _scaled(second, scale)
 
 
@@ -50,59 +50,59 @@ def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def global_norm(*leaves: jax.Array) -> jax.Array:
-    """The norm of all leaves together, in float32."""
+    """The joint norm of all leaves, in float32."""
     return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves), jnp.float32(0.0)))
 
 
-def clip_by_value(gradient: jax.Array, *, most: float = 1.0) -> jax.Array:
-    """Elements of a gradient between -most and most."""
-    return jnp.clip(gradient, -most, most)
+def clip_by_value(gradient: jax.Array, *, limit: float = 1.0) -> jax.Array:
+    """Clips the elements of a gradient to between `-limit` and `limit`."""
+    return jnp.clip(gradient, -limit, limit)
 
 
-def clip_by_leaf_norm(gradient: jax.Array, *, most: float = 1.0) -> jax.Array:
-    """A gradient times `min(1, most / norm)` with the norm of this leaf alone."""
+def clip_by_leaf_norm(gradient: jax.Array, *, max_norm: float = 1.0) -> jax.Array:
+    """Multiplies a gradient by `min(1, max_norm / norm)`, with the norm of this leaf alone."""
     norm = global_norm(gradient)
-    return _scaled(gradient, jnp.where(norm > most, most / norm, 1.0))
+    return _scaled(gradient, jnp.where(norm > max_norm, max_norm / norm, 1.0))
 
 
 def adaptive_gradient_clip(parameter: jax.Array, gradient: jax.Array) -> jax.Array:
-    """A gradient whose columns are at most a hundredth of the parameter's (NFNets, arXiv:2102.06171)."""
+    """Clips each column's norm to 0.01 times that of the parameter's column (NFNets, arXiv:2102.06171)."""
     clip = optax.adaptive_grad_clip(0.01)
     return clip.update(gradient, clip.init(parameter), parameter)[0]  # pyright: ignore[reportReturnType]
 
 
 def weight_decay(parameter: jax.Array, gradient: jax.Array, *, rate: float = 0.1) -> jax.Array:
-    """A gradient with `rate * parameter` added."""
+    """`gradient + rate * parameter`, as in L2 regularisation."""
     return gradient + rate * parameter.astype(gradient.dtype)
 
 
 def decoupled_weight_decay(parameter: jax.Array, rate: jax.Array) -> jax.Array:
-    """`parameter * (1 - rate)` with a rate `[]` of this step (arXiv:1711.05101)."""
+    """`parameter * (1 - rate)` with this step's rate `[]` (arXiv:1711.05101)."""
     return _scaled(parameter, 1.0 - rate)
 
 
 def ema(average: jax.Array, parameter: jax.Array, *, decay: float = 0.999) -> jax.Array:
-    """`decay * average + (1 - decay) * parameter`; the average is float32 for a parameter of any type."""
+    """`decay * average + (1 - decay) * parameter`, in the dtype of the average."""
     return average + (1.0 - decay) * (parameter.astype(average.dtype) - average)
 
 
 def debiased_ema(average: jax.Array, value: jax.Array, count: jax.Array, *, decay: float = 0.9) -> Leaves:
-    """An average that starts at 0, the same over `1 - decay^count`, and the next count `[]`."""
+    """Returns the average divided by `1 - decay^count`, the next average, and the next count `[]`."""
     new, count = ema(average, value, decay=decay), count + 1
     return new / (1.0 - decay ** count.astype(jnp.float32)), new, count
 
 
 def gradient_accumulation(total: jax.Array, gradient: jax.Array, count: jax.Array, *, every: int = 4) -> Leaves:
-    """Adds one microbatch's gradient to the total, and empties it after `every` of them.
+    """Adds one microbatch's gradient to the total, and resets the total after `every` microbatches.
 
     Args:
-        total: the sum so far, float32.
-        gradient: the microbatch's, of any type.
-        count: how many there are in it, `[]`.
-        every: how many make a step.
+        total: the sum of the gradients so far, float32.
+        gradient: the microbatch's gradient, of any dtype.
+        count: the number of microbatches in the total, `[]`.
+        every: the number of microbatches per step.
 
     Returns:
-        The mean gradient where the step is complete, else zeros; the next total; the next count.
+        The mean gradient if the step is complete, else zeros; the next total; the next count.
     """
     total, count = total + gradient.astype(total.dtype), count + 1
     done = count == every
@@ -115,16 +115,17 @@ def gradient_accumulation(total: jax.Array, gradient: jax.Array, count: jax.Arra
 
 
 def loss_scaling(gradient: jax.Array, scale: jax.Array, good_steps: jax.Array, *, patience: int = 2000) -> Leaves:
-    """Dynamic loss scaling for float16: the gradient over the scale, or zeros where it is not finite.
+    """Dynamic loss scaling for float16: the gradient divided by the scale, or zeros if it is not finite.
 
     Args:
-        gradient: of the loss times the scale.
-        scale: `[]`.
-        good_steps: finite steps since the scale last changed, `[]`.
-        patience: after how many of them it doubles. It halves at once when a gradient is not finite.
+        gradient: the gradient of the loss times the scale.
+        scale: the current scale, `[]`.
+        good_steps: the number of finite steps since the scale last changed, `[]`.
+        patience: the number of finite steps after which the scale doubles. It halves after any gradient that is not
+            finite.
 
     Returns:
-        The gradient in float32, the next scale, and the next number of good steps (arXiv:1710.03740).
+        The gradient in float32, the next scale, and the next `good_steps` (arXiv:1710.03740).
     """
     finite = jnp.all(jnp.isfinite(gradient))
     unscaled = jnp.where(finite, gradient.astype(jnp.float32) / scale, 0.0)
@@ -135,21 +136,21 @@ def loss_scaling(gradient: jax.Array, scale: jax.Array, good_steps: jax.Array, *
 
 
 def mixed_precision_sgd(master: jax.Array, gradient: jax.Array, *, rate: float = 0.01) -> Leaves:
-    """A step on the float32 master by a bfloat16 gradient, and the bfloat16 parameter of the next step."""
+    """Applies a bfloat16 gradient to the float32 master; also returns the next bfloat16 parameter."""
     master = master - rate * gradient.astype(master.dtype)
     return master, master.astype(gradient.dtype)
 
 
 def warmup_cosine_rate(count: jax.Array) -> jax.Array:
-    """A learning rate that rises over 100 steps and falls over 900 to a tenth, by the step's number `[]`."""
+    """The learning rate of a step `[]`: rises over 100 steps, then falls over 900 to a tenth."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000, 1e-4)
     return jnp.asarray(schedule(count), jnp.float32)
 
 
 def orthogonalize(gradient: jax.Array, *, steps: int = 5) -> jax.Array:
-    """A matrix `[in, out]` with singular values near 1 by Newton and Schulz's iteration: Muon's core.
+    """Brings the singular values of a matrix `[in, out]` near 1 by Newton-Schulz iteration, as in Muon.
 
-    `X <- a X + (b A + c A^2) X` with `A = X X'` and Muon's coefficients (https://kellerjordan.github.io/posts/muon).
+    Iterates `X <- a X + (b A + c A^2) X` with `A = X X'` (coefficients: https://kellerjordan.github.io/posts/muon).
     """
     x = gradient.astype(jnp.float32)
     x = x / (jnp.sqrt(jnp.sum(jnp.square(x))) + 1e-7)
@@ -163,19 +164,19 @@ def orthogonalize(gradient: jax.Array, *, steps: int = 5) -> jax.Array:
 
 
 _LEAF = f32(8, 12)
-_NO_SLOPE = "its result is a sign: no gradient but zero"
+_SIGN_UPDATE = "the update is a sign: the gradient by the gradient is zero"
 
 
 def _optimizer(
     name: str, optimizer: optax.GradientTransformation, wrt: Sequence[int] = (0, 1), note: str = ""
 ) -> Operator:
-    """An operator of an Optax optimizer, with a state of the shapes that it starts with, some steps on."""
+    """The operator of an Optax optimizer, with a sample state shaped like its initial state."""
     state = jax.tree.map(_sample, jax.eval_shape(optimizer.init, _LEAF))
     return Operator(name, step_of(optimizer), (_LEAF, _LEAF, *jax.tree.leaves(state)), tuple(wrt), note)
 
 
 def _sample(leaf: Any) -> np.ndarray:
-    """A state that is neither zero nor negative: second moments have roots, and counts are counts."""
+    """A sample state leaf with positive values, since roots are taken of second moments. Counts are 3."""
     values = 0.1 + np.arange(np.prod(leaf.shape, dtype=int)) % 7 / 16
     return np.asarray(values if jnp.issubdtype(leaf.dtype, jnp.inexact) else 3).astype(leaf.dtype).reshape(leaf.shape)
 
@@ -187,8 +188,8 @@ OPERATORS: tuple[Operator, ...] = (
     _optimizer("sgd", optax.sgd(_RATE)),
     _optimizer("momentum", optax.sgd(_RATE, momentum=0.9)),
     _optimizer("nesterov_momentum", optax.sgd(_RATE, momentum=0.9, nesterov=True)),
-    _optimizer("sign_sgd", optax.sign_sgd(_RATE), (0,), _NO_SLOPE),
-    _optimizer("signum", optax.signum(_RATE), (0,), _NO_SLOPE),
+    _optimizer("sign_sgd", optax.sign_sgd(_RATE), (0,), _SIGN_UPDATE),
+    _optimizer("signum", optax.signum(_RATE), (0,), _SIGN_UPDATE),
     _optimizer("adam", optax.adam(_RATE)),
     _optimizer("adamw", optax.adamw(_RATE)),
     _optimizer("nadamw", optax.nadamw(_RATE)),
@@ -200,21 +201,21 @@ OPERATORS: tuple[Operator, ...] = (
     _optimizer("adagrad", optax.adagrad(_RATE)),
     _optimizer("adadelta", optax.adadelta(_RATE)),
     _optimizer("rmsprop", optax.rmsprop(_RATE)),
-    _optimizer("rprop", optax.rprop(_RATE), (0,), _NO_SLOPE),
+    _optimizer("rprop", optax.rprop(_RATE), (0,), _SIGN_UPDATE),
     _optimizer("adafactor", optax.adafactor(_RATE, min_dim_size_to_factor=4)),
     _optimizer("sm3", optax.sm3(_RATE)),
     _optimizer("novograd", optax.novograd(_RATE)),
     _optimizer("yogi", optax.yogi(_RATE)),
     _optimizer("lamb", optax.lamb(_RATE)),
     _optimizer("lars", optax.lars(_RATE)),
-    _optimizer("lion", optax.lion(_RATE), (0,), _NO_SLOPE),
+    _optimizer("lion", optax.lion(_RATE), (0,), _SIGN_UPDATE),
     _optimizer("muon", optax.contrib.muon(_RATE)),
     _optimizer("ademamix", optax.contrib.ademamix(_RATE)),
     _optimizer("adopt", optax.contrib.adopt(_RATE)),
     _optimizer("prodigy", optax.contrib.prodigy(_RATE)),
     _optimizer("schedule_free_sgd", optax.contrib.schedule_free_sgd(_RATE)),
     _optimizer("lbfgs_direction", optax.scale_by_lbfgs(memory_size=2)),
-    Operator("orthogonalize", orthogonalize, (_LEAF,), note="the iteration that Muon is made of"),
+    Operator("orthogonalize", orthogonalize, (_LEAF,), note="Muon's iteration"),
     Operator("global_norm", global_norm, (_LEAF, f32(16, 20)), (0, 1)),
     Operator("clip_by_global_norm", clip_by_global_norm, (_LEAF, f32(16, 20)), (0, 1)),
     Operator("clip_by_leaf_norm", clip_by_leaf_norm, (_LEAF,)),
@@ -227,5 +228,5 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("gradient_accumulation", gradient_accumulation, (_LEAF, _BF16, np.int32(3)), (0, 1)),
     Operator("loss_scaling", loss_scaling, (_LEAF, np.float32(1024), np.int32(5)), (0,)),
     Operator("mixed_precision_sgd", mixed_precision_sgd, (_LEAF, _BF16), (0, 1)),
-    Operator("warmup_cosine_rate", warmup_cosine_rate, (np.int32(7),), (), "a function of an integer"),
+    Operator("warmup_cosine_rate", warmup_cosine_rate, (np.int32(7),), (), "no gradient: a function of an integer"),
 )  # fmt: skip

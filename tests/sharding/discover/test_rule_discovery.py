@@ -1,4 +1,4 @@
-"""Rules found by running functions on pieces: what is found, what is refused and why, and that nothing wrong is."""
+"""Rules that `discover` finds by running functions on pieces: which factors it finds, and which it refuses and why."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def bools(*shape):
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """The operators of these tests are nobody else's."""
+    """Keeps the operators of a test out of the other tests."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 
@@ -70,7 +70,8 @@ def kernel(x, scale):
 
 
 TOKENS = np.arange(20).reshape(4, 5) % 8
-# What can be cut by running the function itself on a shard. The rows of a table cannot, nor can where a maximum is.
+# Factors that can be split by running the function itself on a shard. The rows of a table and the dimension of an
+# argmax cannot be split in this way.
 FOUND = {
     "matmul": (jnp.matmul, (f32(4, 6), f32(6, 8)), "a b, b c -> a c; reduce b; linear 0; linear 1"),
     "matmul of trees": (
@@ -136,27 +137,27 @@ FOUND = {
     ),
     "on the host": (on_host, (f32(4, 6),), "a b -> a b"),
     "a kernel": (kernel, (f32(4, 8), f32(8)), "a b, b -> a b; whole b; linear 1"),
-    "no array among the arguments": (lambda x, axis: x.sum(axis), (f32(4, 6), 1), "a b -> a; reduce b; linear 0"),
+    "an argument that is not an array": (lambda x, axis: x.sum(axis), (f32(4, 6), 1), "a b -> a; reduce b; linear 0"),
 }
 
 
-# The others take the same ways through the search, and longer.
-BRIEFLY = {"matmul", "layer norm", "softmax", "embedding", "argmax", "merged", "split within", "pooled", "a kernel"}
+# The fast tests. The others take the same paths through the search and take longer.
+FAST = {"matmul", "layer norm", "softmax", "embedding", "argmax", "merged", "split within", "pooled", "a kernel"}
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("fn", "args", "text"),
-    [pytest.param(*row, id=name, marks=[pytest.mark.slow] * (name not in BRIEFLY)) for name, row in FOUND.items()],
+    [pytest.param(*row, id=name, marks=[pytest.mark.slow] * (name not in FAST)) for name, row in FOUND.items()],
 )
-def test_what_is_found(fn, args, text):
+def test_found_rules(fn, args, text):
     found = discover(fn, *args)
     assert found.text == text
     assert found.rule.where(body=None).text.split("; where")[0] == text.split("; where")[0]
     assert {e.factor for e in found.evidence} == {f.name for f in found.rule.factors if f.shardable}
 
 
-# Guesses that some values, sizes or cuts would let pass.
+# Functions for which wrong rules pass on some values, sizes or splits.
 TRAPS = {
     "a product with itself": (lambda x: x @ x.T, (f32(6, 6),), "a b -> a c; reduce b; whole a c; where c=6"),
     "one matrix times another": (jnp.matmul, (f32(6, 6), f32(6, 6)), "a b, b c -> a c; reduce b; linear 0; linear 1"),
@@ -164,7 +165,7 @@ TRAPS = {
     "the square of a sum": (lambda x: x.sum() ** 2, (f32(4, 6),), "a b -> []; whole a b"),
     "a mean": (lambda x: x.mean(1), (f32(4, 6),), "a b -> a; whole b; linear 0"),
     "a sum and what is added once": (lambda x, y: x.sum() + y, (f32(4), f32()), "a, [] -> []; whole a; linear 0 1"),
-    "one size, nothing in common": (lambda x, y: (x * 2, y * 3), (f32(6), f32(6)), "a, b -> a, b; linear 0 1"),
+    "equal sizes, unrelated dimensions": (lambda x, y: (x * 2, y * 3), (f32(6), f32(6)), "a, b -> a, b; linear 0 1"),
     "two of three": (
         lambda x, y, z: (x + y, z * 2),
         (f32(6), f32(6), f32(6)),
@@ -181,11 +182,11 @@ TRAPS = {
         (f32(4, 64),),
         "a b -> a; whole b",
     ),
-    "a sum where ones are given": (lambda x: (x**3).sum(1), (np.ones((4, 6), np.float32),), "a b -> a; reduce b"),
+    "a sum of cubes, given ones": (lambda x: (x**3).sum(1), (np.ones((4, 6), np.float32),), "a b -> a; reduce b"),
     "the first": (lambda x: x[0], (f32(4, 6),), "a b -> b; whole a; linear 0"),
     "the last first": (lambda x: x[::-1], (f32(4, 6),), "a b -> a b; whole a; linear 0"),
-    "unlike terms": (lambda x: (x.sum(0), x.max(0)), (f32(4, 6),), "a b -> b, b; whole a"),
-    "a count beside it": (lambda x: (x * 2, jnp.zeros(())), (f32(4, 6),), "a b -> a b, []; linear 0"),
+    "a sum and a maximum": (lambda x: (x.sum(0), x.max(0)), (f32(4, 6),), "a b -> b, b; whole a"),
+    "a second, constant result": (lambda x: (x * 2, jnp.zeros(())), (f32(4, 6),), "a b -> a b, []; linear 0"),
     "pieces of one element": (
         lambda x: x.squeeze(),
         (f32(4, 6),),
@@ -211,21 +212,21 @@ def shaped(x):
         (
             shaped,
             (f32(4, 6),),
-            "operand 0 dim 0 cut into 2: it does not take the pieces: AssertionError: only (4, 6) is",
+            "operand 0 dim 0 split into 2: it does not accept the pieces: AssertionError: only (4, 6) is",
         ),
-        (lambda x: x @ x.T, (f32(6, 6),), "result 0 of a piece has shape (3, 3), of the whole (6, 6)"),
-        (lambda x: x.mean(1), (f32(4, 6),), "no way of putting its pieces together gives the whole (the closest: "),
+        (lambda x: x @ x.T, (f32(6, 6),), "result 0 has shape (3, 3) for a piece and (6, 6) for the whole"),
+        (lambda x: x.mean(1), (f32(4, 6),), "no way of joining its pieces gives the whole (the closest: "),
         (
             lambda x: (x.sum(0), x.max(0)),
             (f32(4, 6),),
-            "unlike each other, which no rule says: result 0: sum, result 1: max",
+            "joined in different ways, which no rule can express: result 0: sum, result 1: max",
         ),
-        (lambda x: (x > 1e9).any(1), (f32(4, 6),), "only 0 of 32 sets of values gave results that say anything"),
+        (lambda x: (x > 1e9).any(1), (f32(4, 6),), "only 0 of 32 sets of values gave informative results"),
         (lambda x: (x, (x > 1e9).any()), (f32(4, 6),), "result 1 is the same on all sets of values"),
-        (lambda x: x * 2, (f32(11),), "11 is not cut into 2, 3, 5 or 7 equal pieces"),
+        (lambda x: x * 2, (f32(11),), "11 cannot be split into 2, 3, 5 or 7 equal pieces"),
     ],
 )
-def test_what_is_refused_says_why(fn, args, why):
+def test_refusals_give_the_reason(fn, args, why):
     found = discover(fn, *args)
     assert why in str(found)
     assert any(why in reason for refusal in found.refused for _, reason in refusal.tried) or why in str(
@@ -236,7 +237,7 @@ def test_what_is_refused_says_why(fn, args, why):
 @pytest.mark.parametrize(
     ("fn", "args", "message"),
     [
-        (lambda: 1, (), "has no array arguments. Give arrays or jax.ShapeDtypeStructs"),
+        (lambda: 1, (), "has no array arguments. Pass arrays or jax.ShapeDtypeStructs"),
         (lambda x: x, (3,), "has no array arguments"),
         (lambda x: None, (f32(4),), "returns no arrays"),
         (lambda x: x @ x, (f32(4, 6),), "cannot be traced with the whole arguments: TypeError: "),
@@ -248,7 +249,7 @@ def test_what_is_refused_says_why(fn, args, why):
         ),
     ],
 )
-def test_what_nothing_can_be_learned_of(fn, args, message):
+def test_functions_without_a_discoverable_rule(fn, args, message):
     with pytest.raises(DiscoveryError, match=r"^discover\(<lambda>\): ") as error:
         discover(fn, *args)
     assert message in str(error.value)
@@ -257,16 +258,16 @@ def test_what_nothing_can_be_learned_of(fn, args, message):
 COUNTER = itertools.count()
 
 
-def test_what_is_no_function():
-    with pytest.raises(TypeError, match="discover takes a function and its arguments, got 3"):
+def test_not_a_function():
+    with pytest.raises(TypeError, match="discover takes a function and its arguments, but got 3"):
         discover(3, f32(4))  # pyright: ignore[reportArgumentType]
 
 
-def test_values_that_the_host_refuses_are_left_out():
+def test_values_that_the_function_rejects_are_skipped():
     table = np.arange(7, dtype=np.float32) ** 2
 
     def looked_up(at):
-        assert at.min() >= 0, "no position"
+        assert at.min() >= 0, "a negative position"
         return table[at]
 
     found = discover(
@@ -275,18 +276,18 @@ def test_values_that_the_host_refuses_are_left_out():
     assert found.text == "a -> a" and found.evidence[0].sets < 16
 
 
-def test_the_evidence_is_told():
+def test_evidence():
     found = discover(jnp.matmul, f32(4, 6), f32(6, 8))
     assert isinstance(found, Discovery) and isinstance(found.rule, Rule)
     assert [(e.factor, e.size, e.pieces, e.operands, e.joins) for e in found.evidence] == [
-        ("a", 4, (2, 4), ("0 dim 0",), ("side by side along dim 0",)),
-        ("b", 6, (2, 6), ("0 dim 1", "1 dim 0"), ("by sum",)),
-        ("c", 8, (2, 8), ("1 dim 1",), ("side by side along dim 1",)),
+        ("a", 4, (2, 4), ("0 dim 0",), ("concatenated along dim 0",)),
+        ("b", 6, (2, 6), ("0 dim 1", "1 dim 0"), ("reduced by sum",)),
+        ("c", 8, (2, 8), ("1 dim 1",), ("concatenated along dim 1",)),
     ]
     assert all(e.sets == 16 and e.error < 1e-5 for e in found.evidence) and not found.refused
     text = str(found)
     assert text.startswith(found.text) and "by sum; 16 sets" in text
-    assert "not proof. @autoshard.operator(text) applies it." in text
+    assert "not proof. @autoshard.operator(text) applies the rule." in text
 
 
 def test_nothing_is_applied_and_the_oracle_agrees(own_registry):
@@ -300,8 +301,8 @@ def test_nothing_is_applied_and_the_oracle_agrees(own_registry):
     np.testing.assert_allclose(step(*args), kernel(jnp.sin(args[0]), args[1]), rtol=1e-5)
 
 
-def test_what_only_the_oracle_finds_wrong_is_withdrawn():
-    """Each of two dimensions can be cut, both cannot: pieces are too small."""
+def test_factors_that_only_the_oracle_finds_wrong_are_withdrawn():
+    """Each of two dimensions can be split alone, but not both: the pieces are too small."""
 
     def large(x):
         if x.size < 8:
@@ -316,7 +317,7 @@ def test_what_only_the_oracle_finds_wrong_is_withdrawn():
 # Against derived rules --------------------------------------------------------------------------------------------
 
 CATALOGUE = {op.name: op for _, op in catalogue.catalogue()}
-QUICKLY = ("gelu", "rms_norm", "cumsum")
+FAST_DERIVED = ("gelu", "rms_norm", "cumsum")
 SAME_AS_DERIVED = (
     "softmax", "layer_norm", "batch_norm", "logsumexp", "matmul", "embedding", "rope", "feed_forward", "swiglu",
     "linear_attention", "conv2d", "conv2d_depthwise", "max_pool2d", "take_along_axis",
@@ -325,8 +326,8 @@ SAME_AS_DERIVED = (
 )  # fmt: skip
 
 
-def cuts(rule):
-    """What can be cut by running the function on a shard: for each such factor its operation and where it stands."""
+def local_factors(rule):
+    """The factors that can be split by running the function on a shard: kind, operation and places of each."""
 
     def places(arrays, name):
         for i, dims in enumerate(arrays):
@@ -343,9 +344,9 @@ def cuts(rule):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.whole) for name in QUICKLY]
+    [pytest.param(name, marks=pytest.mark.whole) for name in FAST_DERIVED]
     + [pytest.param(name, marks=pytest.mark.slow) for name in SAME_AS_DERIVED],
 )
-def test_operators_of_the_catalogue_are_as_derived(name):
+def test_discovered_rules_of_the_catalogue_equal_derived_rules(name):
     op = CATALOGUE[name]
-    assert cuts(discover(op.fn, *op.args).rule) == cuts(derive(op.fn, *op.args).rule)
+    assert local_factors(discover(op.fn, *op.args).rule) == local_factors(derive(op.fn, *op.args).rule)

@@ -1,4 +1,4 @@
-"""The oracle finds what is wrong: rules are broken on purpose, one way at a time."""
+"""The oracle finds errors in rules that are broken on purpose, in one way at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,10 @@ def ruled(monkeypatch):
     monkeypatch.setattr(registry, "_CACHE", {})
 
     def override(name, rule, **more):
-        made = rule if callable(rule) else lambda *avals, **params: Rule.parse(rule, *avals, **more)
+        function = rule if callable(rule) else lambda *avals, **params: Rule.parse(rule, *avals, **more)
         primitive = _compat.primitive(name)
         assert primitive is not None
-        registry._RULES[primitive] = made  # type: ignore[assignment]
+        registry._RULES[primitive] = function  # type: ignore[assignment]
         registry._CACHE.clear()
 
     return override
@@ -57,12 +57,12 @@ def test_right_rule_has_no_findings(ruled):
     [
         (DOT.replace("reduce k", "reduce k:max"), ("wrong", ("k",))),
         (DOT.replace("reduce k", "reduce k:mul"), ("wrong", ("k",))),
-        (DOT.replace("; reduce k", ""), ("wrong", ("k",))),  # copies that are not equal
+        (DOT.replace("; reduce k", ""), ("wrong", ("k",))),  # replicated results that differ
         (DOT.replace("reduce k", "whole k"), ("missing", ("k",))),
         (DOT.replace("reduce k", "reduce k; whole n"), ("missing", ("n",))),
         (DOT.replace("linear 0;", "linear 0 1;"), ("wrong", ())),
         (DOT.replace("linear 0;", ""), ("missing", ())),
-        ("m k, j n -> m n; linear 0; linear 1", ("wrong", ("k",))),  # a factor dropped
+        ("m k, j n -> m n; linear 0; linear 1", ("wrong", ("k",))),  # k is missing from the second operand
         (DOT.replace("-> m n", "-> n m"), ("wrong", ())),  # shapes disagree
     ],
 )
@@ -77,7 +77,7 @@ def test_swapped_dimensions_of_one_size(ruled):
     assert {("wrong", ("m",)), ("wrong", ("n",))} <= found
 
 
-# Recorded values must not hide anything ---------------------------------------------------------------------------
+# Recorded values do not hide errors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -np.inf])
@@ -101,7 +101,7 @@ def test_low_precision_sums_are_allowed_their_rounding(ruled):
     assert shards(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), x) == []
 
 
-# Parameters, bodies ----------------------------------------------------------------------------------------------
+# Rules with `local` or `body` -------------------------------------------------------------------------------------
 
 
 def reshaped(params, shard):
@@ -189,7 +189,7 @@ def cumsum_rule(right):
     return rule
 
 
-def test_bodies_that_talk_run_on_devices(ruled):
+def test_bodies_that_communicate_run_on_devices(ruled):
     x = np.ones((8, 6), np.float32)
     ruled("cumsum", cumsum_rule(right=True))
     assert shards(lambda x: lax.cumsum(x), x) == []
@@ -217,7 +217,7 @@ def test_argmax(ruled):
     assert ("wrong", ("k",)) in kinds(shards(fn, A))
 
 
-def test_random_keys_are_operands_too(ruled):
+def test_random_keys_are_operands(ruled):
     factors = (Factor("b", 4), Factor("w", 2, "whole"))
     keys = jax.random.split(jax.random.key(0), 4)
     ruled("random_unwrap", lambda x: Rule(((("b",),),), ((("b",), ("w",)),), factors))
@@ -230,19 +230,19 @@ def test_random_keys_are_operands_too(ruled):
 # Linearity -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_linear(ruled):
+def test_wrongly_declared_linearity(ruled):
     ruled("exp", "a b -> a b; linear 0")
     (found,) = shards(jnp.exp, A)
     assert found.kind == "wrong" and "not linear in operands 0" in found.message
 
 
-def test_linear_that_is_not_said(ruled):
+def test_undeclared_linearity(ruled):
     ruled("neg", "a b -> a b")
     (found,) = shards(lambda x: -x, A)
     assert found.kind == "missing" and "linear in operands 0" in found.message
 
 
-def test_what_does_not_only_move(ruled):
+def test_wrongly_declared_moves(ruled):
     ruled("neg", "a b -> a b; linear 0; moves 0")
     (found,) = shards(lambda x: -x, A)
     assert found.kind == "wrong" and "partial maxima" in found.message
@@ -254,12 +254,12 @@ def test_what_does_not_only_move(ruled):
 @pytest.mark.parametrize(
     ("name", "fn", "rule", "joined"),
     [
-        ("sin", jnp.sin, "a b -> a b; whole b", "side by side along dimension 1"),
+        ("sin", jnp.sin, "a b -> a b; whole b", "concatenated along dimension 1"),
         ("reduce_max", lambda x: x.max(1), "a b -> a; whole b", "max"),
         ("reduce_min", lambda x: x.min(1), "a b -> a; whole b", "min"),
         ("reduce_prod", lambda x: x.prod(1), "a b -> a; whole b", "mul"),
         ("reduce_sum", lambda x: x.sum(1), "a b -> a; whole b; linear 0", "sum"),
-        ("sin", jnp.sin, "a b -> c d; whole a b c d; where c=4 d=6", "side by side along dimension 1"),
+        ("sin", jnp.sin, "a b -> c d; whole a b c d; where c=4 d=6", "concatenated along dimension 1"),
     ],
 )
 def test_missing_strategy(ruled, name, fn, rule, joined):
@@ -277,7 +277,7 @@ def _with_sizes(text, avals):
     return rule.where(factors=factors)
 
 
-def test_what_really_is_whole_is_not_missing(ruled):
+def test_factors_that_are_rightly_whole_are_not_missing(ruled):
     ruled("cumsum", "a b -> a b; whole b; linear 0")
     assert shards(lambda x: lax.cumsum(x, axis=1), A) == []
 
@@ -298,7 +298,7 @@ def test_rule_that_raises(ruled):
     assert found.kind == "wrong" and "KeyError" in found.message
 
 
-# Where equations are found ---------------------------------------------------------------------------------------
+# Nested equations ------------------------------------------------------------------------------------------------
 
 
 def sine(x):
@@ -347,19 +347,19 @@ def test_nested_equations_are_found(ruled, fn):
     assert found.kind == "wrong" and "test_rule_check.py" in found.source
 
 
-def test_equations_are_examined_once():
+def test_equal_equations_are_checked_once():
     cases = collect(lambda x: sine(sine(x)) + sine(x[:2]).sum(), (A,))
     assert [c.avals[0].shape for c in cases if c.name == "sin"] == [(4, 6), (2, 6)]
 
 
-def test_shapes_stand_for_values(ruled):
+def test_shapes_are_accepted_in_place_of_values(ruled):
     ruled("sin", "a b -> a b")
     assert shards(sine, jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)) == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-def test_types_with_few_bits_are_linear_too(dtype):
-    """Sums of two terms that the type cannot hold would speak against an operator that is linear."""
+def test_linearity_of_types_with_few_bits(dtype):
+    """The terms and their sums are exact in the dtype. Rounded sums would refute a linear operator."""
     a, b = jnp.ones((4, 6), dtype), jnp.ones((6, 4), dtype)
     assert check_rule(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32), a, b, partitioner=False) == []
 
@@ -388,7 +388,7 @@ def test_gathered_operand_is_found():
 
 def test_silently_wrong_partitioner_is_found():
     class Other(Case):
-        """An operator whose result on one device is another one."""
+        """An operator whose result on one device differs from that of its equation."""
 
         def run(self, operands, params=None):
             return [x + 1 for x in super().run(operands, params)]
@@ -411,7 +411,7 @@ def test_minor_factors_have_no_spec():
 
 def test_too_few_devices(monkeypatch):
     monkeypatch.setattr(rule_check.jax, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="needs 4 devices, there are 1.*partitioner=False"):
+    with pytest.raises(ValueError, match="needs 4 devices, but there are 1.*partitioner=False"):
         check_rule(jnp.sin, A)
 
 
@@ -420,5 +420,5 @@ def test_finding_reads_as_a_sentence(ruled):
     (found,) = shards(lambda x: x.sum(1), A)
     text = str(found)
     assert text.startswith("wrong: reduce_sum at ")
-    for part in ("b cut 2 ways", "test_rule_check.py", "a b -> a; reduce b:max", "Correct the rule"):
+    for part in ("b split 2 ways", "test_rule_check.py", "a b -> a; reduce b:max", "Correct the rule"):
         assert part in text

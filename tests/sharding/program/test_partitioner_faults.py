@@ -1,4 +1,4 @@
-"""The listed faults of the partitioner are still there: one that is mended should leave the list."""
+"""The listed faults of the partitioner still exist. A fault that XLA has fixed should leave the list."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.sharding.oracle.cases import collect, plain
+from autoshard.sharding.oracle.cases import collect, to_numpy
 from autoshard.sharding.oracle.partitioner_check import check_partitioner
 from autoshard.sharding.oracle.probe_values import difference, trials
 from autoshard.sharding.oracle.shard_runner import device_mesh
@@ -67,7 +67,7 @@ def ragged_gradient(x, y, sizes):
     return lax.ragged_dot_general(x, y, sizes.astype(jnp.int32), numbers)
 
 
-# primitive, effect, function, arguments, the dimensions (of which operand) that are cut
+# primitive, effect, function, arguments, sharded factors
 FAULTS = [
     ("conv_general_dilated", "wrong", conv(batch_groups=4), (f32(8, 4, 6, 6), f32(16, 4, 3, 3)), ["c"]),
     ("conv_general_dilated", "wrong", conv(strides=(2, 2), padding="VALID"),
@@ -77,25 +77,25 @@ FAULTS = [
      (f32(4, 3, 8, 8), f32(8, 3, 4, 4)), ["r"]),
     ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 4, 8, 8), f32(4, 2, 1, 1)), ["n", "g"]),
     ("conv_general_dilated", "wrong", conv(groups=2), (f32(4, 2, 6, 6), f32(8, 1, 3, 2)), ["g", "o"]),
-    ("conv_general_dilated", "dear", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
-    ("dynamic_slice", "dear", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
-    ("dynamic_update_slice", "dear", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),
+    ("conv_general_dilated", "costly", conv(groups=2), (f32(4, 4, 6, 6), f32(8, 2, 3, 3)), ["n"]),
+    ("dynamic_slice", "costly", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), (f32(8, 4), np.int32(3)), ["v"]),
+    ("dynamic_update_slice", "costly", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),
      (f32(8, 4), f32(2, 4), np.int32(3)), ["v"]),
-    ("ragged_dot_general", "dear", ragged_gradient, (f32(8, 4), f32(8, 12), np.array([3, 1, 0, 4])), ["v"]),
-    ("gather", "dear", windows_of, (f32(4, 8), np.array([5, 0, 3, 2])), ["u"]),
-    ("scatter", "dear", write_windows, (f32(4, 8), f32(4, 3), np.array([5, 0, 3, 2])), ["u"]),
-    ("scatter-sub", "dear", lambda x, i, u: x.at[i].subtract(u), (f32(8, 4), np.arange(4), f32(4, 4)), ["n"]),
-    ("triangular_solve", "dear", solve, (f32(2, 4, 4), f32(2, 4, 8)), ["n"]),
-    ("fft", "dear", jnp.fft.fft, (jax.ShapeDtypeStruct((4, 8), jnp.complex64),), ["a"]),
-    ("top_k", "dear", lambda x: lax.top_k(x, 2), (f32(4, 8),), ["a"]),
-    ("igamma", "dear", lax.igamma, (f32(4, 8), f32(4, 8)), ["a"]),
+    ("ragged_dot_general", "costly", ragged_gradient, (f32(8, 4), f32(8, 12), np.array([3, 1, 0, 4])), ["v"]),
+    ("gather", "costly", windows_of, (f32(4, 8), np.array([5, 0, 3, 2])), ["u"]),
+    ("scatter", "costly", write_windows, (f32(4, 8), f32(4, 3), np.array([5, 0, 3, 2])), ["u"]),
+    ("scatter-sub", "costly", lambda x, i, u: x.at[i].subtract(u), (f32(8, 4), np.arange(4), f32(4, 4)), ["n"]),
+    ("triangular_solve", "costly", solve, (f32(2, 4, 4), f32(2, 4, 8)), ["n"]),
+    ("fft", "costly", jnp.fft.fft, (jax.ShapeDtypeStruct((4, 8), jnp.complex64),), ["a"]),
+    ("top_k", "costly", lambda x: lax.top_k(x, 2), (f32(4, 8),), ["a"]),
+    ("igamma", "costly", lax.igamma, (f32(4, 8), f32(4, 8)), ["a"]),
     ("mulhi", "fail", bound("mulhi") if _compat.primitive("mulhi") else None, (i32(4, 8), i32(4, 8)), ["a"]),
     ("reduce_xor", "fail", all_xor, (i32(4, 8),), ["r"]),
     ("reduce_and", "fail", lambda x: lax.reduce_and_p.bind(x, axes=(1,)), (i32(4, 8),), ["r"]),
     ("reduce_or", "fail", lambda x: lax.reduce_or_p.bind(x, axes=(1,)), (i32(4, 8),), ["r"]),
 ]  # fmt: skip
-SIGNS = {"wrong": "silently wrong", "fail": "the partitioner failed", "dear": "the partitioner "}
-ONLY_OLD = {"fft", "ragged_dot_general"}
+MESSAGES = {"wrong": "silently wrong", "fail": "the partitioner failed", "costly": "the partitioner "}
+FIXED_IN_JAX_0_12 = {"fft", "ragged_dot_general"}
 
 
 def case_of(name, fn, args):
@@ -105,34 +105,34 @@ def case_of(name, fn, args):
     return case, rule
 
 
-def made(name, *_):
+def primitive_exists(name, *_):
     return _compat.primitive(name.replace("-", "_")) is not None
 
 
-def existing(name, *_):
-    return made(name) and not (name in ONLY_OLD and jax.__version_info__ >= (0, 12))
+def fault_exists(name, *_):
+    return primitive_exists(name) and not (name in FIXED_IN_JAX_0_12 and jax.__version_info__ >= (0, 12))
 
 
-def each(kept):
-    """A test of every row of which `kept` is true."""
-    rows = [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if kept(*row)]
+def for_each_fault(condition):
+    """Parametrizes a test with every row for which `condition` is true."""
+    rows = [pytest.param(*row, id=f"{row[0]}-{'-'.join(row[4])}") for row in FAULTS if condition(*row)]
     return pytest.mark.parametrize(("name", "effect", "fn", "args", "factors"), rows)
 
 
-@each(existing)
+@for_each_fault(fault_exists)
 def test_fault_is_still_there(name, effect, fn, args, factors):
     case, rule = case_of(name, fn, args)
     fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
     assert fault is not None
     counts, operands = [dict.fromkeys(factors, 2)], trials(case)[1]
     found = check_partitioner(case, rule, counts, operands, known=False)
-    assert any(SIGNS[effect] in text for _, text in found), f"mended, so take it off the list: {fault}"
+    assert any(MESSAGES[effect] in text for _, text in found), f"XLA has fixed this fault. Remove it: {fault}"
     assert check_partitioner(case, rule, counts, operands) == []
 
 
-@each(made)
-def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
-    """What a plan does instead: no gather, and a reduction where the rule has one."""
+@for_each_fault(primitive_exists)
+def test_operator_runs_correctly_on_shards_without_gathers(name, effect, fn, args, factors):
+    """A plan runs the operator on shards instead: no gather, and a reduction only if the rule has one."""
     case, rule = case_of(name, fn, args)
     fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
     assert fault is not None
@@ -140,16 +140,16 @@ def test_it_is_right_and_cheap_on_shards(name, effect, fn, args, factors):
         return
     mesh = device_mesh((2, 2))
     assert mesh is not None
-    cut = dict(zip("ab", factors, strict=False))
+    axes = dict(zip("ab", factors, strict=False))
     run = jax.jit(
         lambda *xs: run_on_shards(
-            rule, body_of(case.eqn, rule), case.results, mesh, cut, [None] * len(case.results), *xs
+            rule, body_of(case.eqn, rule), case.results, mesh, axes, [None] * len(case.results), *xs
         )
     )
     operands = trials(case)[1]
     for found, expected in zip(run(*operands), case.run(operands), strict=True):
-        assert difference(expected, plain(found)) is None
-    specs = [tuple(tuple(a for f in dim for a, g in cut.items() if g == f) for dim in dims) for dims in rule.operands]
+        assert difference(expected, to_numpy(found)) is None
+    specs = [tuple(tuple(a for f in dim for a, g in axes.items() if g == f) for dim in dims) for dims in rule.operands]
     placed = [
         jax.device_put(x, NamedSharding(mesh, to_partition_spec(s))) for x, s in zip(operands, specs, strict=True)
     ]
@@ -170,16 +170,16 @@ arrays = jnp.ones((4, 4, 6, 6)), jnp.ones((8, 4, 3, 3))
 lowered = jax.jit(fn, in_shardings=(image, kernel), out_shardings=out).lower(*arrays)
 print("compiles", flush=True)
 lowered.compile()
-print("mended", flush=True)
+print("fixed", flush=True)
 """
 
 
 @pytest.mark.slow
 def test_crash_is_still_there():
-    """In a process of its own, since it ends."""
+    """Runs in a separate process, since the crash ends it."""
     done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=120)
     assert "compiles" in done.stdout, done.stderr
-    assert "mended" not in done.stdout and "Check failed" in done.stderr
+    assert "fixed" not in done.stdout and "Check failed" in done.stderr
 
 
 def test_batch_groups_are_a_known_crash():
@@ -189,8 +189,8 @@ def test_batch_groups_are_a_known_crash():
 
 def test_every_fault_is_checked():
     found = set()
-    for name, effect, fn, args, factors in filter(lambda row: existing(*row), FAULTS):
+    for name, effect, fn, args, factors in filter(lambda row: fault_exists(*row), FAULTS):
         case, rule = case_of(name, fn, args)
         found.add(known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect))
-    known = [f for f in KNOWN_PARTITIONER_FAULTS if any(existing(name, f.effect) for name in f.primitives)]
+    known = [f for f in KNOWN_PARTITIONER_FAULTS if any(fault_exists(name, f.effect) for name in f.primitives)]
     assert [f for f in known if f not in found and f.effect != "crash"] == []

@@ -1,4 +1,4 @@
-"""The activations of the catalogue that JAX has not, against their definitions in NumPy."""
+"""Compares the catalogue's activations that are not in JAX with their definitions in NumPy."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.spmdrules.catalogue import activation
 
-ops: Any = activation  # NumPy's arrays will do
+ops: Any = activation  # typed as Any, since the tests pass NumPy arrays
 
 X = np.concatenate([np.linspace(-4, 4, 33), [0.5, -0.5, 0.1, 30.0, -30.0, 1e-3, -1e-3]]).astype(np.float32)
 E = np.exp(X.astype(np.float64))
@@ -38,13 +38,13 @@ def test_log_cosh_does_not_overflow(strict_numerics):
     np.testing.assert_allclose(ops.log_cosh(np.array([1000, -1000], np.float32)), 1000 - np.log(2), rtol=1e-6)
 
 
-def test_prelu_has_a_slope_for_each_channel():
+def test_prelu_has_one_slope_per_channel():
     x = X.reshape(5, 8)
     slope = np.linspace(-1, 1, 8, dtype=np.float32)
     np.testing.assert_allclose(ops.prelu(x, slope), np.maximum(x, 0) + slope * np.minimum(x, 0), rtol=1e-6)
 
 
-def test_maxout_takes_neighbouring_channels(strict_numerics):
+def test_maxout_groups_adjacent_channels(strict_numerics):
     x = np.array([[1, 5, -2, -3, 0, 7]], np.float32)
     np.testing.assert_array_equal(ops.maxout(x), [[5, -2, 7]])
     np.testing.assert_array_equal(ops.maxout(x, 3), [[5, 7]])

@@ -1,4 +1,4 @@
-"""Attention in its forms against each other, and positions against their definitions."""
+"""Compares the variants of attention with each other, and position encodings with their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +19,28 @@ def close(a, b, tolerance=2e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
-def plain(q, k, v, visible=None, change=lambda scores: scores):
-    """Attention of one definition: in NumPy's words, with keys that are not visible at minus infinity."""
+def reference(q, k, v, visible=None, change=lambda scores: scores):
+    """Attention by its definition, with scores of minus infinity for keys that are not visible."""
     scores = change(jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(q.shape[-1]).astype(np.float32))
     scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
     return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, -1), v)
 
 
-def test_masks_are_what_they_say():
-    close(attention.attention(Q, K, V), plain(Q, K, V))
+def test_masks():
+    close(attention.attention(Q, K, V), reference(Q, K, V))
     visible = jnp.asarray(BEFORE)[None, None]
-    close(attention.causal_attention(Q, K, V), plain(Q, K, V, visible))
+    close(attention.causal_attention(Q, K, V), reference(Q, K, V, visible))
     near = visible & ~jnp.asarray(np.tril(np.ones((12, 12), bool), -5))[None, None]
-    close(attention.sliding_window_attention(Q, K, V, window=4), plain(Q, K, V, near))
+    close(attention.sliding_window_attention(Q, K, V, window=4), reference(Q, K, V, near))
     lengths = jnp.asarray([3, 12], jnp.int32)
     short = (jnp.arange(12)[None] < lengths[:, None])[:, None, None]
-    close(attention.padded_attention(Q, K, V, lengths), plain(Q, K, V, short))
-    close(attention.soft_capped_attention(Q, K, V, cap=2.0), plain(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2)))
+    close(attention.padded_attention(Q, K, V, lengths), reference(Q, K, V, short))
+    close(attention.soft_capped_attention(Q, K, V, cap=2.0), reference(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2)))
     bias = jnp.asarray(RNG.normal(size=(1, 4, 12, 12)), jnp.float32)
-    close(attention.attention(Q, K, V, bias), plain(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape)))
+    close(attention.attention(Q, K, V, bias), reference(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape)))
 
 
-def test_blockwise_is_causal_with_its_gradient():
+def test_blockwise_attention_equals_causal_attention_with_its_gradient():
     def run(fn):
         out, pull = jax.vjp(fn, Q, K, V)
         return out, pull(V)
@@ -61,14 +61,14 @@ def test_a_sink_is_a_key_whose_value_is_zero():
     close(attention.attention_with_sinks(Q, K, V, sinks), expected)
 
 
-def test_linear_attention_is_its_quadratic_form():
+def test_linear_attention_equals_its_quadratic_form():
     q, k = jax.nn.elu(Q) + 1, jax.nn.elu(K) + 1
     scores = jnp.einsum("bshd,bthd->bhst", q, k)
     expected = jnp.einsum("bhst,bthd->bshd", scores / scores.sum(-1, keepdims=True), V)
     close(attention.linear_attention(Q, K, V), expected)
 
 
-def test_decoding_with_a_cache_is_the_last_row():
+def test_decoding_with_a_cache_gives_the_last_row():
     caches = attention.kv_cache_update(jnp.zeros_like(K), jnp.zeros_like(V), K[:, :11], V[:, :11], jnp.int32(0))
     at = jnp.asarray([11, 11], jnp.int32)
     k, v = (attention.ragged_cache_update(c, x[:, 11], at) for c, x in zip(caches, (K, V), strict=True))
@@ -79,23 +79,23 @@ def test_decoding_with_a_cache_is_the_last_row():
 
 
 @pytest.mark.parametrize("rope", [attention.rope, attention.rope_interleaved])
-def test_rotated_scores_depend_on_distance_alone(rope):
+def test_rotated_scores_depend_only_on_distance(rope):
     places = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
     scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (places, places + 100)]
     close(scores[0], scores[1], 1e-3)
     close(jnp.linalg.norm(rope(Q, places), axis=-1), jnp.linalg.norm(Q, axis=-1))
 
 
-def test_the_two_conventions_differ_in_the_order_of_pairs():
+def test_the_two_rope_conventions_differ_in_the_order_of_pairs():
     places = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
-    order = np.arange(8).reshape(4, 2).T.reshape(-1)  # even places first
+    order = np.arange(8).reshape(4, 2).T.reshape(-1)  # even indices first
     close(attention.rope(Q[..., order], places), attention.rope_interleaved(Q, places)[..., order])
     pair = jnp.asarray([[[[1.0, 0.0]]]])
     angle = np.float32(3.0)
     close(attention.rope(pair, jnp.full((1, 1), 3, jnp.int32))[0, 0, 0], np.asarray([np.cos(angle), np.sin(angle)]))
 
 
-def test_alibi_has_the_slopes_of_its_paper():
+def test_alibi_has_the_slopes_of_the_paper():
     found = attention.alibi(jnp.zeros((1, 8, 4, 4)))
     close(found[0, :, 3, 2], -(2.0 ** -np.arange(1, 9, dtype=np.float32)))
     close(found[0, 0, 3, 0], np.float32(-1.5))
@@ -104,12 +104,12 @@ def test_alibi_has_the_slopes_of_its_paper():
 def test_relative_buckets_are_those_of_t5():
     table = jnp.broadcast_to(jnp.arange(16, dtype=jnp.float32)[:, None], (16, 1))
     found = attention.relative_position_bias(table, seq=40, farthest=16)[0, 0]
-    # Distances 0 to 3 have a bucket each; 4 on share four, each larger by a factor of sqrt(2).
+    # Distances 0 to 3 have one bucket each. Distances from 4 share four buckets, whose ranges grow by sqrt(2).
     close(found[39, 39 - np.arange(20)], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7])
     close(found[0, 1:5], [9, 10, 11, 12])
 
 
-def test_batch_and_heads_stay_and_a_sharded_sequence_gathers_keys():
+def test_sharded_batch_and_heads_move_nothing_and_a_sharded_sequence_gathers_keys():
     for spec in (P("data"), P(None, None, "data")):
         found = propagate(attention.causal_attention, Q, K, V, in_specs=spec, mesh={"data": 2})
         assert not found.reshards and found.out_specs == spec
@@ -122,7 +122,7 @@ def test_batch_and_heads_stay_and_a_sharded_sequence_gathers_keys():
     ("swiglu", (P(), P(None, "tp"), P(None, "tp"), P("tp"))),
     ("multi_head_attention", (P(), *(P(None, "tp"),) * 3, P("tp"))),
 ])  # fmt: skip
-def test_one_reduction_a_tensor_parallel_layer(name, specs):
+def test_one_reduction_per_tensor_parallel_layer(name, specs):
     operator = next(op for op in attention.OPERATORS if op.name == name)
     found = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"tp": 4})
     assert not found.reshards and found.out_partial == {"tp": "sum"}

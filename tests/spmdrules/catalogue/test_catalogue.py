@@ -1,4 +1,4 @@
-"""Every named operator and every gradient: what is derived for it, and its equations by execution."""
+"""Checks every named operator and its gradient: the derived rule, and each equation by execution."""
 
 import functools
 import itertools
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.oracle.cases import Case, collect, example, plain
+from autoshard.sharding.oracle.cases import Case, collect, example, to_numpy
 from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE, _elements
 from autoshard.sharding.oracle.probe_values import difference
 from autoshard.sharding.oracle.rule_check import Finding, check_case
-from autoshard.sharding.oracle.shard_runner import QUICK, device_mesh
+from autoshard.sharding.oracle.shard_runner import FAST_COMPILE, device_mesh
 from autoshard.sharding.program.partitioner_faults import Cut, known_fault
 from autoshard.spmdrules import Rule, catalogue
 from autoshard.spmdrules.catalogue import Operator
@@ -35,8 +35,8 @@ FAMILIES = (
     "activation", "attention", "comparison", "convolution", "elementwise", "indexing", "layout", "linalg", "losses",
     "moe", "norms", "order", "random", "reduction", "updates",
 )  # fmt: skip
-# Nothing of these can be cut; their rows say why.
-NOTHING_TO_CUT = {
+# Operators without a factor that can be sharded. Their rows say why.
+UNSHARDABLE = {
     "beta", "choice", "convolve", "convolve_grad", "dirichlet", "fold_in", "gamma", "nonzero", "pad_edge",
     "pad_edge_grad", "permutation", "schur", "unique", "warmup_cosine_rate",
 }  # fmt: skip
@@ -44,80 +44,82 @@ EVERY = [pytest.param(op, gradient, id=op.name + "_grad" * gradient)
          for _, op in CATALOGUE for gradient in ((False, True) if op.wrt else (False,))]  # fmt: skip
 
 
-# One or two of each family: of all of them the slow tests run every equation.
+# A sample of the operators. The slow tests run the equations of all of them.
 COMMON = {
     "softmax", "layer_norm", "batch_norm", "cross_entropy", "embedding", "index_put", "rope", "adamw",
 }  # fmt: skip
 SAMPLE = [param for param in EVERY if str(param.id).removesuffix("_grad") in COMMON]
 
 
-def examined(op: Operator, gradient: bool) -> Operator:
+def selected(op: Operator, gradient: bool) -> Operator:
     chosen = op.gradient if gradient else op
     assert chosen is not None
     return chosen
 
 
-def test_the_catalogue_is_as_large_as_it_should_be():
+def test_size_of_the_catalogue():
     assert tuple(dict.fromkeys(family for family, _ in CATALOGUE)) == FAMILIES
     assert len(CATALOGUE) >= 190 and sum(bool(op.wrt) for _, op in CATALOGUE) >= 190
 
 
-def test_who_has_no_gradient_says_why():
-    silent = [op.name for _, op in CATALOGUE if not op.wrt and not op.note]
-    assert silent == []
+def test_operators_without_a_gradient_have_a_note():
+    missing = [op.name for _, op in CATALOGUE if not op.wrt and not op.note]
+    assert missing == []
 
 
-def test_names_stand_once(monkeypatch):
+def test_names_are_unique(monkeypatch):
     family = type("family", (), {"OPERATORS": (CATALOGUE[0][1],)})
     monkeypatch.setattr(catalogue.importlib, "import_module", lambda name: family)
-    with pytest.raises(ValueError, match=f"{CATALOGUE[0][1].name}.* twice: give each operator a name of its own"):
+    with pytest.raises(ValueError, match=f"{CATALOGUE[0][1].name}.* twice. Give each operator a unique name"):
         catalogue.catalogue()
 
 
-def test_what_is_not_checked_exists():
+def test_unchecked_operators_exist():
     assert set(UNCHECKED) <= {param.id for param in EVERY}
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(f"with jax {jax.__version__};" not in PAGE, reason="the page shows another jax's primitives")
+@pytest.mark.skipif(
+    f"with jax {jax.__version__};" not in PAGE, reason="the page lists the primitives of another jax version"
+)
 def test_the_page_is_not_stale():
-    # In a process of its own: tests register primitives, too.
+    # In a separate process, since tests register primitives as well.
     command = [sys.executable, "-m", "autoshard.cli", "rules", "--markdown"]
-    made = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert made == PAGE, "autoshard rules --markdown > docs/rules.md"
+    generated = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert generated == PAGE, "the page is stale. Run: autoshard rules --markdown > docs/rules.md"
 
 
-def test_the_page_shows_a_jax_that_is_tested():
+def test_the_page_is_for_a_tested_jax_version():
     (version,) = re.findall(r"with jax (\S+);", PAGE)
     lock = (ROOT / "requirements.lock").read_text()
     assert re.search(rf"^jax=={re.escape(version)}\s", lock, re.MULTILINE)
 
 
-def test_on_the_page_something_can_be_cut():
-    """The page is what is derived, or it is stale."""
+def test_every_operator_on_the_page_can_be_sharded():
+    """Reads the rules from the page; `test_the_page_is_not_stale` checks that these are the derived ones."""
     cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("|")]
     named = {param.id for param in EVERY}
     assert named <= {row[0] for row in cells}
-    assert {row[0] for row in cells if row[0] in named and "nothing to cut" in row[-1]} == NOTHING_TO_CUT
+    assert {row[0] for row in cells if row[0] in named and "nothing to cut" in row[-1]} == UNSHARDABLE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [op for _, op in CATALOGUE], ids=[op.name for _, op in CATALOGUE])
-def test_something_can_be_cut(op):
+def test_every_operator_can_be_sharded(op):
     for row in rows_of(op.name):
-        assert bool(row.rule.cuttable) != (row.name in NOTHING_TO_CUT), f"{row.name}: {row.rule} {row.note}"
+        assert bool(row.rule.cuttable) != (row.name in UNSHARDABLE), f"{row.name}: {row.rule} {row.note}"
         assert row.rule.cuttable or "nothing to cut" in row.note
 
 
-# What equations do on shards -----------------------------------------------------------------------------------
+# Equations on shards -------------------------------------------------------------------------------------------
 
-FOUND: dict[Any, list[Finding]] = {}  # of equations that were examined in this session
+FINDINGS: dict[Any, list[Finding]] = {}  # by equation, of all equations that were checked in this run
 
 
 def signature(primitive: Any, avals: Any, params: Any, rule: Rule | None, exact: bool) -> Any:
-    """What tells an equation from another one: exactly, or by what factors its rule has and where these stand.
+    """Returns a key for an equation: exact, or by its dtypes and the kinds and positions of its rule's factors.
 
-    Every primitive has rows of its own for ranks, sizes and parameters.
+    The inexact key suffices here, since other tests check every primitive with several ranks, sizes and parameters.
     """
     types = tuple(str(a.dtype) for a in avals)
     if exact or rule is None:
@@ -138,61 +140,61 @@ def signatures(op: Operator, exact: bool = False) -> Iterator[Any]:
             yield signature(each.eqn.primitive, avals, each.eqn.params, each.rule, exact)
 
 
-def of_case(case: Case, exact: bool) -> Any:
+def case_signature(case: Case, exact: bool) -> Any:
     rule = rule_for(case.eqn.primitive, case.avals, case.eqn.params)
     return signature(case.eqn.primitive, case.avals, case.eqn.params, rule, exact)
 
 
-def told(findings: list[Finding]) -> str:
+def listed(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("op", "gradient"), SAMPLE)
 def test_equations_of_common_operators(op, gradient):
-    examine(examined(op, gradient))
+    examine(selected(op, gradient))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "gradient"), EVERY)
 def test_equations(op, gradient):
-    examine(examined(op, gradient))
+    examine(selected(op, gradient))
 
 
 def examine(chosen: Operator) -> None:
-    """Has the oracle run every equation of an operator that none examined before is like."""
-    wanted = set(signatures(chosen))
-    if wanted - FOUND.keys():
+    """Checks every equation of an operator with the oracle, except those that are like one checked before."""
+    keys = set(signatures(chosen))
+    if keys - FINDINGS.keys():
         for case in collect(chosen.fn, chosen.args):
-            key = of_case(case, exact=False)
-            if key not in FOUND:
-                FOUND[key] = check_case(case, partitioner=False)
-            wanted.add(key)
-    findings = [finding for key in wanted for finding in FOUND.get(key, [])]
-    assert not findings, told(findings)
+            key = case_signature(case, exact=False)
+            if key not in FINDINGS:
+                FINDINGS[key] = check_case(case, partitioner=False)
+            keys.add(key)
+    findings = [finding for key in keys for finding in FINDINGS.get(key, [])]
+    assert not findings, listed(findings)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "gradient"), EVERY)
 def test_equations_with_the_partitioner(op, gradient):
-    chosen = examined(op, gradient)
+    chosen = selected(op, gradient)
     for case in collect(chosen.fn, chosen.args):
-        key = ("partitioner", of_case(case, exact=True))
-        if key not in FOUND:
-            FOUND[key] = check_case(case, partitioner=True)
-        assert not FOUND[key], told(FOUND[key])
+        key = ("partitioner", case_signature(case, exact=True))
+        if key not in FINDINGS:
+            FINDINGS[key] = check_case(case, partitioner=True)
+        assert not FINDINGS[key], listed(FINDINGS[key])
 
 
-# Forward derivatives are made of what operators and gradients are made of, and of a few others.
+# Forward derivatives consist of the equations of operators and gradients, and of a few others.
 FORWARD = [pytest.param(op, id=op.name) for _, op in CATALOGUE if op.wrt]
 FORWARD_SAMPLE = [param for param in FORWARD if param.id in ("layer_norm", "max_pool1d", "sort")]
 
 
-def anew(case: Case) -> Case:
-    """A case with other floats: those of a derivative may cancel, in products of an inverse with its matrix."""
+def with_random_floats(case: Case) -> Case:
+    """A case with random floats. Those of a derivative may cancel, as in products of an inverse with its matrix."""
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in case.operands]
-    other = [values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
-    return Case(case.eqn, tuple(o if f else x for f, o, x in zip(floats, other, case.operands, strict=True)))
+    drawn = [values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
+    return Case(case.eqn, tuple(r if f else x for f, r, x in zip(floats, drawn, case.operands, strict=True)))
 
 
 @pytest.mark.whole
@@ -210,12 +212,12 @@ def test_equations_of_tangents(op):
     if set(signatures(forward, True)) <= known:
         return
     for case in collect(forward.fn, forward.args):
-        key = ("partitioner", exact := of_case(case, exact=True))
+        key = ("partitioner", exact := case_signature(case, exact=True))
         if exact in known:
             continue
-        if key not in FOUND:
-            FOUND[key] = check_case(anew(case), partitioner=True)
-        assert not FOUND[key], told(FOUND[key])
+        if key not in FINDINGS:
+            FINDINGS[key] = check_case(with_random_floats(case), partitioner=True)
+        assert not FINDINGS[key], listed(FINDINGS[key])
 
 
 def test_tangents_are_those_of_the_operator():
@@ -223,21 +225,21 @@ def test_tangents_are_those_of_the_operator():
     args, tangents = ([values(k + n, x) for k, x in enumerate(op.args)] for n in (0, 10))
     expected = jax.jvp(op.fn, args, tangents)[1]
     assert op.wrt == (0, 1, 2) and op.forward is not None
-    assert difference(plain(expected), plain(op.forward.fn(*args, *tangents)[0])) is None
+    assert difference(to_numpy(expected), to_numpy(op.forward.fn(*args, *tangents)[0])) is None
 
 
-# What the whole operator does on devices -----------------------------------------------------------------------
+# The whole operator on devices ---------------------------------------------------------------------------------
 
 
 def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], list[PartitionSpec]] | None:
-    """A mesh and the specs that cut a factor, and to the end what stands before it; None if it takes more devices."""
+    """A mesh and specs that shard a factor and fully split the factors major to it; None without enough devices."""
     arrays = (*rule.operands, *rule.results)
-    majors, waiting = [], [f.name]
-    while waiting:
-        wanted = waiting.pop()
-        before = {g: None for dims in arrays for dim in dims if wanted in dim for g in dim[: dim.index(wanted)]}
+    majors, pending = [], [f.name]
+    while pending:
+        name = pending.pop()
+        before = {g: None for dims in arrays for dim in dims if name in dim for g in dim[: dim.index(name)]}
         new = [g for g in before if g not in (*majors, f.name)]
-        majors, waiting = majors + new, waiting + new
+        majors, pending = majors + new, pending + new
     sizes = {g.name: g.size for g in rule.factors}
     ways = [f.ways, *(sizes[g] for g in majors)]
     mesh = device_mesh(ways) if math.prod(ways) <= 8 else None
@@ -249,7 +251,7 @@ def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], l
 
 
 def faults(op: Operator, *effects: Any) -> bool:
-    """Whether the partitioner is known to spoil one of an operator's equations."""
+    """Whether one of an operator's equations has a known fault of the partitioner with one of these effects."""
     return any(
         known_fault(each.name, Cut([v.aval for v in each.eqn.invars], each.eqn.params, each.rule, (f.name,)), *effects)
         for each in build(jax.make_jaxpr(op.fn)(*op.args)).ops()
@@ -258,29 +260,31 @@ def faults(op: Operator, *effects: Any) -> bool:
     )
 
 
-# Sums of a whole operator cancel: what is wrong by a term or a factor is wrong by more than this.
+# Relative error. Wide, since terms of a whole operator cancel; a missing term or factor gives a larger error.
 ROUNDING = {"float32": 1e-3, "complex64": 1e-3}
-# Cuts that are free by the rules and for which the partitioner communicates all the same.
-_SLICED = "a part of something whole is cut out by moving pieces of a cut copy"
+# Shardings that need no communication by the rules, but for which the partitioner communicates.
+_SLICED = "a slice of a replicated array is taken by moving pieces of a sharded copy"
 _COUNTING = ("choose", "choose_grad", "nanmedian", "nanmedian_grad", "diagonal", "diagonal_grad")
 _WINNERS = {"argmax": "b", "argmin": "b", "switch_gate": "d", "switch_gate_grad": "d"}
 _POOLING = ("avg_pool1d_grad", "avg_pool2d_grad", "avg_pool3d_grad", "sum_pool2d_grad", "lp_pool2d_grad")
-DEAR = {
-    ("tile_grad", "b"): "the copies are summed up as if they were cut, too",
+COSTLY = {
+    ("tile_grad", "b"): "the copies are summed as if they were sharded as well",
     ("crelu_grad", "b"): _SLICED,
-    ("cov_grad", "c"): "a product of what is cut is made of gathered pieces",
-    ("masked_select_grad", "d"): "the positions of the updates are gathered, not the updates",
-    ("repeat_interleave_grad", "d"): "as above",
-    **dict.fromkeys(_WINNERS.items(), "the winner of each shard and its place are gathered, to decide among them"),
+    ("cov_grad", "c"): "the sharded operand of a product is gathered",
+    ("masked_select_grad", "d"): "the positions of the updates are gathered, but not the updates",
+    ("repeat_interleave_grad", "d"): "the positions of the updates are gathered, but not the updates",
+    **dict.fromkeys(_WINNERS.items(), "the extreme of each shard and its position are gathered to choose among them"),
     ("learned_positions", "b"): _SLICED,
     ("sinusoidal_positions", "c"): _SLICED,
-    **dict.fromkeys(itertools.product(_COUNTING, "abc"), "these positions are a batch in a plan's own program only"),
-    **dict.fromkeys(itertools.product(_POOLING, "bdf"), "this gradient is one operator in a plan's own program only"),
+    **dict.fromkeys(
+        itertools.product(_COUNTING, "abc"), "only a plan's program turns these positions into a batch dimension"
+    ),
+    **dict.fromkeys(itertools.product(_POOLING, "bdf"), "only a plan's program turns this gradient into one operator"),
 }
 
 
 def values(number: int, x: Any) -> jax.Array:
-    """An argument; floats unlike those of the other arguments, or gradients would cancel."""
+    """A sample argument. Its floats differ from those of other arguments, since gradients might cancel otherwise."""
     if isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating):
         return jax.random.normal(jax.random.key(number), x.shape, x.dtype)
     return example(x) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
@@ -299,17 +303,17 @@ def excess(f: DerivedFactor, rule: Derived, leaves: list[Any], text: str) -> lis
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "gradient"), EVERY)
 def test_compiled_for_devices(op, gradient):
-    chosen, rule = examined(op, gradient), rows_of(op.name)[gradient].rule
+    chosen, rule = selected(op, gradient), rows_of(op.name)[gradient].rule
     if faults(chosen, "wrong", "crash", "fail"):
-        return  # a plan keeps away from them, and the compiler may end the process
-    dear = faults(chosen, "dear")
+        return  # a plan avoids these, and the compiler may end the process
+    costly = faults(chosen, "costly")
     shapes, tree = jax.tree.flatten(chosen.args)
     leaves = [values(number, x) for number, x in enumerate(shapes)]
 
     def run(*xs: Any) -> list[Any]:
         return jax.tree.leaves(chosen.fn(*tree.unflatten(xs)))
 
-    expected = [plain(x) for x in jax.jit(run, compiler_options=QUICK)(*leaves)]
+    expected = [to_numpy(x) for x in jax.jit(run, compiler_options=FAST_COMPILE)(*leaves)]
     wrong = []
     for f in rule.cuttable:
         if (where := placed(rule, f)) is None:
@@ -317,11 +321,11 @@ def test_compiled_for_devices(op, gradient):
         mesh, inputs, outputs = where
         sharded = functools.partial(NamedSharding, mesh)
         jitted = jax.jit(run, in_shardings=tuple(map(sharded, inputs)), out_shardings=list(map(sharded, outputs)))
-        compiled = jitted.lower(*leaves).compile(compiler_options=QUICK)
+        compiled = jitted.lower(*leaves).compile(compiler_options=FAST_COMPILE)
         got = compiled(*(jax.device_put(x, sharded(spec)) for x, spec in zip(leaves, inputs, strict=True)))
         for r, (a, b) in enumerate(zip(expected, got, strict=True)):
-            if text := difference(a, plain(b), ROUNDING.get(str(a.dtype))):
+            if text := difference(a, to_numpy(b), ROUNDING.get(str(a.dtype))):
                 wrong.append(f"{f.name}: result {r}: {text}")
-        if not dear and (chosen.name, f.name) not in DEAR:
+        if not costly and (chosen.name, f.name) not in COSTLY:
             wrong += [f"{f.name} ({f.kind}): {each}" for each in excess(f, rule, leaves, compiled.as_text() or "")]
     assert not wrong, f"{rule}\n" + "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resizing of the catalogue against NumPy and SciPy."""
+"""Compares the catalogue's convolutions, pooling and resizing with NumPy and SciPy."""
 
 import itertools
 from typing import Any
@@ -10,7 +10,7 @@ from scipy import ndimage, signal
 
 from autoshard.spmdrules.catalogue import convolution
 
-ops: Any = convolution  # NumPy's arrays will do
+ops: Any = convolution  # typed as Any, since the tests pass NumPy arrays
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 6, 8, 4)).astype(np.float32)
@@ -19,7 +19,7 @@ CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def correlated(x, kernel):
-    """[batch, ..., in], [..., in, out]: plain cross-correlation, borders zero."""
+    """Cross-correlation with zero padding: [batch, ..., in], [..., in, out]."""
     pairs = itertools.product(range(x.shape[0]), range(kernel.shape[-1]))
     planes = [
         sum(signal.correlate(x[b, ..., i], kernel[..., i, o], "same") for i in range(x.shape[-1])) for b, o in pairs
@@ -63,7 +63,7 @@ def test_transposed_convolution_adds_the_kernel_at_each_element():
     np.testing.assert_allclose(found, expected, **CLOSE)
 
 
-def test_causal_convolution_sees_no_later_position():
+def test_causal_convolution_reads_no_later_position():
     x, kernel = RNG.normal(size=(2, 7, 4)).astype(np.float32), RNG.normal(size=(3, 1, 4)).astype(np.float32)
     past = np.pad(x, ((0, 0), (2, 0), (0, 0)))
     expected = sum(past[:, k : k + 7] * kernel[k] for k in range(3))
@@ -74,7 +74,7 @@ def test_local_convolution_has_a_kernel_for_each_position():
     x, kernel = RNG.normal(size=(2, 7, 4)).astype(np.float32), RNG.normal(size=(5, 12, 3)).astype(np.float32)
     found = np.asarray(ops.local_convolution(x, kernel, 3))
     for t in range(5):
-        values = x[:, t : t + 3].swapaxes(1, 2).reshape(2, 12)  # channels outside, the window inside
+        values = x[:, t : t + 3].swapaxes(1, 2).reshape(2, 12)  # channel-major, then the window
         np.testing.assert_allclose(found[:, t], values @ kernel[t], **CLOSE)
 
 
@@ -93,9 +93,9 @@ def test_pooling(pool, fold):
     np.testing.assert_allclose(pool(X), fold(blocks, axis=(2, 4)), **CLOSE)
 
 
-def test_borders_do_not_count_in_means():
+def test_padding_does_not_count():
     found = ops.avg_pool(X, 3, 2, "SAME")
-    h, w = 4, 6  # the last windows hang over both borders
+    h, w = 4, 6  # the last window extends beyond both borders
     np.testing.assert_allclose(found[:, 2, 3], X[:, h:, w:].mean((1, 2)), **CLOSE)
     found = ops.max_pool(-np.abs(X), 3, 2, [(1, 1), (1, 1)])
     np.testing.assert_array_equal(found[:, 0, 0], (-np.abs(X))[:, :2, :2].max((1, 2)))

@@ -1,4 +1,4 @@
-"""The functions of the catalogue's elementwise operators against NumPy."""
+"""Compares the functions of the catalogue's elementwise operators with NumPy."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.spmdrules.catalogue import elementwise
 
-ops: Any = elementwise  # NumPy's arrays will do
+ops: Any = elementwise  # typed as Any, since the tests pass NumPy arrays
 
 A, B, C = (np.random.default_rng(i).uniform(0.3, 2.0, (4, 6)).astype(np.float32) * (-1) ** i for i in range(3))
 

@@ -1,4 +1,4 @@
-"""The functions of the catalogue that read and write by position, against NumPy's loops."""
+"""Compares the catalogue's functions that read and write by position with NumPy."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.spmdrules.catalogue import indexing
 
-ops: Any = indexing  # NumPy's arrays will do
+ops: Any = indexing  # typed as Any, since the tests pass NumPy arrays
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 5)).astype(np.float32)
@@ -49,7 +49,7 @@ def test_scatter_with(method, ufunc):
     np.testing.assert_allclose(ops.scatter_with(ARRAY, ROWS, BLOCK, method), expected, rtol=1e-6)
 
 
-def test_added_at_equal_pairs():
+def test_values_at_equal_pairs_accumulate():
     index = (PAIRS[:, 0], PAIRS[:, 1])
     added, alone = ufunc_at(np.add, X, index, V), ufunc_at(np.add, np.zeros_like(X), index, V)
     np.testing.assert_allclose(ops.index_put_accumulate(ARRAY, *index, V), added, rtol=1e-6)
@@ -57,7 +57,7 @@ def test_added_at_equal_pairs():
     np.testing.assert_allclose(ops.scatter_nd(PAIRS, V, X.shape), alone, rtol=1e-6)
 
 
-def test_written_over():
+def test_overwriting():
     np.testing.assert_array_equal(ops.scatter(ARRAY, DISTINCT, BLOCK), put(X, DISTINCT, BLOCK))
     pairs = (ROWS, np.arange(4))
     np.testing.assert_array_equal(ops.index_put(ARRAY, *pairs, V), put(X, pairs, V))
@@ -112,7 +112,7 @@ def test_segment_softmax_sums_to_one_in_each_segment():
         np.testing.assert_allclose(found[segments == i], weights / weights.sum(0), rtol=1e-4, atol=1e-7)
 
 
-def test_windows_of_each_row():
+def test_windows_with_one_start_per_row():
     starts, update = np.array([0, 2, 1, 1, 0, 2]), RNG.normal(size=(6, 3)).astype(np.float32)
     columns = starts[:, None] + np.arange(3)
     rows = np.arange(6)[:, None]

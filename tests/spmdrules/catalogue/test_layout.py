@@ -1,4 +1,4 @@
-"""The functions of the catalogue that move elements, against NumPy's loops."""
+"""Compares the catalogue's functions that move elements with NumPy."""
 
 import itertools
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.spmdrules.catalogue import layout
 
-ops: Any = layout  # NumPy's arrays will do
+ops: Any = layout  # typed as Any, since the tests pass NumPy arrays
 
 X = np.arange(2 * 4 * 6 * 8, dtype=np.float32).reshape(2, 4, 6, 8)
 

@@ -1,4 +1,4 @@
-"""Losses against Optax's and against formulas, and cross-entropy with its classes sharded."""
+"""Compares losses with Optax and with formulas, and checks cross-entropy with sharded classes."""
 
 import jax
 import jax.numpy as jnp
@@ -29,36 +29,36 @@ def optax_loss(logits, labels, smoothing=0.0):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_and_its_gradient_are_like_optax(smoothing):
-    mine = lambda z: losses.cross_entropy(z, LABELS, smoothing=smoothing)  # noqa: E731
-    close(mine(LOGITS), optax_loss(LOGITS, LABELS, smoothing))
+def test_cross_entropy_and_its_gradient_equal_optax(smoothing):
+    ours = lambda z: losses.cross_entropy(z, LABELS, smoothing=smoothing)  # noqa: E731
+    close(ours(LOGITS), optax_loss(LOGITS, LABELS, smoothing))
     gradients = [
-        jax.grad(lambda z, f=f: f(z).sum())(LOGITS) for f in (mine, lambda z: optax_loss(z, LABELS, smoothing))
+        jax.grad(lambda z, f=f: f(z).sum())(LOGITS) for f in (ours, lambda z: optax_loss(z, LABELS, smoothing))
     ]
     close(*gradients)
 
 
-def test_z_loss_is_added_and_pulls_on_the_whole_sum():
-    mine = lambda z: losses.cross_entropy(z, LABELS, z_loss=0.1).sum()  # noqa: E731
+def test_z_loss_and_its_gradient():
+    ours = lambda z: losses.cross_entropy(z, LABELS, z_loss=0.1).sum()  # noqa: E731
     formula = lambda z: (optax_loss(z, LABELS) + 0.1 * jax.nn.logsumexp(z, -1) ** 2).sum()  # noqa: E731
-    close(mine(LOGITS), formula(LOGITS))
-    close(jax.grad(mine)(LOGITS), jax.grad(formula)(LOGITS), 1e-4)
+    close(ours(LOGITS), formula(LOGITS))
+    close(jax.grad(ours)(LOGITS), jax.grad(formula)(LOGITS), 1e-4)
 
 
-def test_large_bfloat16_logits_lose_nothing():
+def test_large_bfloat16_logits_keep_their_precision():
     logits = (LOGITS * 1000).astype(jnp.bfloat16)
     found = losses.cross_entropy(logits, LABELS)
     assert found.dtype == jnp.float32
     close(found, optax_loss(logits.astype(jnp.float32), LABELS))
 
 
-def test_masked_cross_entropy_counts_what_the_mask_keeps():
+def test_masked_cross_entropy_counts_only_tokens_in_the_mask():
     mask = jnp.asarray(RNG.integers(0, 2, (4, 8)), bool)
     close(losses.masked_cross_entropy(LOGITS, LABELS, mask), optax_loss(LOGITS, LABELS)[mask].mean())
     assert losses.masked_cross_entropy(LOGITS, LABELS, jnp.zeros_like(mask)) == 0
 
 
-def test_a_chunked_head_is_the_head():
+def test_a_chunked_head_equals_the_whole_head():
     hidden, head = LOGITS, jnp.asarray(RNG.normal(size=(16, 20)), jnp.float32)
     chunked = lambda h, w: losses.linear_cross_entropy(h, w, LABELS, chunks=4)  # noqa: E731
     whole = lambda h, w: losses.cross_entropy(jnp.einsum("bse,ev->bsv", h, w), LABELS)  # noqa: E731
@@ -72,7 +72,7 @@ def gradient(logits, labels, weight):
 
 
 def test_sharded_classes_move_no_logits():
-    token_bytes = 2 * 3 / 4 * LABELS.size * 4  # an all-reduce of one number a token, over 4 devices
+    token_bytes = 2 * 3 / 4 * LABELS.size * 4  # an all-reduce of one number per token, over 4 devices
     vocab = P(None, None, "model")
     found = propagate(losses.cross_entropy, LOGITS, LABELS, in_specs=(vocab, P()), mesh={"model": 4})
     assert found.bytes_moved == 3 * token_bytes  # the maximum, the sum, the label's logit
@@ -80,7 +80,7 @@ def test_sharded_classes_move_no_logits():
     assert found.out_specs == vocab and found.bytes_moved <= 3 * token_bytes
 
 
-def test_sharded_classes_give_one_result(mesh_of):
+def test_sharded_classes_give_the_same_result(mesh_of):
     expected = gradient(LOGITS, LABELS, LOGITS[..., 0])
     logits = jax.device_put(LOGITS, NamedSharding(mesh_of(model=4), P(None, None, "model")))
     compiled = jax.jit(gradient).lower(logits, LABELS, LOGITS[..., 0]).compile()
@@ -88,13 +88,13 @@ def test_sharded_classes_give_one_result(mesh_of):
     assert "all-gather" not in (compiled.as_text() or "")
 
 
-def test_masked_softmax_of_a_row_that_sees_nothing_is_zero():
+def test_masked_softmax_of_a_fully_masked_row_is_zero():
     mask = jnp.asarray([[True, False, True], [False, False, False]])
     found = losses.masked_softmax(jnp.asarray([[1.0, 9.0, 1.0], [1.0, 2.0, 3.0]]), mask)
     close(found, np.asarray([[0.5, 0, 0.5], [0, 0, 0]]))
 
 
-def test_binary_cross_entropy_is_the_sigmoid_one():
+def test_binary_cross_entropy_of_sigmoids_equals_optax():
     target = jnp.asarray(RNG.integers(0, 2, X.shape), jnp.float32)
     close(losses.binary_cross_entropy(jax.nn.sigmoid(X), target), optax.losses.sigmoid_binary_cross_entropy(X, target))
     close(losses.binary_cross_entropy(target, target), jnp.zeros_like(X))
@@ -108,7 +108,7 @@ def test_divergences_agree_with_each_other():
     close(losses.vae_kl_loss(jnp.zeros_like(X), jnp.zeros_like(X)), jnp.zeros(8))
 
 
-def test_vae_kl_is_what_sampling_says():
+def test_vae_kl_agrees_with_sampling():
     mean, log_variance = jnp.float32(0.7), jnp.float32(-0.4)
     z = mean + jnp.exp(0.5 * log_variance) * jnp.asarray(RNG.normal(size=200_000), jnp.float32)
     log_ratio = -losses.gaussian_nll_loss(mean, log_variance, z) + 0.5 * jnp.square(z)
@@ -124,7 +124,7 @@ def test_simple_losses():
     close(losses.ppo_clip_loss(X, X, Y), -Y)
 
 
-def test_clip_loss_ranks_each_pair_both_ways():
+def test_clip_loss_is_symmetric_contrastive():
     images, texts = (np.asarray(a / jnp.linalg.norm(a, axis=-1, keepdims=True)) for a in (X, Y))
     scores = np.exp(1.5) * images @ texts.T
     log_p = [np.diag(np.log(np.exp(s) / np.exp(s).sum(-1, keepdims=True))) for s in (scores, scores.T)]

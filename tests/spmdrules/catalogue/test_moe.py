@@ -1,4 +1,4 @@
-"""Mixtures of experts against every expert run on every token."""
+"""Compares the mixture-of-experts layers with a reference that runs every expert on every token."""
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,13 @@ def mixed(x, weights, chosen):
     return jnp.einsum("gtk,gtke,gtem->gtm", weights, jax.nn.one_hot(chosen, 4), every_expert(x))
 
 
-def test_with_room_for_all_nothing_is_dropped():
+def test_nothing_is_dropped_with_enough_capacity():
     weights, chosen, *_ = moe.top_k_gate(X, ROUTER)
     found, _ = moe.moe_layer(X, ROUTER, GATE, UP, DOWN, capacity=8)
     close(found, mixed(X, weights, chosen))
 
 
-def test_dropless_is_the_same_with_its_gradients():
+def test_dropless_moe_equals_the_reference_with_its_gradients():
     weights, chosen, *_ = moe.top_k_gate(X, ROUTER)
     flat = [a.reshape(32, -1) for a in (weights, chosen)]
 
@@ -51,7 +51,7 @@ def test_choices_past_the_capacity_are_dropped_first_choices_first():
     chosen = jnp.asarray([[[0, 1], [0, 1], [1, 0]]], jnp.int32)
     weights = jnp.asarray([[[0.6, 0.4], [0.7, 0.3], [0.8, 0.2]]])
     dispatch, combine = moe.capacity_masks(weights, chosen, experts=2, capacity=2)
-    # Expert 0: tokens 0 and 1. Expert 1: token 2, whose first choice it is, then token 0; token 1 finds it full.
+    # Expert 0 gets tokens 0 and 1. Expert 1 gets token 2 (its first choice), then token 0. Token 1 is dropped there.
     expected = np.zeros((1, 3, 2, 2), np.float32)
     for token, expert, place, weight in ((0, 0, 0, 0.6), (1, 0, 1, 0.7), (2, 1, 0, 0.8), (0, 1, 1, 0.4)):
         expected[0, token, expert, place] = weight
@@ -75,10 +75,10 @@ def test_gates_are_float32_and_choose_the_largest():
     close(first[1], moe.top_k_gate(X, ROUTER)[1][..., :1])
     bias = jnp.asarray([0.0, 0, 9, 0])
     weights, chosen = moe.sigmoid_gate(X, ROUTER, bias)
-    assert (chosen[..., 0] == 2).all()  # the bias chooses, and is no part of the weight
+    assert (chosen[..., 0] == 2).all()  # the bias affects the choice but not the weights
     scores = jax.nn.sigmoid(jnp.einsum("gtm,me->gte", X, ROUTER))
-    taken = jnp.take_along_axis(scores, chosen, -1)
-    close(weights, taken / taken.sum(-1, keepdims=True))
+    selected = jnp.take_along_axis(scores, chosen, -1)
+    close(weights, selected / selected.sum(-1, keepdims=True))
 
 
 def test_an_expert_without_tokens_has_gradients_of_zero():
@@ -89,7 +89,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero():
         assert not gradient[1].any() and not gradient[3].any() and gradient[0].any()
 
 
-def test_groups_stay_and_experts_stay():
+def test_sharded_groups_and_sharded_experts_move_nothing():
     weights = (GATE, UP, DOWN)
     found = propagate(moe.moe_layer, X, ROUTER, *weights, in_specs=(P("dp"), *(P(),) * 4), mesh={"dp": 4})
     assert not found.reshards and found.out_specs == (P("dp"), P("dp"))

@@ -1,4 +1,4 @@
-"""Normalisation against Flax's, statistics in float32, and what batch norm moves where the batch is sharded."""
+"""Compares normalisation with Flax, and checks float32 statistics and the communication of batch norm."""
 
 import flax.linen as nn
 import jax
@@ -35,28 +35,28 @@ def flax(module, x):
     ("instance_norm", nn.InstanceNorm(epsilon=1e-5, use_fast_variance=False)),
     ("group_norm", nn.GroupNorm(4, epsilon=1e-5, use_fast_variance=False)),
 ])  # fmt: skip
-def test_like_flax(name, module):
+def test_norms_equal_flax(name, module):
     keywords = {"groups": 4} if name == "group_norm" else {}
     close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
 
 
-def test_rms_norm_is_like_flax():
+def test_rms_norm_equals_flax():
     close(norms.rms_norm(X, SCALE), flax(nn.RMSNorm(epsilon=1e-5), X)[0])
 
 
-def test_training_batch_norm_is_like_flax_with_its_gradient_and_running_statistics():
+def test_training_batch_norm_equals_flax_with_its_gradient_and_running_statistics():
     module = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
     expected, pull = jax.vjp(lambda x: flax(module, x)[0], X)
     found, pull_found = jax.vjp(lambda x: norms.batch_norm(x, *STATE)[0], X)
-    close((found, pull_found(SPREAD)), (expected, pull(SPREAD)))
+    close((found, pull_found(COTANGENT)), (expected, pull(COTANGENT)))
     state = flax(module, X)[1]["batch_stats"]
     close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
 
 
-SPREAD = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
+COTANGENT = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
 
 
-def test_batch_norm_at_inference_is_like_flax():
+def test_batch_norm_at_inference_equals_flax():
     close(norms.batch_norm_inference(X, *STATE), flax(nn.BatchNorm(use_running_average=True), X)[0])
 
 
@@ -68,11 +68,11 @@ def test_ghost_batch_norm_is_batch_norm_of_each_part():
     assert not np.allclose(found, norms.batch_norm(X, *STATE)[0], atol=1e-2)
 
 
-def test_batch_renorm_is_batch_norm_where_nothing_may_be_corrected():
+def test_batch_renorm_without_correction_equals_batch_norm():
     close(norms.batch_renorm(X, *STATE, max_ratio=1.0, max_shift=0.0, epsilon=1e-5), norms.batch_norm(X, *STATE))
 
 
-def test_batch_renorm_uses_running_statistics_where_everything_may_be_corrected():
+def test_batch_renorm_with_unlimited_correction_uses_running_statistics():
     found = norms.batch_renorm(X, *STATE, max_ratio=1e6, max_shift=1e6, epsilon=1e-5)[0]
     close(found, norms.batch_norm_inference(X, *STATE), 1e-3)
 
@@ -87,7 +87,7 @@ def test_statistics_of_bfloat16_are_float32():
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2, atol=1e-2)
 
 
-def test_local_response_norm_sums_neighbours():
+def test_local_response_norm_sums_adjacent_channels():
     padded = np.pad(np.square(X), [(0, 0)] * 3 + [(2, 2)])
     total = sum(padded[..., i : i + CHANNELS] for i in range(5))
     close(norms.local_response_norm(X, alpha=0.1), X / (1 + 0.1 * total) ** 0.75)
@@ -108,16 +108,18 @@ def test_spectral_norm_reaches_the_largest_singular_value():
     close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
 
 
-def test_l2_normalize_of_zeros_has_a_gradient_of_its_own():
+def test_l2_normalize_of_zeros_has_a_finite_gradient():
     gradient = jax.grad(lambda x: norms.l2_normalize(x)[0])(jnp.zeros(4))
     assert np.isfinite(gradient).all()
 
 
-def test_a_sharded_batch_stays_and_only_statistics_are_reduced():
+def test_a_sharded_batch_reduces_only_statistics():
     found = propagate(norms.batch_norm, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
     assert found.out_specs == (P("data"), P(), P())
     assert {r.kind for r in found.reshards} == {"all-reduce"}
-    assert found.bytes_moved == 2 * (2 * 3 / 4 * 4 * CHANNELS)  # a mean and a variance, 1.5 times their bytes each
+    assert found.bytes_moved == 2 * (
+        2 * 3 / 4 * 4 * CHANNELS
+    )  # all-reduces of a mean and a variance, each 1.5 times its bytes
 
     def gradient(x, scale, bias, d_y):
         return jax.vjp(lambda x, s, b: norms.batch_norm(x, s, b, MEAN, VARIANCE)[0], x, scale, bias)[1](d_y)
@@ -128,7 +130,7 @@ def test_a_sharded_batch_stays_and_only_statistics_are_reduced():
     assert "all-gather" not in {r.kind for r in found.reshards}
 
 
-def test_groups_that_lie_on_one_device_reduce_their_running_statistics_only():
+def test_ghost_batch_norm_with_whole_groups_per_device_reduces_only_running_statistics():
     fn = lambda *args: norms.ghost_batch_norm(*args, groups=4)  # noqa: E731
     found = propagate(fn, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
     assert found.out_specs == (P("data"), P(), P())
@@ -136,14 +138,14 @@ def test_groups_that_lie_on_one_device_reduce_their_running_statistics_only():
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "ghost_batch_norm"])
-def test_one_result_on_every_mesh(name, mesh_of):
+def test_every_mesh_gives_the_same_result(name, mesh_of):
     keywords = {"groups": 4} if name == "ghost_batch_norm" else {}
 
     def run(x, d_y):
         y, pull = jax.vjp(lambda x, *p: getattr(norms, name)(x, *p, *STATE[2:], **keywords)[0], x, *STATE[:2])
         return y, pull(d_y)
 
-    expected = run(X, SPREAD)
+    expected = run(X, COTANGENT)
     for ways in (2, 8):
         sharding = NamedSharding(mesh_of(data=ways), P("data"))
-        close(jax.jit(run)(*jax.device_put((X, SPREAD), sharding)), expected, 1e-4)
+        close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)

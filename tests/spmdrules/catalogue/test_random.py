@@ -1,4 +1,4 @@
-"""Random operators: one mask whatever is done with it, and distributions as they should be."""
+"""Random operators: a key gives the same mask in every setting, and samples have the right distributions."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ SPECS = ((dict(data=2), P("data")), (dict(data=8), P(None, "data")), (dict(data=
 
 
 def mask_of(key):
-    """What `dropout` keeps: of ones, with nothing around it."""
+    """The elements that `dropout` keeps, from applying it to ones."""
     return np.asarray(random.dropout(key, jnp.ones(X.shape))) != 0
 
 
 def run(x, residual):
-    """`dropout_add` and its gradients; ones flow back, so that dx is the mask over the part that is kept."""
+    """`dropout_add` and its gradients for a cotangent of ones: the gradient of x is the scaled mask."""
     y, pull = jax.vjp(lambda *args: random.dropout_add(KEY, *args), x, residual)
     return y, *pull(jnp.ones_like(y))
 
@@ -37,32 +37,32 @@ def assert_masked(y, d_x, d_residual):
     assert (np.asarray(d_residual) == 1).all()
 
 
-def test_one_mask_forward_and_backward():
+def test_the_mask_is_the_same_forward_and_backward():
     assert_masked(*run(X, RESIDUAL))
 
 
-def test_rounding_twice_would_be_seen():
+def test_rounding_twice_gives_another_result():
     twice = RESIDUAL + random.dropout(KEY, X)
     assert (np.asarray(twice) != np.asarray(run(X, RESIDUAL)[0])).any()
 
 
-def test_one_mask_under_remat():
+def test_the_mask_is_the_same_under_remat():
     plain = lambda *args: jnp.exp(random.dropout_add(KEY, *args))  # noqa: E731
 
     def gradient(fn):
         return lambda x, residual: jax.vjp(fn, x, residual)[1](jnp.ones_like(x))[0]
 
-    again = gradient(jax.checkpoint(plain))
-    recomputed = [e for e in jax.make_jaxpr(again)(X, RESIDUAL).eqns if "policy" in e.params]
+    rematerialized = gradient(jax.checkpoint(plain))
+    recomputed = [e for e in jax.make_jaxpr(rematerialized)(X, RESIDUAL).eqns if "policy" in e.params]
     assert recomputed and all("random_bits" in str(e.params["jaxpr"]) for e in recomputed)  # it is drawn twice
-    found = np.asarray(jax.jit(again)(X, RESIDUAL))
+    found = np.asarray(jax.jit(rematerialized)(X, RESIDUAL))
     assert np.array_equal(found != 0, mask_of(KEY))
     expected = jax.jit(gradient(plain))(X, RESIDUAL)
     np.testing.assert_allclose(found.astype(np.float32), np.asarray(expected, np.float32), rtol=0.02)
 
 
 @pytest.mark.parametrize("axes, spec", SPECS)
-def test_one_mask_on_every_mesh(axes, spec, mesh_of):
+def test_the_mask_is_the_same_on_every_mesh(axes, spec, mesh_of):
     sharding = NamedSharding(mesh_of(**axes), spec)
     x, residual = jax.device_put((X, RESIDUAL), sharding)
     compiled = jax.jit(run, out_shardings=sharding).lower(x, residual).compile()
@@ -71,12 +71,12 @@ def test_one_mask_on_every_mesh(axes, spec, mesh_of):
 
 
 @pytest.mark.parametrize("axes, spec", SPECS)
-def test_masks_move_nothing(axes, spec):
+def test_masks_need_no_communication(axes, spec):
     found = propagate(run, X, RESIDUAL, in_specs=spec, mesh=axes)
     assert not found.reshards and found.out_specs == (spec, spec, spec)
 
 
-def test_another_key_another_mask():
+def test_another_key_gives_another_mask():
     assert (mask_of(KEY) != mask_of(jax.random.fold_in(KEY, 1))).any()
 
 
@@ -92,7 +92,7 @@ def test_alpha_dropout_keeps_mean_and_variance():
     np.testing.assert_allclose((found.mean(), found.var()), (0, 1), atol=0.02)
 
 
-def test_stochastic_rounding_is_right_in_the_mean():
+def test_stochastic_rounding_keeps_the_mean():
     x = jnp.full(200_000, 1 + 2**-10, jnp.float32)  # an eighth of the way to the next bfloat16
     found = random.stochastic_rounding(KEY, x).astype(jnp.float32)
     assert set(np.unique(found)) == {1, 1 + 2**-7}
@@ -101,7 +101,7 @@ def test_stochastic_rounding_is_right_in_the_mean():
     assert np.array_equal(random.stochastic_rounding(KEY, ends).astype(jnp.float32), ends)
 
 
-def test_samples_come_from_the_classes_that_are_left():
+def test_samples_come_from_the_allowed_classes():
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.05, 0.5, 0.15, 0.3])), (5000, 4))
     assert set(np.unique(random.sample_top_k(KEY, logits, k=2))) == {1, 3}
     chosen = np.asarray(random.sample_top_p(KEY, logits, p=0.9))

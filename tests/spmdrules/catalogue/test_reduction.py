@@ -1,4 +1,4 @@
-"""The reductions of the catalogue that JAX has not, against NumPy and SciPy."""
+"""Compares the catalogue's reductions that are not in JAX with NumPy and SciPy."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from scipy import stats
 
 from autoshard.spmdrules.catalogue import reduction
 
-ops: Any = reduction  # NumPy's arrays will do
+ops: Any = reduction  # typed as Any, since the tests pass NumPy arrays
 
 X, Y = np.random.default_rng(0).gamma(2.0, size=(2, 4, 9, 3)).astype(np.float32) - 1
 
@@ -34,8 +34,8 @@ def test_var_mean():
 
 
 @pytest.mark.parametrize("order", [1, 3, np.inf])
-def test_norm_from(order):
-    np.testing.assert_allclose(ops.norm_from(X, order, 1), np.linalg.norm(X, order, 1), rtol=1e-5)
+def test_order_norm(order):
+    np.testing.assert_allclose(ops.order_norm(X, order, 1), np.linalg.norm(X, order, 1), rtol=1e-5)
 
 
 def test_weighted_average():

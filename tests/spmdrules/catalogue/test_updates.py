@@ -1,4 +1,4 @@
-"""Updates against Optax on a tree, and against the formulas."""
+"""Compares parameter updates with Optax on a pytree, and with formulas."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def close(a, b, tolerance=2e-6):
 
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(0.1), optax.adafactor(0.1, min_dim_size_to_factor=4)])
-def test_a_flat_state_steps_as_the_tree_does(optimizer):
+def test_a_flat_state_gives_the_same_steps_as_a_tree(optimizer):
     params: Any = {"w": PARAMETER}
     state = optimizer.init(params)
     flat = (PARAMETER, *jax.tree.leaves(optimizer.init(PARAMETER)))
@@ -35,22 +35,22 @@ def test_a_flat_state_steps_as_the_tree_does(optimizer):
     close(flat, (params["w"], *jax.tree.leaves(state)))
 
 
-def test_the_first_step_of_adamw_is_its_formula():
+def test_the_first_step_of_adamw_equals_its_formula():
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
     found = updates.step_of(optimizer)(PARAMETER, GRADIENT, *jax.tree.leaves(optimizer.init(PARAMETER)))[0]
     close(found, PARAMETER - 1e-2 * (GRADIENT / (jnp.abs(GRADIENT) + 1e-8) + 0.1 * PARAMETER))
 
 
-@pytest.mark.parametrize("most", [0.5, 1e3])
-def test_clipping_by_norms_is_like_optax(most):
-    clip = optax.clip_by_global_norm(most)
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_by_norms_equals_optax(max_norm):
+    clip = optax.clip_by_global_norm(max_norm)
     tree = {"a": GRADIENT, "b": OTHER}
     expected: Any = clip.update(tree, clip.init(tree))[0]
-    close(updates.clip_by_global_norm(GRADIENT, OTHER, most=most), (expected["a"], expected["b"]))
-    close(updates.clip_by_leaf_norm(GRADIENT, most=most), clip.update(GRADIENT, clip.init(GRADIENT))[0])
+    close(updates.clip_by_global_norm(GRADIENT, OTHER, max_norm=max_norm), (expected["a"], expected["b"]))
+    close(updates.clip_by_leaf_norm(GRADIENT, max_norm=max_norm), clip.update(GRADIENT, clip.init(GRADIENT))[0])
 
 
-def test_the_norm_of_bfloat16_leaves_is_float32_and_zeros_stay():
+def test_the_norm_of_bfloat16_leaves_is_float32_and_zeros_stay_zero():
     many = jnp.full((300, 300), 0.01, jnp.bfloat16)
     exact = np.sqrt(90000.0) * float(jnp.bfloat16(0.01))
     np.testing.assert_allclose(updates.global_norm(many), exact, rtol=1e-5)
@@ -58,27 +58,27 @@ def test_the_norm_of_bfloat16_leaves_is_float32_and_zeros_stay():
     assert np.array_equal(updates.clip_by_leaf_norm(zeros), zeros)
 
 
-def test_averages_are_like_optax():
+def test_averages_equal_optax():
     close(updates.ema(PARAMETER, OTHER[:8, :12]), optax.incremental_update(OTHER[:8, :12], PARAMETER, 1e-3))
     average = optax.ema(0.9, debias=True)
     state = average.init(PARAMETER)
-    mine, count = jnp.zeros_like(PARAMETER), jnp.int32(0)
+    ours, count = jnp.zeros_like(PARAMETER), jnp.int32(0)
     for value in (PARAMETER, GRADIENT):
         expected, state = average.update(value, state)
-        found, mine, count = updates.debiased_ema(mine, value, count)
+        found, ours, count = updates.debiased_ema(ours, value, count)
         close(found, expected)
 
 
-def test_accumulated_gradients_are_their_mean_and_start_again():
+def test_accumulated_gradients_give_their_mean_and_are_reset():
     total, count = jnp.zeros((8, 12)), jnp.int32(0)
     parts = jnp.asarray(RNG.normal(size=(8, 8, 12)), jnp.float32)
-    given = []
+    means = []
     for part in parts:
         mean, total, count = updates.gradient_accumulation(total, part, count)
-        given.append(mean)
-    close(given[3], parts[:4].mean(0), 1e-5)
-    close(given[7], parts[4:].mean(0), 1e-5)
-    assert not np.any(given[2]) and not np.any(total) and count == 0
+        means.append(mean)
+    close(means[3], parts[:4].mean(0), 1e-5)
+    close(means[7], parts[4:].mean(0), 1e-5)
+    assert not np.any(means[2]) and not np.any(total) and count == 0
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_with_patience():
@@ -98,11 +98,11 @@ def test_orthogonalized_singular_values_are_near_one():
     close(updates.weight_decay(PARAMETER, GRADIENT), GRADIENT + 0.1 * PARAMETER)
 
 
-def test_a_sharded_step_stays_where_it_is():
+def test_a_sharded_step_moves_no_parameters():
     operator = next(op for op in updates.OPERATORS if op.name == "adamw")
     specs = tuple(P("data") if x.shape else P() for x in operator.args)
     found = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"data": 4})
     assert not found.reshards and found.out_specs[0] == P("data")
     found = propagate(updates.clip_by_global_norm, GRADIENT, OTHER, in_specs=P("data"), mesh={"data": 4})
     assert found.out_specs == (P("data"), P("data"))
-    assert sum(r.bytes_moved for r in found.reshards) <= 2 * 6  # one number of each leaf at most
+    assert sum(r.bytes_moved for r in found.reshards) <= 2 * 6  # at most one number per leaf
