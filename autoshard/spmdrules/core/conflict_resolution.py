@@ -23,7 +23,7 @@ from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, cost
 from autoshard.spmdrules.core.rule import Dims, Rule
 
 IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
-_MOST_COMBINATIONS = 256
+_MAX_COMBINATIONS = 256
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Operand:
         twin: the first operand that is the same value; its own number if there is none before it.
     """
 
-    place: Placement
+    placement: Placement
     nbytes: float
-    zero: bool
-    twin: int
+    is_zero: bool
+    same_as: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Resolution:
 
 
 @dataclass(frozen=True)
-class CutFactor:
+class ShardFactor:
     """A mesh axis cuts a factor."""
 
     factor: str
@@ -66,7 +66,7 @@ class PassPartial:
     op: str
 
 
-Choice = CutFactor | PassPartial | None
+Choice = ShardFactor | PassPartial | None
 
 
 def resolve(
@@ -105,7 +105,7 @@ class _Resolver:
         self.factors = rule.by_name
         # Where operands cut a factor by the same axes in another order, the largest one keeps its order.
         ranked = sorted(enumerate(operands), key=lambda pair: -pair[1].nbytes)
-        self.cuts = {i: project(rule, rule.operands[i], o.place.spec, mesh) for i, o in ranked}
+        self.cuts = {i: project(rule, rule.operands[i], o.placement.spec, mesh) for i, o in ranked}
         self.goals = [
             {} if spec is None else project(rule, dims, spec, mesh)
             for dims, spec in zip(rule.results, wanted, strict=True)
@@ -114,11 +114,11 @@ class _Resolver:
     def best(self) -> Resolution:
         """What the operands say where they agree, else the cheapest combination."""
         options = {axis: self.options(axis) for axis in self.mesh}
-        if all(len(found) <= 1 for found in options.values()) and not self.reduces(options):
+        if all(len(found) <= 1 for found in options.values()) and not self.may_reduce(options):
             settled = self.build({axis: found[0] for axis, found in options.items() if found})
             if settled is not None:
                 return settled
-        if math.prod(len(found) + 1 for found in options.values()) > _MOST_COMBINATIONS:
+        if math.prod(len(found) + 1 for found in options.values()) > _MAX_COMBINATIONS:
             return self.greedy(options)
         axes = list(options)
         combinations = itertools.product(*([*options[a], None] for a in axes))
@@ -126,45 +126,45 @@ class _Resolver:
 
     def options(self, axis: str) -> list[Choice]:
         """What a mesh axis could do here, besides nothing."""
-        found: list[Choice] = list(self.passes(axis))
-        partial = any(axis == a for o in self.operands for a, _ in o.place.partial)
-        found += [CutFactor(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
+        found: list[Choice] = list(self.partial_choices(axis))
+        partial = any(axis == a for o in self.operands for a, _ in o.placement.partial)
+        found += [ShardFactor(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
         if not found or partial:
-            found += [CutFactor(goal[axis]) for goal in self.goals if axis in goal]
+            found += [ShardFactor(goal[axis]) for goal in self.goals if axis in goal]
         return list(dict.fromkeys(found))
 
-    def reduces(self, options: Mapping[str, Sequence[Choice]]) -> bool:
+    def may_reduce(self, options: Mapping[str, Sequence[Choice]]) -> bool:
         """Whether making a partial whole here may be cheaper: its axis cuts a factor, or what it makes is larger."""
-        partial = {a for o in self.operands for a, _ in o.place.partial}
-        if any(isinstance(c, CutFactor) for a in partial for c in options.get(a, ())):
+        partial = {a for o in self.operands for a, _ in o.placement.partial}
+        if any(isinstance(c, ShardFactor) for a in partial for c in options.get(a, ())):
             return True
         largest = max(self.result_bytes, default=0.0)
         passed = [c for found in options.values() for c in found if isinstance(c, PassPartial)]
         return any(largest > sum(self.operands[i].nbytes for i in c.operands) for c in passed)
 
-    def passes(self, axis: str) -> Iterator[PassPartial]:
+    def partial_choices(self, axis: str) -> Iterator[PassPartial]:
         """The ways in which a partial over `axis` can pass through."""
-        held = {i: op for i, o in enumerate(self.operands) for a, op in o.place.partial if a == axis}
+        held = {i: op for i, o in enumerate(self.operands) for a, op in o.placement.partial if a == axis}
         if len(set(held.values())) != 1:
             return
         op = next(iter(held.values()))
-        if self.aligned:
+        if self.is_aligned:
             yield PassPartial(tuple(held), op)
             return
         found = set()
         if op == "sum":
             for group in self.rule.linear:
-                if held.keys() & set(group) and all(i in held or self.operands[i].zero for i in group):
+                if held.keys() & set(group) and all(i in held or self.operands[i].is_zero for i in group):
                     found.add(tuple(i for i in group if i in held))
         moved = tuple(i for i in self.rule.moves if i in held)
         rest = [i for i in self.rule.moves if i not in held]
-        if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].zero for i in rest)) or not rest):
+        if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].is_zero for i in rest)) or not rest):
             found.add(moved)
         for group in sorted(found):
             yield PassPartial(group, op)
 
     @property
-    def aligned(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether each result is the operand of the same number, moved (`optimization_barrier`)."""
         rule = self.rule
         return 1 < len(rule.operands) == len(rule.moves) and rule.operands == rule.results
@@ -195,10 +195,10 @@ class _Resolver:
         """Where operands and results are under these choices, None where a dimension cannot be cut like that."""
         axes: dict[str, list[str]] = {}
         for i, cut in self.cuts.items():
-            self.collect(axes, chosen, cut, self.operands[i].place.spec)
+            self.add_axes(axes, chosen, cut, self.operands[i].placement.spec)
         for goal, spec in zip(self.goals, self.wanted, strict=True):
-            self.collect(axes, chosen, goal, spec or ())
-        if not self.feasible(axes):
+            self.add_axes(axes, chosen, goal, spec or ())
+        if not self.is_feasible(axes):
             return None
         rule = self.rule
         passing = [(a, c) for a, c in chosen.items() if isinstance(c, PassPartial)]
@@ -208,23 +208,23 @@ class _Resolver:
         )
         results = []
         for j, dims in enumerate(rule.results):
-            passed = [(a, c.op) for a, c in passing if not self.aligned or j in c.operands]
+            passed = [(a, c.op) for a, c in passing if not self.is_aligned or j in c.operands]
             cut = [(a, op) for f, over in axes.items() if (op := rule.partial(f, j)) for a in over]
             results.append(Placement(_spec(dims, axes), tuple(sorted([*passed, *cut]))))
         return Resolution(operands, tuple(results))
 
-    def collect(
+    def add_axes(
         self, axes: dict[str, list[str]], chosen: Mapping[str, Choice], cut: Mapping[str, str], spec: Spec
     ) -> None:
         """Adds the chosen axes of one array's spec to their factors, in its order."""
         for axis in axes_of(spec):
             choice = chosen.get(axis)
-            if isinstance(choice, CutFactor) and cut.get(axis) == choice.factor:
+            if isinstance(choice, ShardFactor) and cut.get(axis) == choice.factor:
                 over = axes.setdefault(choice.factor, [])
                 if axis not in over:
                     over.append(axis)
 
-    def feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
+    def is_feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
         """Whether each factor is cut evenly, and what is minor in a dimension only where its majors are fully cut."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
         if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
@@ -242,12 +242,12 @@ class _Resolver:
         """Bytes moved under a choice; see the module's head."""
         total = 0.0
         for i, (o, target) in enumerate(zip(self.operands, settled.operands, strict=True)):
-            if o.twin < i and target == settled.operands[o.twin]:
+            if o.same_as < i and target == settled.operands[o.same_as]:
                 continue  # moved already
-            total += cost(o.place, target, o.nbytes, self.mesh)
+            total += cost(o.placement, target, o.nbytes, self.mesh)
         for place, nbytes, spec in zip(settled.results, self.result_bytes, self.wanted, strict=True):
             if place.partial or spec is not None:
-                goal = place.whole if spec is None else Placement(spec)
+                goal = place.reduced if spec is None else Placement(spec)
                 total += cost(place, goal, nbytes, self.mesh)
         return total
 

@@ -38,7 +38,7 @@ class Placement:
     partial: tuple[tuple[str, str], ...] = ()
 
     @property
-    def whole(self) -> Placement:
+    def reduced(self) -> Placement:
         """The same spec with nothing partial."""
         return Placement(self.spec)
 

@@ -39,8 +39,8 @@ def rule(*primitives: Primitive | None) -> Callable[[RuleFn], RuleFn]:
         for number, primitive in enumerate(chosen):
             if primitive in _RULES or primitive in chosen[:number]:
                 raise RuleError(
-                    f"@rule: primitive '{primitive}' has a rule already, {_named(_RULES.get(primitive, fn))}. It has "
-                    f"one rule only: drop that one, or {_named(fn)}."
+                    f"@rule: primitive '{primitive}' has a rule already, {_qualified_name(_RULES.get(primitive, fn))}. It has "
+                    f"one rule only: drop that one, or {_qualified_name(fn)}."
                 )
         _RULES.update(dict.fromkeys(chosen, fn))
         return fn
@@ -48,7 +48,7 @@ def rule(*primitives: Primitive | None) -> Callable[[RuleFn], RuleFn]:
     return register
 
 
-def _named(fn: RuleFn) -> str:
+def _qualified_name(fn: RuleFn) -> str:
     return f"{fn.__module__}.{fn.__qualname__}"
 
 
@@ -80,13 +80,13 @@ def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, 
     try:
         found = _CACHE.get(key)
     except TypeError:  # a parameter that cannot be hashed
-        return _made(fn, primitive, avals, params)
+        return _call_rule_function(fn, primitive, avals, params)
     if found is None:
-        found = _CACHE[key] = _made(fn, primitive, avals, params)
+        found = _CACHE[key] = _call_rule_function(fn, primitive, avals, params)
     return found
 
 
-def _made(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule:
+def _call_rule_function(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule:
     """What a rule function gives, with its sizes read off the operands."""
     try:
         found: Any = fn(*avals, **params)
@@ -96,7 +96,7 @@ def _made(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapp
     except Exception as error:  # a rule is its author's code, which may raise anything; told as the rule's error
         shapes = ", ".join(str(tuple(a.shape)) for a in avals)
         told = str(error) if isinstance(error, RuleError) else f"it raised {type(error).__name__}: {error}"
-        raise RuleError(f"the rule of '{primitive}', {_named(fn)}, for operands {shapes}: {told}") from error
+        raise RuleError(f"the rule of '{primitive}', {_qualified_name(fn)}, for operands {shapes}: {told}") from error
 
 
 def check_fit(primitive: Primitive, rule: Rule, avals: Sequence[Any], results: Sequence[Any], where: str) -> None:
@@ -118,12 +118,12 @@ def check_fit(primitive: Primitive, rule: Rule, avals: Sequence[Any], results: S
         shapes = [tuple(a.shape) for a in found]
         if declared != shapes:
             raise RuleError(
-                f"the rule of '{primitive}', {_named(_RULES[primitive])}, at {where}: '{rule}' declares {side}s of "
+                f"the rule of '{primitive}', {_qualified_name(_RULES[primitive])}, at {where}: '{rule}' declares {side}s of "
                 f"shapes {declared}, they are {shapes}. Correct the rule."
             )
 
 
-def replicated(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:
+def replicated_rule(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:
     """The rule of an operator that nothing is known about: every dimension is needed whole."""
     factors: list[Factor] = []
 

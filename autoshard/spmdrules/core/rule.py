@@ -195,7 +195,7 @@ class Rule:
                     f"argument's shape is {shape}"
                 )
             for d, (size, dim) in enumerate(zip(shape, dims, strict=True)):
-                _solve(sizes, dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})")
+                _bind_size(sizes, dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})")
         return self.where(factors=tuple(replace(f, size=sizes.get(f.name)) for f in self.factors))
 
     @property
@@ -269,7 +269,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> None:
+def _bind_size(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> None:
     """Fills in the one unknown size of a dimension, or checks that all of them agree with it."""
     unknown = [f for f in dim if f not in sizes]
     known = math.prod(sizes[f] for f in dim if f in sizes)

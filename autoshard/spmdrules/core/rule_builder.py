@@ -69,13 +69,13 @@ class RuleBuilder:
         return Rule(tuple(operands), tuple(results), factors, tuple(linear), moves, local, body)
 
 
-def like(shape: Sequence[int]) -> tuple[RuleBuilder, Dims]:
+def pass_through(shape: Sequence[int]) -> tuple[RuleBuilder, Dims]:
     """A builder, and pass-through dimensions for `shape`."""
     build = RuleBuilder()
     return build, build.dims(shape)
 
 
-def along(
+def with_kind(
     shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None
 ) -> tuple[RuleBuilder, Dims]:
     """A builder, and dimensions for `shape` of which `axes` are of another kind than pass."""
@@ -85,7 +85,7 @@ def along(
     return build, tuple(build.dim(stem, n, kind, op) if d in axes else next(rest) for d, n in enumerate(shape))
 
 
-def put(dims: Dims, axis: int, dim: Dim) -> Dims:
+def replace_dim(dims: Dims, axis: int, dim: Dim) -> Dims:
     """`dims` with another dimension at `axis`."""
     return (*dims[:axis], dim, *dims[axis + 1 :])
 
@@ -100,6 +100,6 @@ def drops_sharding(*shardings: Any) -> LocalParams | None:
     return without_sharding if any(s is not None for s in shardings) else None
 
 
-def is_number(dtype: Any) -> bool:
+def is_numeric(dtype: Any) -> bool:
     """Whether arrays of this type can be added up: not truth values, not random keys."""
     return not jnp.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.number)

@@ -20,7 +20,7 @@ from autoshard import _compat
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
-_MADE: set[Primitive] = set()
+_PRIMITIVES: set[Primitive] = set()
 _compat.not_users_lines(__file__)
 
 
@@ -51,7 +51,7 @@ def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp:
     def bind(*xs: Any) -> tuple[Any, ...]:
         return tuple(primitive.bind(*xs, fn=fn, text=text, vjp=vjp))
 
-    args = same_axes(args)
+    args = unify_varying_axes(args)
     if vjp is None:
         return bind(*args)
     fwd, bwd = vjp
@@ -71,7 +71,7 @@ def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp:
     return differentiable(*args)
 
 
-def same_axes(args: Sequence[Any]) -> list[Any]:
+def unify_varying_axes(args: Sequence[Any]) -> list[Any]:
     """Under `shard_map`, operands that all vary over the same axes: cotangents are then summed where they must be."""
     axes = frozenset[str]().union(*map(_compat.varying_axes, args))
     missing = [tuple(sorted(axes - _compat.varying_axes(x))) for x in args]
@@ -82,11 +82,11 @@ def make_primitive(name: str) -> Primitive:
     """A new primitive with everything that JAX has to know of it."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-    _MADE.add(primitive)
+    _PRIMITIVES.add(primitive)
     primitive.def_impl(lambda *args, **params: _jitted(primitive, tuple(params.items()))(*args))
 
     def abstract(*avals: Any, fn: Any, text: str, **_: Any) -> list[Any]:
-        results = shapes(fn, avals)
+        results = result_types(fn, avals)
         check_fit(name, text, avals, results)
         return [_compat.result_type(r.shape, r.dtype, avals) for r in results]
 
@@ -104,7 +104,7 @@ def make_primitive(name: str) -> Primitive:
 
 def is_operator(primitive: Any) -> bool:
     """Whether a primitive was made by `@operator`: its equations have `fn`, `text` and `vjp`."""
-    return primitive in _MADE
+    return primitive in _PRIMITIVES
 
 
 def defined_at(eqn: Any) -> str:
@@ -119,7 +119,7 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
 
 
-def shapes(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
+def result_types(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
     """Shapes and types of the results, each operand being one's own of the plainest kind."""
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     with _compat.unchecked_varying():

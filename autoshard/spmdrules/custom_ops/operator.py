@@ -19,7 +19,7 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, shapes
+from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, result_types
 from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
 _compat.not_users_lines(__file__)
@@ -54,21 +54,21 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
     if not isinstance(text, str):
         raise TypeError(f"@operator takes the rule as text, @operator('b d, d -> b d; whole d'); got {text!r}")
     parsed = Rule.parse(text)
-    _refuse_what_needs_a_place(parsed)
+    _reject_positional_factors(parsed)
     if vjp is not None and not (isinstance(vjp, (tuple, list)) and len(vjp) == 2 and callable(vjp[1])):
         raise TypeError(f"@operator('{text}'): vjp is a pair (fwd, bwd), fwd None or a function; got {vjp!r:.80}")
 
     def decorate(fn: Callable[..., Any]) -> Any:
         primitive = make_primitive(name or _name_of(fn))
-        register(primitive)(_declared(primitive.name, parsed.text, fn.__module__))
+        register(primitive)(_rule_function(primitive.name, parsed.text, fn.__module__))
 
         @functools.wraps(fn)
         def call(*args: Any, **options: Any) -> Any:
-            arrays = [_array(primitive.name, i, x) for i, x in enumerate(args)]
+            arrays = [_as_array(primitive.name, i, x) for i, x in enumerate(args)]
             for key, value in options.items():
                 _check_option(primitive.name, key, value)
-            bound = _bound(fn, tuple(sorted(options.items()))) if options else fn
-            out = apply(primitive, arrays, fn=bound, text=text, vjp=_bound_vjp(vjp, options))
+            bound = _with_options(fn, tuple(sorted(options.items()))) if options else fn
+            out = apply(primitive, arrays, fn=bound, text=text, vjp=_vjp_with_options(vjp, options))
             return out if len(parsed.results) > 1 else out[0]
 
         return call
@@ -83,7 +83,7 @@ def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _array(name: str, i: int, x: Any) -> Any:
+def _as_array(name: str, i: int, x: Any) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
@@ -103,7 +103,7 @@ def _check_option(name: str, key: str, value: Any) -> None:
         ) from None
 
 
-def _refuse_what_needs_a_place(rule: Rule) -> None:
+def _reject_positional_factors(rule: Rule) -> None:
     """Refuses factors for which a shard would have to know where it is: the function is run as it stands."""
     for f in rule.factors:
         if f.kind in ("index", "offset") or f.op in POSITIONS:
@@ -115,20 +115,20 @@ def _refuse_what_needs_a_place(rule: Rule) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound(fn: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _with_options(fn: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """A function with options; the same object for the same ones, so that nothing is traced twice."""
     return functools.partial(fn, **dict(options))
 
 
-def _bound_vjp(vjp: Vjp | None, options: dict[str, Any]) -> Vjp | None:
+def _vjp_with_options(vjp: Vjp | None, options: dict[str, Any]) -> Vjp | None:
     if vjp is None or not options:
         return vjp
     fwd, bwd = vjp
     items = tuple(sorted(options.items()))
-    return fwd and _bound(fwd, items), _bound(bwd, items)
+    return fwd and _with_options(fwd, items), _with_options(bwd, items)
 
 
-def _declared(name: str, text: str, module: str) -> Callable[..., Rule]:
+def _rule_function(name: str, text: str, module: str) -> Callable[..., Rule]:
     """The function that the registry keeps for an operator, whose equations fit their text: binding checks that."""
 
     def declared(*avals: Any, fn: Any, text: str, **_: Any) -> Rule:
@@ -179,7 +179,7 @@ def run_sharded(
                 f"{to_partition_spec(spec)}: the dimension is needed whole, or does not divide. Gather it first."
             )
     operands = [Operand(Placement(s), bytes_of(x), False, i) for i, (s, x) in enumerate(zip(specs, args, strict=True))]
-    outs = shapes(fn, args)
+    outs = result_types(fn, args)
     settled = resolve(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
     cut: dict[str, str] = {}
     for dims, place in zip((*rule.operands, *rule.results), (*settled.operands, *settled.results), strict=True):

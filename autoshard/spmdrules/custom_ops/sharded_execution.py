@@ -20,7 +20,7 @@ from autoshard import _compat
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import flat, same_axes
+from autoshard.spmdrules.custom_ops.opaque_primitive import flat, unify_varying_axes
 
 
 def body_of(eqn: Any, rule: Rule) -> Body:
@@ -75,30 +75,30 @@ def run_on_shards(
         found = project(rule, dims, spec(dims), sizes)
         if lost := [a for a in axes_of(spec(dims)) if found.get(a) != cut[a]]:
             raise RuleError(f"'{rule}': '{lost[0]}' cannot cut '{cut[lost[0]]}' so: its shards are not one piece each")
-    places = [_place(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
+    places = [_placement_after_body(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
     goals = [None if w is None else from_partition_spec(w, len(d)) for w, d in zip(wanted, rule.results, strict=True)]
-    ends = [_end(*each, sizes) for each in zip(places, goals, results, strict=True)]
+    ends = [_exit_spec(*each, sizes) for each in zip(places, goals, results, strict=True)]
     listed = flat(body)
 
     def run(*shards: Any) -> list[Any]:
         index = {f: lax.axis_index(over) for f, over in axes.items()}
         shard = Shard(rule, counts, index, {f: over[0] for f, over in axes.items() if len(over) == 1})
-        made = listed(shard, *same_axes(shards))
-        return [_finish(*each) for each in zip(made, places, ends, strict=True)]
+        made = listed(shard, *unify_varying_axes(shards))
+        return [_reduce_partials(*each) for each in zip(made, places, ends, strict=True)]
 
     in_specs = tuple(to_partition_spec(spec(dims)) for dims in rule.operands)
     out_specs = [to_partition_spec(end) for end in ends]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-    return [_moved(x, end, goal, mesh) for x, end, goal in zip(mapped(*args), ends, goals, strict=True)]
+    return [_constrain(x, end, goal, mesh) for x, end, goal in zip(mapped(*args), ends, goals, strict=True)]
 
 
-def _place(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Placement:
+def _placement_after_body(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Placement:
     """Where a result is when the body has run."""
     ops = {f: rule.partial(f, result) for f in axes}
     return Placement(spec, tuple((a, op) for f, op in ops.items() if op is not None for a in axes[f]))
 
 
-def _end(place: Placement, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
+def _exit_spec(place: Placement, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
     """The spec in which shards leave: a partial sum goes to shards over an axis that the result wants as its next."""
     spec = [list(dim) for dim in place.spec]
     for axis, op in place.partial:
@@ -110,21 +110,21 @@ def _end(place: Placement, wanted: Spec | None, aval: Any, mesh: dict[str, int])
     return tuple(map(tuple, spec))
 
 
-def _finish(x: Any, place: Placement, end: Spec) -> Any:
+def _reduce_partials(x: Any, place: Placement, end: Spec) -> Any:
     """Reduces a shard's partials; what is the same on every shard of an axis is said to be."""
     for axis, op in place.partial:
         scattered = next((d for d, dim in enumerate(end) if axis in dim), None)
         if scattered is not None:
             x = lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
         else:
-            x = _reduced(x, axis, op)
+            x = _reduce(x, axis, op)
     for axis in sorted(_compat.varying_axes(x) - set(axes_of(end))):
         first = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
-        x = _reduced(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
+        x = _reduce(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
     return x
 
 
-def _reduced(x: Any, axis: str, op: str) -> Any:
+def _reduce(x: Any, axis: str, op: str) -> Any:
     if op == "sum":
         return lax.psum(x, axis)
     if op in ("max", "min"):
@@ -146,7 +146,7 @@ def _terms(x: Any, axis: str) -> list[Any]:
     return list(lax.psum(jnp.where(own, wide, jnp.zeros_like(wide)), axis).astype(x.dtype))
 
 
-def _moved(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:
+def _constrain(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:
     """Takes a whole result where it is wanted, if it is not there."""
     if goal is None or goal == end:
         return x

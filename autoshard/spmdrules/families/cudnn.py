@@ -95,7 +95,7 @@ def _segments(q_offsets: Any) -> int:
     return q_offsets.shape[1] - 1 if len(q_offsets.shape) == 2 else 1
 
 
-def _cuttable(q_offsets: Any, dropout_rate: float) -> bool:
+def _is_shardable(q_offsets: Any, dropout_rate: float) -> bool:
     """Packed sequences are one after the other in memory; which elements are dropped depends on where they stand."""
     return _segments(q_offsets) == 1 and not dropout_rate
 
@@ -111,7 +111,7 @@ def attention(
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
     offsets = rows[2]
-    made = _Attention(query, key, value, layout, "pass" if _cuttable(offsets, dropout_rate) else "whole")
+    made = _Attention(query, key, value, layout, "pass" if _is_shardable(offsets, dropout_rate) else "whole")
     results = [made.result, *([made.statistics(_segments(offsets))] if is_training else [])]
     return made.build.rule([*made.operands, made.bias(bias), *map(made.by_row, rows)], results)
 
@@ -130,7 +130,7 @@ def attention_gradient(
     """  # noqa: D205  the map takes two lines
     *rows, _statistics, _forward, _cotangent = others
     offsets, with_bias = rows[2], variadic_args[1]
-    if not _cuttable(offsets, dropout_rate):
+    if not _is_shardable(offsets, dropout_rate):
         made = _Attention(query, key, value, layout, "whole")
     else:
         made = _Attention(query, key, value, layout, *(("reduce", "sum") if with_bias else ("pass", None)))
@@ -142,7 +142,7 @@ def attention_gradient(
 
 
 @rule(*primitives("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"))
-def narrow_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int, is_training: bool, **_: Any) -> Rule:
+def fp8_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int, is_training: bool, **_: Any) -> Rule:
     """``b t (h g) d, b s h d, b s h d1, 1, 1, 1, 1, 1, 1 -> b t (h g) d1, 1 1 1 1, 1 1 1 1, b (h g) t;
     reduce b:max h:max; whole t g d s d1``: attention, and the largest scores and results that a shard has seen.
 
@@ -155,7 +155,7 @@ def narrow_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int
 
 
 @rule(*primitives("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper"))
-def narrow_attention_gradient(
+def fp8_attention_gradient(
     query: Any, key: Any, value: Any, forward: Any, cotangent: Any, statistics: Any, *scales: Any, layout: int, **_: Any
 ) -> Rule:
     """``b t (h g) d, b s h d, b s h d1, b t (h g) d1, b t (h g) d1, b (h g) t, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 ->

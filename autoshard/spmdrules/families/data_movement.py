@@ -14,7 +14,14 @@ from jax import lax
 from autoshard._compat import primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, LocalParams, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, along, like, put, without_sharding
+from autoshard.spmdrules.core.rule_builder import (
+    Dim,
+    RuleBuilder,
+    pass_through,
+    replace_dim,
+    with_kind,
+    without_sharding,
+)
 
 _FIRST = ((0,),)
 
@@ -38,7 +45,7 @@ def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#transpose
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     return build.rule([dims], [tuple(dims[d] for d in permutation)], _FIRST, (0,))
 
 
@@ -50,7 +57,7 @@ def broadcast_in_dim(
 
     https://openxla.org/stablehlo/spec#broadcast_in_dim
     """
-    build, result = like(shape)
+    build, result = pass_through(shape)
     operand = tuple(
         result[d] if size == shape[d] else () for size, d in zip(x.shape, broadcast_dimensions, strict=True)
     )
@@ -63,7 +70,7 @@ def squeeze(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#reshape
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     dropped = {d % len(x.shape) for d in dimensions}
     return build.rule([dims], [tuple(dim for d, dim in enumerate(dims) if d not in dropped)], _FIRST, (0,))
 
@@ -74,7 +81,7 @@ def expand_dims(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#reshape
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     rest = iter(dims)
     rank = len(x.shape) + len(dimensions)
     added = {d % rank for d in dimensions}
@@ -164,10 +171,10 @@ def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#concatenate
     """
     lengths = [x.shape[dimension] for x in xs]
-    build, rest = like([1 if d == dimension else n for d, n in enumerate(xs[0].shape)])
+    build, rest = pass_through([1 if d == dimension else n for d, n in enumerate(xs[0].shape)])
     alone = build.next(sum(lengths)) if sum(n > 0 for n in lengths) == 1 else None
     joined = [build.whole(n) if alone is None or not n else alone for n in (*lengths, sum(lengths))]
-    *operands, result = (put(rest, dimension, dim) for dim in joined)
+    *operands, result = (replace_dim(rest, dimension, dim) for dim in joined)
     return build.rule(operands, [result], (_joint(xs),), _joint(xs))
 
 
@@ -177,8 +184,8 @@ def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.split.html
     """
-    build, dims = along(x.shape, (axis,), "whole")
-    return build.rule([dims], [put(dims, axis, build.whole(n)) for n in sizes], _FIRST, (0,))
+    build, dims = with_kind(x.shape, (axis,), "whole")
+    return build.rule([dims], [replace_dim(dims, axis, build.whole(n)) for n in sizes], _FIRST, (0,))
 
 
 @rule(*primitives("stack"))
@@ -187,7 +194,7 @@ def stack(*xs: Any, axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.stack.html
     """
-    build, dims = like(xs[0].shape)
+    build, dims = pass_through(xs[0].shape)
     result = (*dims[:axis], build.whole(len(xs)), *dims[axis:])
     return build.rule([dims] * len(xs), [result], (_joint(xs),), _joint(xs))
 
@@ -199,7 +206,7 @@ def unstack(x: Any, *, axis: int, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.unstack.html
     """
     count = x.shape[axis]
-    build, dims = like((*x.shape[:axis], *x.shape[axis + 1 :]))
+    build, dims = pass_through((*x.shape[:axis], *x.shape[axis + 1 :]))
     return build.rule([(*dims[:axis], build.whole(count), *dims[axis:])], [dims] * count, _FIRST, (0,))
 
 
@@ -209,7 +216,7 @@ def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.tile.html
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     times = [build.dim("r", n) for n in reps]
     result = tuple(r + dim for r, dim in zip(times, dims, strict=True))
     return build.rule([dims], [result], _FIRST, (0,), sets_shape(tuple(times), "reps"))
@@ -249,7 +256,7 @@ def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#reverse
     """
-    build, dims = along(x.shape, dimensions, "whole")
+    build, dims = with_kind(x.shape, dimensions, "whole")
     return build.rule([dims], [dims], _FIRST, (0,))
 
 
@@ -312,7 +319,7 @@ def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.empty.html
     """
-    build, dims = like(shape)
+    build, dims = pass_through(shape)
     return build.rule([()] * len(dynamic), [dims], local=sets_shape(dims, "shape"))
 
 

@@ -12,7 +12,7 @@ from autoshard import _compat
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, LocalParams, Rule
-from autoshard.spmdrules.core.rule_builder import RuleBuilder, drops_sharding, like
+from autoshard.spmdrules.core.rule_builder import RuleBuilder, drops_sharding, pass_through
 
 _UNARY = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clz", "cos",
@@ -20,11 +20,11 @@ _UNARY = (
     "log2", "logistic", "not", "one_minus_square", "population_count", "reduce_precision", "round", "rsqrt", "sign",
     "sin", "sinh", "sqrt", "square", "tan", "tanh",
 )  # fmt: skip
-_MOVED = ("copy", "stop_gradient", "name", "xla_metadata_value")
-_PLACED = ("with_memory_space_constraint", "relayout")
+_IDENTITY = ("copy", "stop_gradient", "name", "xla_metadata_value")
+_MEMORY_PLACEMENT = ("with_memory_space_constraint", "relayout")
 _CONSTRAINTS = ("sharding_constraint", "reshard", "layout_constraint")
 _LINEAR = ("neg", "real", "imag", "conj")
-_SEVERAL = (
+_NARY = (
     "atan2", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma", "igammac",
     "igamma_grad_a", "max", "min", "mulhi", "nextafter", "polygamma", "pow", "regularized_incomplete_beta", "rem",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta", "polynomial",
@@ -41,7 +41,7 @@ def pointwise(
 ) -> Rule:
     """The rule of an operator on each element, its operands broadcast against each other."""
     shape = np.broadcast_shapes(*(a.shape for a in avals if a.shape))
-    build, dims = like(shape)
+    build, dims = pass_through(shape)
     operands = [_broadcast(a.shape, shape, dims) for a in avals]
     return build.rule(operands, (dims,) * results, linear, moves, local, body)
 
@@ -61,8 +61,8 @@ def unary(x: Any, **_: Any) -> Rule:
     return pointwise(x)
 
 
-@rule(*primitives(*_MOVED))
-def moved(x: Any, **_: Any) -> Rule:
+@rule(*primitives(*_IDENTITY))
+def identity(x: Any, **_: Any) -> Rule:
     """``a b -> a b; linear 0; moves 0``: the same elements.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
@@ -70,8 +70,8 @@ def moved(x: Any, **_: Any) -> Rule:
     return pointwise(x, linear=((0,),), moves=(0,))
 
 
-@rule(*primitives(*_PLACED))
-def placed(x: Any, **_: Any) -> Rule:
+@rule(*primitives(*_MEMORY_PLACEMENT))
+def memory_placement(x: Any, **_: Any) -> Rule:
     """``a b -> a b; linear 0; moves 0``: the same elements in a memory, or in an order in it, of the program's choice.
 
     https://docs.jax.dev/en/latest/pallas/tpu/details.html
@@ -106,8 +106,8 @@ def integer_pow(x: Any, *, y: int, **_: Any) -> Rule:
     return pointwise(x, linear=((0,),) if y == 1 else ())
 
 
-@rule(*primitives(*_SEVERAL))
-def several(*xs: Any, **_: Any) -> Rule:
+@rule(*primitives(*_NARY))
+def nary(*xs: Any, **_: Any) -> Rule:
     """``a b, a b -> a b``: a function of the elements at one place.
 
     https://openxla.org/stablehlo/spec#compare
@@ -169,13 +169,13 @@ def convert_element_type(x: Any, *, new_dtype: Any, sharding: Any = None, **_: A
 
     https://openxla.org/stablehlo/spec#convert
     """
-    exact = _holds(new_dtype, x.dtype)
+    exact = _represents(new_dtype, x.dtype)
     ordered = _is_complex(new_dtype) == _is_complex(x.dtype)
     linear = ((0,),) if exact else ()
     return pointwise(x, linear=linear, moves=(0,) if exact and ordered else (), local=drops_sharding(sharding))
 
 
-def _holds(new: Any, old: Any) -> bool:
+def _represents(new: Any, old: Any) -> bool:
     """Whether every value and every sum of `old` is one of `new`: the same type, or a wider float."""
     if new == old:
         return True
@@ -200,7 +200,7 @@ def bitcast_convert_type(x: Any, *, new_dtype: Any, **_: Any) -> Rule:
     old, new = (dtypes.itemsize_bits(np.dtype(t)) for t in (x.dtype, new_dtype))
     if old == new:
         return pointwise(x)
-    build, dims = like(x.shape if old > new else x.shape[:-1])
+    build, dims = pass_through(x.shape if old > new else x.shape[:-1])
     packed = (*dims, build.whole(max(old, new) // min(old, new)))
     return build.rule([dims], [packed]) if old > new else build.rule([packed], [dims])
 
@@ -211,7 +211,7 @@ def to_edtype(x: Any, *, edtype: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/jax.dtypes.html
     """
-    build, dims = like(x.shape[: len(x.shape) - len(_compat.element_shape(edtype))])
+    build, dims = pass_through(x.shape[: len(x.shape) - len(_compat.element_shape(edtype))])
     return build.rule([(*dims, *map(build.whole, x.shape[len(dims) :]))], [dims])
 
 
@@ -221,7 +221,7 @@ def from_edtype(x: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/jax.dtypes.html
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     return build.rule([dims], [(*dims, *map(build.whole, _compat.element_shape(x.dtype)))])
 
 

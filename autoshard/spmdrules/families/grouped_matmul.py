@@ -83,32 +83,32 @@ def _body(params: Mapping[str, Any], ragged: int, lhs: Dims, groups: Dim) -> Bod
         first, last = (jnp.clip(edge - start, 0, x.shape[ragged]) for edge in (ends - sizes, ends))
         here = (last - first).astype(sizes.dtype)
         if not groups or shard.count(groups[0]) == 1:
-            return _bound(params, x, y, here)
+            return _bind(params, x, y, here)
         own = shard.offset(groups[0]) + jnp.arange(shard.size(groups[0]))
         skipped, here = jnp.take(first, own[0], -1), jnp.take(here, own, -1)
-        x = _turned(x, skipped, before, ragged)
+        x = _rolled(x, skipped, before, ragged)
         if ragged in x_contract:
-            return _bound(params, x, _turned(y, skipped, [partners[d] for d in before], partners[ragged]), here)
-        out = _bound(params, x, y, here)
-        return _turned(out, -skipped, [in_result[d] for d in before], in_result[ragged])
+            return _bind(params, x, _rolled(y, skipped, [partners[d] for d in before], partners[ragged]), here)
+        out = _bind(params, x, y, here)
+        return _rolled(out, -skipped, [in_result[d] for d in before], in_result[ragged])
 
     return body
 
 
-def _bound(params: Mapping[str, Any], x: Any, y: Any, sizes: Any) -> Any:
+def _bind(params: Mapping[str, Any], x: Any, y: Any, sizes: Any) -> Any:
     (out,) = bind_primitive(_RAGGED_DOT, {**params, "out_sharding": None}, x, y, sizes)
     return out
 
 
-def _turned(x: Any, by: Any, before: Sequence[int], axis: int) -> Any:
+def _rolled(x: Any, by: Any, before: Sequence[int], axis: int) -> Any:
     """`x` turned along `axis`, so that its element `by` comes first; by another number for each place in `before`."""
     if not by.ndim:
         return jnp.roll(x, -by, axis)
     at = (by[..., None] + jnp.arange(x.shape[axis])) % x.shape[axis]
-    return jnp.take_along_axis(x, _standing(at, (*before, axis), x.ndim), axis)
+    return jnp.take_along_axis(x, _broadcastable(at, (*before, axis), x.ndim), axis)
 
 
-def _standing(x: Any, where: Sequence[int], rank: int) -> Any:
+def _broadcastable(x: Any, where: Sequence[int], rank: int) -> Any:
     """`x` with its dimensions at `where` of an array of `rank` dimensions, the others of size 1."""
     order = sorted(range(len(where)), key=lambda i: where[i])
     return jnp.expand_dims(jnp.transpose(x, order), tuple(d for d in range(rank) if d not in where))

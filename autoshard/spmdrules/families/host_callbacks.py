@@ -11,7 +11,7 @@ from autoshard.spmdrules.core.rule_builder import RuleBuilder
 
 
 @rule(*primitives("debug_callback", "debug_print"))
-def told(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
+def debug_callback(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
     """``w w1 ->; whole w w1``: arrays go whole to one host, or each shard to its own.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.debug.callback.html

@@ -18,14 +18,14 @@ from jax import lax
 from autoshard._compat import primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, Kind, LocalParams, Reduction, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, is_number, like
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, is_numeric, pass_through
 
 _CLIP = lax.GatherScatterMode.CLIP
 _WINDOW = "u"  # the stem of factors of which windows are taken, that may reach into the next shard
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 
-def _wide(positions: Any) -> Any:
+def _widened(positions: Any) -> Any:
     """Positions of a type that holds every size and -1; what is beyond that type is beyond every size."""
     wide = jnp.int64 if positions.dtype.itemsize == 8 else jnp.int32
     if jnp.issubdtype(positions.dtype, jnp.unsignedinteger):
@@ -60,7 +60,7 @@ def gather(
     numbers = dimension_numbers
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     # With positions of less than 32 bits in a table that is cut there, the partitioner aborts the process.
-    cuttable = is_number(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
+    cuttable = is_numeric(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
     build = RuleBuilder()
     picked = {d: build.dim("b", n) for d, n in enumerate(indices.shape[:-1])}
     dims, windows = [], []
@@ -130,12 +130,12 @@ def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill
 
     def body(shard: Shard, x: Any, indices: Any) -> Any:
         whole = _full(shard, dims)
-        outside, mine, local = _locate(shard, dims, _wide(indices), numbers.start_index_map, sizes, whole, x.shape)
+        outside, mine, local = _locate(shard, dims, _widened(indices), numbers.start_index_map, sizes, whole, x.shape)
         x = _with_margins(shard, x, dims, sizes)
         out = lax.gather(x, local, numbers, _local_sizes(shard, dims, sizes, whole), mode=_CLIP, unique_indices=False)
         rows = [n for d, n in enumerate(out.shape) if d not in numbers.offset_dims]
         assert tuple(rows) == mine.shape
-        spread = _spread(out.shape, numbers.offset_dims)
+        spread = _row_broadcaster(out.shape, numbers.offset_dims)
         if mode == _FILL:
             # Of windows every shard has its part: one of them fills.
             others = [shard.index[f] != 0 for dim in dims for f in dim if is_window(f) and shard.count(f) > 1]
@@ -183,7 +183,7 @@ def _with_margins(shard: Shard, x: Any, dims: Dims, sizes: Sequence[int], sign: 
     return lax.pad(x, jnp.zeros((), x.dtype), [(m, m, 0) for m in margins]) if any(margins) else x
 
 
-def _spread(shape: Sequence[int], windows: Sequence[int]) -> Any:
+def _row_broadcaster(shape: Sequence[int], windows: Sequence[int]) -> Any:
     """A function that broadcasts an array over rows to `shape`, whose `windows` dimensions it lacks."""
     rows = tuple(d for d in range(len(shape)) if d not in windows)
     return lambda per_row: lax.broadcast_in_dim(per_row, tuple(shape), rows)
@@ -255,7 +255,7 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
     def body(shard: Shard, x: Any, indices: Any, updates: Any) -> Any:
         whole = _full(shard, dims)
         mapped = numbers.scatter_dims_to_operand_dims
-        outside, mine, local = _locate(shard, dims, _wide(indices), mapped, sizes, whole, x.shape)
+        outside, mine, local = _locate(shard, dims, _widened(indices), mapped, sizes, whole, x.shape)
         kept = mine if clips else mine & ~outside
         x = _with_margins(shard, x, dims, sizes)
         local = jnp.where(kept[..., None], local, jnp.asarray(x.shape, local.dtype)[jnp.asarray(mapped, int)])
@@ -336,11 +336,11 @@ def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) ->
 
     https://openxla.org/stablehlo/spec#dynamic_slice
     """
-    build, rest = like([n if n == taken else 1 for n, taken in zip(x.shape, slice_sizes, strict=True)])
+    build, rest = pass_through([n if n == taken else 1 for n, taken in zip(x.shape, slice_sizes, strict=True)])
     operand, result = [], []
     for dim, size, taken in zip(rest, x.shape, slice_sizes, strict=True):
         if taken != size:
-            dim = build.dim("v", size, "index") if is_number(x.dtype) else build.whole(size)
+            dim = build.dim("v", size, "index") if is_numeric(x.dtype) else build.whole(size)
         operand.append(dim)
         result.append(dim if taken == size else build.whole(taken))
     dims = tuple(operand)
@@ -349,7 +349,7 @@ def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) ->
         for axis, (size, taken, start) in enumerate(zip(_full(shard, dims), slice_sizes, starts, strict=True)):
             if taken == size:
                 continue
-            places = jnp.clip(_wide(start), 0, size - taken) + jnp.arange(taken) - _starts_at(shard, dims[axis])
+            places = jnp.clip(_widened(start), 0, size - taken) + jnp.arange(taken) - _starts_at(shard, dims[axis])
             mine = (places >= 0) & (places < x.shape[axis])
             x = jnp.take(x, jnp.clip(places, 0, x.shape[axis] - 1), axis, mode="clip")
             if shard.count(dims[axis][0]) > 1:
@@ -369,7 +369,7 @@ def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#dynamic_update_slice
     """
-    build, rest = like([n if n == taken else 1 for n, taken in zip(x.shape, update.shape, strict=True)])
+    build, rest = pass_through([n if n == taken else 1 for n, taken in zip(x.shape, update.shape, strict=True)])
     whole, written = x.shape, update.shape
     operand, window = [], []
     for dim, size, taken in zip(rest, whole, written, strict=True):
@@ -384,7 +384,7 @@ def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
         for axis, (size, taken, start) in enumerate(zip(whole, written, starts, strict=True)):
             if taken == size:
                 continue
-            first = jnp.clip(_wide(start), 0, size - taken)
+            first = jnp.clip(_widened(start), 0, size - taken)
             places = jnp.arange(x.shape[axis]) + _starts_at(shard, dims[axis]) - first
             update = jnp.take(update, jnp.clip(places, 0, taken - 1), axis, mode="clip")
             written_here = written_here & _along((places >= 0) & (places < taken), axis, x.ndim)

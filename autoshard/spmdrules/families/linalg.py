@@ -10,14 +10,14 @@ from jax import lax
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.core.rule_builder import RuleBuilder, like
+from autoshard.spmdrules.core.rule_builder import RuleBuilder, pass_through
 
 Core = Sequence[int]
 
 
 def _batched(avals: Sequence[Any], ranks: Sequence[int], cores: Sequence[Core]) -> Rule:
     """The rule of a batched operator: the last `ranks` dimensions of the operands and the `cores` are whole."""
-    build, batch = like(avals[0].shape[: len(avals[0].shape) - ranks[0]])
+    build, batch = pass_through(avals[0].shape[: len(avals[0].shape) - ranks[0]])
     operands = [_whole(build, batch, a.shape[len(batch) :]) for a in avals]
     return build.rule(operands, [_whole(build, batch, core) for core in cores])
 
@@ -59,7 +59,7 @@ def ormqr(x: Any, taus: Any, y: Any, *, left: bool, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.ormqr.html
     """
-    build, batch = like(x.shape[:-2])
+    build, batch = pass_through(x.shape[:-2])
     operands = [_whole(build, batch, a.shape[len(batch) :]) for a in (x, taus)]
     sides = _sides(build, batch, y.shape[-2:], left)
     return build.rule([*operands, sides], [sides], ((2,),))
@@ -147,7 +147,7 @@ def geqp3(x: Any, pivots: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """
-    build, batch = like(x.shape[:-2])
+    build, batch = pass_through(x.shape[:-2])
     rows, columns = map(build.whole, x.shape[-2:])  # a pivot for each column: LAPACK takes their number on trust
     results = (x.shape[-2:], pivots.shape[-1:], (min(x.shape[-2:]),))
     return build.rule([(*batch, rows, columns), (*batch, columns)], [_whole(build, batch, core) for core in results])
@@ -195,7 +195,7 @@ def triangular_solve(x: Any, y: Any, *, left_side: bool = False, **_: Any) -> Ru
 
     https://openxla.org/stablehlo/spec#triangular_solve
     """
-    build, batch = like(x.shape[:-2])
+    build, batch = pass_through(x.shape[:-2])
     operand = _whole(build, batch, x.shape[-2:])
     sides = _sides(build, batch, y.shape[-2:], left_side)
     return build.rule([operand, sides], [sides], ((1,),))
@@ -207,7 +207,7 @@ def tridiagonal_solve(low: Any, diagonal: Any, up: Any, y: Any, **_: Any) -> Rul
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.tridiagonal_solve.html
     """
-    build, batch = like(low.shape[:-1])
+    build, batch = pass_through(low.shape[:-1])
     diagonals = [_whole(build, batch, a.shape[-1:]) for a in (low, diagonal, up)]
     sides = (*batch, build.whole(y.shape[-2]), build.dim("n", y.shape[-1]))
     return build.rule([*diagonals, sides], [sides], ((3,),))

@@ -13,7 +13,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard._compat import primitive
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
-from autoshard.spmdrules.core.registry import replicated, rule
+from autoshard.spmdrules.core.registry import replicated_rule, rule
 from autoshard.spmdrules.core.rule import Body, Dims, Factor, Rule, Shard
 from autoshard.spmdrules.core.rule_builder import RuleBuilder
 
@@ -46,7 +46,7 @@ def shard_map(
     blocks = [v.aval.shape for v in _compat.open_jaxpr(jaxpr).invars]
     operands = [dims(block, spec) for block, spec in zip(blocks, in_specs, strict=True)]
     outs = [dims(r.shape, spec) for r, spec in zip(results, out_specs, strict=True)]
-    return build.rule(operands, outs, body=_among_zeros(whole, operands, outs))
+    return build.rule(operands, outs, body=_zero_padded(whole, operands, outs))
 
 
 def mapped_specs(eqn: Any, mesh: Mapping[str, int]) -> tuple[list[Spec], list[Spec]] | None:
@@ -74,31 +74,31 @@ def _name(axis: Any) -> str:
 
 def communicates(eqn: Any) -> bool:
     """Whether an equation is a `shard_map` whose shards talk to each other: none of them means anything by itself."""
-    return eqn.primitive is _SHARD_MAP and _talks(eqn.params["jaxpr"])
+    return eqn.primitive is _SHARD_MAP and _has_collectives(eqn.params["jaxpr"])
 
 
-def _talks(jaxpr: Any) -> bool:
+def _has_collectives(jaxpr: Any) -> bool:
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         named = "axis_name" in eqn.params or eqn.primitive.name.startswith(("psum", "pmax", "pmin"))
         if named and eqn.primitive.name != "axis_index":
             return True
         leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr)
-        if any(_compat.is_jaxpr(x) and _talks(x) for x in leaves):
+        if any(_compat.is_jaxpr(x) and _has_collectives(x) for x in leaves):
             return True
     return False
 
 
-def _among_zeros(bind: Callable[..., Any], operands: Sequence[Dims], results: Sequence[Dims]) -> Body:
+def _zero_padded(bind: Callable[..., Any], operands: Sequence[Dims], results: Sequence[Dims]) -> Body:
     """A body that runs the whole with zeros for what the other shards have, and keeps its own part of it."""
 
     def body(shard: Shard, *xs: Any) -> list[Any]:
-        outs = bind(*(_spread(shard, x, dims) for x, dims in zip(xs, operands, strict=True)))
-        return [_own(shard, x, dims) for x, dims in zip(outs, results, strict=True)]
+        outs = bind(*(_embed_in_zeros(shard, x, dims) for x, dims in zip(xs, operands, strict=True)))
+        return [_own_shard(shard, x, dims) for x, dims in zip(outs, results, strict=True)]
 
     return body
 
 
-def _spread(shard: Shard, x: Any, dims: Dims) -> Any:
+def _embed_in_zeros(shard: Shard, x: Any, dims: Dims) -> Any:
     """A shard at its place in an array of zeros."""
     whole = Shard(shard.rule, {}, {})
     factors = [f for dim in dims for f in dim]
@@ -107,7 +107,7 @@ def _spread(shard: Shard, x: Any, dims: Dims) -> Any:
     return lax.dynamic_update_slice(zeros, part, tuple(map(shard.offset, factors))).reshape(whole.shape(dims))
 
 
-def _own(shard: Shard, x: Any, dims: Dims) -> Any:
+def _own_shard(shard: Shard, x: Any, dims: Dims) -> Any:
     """A shard of a whole array. A block is never cut."""
     whole = Shard(shard.rule, {}, {})
     factors = [f for dim in dims for f in dim]
@@ -130,7 +130,7 @@ def custom_partitioning(*xs: Any, call: Any, sharding_rule: Any = None, **params
     """
     results = [v.aval for v in _compat.open_jaxpr(call).outvars]
     if not hasattr(sharding_rule, "operand_mappings"):
-        return replicated(xs, tuple(results))
+        return replicated_rule(xs, tuple(results))
     operands, outs = (
         [_read(m, len(x.shape)) for m, x in zip(mappings, arrays, strict=True)]
         for mappings, arrays in ((sharding_rule.operand_mappings, xs), (sharding_rule.result_mappings, results))

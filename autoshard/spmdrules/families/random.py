@@ -19,19 +19,19 @@ from autoshard.spmdrules.core.rule_builder import RuleBuilder
 from autoshard.spmdrules.families.elementwise import pointwise
 
 
-def cut_from_whole(make: Any, *results: Dims) -> Body:
+def sliced_from_full(make: Any, *results: Dims) -> Body:
     """A body that computes the whole results by `make(*operands)` and cuts its shard out of each."""
 
     def body(shard: Shard, *operands: Any) -> Any:
         wholes = make(*operands)
         if not isinstance(wholes, (list, tuple)):
-            return _cut(shard, wholes, results[0])
-        return [_cut(shard, whole, dims) for whole, dims in zip(wholes, results, strict=True)]
+            return _slice(shard, wholes, results[0])
+        return [_slice(shard, whole, dims) for whole, dims in zip(wholes, results, strict=True)]
 
     return body
 
 
-def _cut(shard: Shard, whole: Any, dims: Dims) -> Any:
+def _slice(shard: Shard, whole: Any, dims: Dims) -> Any:
     for axis, dim in enumerate(dims):
         if len(dim) == 1 and shard.rule.factor(dim[0]).kind == "offset" and shard.count(dim[0]) > 1:
             whole = lax.dynamic_slice_in_dim(whole, shard.offset(dim[0]), shard.size(dim[0]), axis)
@@ -66,7 +66,7 @@ def _generated(name: str, keys: Any, shape: Sequence[int], params: Mapping[str, 
     build = RuleBuilder()
     batch = tuple(build.dim("k", n) for n in keys.shape)
     result = (*batch, *(build.next(n, "offset") for n in shape))
-    return build.rule([batch], [result], body=cut_from_whole(_binds(name, params), result))
+    return build.rule([batch], [result], body=sliced_from_full(_binds(name, params), result))
 
 
 @rule(primitive("random_seed"))
@@ -146,7 +146,7 @@ def iota_2x32_shape(*, shape: Sequence[int]) -> Rule:
     """
     build = RuleBuilder()
     dims = tuple(build.next(n, "offset") for n in shape)
-    body = cut_from_whole(_binds("iota_2x32_shape", {"shape": tuple(shape)}), dims, dims)
+    body = sliced_from_full(_binds("iota_2x32_shape", {"shape": tuple(shape)}), dims, dims)
     return build.rule([], [dims, dims], body=body)
 
 
@@ -159,7 +159,7 @@ def rng_bit_generator(key: Any, *, shape: Sequence[int], **params: Any) -> Rule:
     build = RuleBuilder()
     bits = tuple(build.next(n, "offset") for n in shape)
     state = tuple(map(build.whole, key.shape))
-    body = cut_from_whole(_binds("rng_bit_generator", {**params, "shape": tuple(shape)}), state, bits)
+    body = sliced_from_full(_binds("rng_bit_generator", {**params, "shape": tuple(shape)}), state, bits)
     return build.rule([state], [state, bits], body=body)
 
 

@@ -10,12 +10,12 @@ from jax import lax
 
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Reduction, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import along, drops_sharding
+from autoshard.spmdrules.core.rule_builder import drops_sharding, with_kind
 
 
 def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
     """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum, or of one element."""
-    build, kept = along(x.shape, axes, "reduce", op)
+    build, kept = with_kind(x.shape, axes, "reduce", op)
     result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
     linear, moves = ((0,),) if op == "sum" else (), _of_one(x, axes)
     return build.rule([kept], [result], () if moves else linear, moves, local=drops_sharding(sharding))
@@ -126,7 +126,7 @@ def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#reduce
     """
     arrays = len(avals) // 2
-    build, dims = along(avals[0].shape, dimensions, "whole")
+    build, dims = with_kind(avals[0].shape, dimensions, "whole")
     result = tuple(dim for d, dim in enumerate(dims) if d not in dimensions)
     return build.rule([dims] * arrays + [()] * arrays, [result] * arrays)
 
@@ -137,7 +137,7 @@ def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
     """
-    build, dims = along(x.shape, (axis,), "whole")
+    build, dims = with_kind(x.shape, (axis,), "whole")
     moves = _of_one(x, (axis,))
     return build.rule([dims], [dims], () if moves else ((0,),), moves)
 
@@ -148,5 +148,5 @@ def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
     """
-    build, dims = along(x.shape, (axis,), "whole")
+    build, dims = with_kind(x.shape, (axis,), "whole")
     return build.rule([dims], [dims], moves=_of_one(x, (axis,)))

@@ -11,7 +11,7 @@ from jax import lax
 from autoshard._compat import primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.core.rule_builder import along, put
+from autoshard.spmdrules.core.rule_builder import replace_dim, with_kind
 
 
 @rule(lax.sort_p)
@@ -20,7 +20,7 @@ def sort(*xs: Any, dimension: int, **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#sort
     """
-    build, dims = along(xs[0].shape, (dimension % len(xs[0].shape),), "whole")
+    build, dims = with_kind(xs[0].shape, (dimension % len(xs[0].shape),), "whole")
     return build.rule([dims] * len(xs), [dims] * len(xs))
 
 
@@ -54,6 +54,6 @@ def approx_top_k(
 
 def _picked(shape: tuple[int, ...], axis: int, count: int) -> Rule:
     axis %= len(shape)
-    build, dims = along(shape, (axis,), "whole")
-    picked = put(dims, axis, build.whole(count))
+    build, dims = with_kind(shape, (axis,), "whole")
+    picked = replace_dim(dims, axis, build.whole(count))
     return build.rule([dims], [picked, picked])

@@ -43,7 +43,7 @@ def slide(
     ends = math.lcm(stride, base)  # the blocks', in steps of the dilated dimension
     elements, windows = ends // base, ends // stride
     starts = [step * stride - padding[0] for step in range(windows)]
-    if size * base != counted * stride or not size or not _local(starts, window, dilation, ends, base):
+    if size * base != counted * stride or not size or not _stays_in_block(starts, window, dilation, ends, base):
         return build.whole(size, stem), build.whole(window, "x"), build.whole(counted, "t")
     blocks = build.next(size) if elements == windows else build.dim("t", size // elements)
     taken, given = build.whole(elements, "x"), build.whole(windows, "x")
@@ -51,7 +51,7 @@ def slide(
     return blocks + taken, taken if patches else build.whole(window, "x"), blocks + given
 
 
-def _local(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
+def _stays_in_block(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
     """Whether windows that begin at `starts` take no element but those from 0 to `end`.
 
     Elements stand at the multiples of `base`, nothing between them.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.ir.program import Op, Program
 
-_JOINED_BY_NOTHING = 0
+_SIZE_ONE = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Nodes:
     def new(self, size: int) -> int:
         """A new node of so many elements."""
         if size == 1:
-            return _JOINED_BY_NOTHING
+            return _SIZE_ONE
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.children.append(())

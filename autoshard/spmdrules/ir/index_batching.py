@@ -31,8 +31,8 @@ _POINTWISE: dict[str, Callable[..., np.ndarray]] = {
     "convert_element_type": np.asarray, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases, mode="clip"),
 }  # fmt: skip
-_LONGEST = 1 << 20  # a line is not kept beyond this: random bits count further
-_LARGEST = 1 << 22  # a constant with more elements is not looked at: it is data
+_MAX_LINE = 1 << 20  # a line is not kept beyond this: random bits count further
+_MAX_CONSTANT = 1 << 22  # a constant with more elements is not looked at: it is data
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
 _MAPPED = ("start_index_map", "scatter_dims_to_operand_dims")
 _DROPPED = ("collapsed_slice_dims", "inserted_window_dims")
@@ -51,17 +51,17 @@ class ConstantIndices:
     lines: dict[int, Line] = field(default_factory=dict)
     components: dict[int, list[Line | None]] = field(default_factory=dict)
 
-    def constant(self, value: int, array: Any) -> None:
+    def add_constant(self, value: int, array: Any) -> None:
         """Notes what a constant of the program holds."""
-        if not isinstance(array, np.ndarray | jax.Array) or _compat.is_tracer(array) or not _is_whole(array.dtype):
+        if not isinstance(array, np.ndarray | jax.Array) or _compat.is_tracer(array) or not _is_integer(array.dtype):
             return
         here = isinstance(array, np.ndarray) or array.is_fully_addressable
-        if here and array.size <= _LARGEST:
+        if here and array.size <= _MAX_CONSTANT:
             self._keep(value, _line(np.asarray(array)))
 
-    def note(self, eqn: Any, operands: Sequence[int], results: Sequence[int]) -> None:
+    def add_result(self, eqn: Any, operands: Sequence[int], results: Sequence[int]) -> None:
         """Notes what the result of an equation holds."""
-        if len(results) != 1 or not _is_whole(getattr(eqn.outvars[0].aval, "dtype", None)):
+        if len(results) != 1 or not _is_integer(getattr(eqn.outvars[0].aval, "dtype", None)):
             return
         given = [self._line_of(*each) for each in zip(eqn.invars, operands, strict=True)]
         shape = eqn.outvars[0].aval.shape
@@ -71,7 +71,7 @@ class ConstantIndices:
         elif (made := _result(eqn, given)) is not None:
             self._keep(results[0], made.astype(eqn.outvars[0].aval.dtype))
 
-    def equations(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
+    def rewrite(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
         """An equation; if it is a gather or scatter that counts along positions, those of a batched one."""
         if eqn.primitive.name != "gather" and not eqn.primitive.name.startswith("scatter"):
             return (eqn,)
@@ -79,25 +79,25 @@ class ConstantIndices:
         if columns is None:
             return (eqn,)
         x, indices = (v.aval.shape for v in eqn.invars[:2])
-        counted = _counted(columns, x, indices, eqn.params["dimension_numbers"])
+        counted = _counting_components(columns, x, indices, eqn.params["dimension_numbers"])
         kept = [p for p in range(len(columns)) if p not in counted]
-        return _batched(eqn, counted, kept) if counted and kept else (eqn,)
+        return _with_batching_dims(eqn, counted, kept) if counted and kept else (eqn,)
 
     def _keep(self, value: int, line: Line | None) -> None:
-        if line is not None and sum(n != 1 for n in line.shape) <= 1 and line.size <= _LONGEST:
+        if line is not None and sum(n != 1 for n in line.shape) <= 1 and line.size <= _MAX_LINE:
             self.lines[value] = line
 
     def _line_of(self, atom: Any, value: int) -> Line | None:
         if value >= 0:
             return self.lines.get(value)
-        return _line(np.asarray(atom.val).astype(atom.aval.dtype)) if _is_whole(atom.aval.dtype) else None
+        return _line(np.asarray(atom.val).astype(atom.aval.dtype)) if _is_integer(atom.aval.dtype) else None
 
     def _columns_of(self, atom: Any, value: int, line: Line | None) -> list[Line | None]:
         count = atom.aval.shape[-1]
         return self.components.get(value) or ([line] if count == 1 else [None] * count)
 
 
-def _is_whole(dtype: Any) -> bool:
+def _is_integer(dtype: Any) -> bool:
     return dtype is not None and not _compat.is_extended(dtype) and np.dtype(dtype).kind in "biu"
 
 
@@ -113,7 +113,7 @@ def _line(array: np.ndarray) -> Line | None:
 def _result(eqn: Any, given: Sequence[Line | None]) -> Line | None:
     """What an equation makes of these operands, None if that is not known."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
-    if name == "iota" and not given and shape[params["dimension"]] <= _LONGEST:
+    if name == "iota" and not given and shape[params["dimension"]] <= _MAX_LINE:
         return _along(np.arange(shape[params["dimension"]]), params["dimension"], len(shape))
     lines = [line for line in given if line is not None]
     if not lines or len(lines) < len(given):
@@ -148,7 +148,7 @@ def _field(numbers: Any, names: Sequence[str]) -> str:
     return next(name for name in names if hasattr(numbers, name))
 
 
-def _counted(
+def _counting_components(
     columns: Sequence[Line | None], x: Sequence[int], indices: Sequence[int], numbers: Any
 ) -> dict[int, tuple[int, int]]:
     """The components that count: the operand's dimension, and that of the positions which it counts along."""
@@ -166,7 +166,7 @@ def _counted(
     return found
 
 
-def _batched(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: Sequence[int]) -> tuple[Any, ...]:
+def _with_batching_dims(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: Sequence[int]) -> tuple[Any, ...]:
     """The equations that take the other components of the positions, and the batched operator."""
     numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1]
     mapped, dropped, batches = (_field(numbers, names) for names in (_MAPPED, _DROPPED, _BATCHES))

@@ -14,30 +14,30 @@ from typing import Any
 from autoshard import _compat
 
 
-def joined(jaxpr: Any) -> Sequence[Any]:
+def fuse_padding(jaxpr: Any) -> Sequence[Any]:
     """The equations of a jaxpr, each padding with zeros that a sum over windows alone takes made part of that."""
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_window_sum" and _unpadded(eqn.params)]
     if not sums:
         return jaxpr.eqns
     atoms = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
     uses = collections.Counter(v for v in atoms if not isinstance(v, _compat.Literal))
-    pads = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pad" and _of_zeros(eqn)}
+    pads = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pad" and _pads_with_zeros(eqn)}
     parts = {id(eqn): pads[eqn.invars[0]] for eqn in sums if eqn.invars[0] in pads and uses[eqn.invars[0]] == 1}
     gone = {id(pad) for pad in parts.values()}
-    return [_padded(eqn, parts.get(id(eqn))) for eqn in jaxpr.eqns if id(eqn) not in gone]
+    return [_fused(eqn, parts.get(id(eqn))) for eqn in jaxpr.eqns if id(eqn) not in gone]
 
 
 def _unpadded(params: Any) -> bool:
     return not any(map(any, params["padding"])) and set(params["base_dilation"]) <= {1}
 
 
-def _of_zeros(eqn: Any) -> bool:
+def _pads_with_zeros(eqn: Any) -> bool:
     value = eqn.invars[1]
     zero = isinstance(value, _compat.Literal) and bool(value.val == 0)
     return zero and all(n >= 0 for around in eqn.params["padding_config"] for n in around)
 
 
-def _padded(eqn: Any, pad: Any) -> Any:
+def _fused(eqn: Any, pad: Any) -> Any:
     """A sum over windows of what a padding takes, padded by itself; as it is where there is none."""
     if pad is None:
         return eqn

@@ -17,10 +17,10 @@ import jax
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.spmdrules.core.registry import check_fit, replicated, rule_for
+from autoshard.spmdrules.core.registry import check_fit, replicated_rule, rule_for
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.index_batching import ConstantIndices
-from autoshard.spmdrules.ir.pooling_gradient import joined
+from autoshard.spmdrules.ir.pooling_gradient import fuse_padding
 
 
 @shown
@@ -166,17 +166,17 @@ class _Builder:
             if var not in env:
                 self.fresh(var, env)
         for var, array in zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=False):  # an open one has none
-            self.numbers.constant(env[var], array)
+            self.numbers.add_constant(env[var], array)
 
         def read(atom: Any) -> int:
             return -1 if isinstance(atom, _compat.Literal) else env[atom]
 
-        for eqn in joined(jaxpr):
-            for each in self.numbers.equations(eqn, tuple(map(read, eqn.invars))):
+        for eqn in fuse_padding(jaxpr):
+            for each in self.numbers.rewrite(eqn, tuple(map(read, eqn.invars))):
                 op = self.op(each, tuple(map(read, each.invars)), trips)
                 block.ops.append(op)
                 env.update(zip(each.outvars, op.results, strict=True))
-                self.numbers.note(each, op.operands, op.results)
+                self.numbers.add_result(each, op.operands, op.results)
         block.outputs = tuple(self.new(v.aval) if (n := read(v)) < 0 else n for v in jaxpr.outvars)
 
     def nested(self, closed: Any, param: str, inputs: Sequence[int], trips: float, **place: Any) -> Block:
@@ -201,7 +201,7 @@ class _Builder:
         rule = rule_for(eqn.primitive, avals, eqn.params)
         if rule is None:
             self.program.unknown.setdefault(name, []).append(_compat.source_line(eqn))
-            rule = replicated(avals, tuple(v.aval for v in eqn.outvars))
+            rule = replicated_rule(avals, tuple(v.aval for v in eqn.outvars))
         elif id(rule) not in self.fitting:
             check_fit(eqn.primitive, rule, avals, [v.aval for v in eqn.outvars], _compat.source_line(eqn))
             self.fitting[id(rule)] = rule
@@ -213,10 +213,10 @@ class _Builder:
         steps = eqn.params["length"]
         inner = (*operands[:consts], *(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[consts:]))
         block = self.nested(body, "jaxpr", inner, trips * steps, loop=True)
-        ties = _loop_ties(operands[consts : consts + carry], block.inputs[consts : consts + carry],
+        ties = _carry_edges(operands[consts : consts + carry], block.inputs[consts : consts + carry],
                           block.outputs[:carry], results[:carry])  # fmt: skip
-        ties += _pairs(operands[consts + carry :], block.inputs[consts + carry :], stacked=True)
-        ties += _pairs(results[carry:], block.outputs[carry:], stacked=True)
+        ties += _edges(operands[consts + carry :], block.inputs[consts + carry :], stacked=True)
+        ties += _edges(results[carry:], block.outputs[carry:], stacked=True)
         return Op(eqn, operands, results, None, trips, (block,), tuple(ties))
 
     def while_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
@@ -226,7 +226,7 @@ class _Builder:
         carry = tuple(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[n_body:])
         test = self.nested(cond, "cond_jaxpr", (*operands[:n_cond], *carry), trips, loop=True)
         block = self.nested(body, "body_jaxpr", (*operands[n_cond : n_cond + n_body], *carry), trips, loop=True)
-        ties = _loop_ties(init, carry, block.outputs, results)
+        ties = _carry_edges(init, carry, block.outputs, results)
         return Op(eqn, operands, results, None, trips, (test, block), tuple(ties))
 
     def cond_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
@@ -235,7 +235,7 @@ class _Builder:
         blocks = tuple(
             self.nested(branch, "branches", operands[1:], share, position=i) for i, branch in enumerate(branches)
         )
-        ties = [tie for block in blocks for tie in _pairs(results, block.outputs)]
+        ties = [tie for block in blocks for tie in _edges(results, block.outputs)]
         return Op(eqn, operands, results, None, trips, blocks, tuple(ties))
 
 
@@ -244,7 +244,7 @@ def called(eqn: Any) -> tuple[str, Any] | None:
     if eqn.primitive.name not in CALLS:
         return None
     if eqn.primitive.name == "custom_linear_solve":
-        return "jaxprs", _solver(eqn)
+        return "jaxprs", _solve_jaxpr(eqn)
     if eqn.primitive.name == "call_hi_primitive":
         made_of = _compat.expanded(eqn)
         return None if made_of is None else ("_prim", made_of)
@@ -254,18 +254,18 @@ def called(eqn: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _solver(eqn: Any) -> Any:
+def _solve_jaxpr(eqn: Any) -> Any:
     """What computes the result of a `custom_linear_solve`, as a jaxpr that takes all of its operands."""
     solve, taken = _compat.call_of(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
     return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in taken)))(*map(_compat.stand_in, eqn.invars))
 
 
-def _pairs(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[LoopEdge]:
+def _edges(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[LoopEdge]:
     return [LoopEdge(o, i, stacked) for o, i in zip(outer, inner, strict=True) if o >= 0 and i >= 0]
 
 
-def _loop_ties(
+def _carry_edges(
     init: Sequence[int], inside: Sequence[int], out: Sequence[int], results: Sequence[int]
 ) -> list[LoopEdge]:
     """A carry keeps its sharding from step to step: initial value, inner value, its next value, final value."""
-    return [*_pairs(init, inside), *_pairs(results, inside), *_pairs(out, inside)]
+    return [*_edges(init, inside), *_edges(results, inside), *_edges(out, inside)]

@@ -12,7 +12,7 @@ from autoshard.spmdrules.propagation.walk_state import WalkState
 
 Forward = Callable[[Block], None]  # walks over a block
 
-_ROUNDS = 4  # a carry that has not settled by then meets where that is cheapest
+_MAX_ROUNDS = 4  # a carry that has not settled by then meets where that is cheapest
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
             op, carry.operand, carry.init, Placement(place.spec, state.place(carry.init).partial) if zero else place
         )
         state.places[carry.inner] = place
-    _slice(state, parts)
-    _step(state, op, forward)
+    _place_slices(state, parts)
+    _run_body(state, op, forward)
     for j, (carry, place) in enumerate(zip(parts.carries, fixed, strict=True)):
-        _leave(state, op, j, carry.out, place, parts.trips)
+        _move_out(state, op, j, carry.out, place, parts.trips)
         state.places[carry.result] = place
         state.mark_zero(carry.result, False)
     for outer, inner in parts.ys:
@@ -91,13 +91,13 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
         state.tie(op)
 
 
-def _leave(state: WalkState, op: Op, result: int, value: int, place: Placement, times: float | None = None) -> None:
+def _move_out(state: WalkState, op: Op, result: int, value: int, place: Placement, times: float | None = None) -> None:
     """Takes a result of a block where the operator leaves it; zeros are partial sums already."""
     target = Placement(place.spec, state.place(value).partial) if value in state.zeros else place
     state.move(op, -1 - result, value, target, times)
 
 
-def _slice(state: WalkState, parts: Loop) -> None:
+def _place_slices(state: WalkState, parts: Loop) -> None:
     """Places what a step takes of the inputs that are cut by steps: as partial as they are outside."""
     for _, outer, inner in parts.xs:
         here = state.place(outer)
@@ -115,22 +115,22 @@ def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> lis
     before = [state.place(v) for v in shared]
     starts = [_start(state, carry) for carry in carries]
     now, outs, settled = starts, starts, False
-    for number in range(_ROUNDS):
+    for number in range(_MAX_ROUNDS):
         for carry, place in zip(carries, now, strict=True):
             state.places[carry.inner] = place
             # A sum that starts from zeros may be partial from its first step on.
             state.mark_zero(carry.inner, number == 0 and state.is_zero(op, carry.operand))
-        _slice(state, parts)
+        _place_slices(state, parts)
         assumed = any(carry.inner in state.zeros for carry in carries)
-        _step(state, op, forward)
+        _run_body(state, op, forward)
         outs = [state.place(c.out) for c in carries]
-        after = [_kept(state, op, *each) for each in zip(carries, starts, outs, strict=True)]
+        after = [_next_carry(state, op, *each) for each in zip(carries, starts, outs, strict=True)]
         settled, now = after == now and not assumed, after
         if settled:
             break
     if not settled:
         pairs = zip(carries, now, outs, strict=True)
-        now = [meet([a.whole, b.whole], state.nbytes[c.inner], state.mesh) for c, a, b in pairs]
+        now = [meet([a.reduced, b.reduced], state.nbytes[c.inner], state.mesh) for c, a, b in pairs]
     state.recording = recording
     for i, (value, place) in enumerate(zip(shared, before, strict=True)):
         after_use, state.places[value] = state.place(value), place
@@ -145,7 +145,7 @@ def _start(state: WalkState, carry: Carry) -> Placement:
     return replicated_placement(len(state.program.avals[carry.inner].shape))
 
 
-def _kept(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
+def _next_carry(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
     """Where a carry goes next: where a step leaves it, partial only where it starts so, too."""
     if carry.out in state.zeros:
         return partial_placement(out.spec, start.partial)
@@ -153,7 +153,7 @@ def _kept(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placeme
     return Placement(out.spec, tuple(p for p in out.partial if p in start.partial or (zero and p[1] == "sum")))
 
 
-def _step(state: WalkState, op: Op, forward: Forward) -> None:
+def _run_body(state: WalkState, op: Op, forward: Forward) -> None:
     """One step of a loop."""
     for block in op.blocks:
         forward(block)
@@ -173,17 +173,17 @@ def branches(state: WalkState, op: Op, forward: Forward) -> None:
     for j, result in enumerate(op.results):
         outs = [block.outputs[j] for block in op.blocks]
         places = [state.place(v) for v in outs]
-        target = meet(_like_others(state, outs, places), state.nbytes[result], state.mesh)
+        target = meet(_align_zeros(state, outs, places), state.nbytes[result], state.mesh)
         for value in outs:
             with state.apart(shared):
-                _leave(state, op, j, value, target, op.trips / len(outs))
+                _move_out(state, op, j, value, target, op.trips / len(outs))
         state.places[result] = target
         state.mark_zero(result, all(v in state.zeros for v in outs))
     if state.learning:
         state.tie(op)
 
 
-def _like_others(state: WalkState, values: Sequence[int], places: Sequence[Placement]) -> list[Placement]:
+def _align_zeros(state: WalkState, values: Sequence[int], places: Sequence[Placement]) -> list[Placement]:
     """The places, zeros being as partial as what the other branches give."""
     terms = {p.partial for v, p in zip(values, places, strict=True) if v not in state.zeros}
     if len(terms) != 1 or any(how != "sum" for _, how in next(iter(terms))):

@@ -23,7 +23,7 @@ class PropagationError(AutoshardError):
 
 
 @dataclass
-class InputFaults:
+class InputErrors:
     """Faults of one call, collected to be told together."""
 
     where: str
@@ -80,7 +80,7 @@ def is_partial(value: Any) -> bool:
     return value is None or isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
 
 
-_NO_LEAF: dict[Callable[[Any], bool], str] = {
+_NOT_A_LEAF: dict[Callable[[Any], bool], str] = {
     is_spec: "no spec. Write P('data') for an array's dimensions, None to let it be chosen.",
     is_partial: "nothing that is partial. Write {mesh axis: operation}, such as {'data': 'sum'}, or None.",
 }
@@ -90,7 +90,7 @@ _ADVICE: dict[Callable[[Any], bool], str] = {
 }
 
 
-def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, faults: InputFaults) -> list[Any]:
+def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, faults: InputErrors) -> list[Any]:
     """For each leaf of `tree` what `given` says of it; one entry may stand for a whole subtree."""
     found: list[Any] = []
     told = len(faults.found)
@@ -99,7 +99,7 @@ def leaves_for(given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str,
 
 
 def _match(
-    given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, path: str, found: list[Any], faults: InputFaults
+    given: Any, tree: Any, is_leaf: Callable[[Any], bool], name: str, path: str, found: list[Any], faults: InputErrors
 ) -> None:
     """Adds to `found` what `given` says of each leaf of `tree`, to `faults` where they have another structure."""
     where = f"{name} does not match the tree" + (f" at {path}" if path else "")
@@ -108,13 +108,13 @@ def _match(
         return
     mine, own = _children(given), _children(tree)
     if mine is None:
-        faults.add(f"{where}: {given!r} is {_NO_LEAF[is_leaf]}")
+        faults.add(f"{where}: {given!r} is {_NOT_A_LEAF[is_leaf]}")
     elif own is None:
         faults.add(f"{where}: {given!r} stands where the arguments or results have one array. {_ADVICE[is_leaf]}")
     elif type(given) is not type(tree):
-        faults.add(f"{where}: {_kind(given)} stands where there is {_kind(tree)}. {_ADVICE[is_leaf]}")
+        faults.add(f"{where}: {_describe_node(given)} stands where there is {_describe_node(tree)}. {_ADVICE[is_leaf]}")
     elif list(mine) != list(own):
-        faults.add(f"{where}: {_unlike(given, mine, own)}. {_ADVICE[is_leaf]}")
+        faults.add(f"{where}: {_key_difference(given, mine, own)}. {_ADVICE[is_leaf]}")
     else:
         for key, entry in mine.items():
             _match(entry, own[key], is_leaf, name, f"{path}/{key}".lstrip("/"), found, faults)
@@ -128,7 +128,7 @@ def _children(tree: Any) -> dict[str, Any] | None:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): child for path, child in pairs}
 
 
-def _unlike(given: Any, mine: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def _key_difference(given: Any, mine: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """How the keys of what was given differ from those of the tree."""
     if isinstance(given, (tuple, list)):
         return f"it has {len(mine)} entries, there are {len(own)}"
@@ -137,7 +137,7 @@ def _unlike(given: Any, mine: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return " and ".join(said) or "its entries have another order"
 
 
-def _kind(tree: Any) -> str:
+def _describe_node(tree: Any) -> str:
     return f"a {type(tree).__name__} of {len(_children(tree) or ())}"
 
 
@@ -147,13 +147,13 @@ def leaf_paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
 
-def place_of(
+def placement_of(
     spec: PartitionSpec | None,
     partial: Mapping[str, str] | None,
     aval: Any,
     mesh: Mapping[str, int],
     where: str,
-    faults: InputFaults,
+    faults: InputErrors,
 ) -> Placement:
     """The place that a spec and partials mean, axes that do not divide their dimension left out.
 
@@ -184,23 +184,23 @@ def place_of(
     for axis, op in terms.items():
         if op not in PARTIALS:
             faults.add(f"{what}: unknown reduction '{op}' over '{axis}'. Known: {', '.join(PARTIALS)}.")
-        elif not _takes(op, aval.dtype):
+        elif not _can_reduce(op, aval.dtype):
             faults.add(f"{what}: '{op}' over '{axis}' is no reduction of {aval.dtype} terms.")
         if axis in used:
             faults.add(f"{what}: partial over '{axis}', which shards the same array. Use another axis, or drop one.")
     if len(faults.found) > told:
         return Placement(((),) * rank)
-    return Placement(_that_divide(entries, aval.shape, mesh), tuple(sorted(terms.items())))
+    return Placement(_drop_indivisible(entries, aval.shape, mesh), tuple(sorted(terms.items())))
 
 
-def _takes(op: str, dtype: Any) -> bool:
+def _can_reduce(op: str, dtype: Any) -> bool:
     """Whether terms of a type can be reduced by an operation."""
     if op in ("and", "or", "xor"):
         return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
     return op in ("max", "min") or dtype != jnp.bool_
 
 
-def _that_divide(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:
+def _drop_indivisible(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:
     kept = []
     for axes, size in zip(spec, shape, strict=True):
         count = next(k for k in range(len(axes), -1, -1) if size % math.prod(mesh[a] for a in axes[:k]) == 0)

@@ -46,7 +46,7 @@ def find_open(program: Program, chosen: set[int]) -> set[int]:
     def visit(block: Block) -> None:
         for op in block.ops:
             if op.rule is not None:
-                _decide(op, decided)
+                _mark_decided(op, decided)
                 continue
             for tie in op.ties:  # what enters
                 if tie.outer in decided and tie.outer in op.operands:
@@ -61,7 +61,7 @@ def find_open(program: Program, chosen: set[int]) -> set[int]:
     return set(range(len(program.avals))) - decided
 
 
-def _decide(op: Op, decided: set[int]) -> None:
+def _mark_decided(op: Op, decided: set[int]) -> None:
     rule = op.rule
     assert rule is not None
     arrays = zip(op.operands, rule.operands, strict=True)

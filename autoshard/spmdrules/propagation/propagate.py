@@ -18,7 +18,7 @@ from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_par
 from autoshard.spmdrules.core.reshard import Reshard
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.propagation.input_specs import (
-    InputFaults,
+    InputErrors,
     PropagationError,
     is_partial,
     is_spec,
@@ -27,7 +27,7 @@ from autoshard.spmdrules.propagation.input_specs import (
     mesh_sizes,
     needs_function,
 )
-from autoshard.spmdrules.propagation.input_specs import place_of as given_place
+from autoshard.spmdrules.propagation.input_specs import placement_of as given_place
 from autoshard.spmdrules.propagation.walk import Walk
 
 __all__ = ["Propagation", "PropagationError", "Reshard", "propagate"]
@@ -90,11 +90,11 @@ def propagate(
     """
     needs_function("propagate", fn)
     sizes = mesh_sizes(mesh)
-    faults = InputFaults(getattr(fn, "__name__", type(fn).__name__))
+    faults = InputErrors(getattr(fn, "__name__", type(fn).__name__))
     specs = leaves_for(in_specs, args, is_spec, "in_specs", faults)
     partials = leaves_for(in_partial, args, is_partial, "in_partial", faults)
     faults.raise_any()
-    closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_plain, args))
+    closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_without_sharding, args))
     wanted = leaves_for(out_specs, results, is_spec, "out_specs", faults)
     with paused():
         program = build(closed)
@@ -112,7 +112,9 @@ def propagate(
         outs = walk.run(goals)
     in_tree, out_tree = jax.tree.structure(args), jax.tree.structure(results)
     return Propagation(
-        in_tree.unflatten([_said(spec, walk.corrected(v)) for v, spec in zip(program.inputs, specs, strict=True)]),
+        in_tree.unflatten(
+            [_spec_as_given(spec, walk.corrected(v)) for v, spec in zip(program.inputs, specs, strict=True)]
+        ),
         out_tree.unflatten([to_partition_spec(p.spec) for p in outs]),
         out_tree.unflatten([dict(p.partial) for p in outs]),
         tuple(walk.reshards),
@@ -120,14 +122,14 @@ def propagate(
     )
 
 
-def _plain(x: Any) -> Any:
+def _without_sharding(x: Any) -> Any:
     """An array as its shape and type, whatever its sharding is."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
 
 
-def _said(given: PartitionSpec | None, found: Spec) -> PartitionSpec:
+def _spec_as_given(given: PartitionSpec | None, found: Spec) -> PartitionSpec:
     """The spec as the caller wrote it, where it still holds."""
     same = given is not None and len(given) <= len(found) and from_partition_spec(given, len(found)) == found
     return given if same and given is not None else to_partition_spec(found)

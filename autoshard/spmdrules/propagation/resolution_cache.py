@@ -34,16 +34,16 @@ class OperatorMemo:
     """
 
     fixed: Resolution | None
-    constrains: bool
-    twins: tuple[int, ...]
-    zeros: list[bool]
-    places: list[Placement] | None = None
-    zero: list[bool] | None = None
-    wanted: list[Spec | None] | None = None
-    settled: Resolution | None = None
-    still: bool = False
-    rests: bool = False
-    gives_zero: bool = False
+    is_constraint: bool
+    same_as: tuple[int, ...]
+    zero_literals: list[bool]
+    placements: list[Placement] | None = None
+    zeros: list[bool] | None = None
+    requested: list[Spec | None] | None = None
+    resolution: Resolution | None = None
+    in_place: bool = False
+    stable: bool = False
+    zero_results: bool = False
 
     @classmethod
     def of(cls, op: Op, mesh: dict[str, int]) -> OperatorMemo:
@@ -53,15 +53,15 @@ class OperatorMemo:
         zeros = [v < 0 and literal_zero(atom) for v, atom in zip(op.operands, op.eqn.invars, strict=True)]
         return cls(fixed, op.name in CONSTRAINTS, tuple([op.operands.index(v) for v in op.operands]), zeros)
 
-    def note(
+    def remember(
         self, op: Op, places: list[Placement], zero: list[bool], wanted: list[Spec | None], settled: Resolution
     ) -> Resolution:
         """Remembers how the operator is cut, and what decided that."""
-        self.places, self.zero, self.wanted = places, zero, wanted
-        self.settled, self.still = settled, settled.operands == tuple(places)
-        self.rests = self.still and not any([place.partial for place in places])
+        self.placements, self.zeros, self.requested = places, zero, wanted
+        self.resolution, self.in_place = settled, settled.operands == tuple(places)
+        self.stable = self.in_place and not any([place.partial for place in places])
         moved = op.rule.moves if op.rule is not None else ()
-        self.gives_zero = bool(moved) and all([zero[i] for i in moved])
+        self.zero_results = bool(moved) and all([zero[i] for i in moved])
         return settled
 
 

@@ -31,7 +31,7 @@ from autoshard.spmdrules.propagation.open_shardings import OpenShardings
 from autoshard.spmdrules.propagation.resolution_cache import OperatorMemo, ResolutionCache
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
-_ROUNDS = 4
+_MAX_ROUNDS = 4
 
 
 class Walk(WalkState):
@@ -69,7 +69,7 @@ class Walk(WalkState):
         The last walk forwards is then one with all of that known, which finds what some operator needs whole.
         """
         self.learning = True
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             self.learnt.changed = self._hints.changed = False
             self._whole.clear()
             self.start()
@@ -120,7 +120,7 @@ class Walk(WalkState):
                 continue
             if op.rule is not None:
                 seen, values = seen_of.get(op), (*op.operands, *op.results)
-                if seen is None or not seen.rests or not learnt.isdisjoint(values) or not hints.isdisjoint(values):
+                if seen is None or not seen.stable or not learnt.isdisjoint(values) or not hints.isdisjoint(values):
                     self.learn_operands(op, self.resolve(op))
                 continue
             self.tie(op)
@@ -131,9 +131,9 @@ class Walk(WalkState):
     def learn_operands(self, op: Op, seen: OperatorMemo) -> None:
         """Lets the open operands of an operator follow what it takes."""
         known = self.learnt.specs.keys(), self._hints.specs.keys()
-        if seen.settled is None or (seen.still and all([specs.isdisjoint(op.operands) for specs in known])):
+        if seen.resolution is None or (seen.in_place and all([specs.isdisjoint(op.operands) for specs in known])):
             return  # they are there
-        for value, target in zip(op.operands, seen.settled.operands, strict=True):
+        for value, target in zip(op.operands, seen.resolution.operands, strict=True):
             if value >= 0:
                 self.learn_of(value, target.spec)
 
@@ -152,19 +152,19 @@ class Walk(WalkState):
             seen = self._seen[op] = OperatorMemo.of(op, self.mesh)
         here, zeros, specs = self.places, self.zeros, self.learnt.specs
         places = [here[v] or self.place(v) for v in op.operands]
-        zero = seen.zeros
+        zero = seen.zero_literals
         if not zeros.isdisjoint(op.operands):
             zero = [v in zeros or said for v, said in zip(op.operands, zero, strict=True)]
         fixed = seen.fixed
-        if seen.constrains and (pinned := self.constraint(op)) is not None:
+        if seen.is_constraint and (pinned := self.constraint(op)) is not None:
             fixed = Resolution((Placement(pinned),), (Placement(pinned),))
         if fixed is not None:
-            seen.note(op, places, zero, [], fixed)
+            seen.remember(op, places, zero, [], fixed)
             return seen
         hints = self._hints.specs if any([place.partial for place in places]) else {}
         wanted = [specs.get(r, hints.get(r)) for r in op.results]
-        if places != seen.places or wanted != seen.wanted or zero != seen.zero:
-            seen.note(op, places, zero, wanted, self._settlements.of(op, seen.twins, places, zero, wanted))
+        if places != seen.placements or wanted != seen.requested or zero != seen.zeros:
+            seen.remember(op, places, zero, wanted, self._settlements.of(op, seen.same_as, places, zero, wanted))
         return seen
 
     def constraint(self, op: Op) -> Spec | None:
@@ -189,17 +189,17 @@ class Walk(WalkState):
         if self._whole and not self.learning:
             self.make_whole(op)
         seen = self.resolve(op)
-        settled = seen.settled
+        settled = seen.resolution
         assert settled is not None
         if self.learning:
             self.learn_operands(op, seen)
-        if self.recording or not seen.still:
+        if self.recording or not seen.in_place:
             for i, (value, target) in enumerate(zip(op.operands, settled.operands, strict=True)):
                 self.move(op, i, value, target)
         zeros = self.zeros
         for j, (result, place) in enumerate(zip(op.results, settled.results, strict=True)):
             self.places[result] = place
-            if seen.gives_zero:
+            if seen.zero_results:
                 zeros.add(result)
             elif zeros:
                 zeros.discard(result)

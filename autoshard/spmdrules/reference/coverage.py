@@ -19,7 +19,7 @@ from autoshard import _compat
 from autoshard.spmdrules.core.registry import has_rule
 from autoshard.spmdrules.ir.program import CALLS, CONTROL
 
-StandingKind = Literal["rule", "structure", "no rule", "exempt"]
+StatusKind = Literal["rule", "structure", "no rule", "exempt"]
 
 STRUCTURE = CALLS | CONTROL
 
@@ -75,7 +75,7 @@ EXEMPT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class Status:
     """Where a primitive stands.
 
     Attributes:
@@ -84,12 +84,12 @@ class Standing:
         row: what lists it in `NO_RULE` or `EXEMPT`.
     """
 
-    kind: StandingKind
+    kind: StatusKind
     reason: str = ""
     row: str = ""
 
 
-def standing(primitive: Any) -> Standing | None:
+def status(primitive: Any) -> Status | None:
     """Where a primitive stands, None where nobody has said anything of it.
 
     Example:
@@ -97,26 +97,26 @@ def standing(primitive: Any) -> Standing | None:
         >>> standing(lax.dot_general_p).kind
         'rule'
     """
-    return standings([primitive])[primitive]
+    return statuses([primitive])[primitive]
 
 
-def standings(primitives: Iterable[Any]) -> dict[Any, Standing | None]:
+def statuses(primitives: Iterable[Any]) -> dict[Any, Status | None]:
     """`standing` for many at once: where a primitive is at home is looked up in every module."""
     wanted = list(primitives)
     homes = _compat.homes(wanted)
-    return {primitive: _standing(primitive, homes[primitive]) for primitive in wanted}
+    return {primitive: _status(primitive, homes[primitive]) for primitive in wanted}
 
 
-def _standing(primitive: Any, homes: set[str]) -> Standing | None:
+def _status(primitive: Any, homes: set[str]) -> Status | None:
     name = primitive.name
     if has_rule(primitive):
-        return Standing("rule")
+        return Status("rule")
     if name in STRUCTURE:
-        return Standing("structure")
+        return Status("structure")
     if name in NO_RULE:
-        return Standing("no rule", NO_RULE[name], name)
+        return Status("no rule", NO_RULE[name], name)
     if name in EXEMPT:
-        return Standing("exempt", EXEMPT[name], name)
+        return Status("exempt", EXEMPT[name], name)
     rows = (row for row in EXEMPT if any(f"{home}.".startswith(f"{row}.") for home in homes))
     row = next(rows, None)
-    return None if row is None else Standing("exempt", EXEMPT[row], row)
+    return None if row is None else Status("exempt", EXEMPT[row], row)

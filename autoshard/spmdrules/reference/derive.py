@@ -86,7 +86,7 @@ def _floats(op: Operator, args: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(eq=False)
-class _Watch(Walk):
+class _RecordingWalk(Walk):
     """A walk that also notes which operation each reshard reduces by."""
 
     terms: list[str | None] = field(default_factory=list)
@@ -114,8 +114,8 @@ class _Derivation:
     def derived(self) -> Derived:
         """The rule."""
         leaves = list(dict.fromkeys(leaf for array in self.arrays for dim in array for leaf in dim))
-        found = {leaf: self.judge(leaf) for leaf in leaves}
-        while pair := self.twins(found):
+        found = {leaf: self.classify(leaf) for leaf in leaves}
+        while pair := self.adjacent_pair(found):
             self.merge(found, *pair)
         self.simplify(found)
         names = {leaf: _letter(k) for k, leaf in enumerate(found)}
@@ -123,18 +123,18 @@ class _Derivation:
         factors = tuple(replace(f, name=names[leaf]) for leaf, f in found.items())
         return Derived(tuple(arrays[: self.count]), tuple(arrays[self.count :]), factors)
 
-    def judge(self, leaf: Leaf) -> DerivedFactor:
+    def classify(self, leaf: Leaf) -> DerivedFactor:
         """What cutting a factor means: the better of letting results follow and of asking them to be cut as well."""
         size = self.joined.nodes.size[leaf[0]]
         plain = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.count))
         if plain.ways < 2:
             return plain
-        found = self.cut(leaf, plain, True)
+        found = self.shard(leaf, plain, True)
         if found.kind not in ("pass", "reduce"):
-            found = min(found, self.cut(leaf, plain, False), key=lambda f: KINDS.index(f.kind))
-        return replace(found, kind=self.said(leaf, found))
+            found = min(found, self.shard(leaf, plain, False), key=lambda f: KINDS.index(f.kind))
+        return replace(found, kind=self.refine_kind(leaf, found))
 
-    def said(self, leaf: Leaf, found: DerivedFactor) -> DerivedKind:
+    def refine_kind(self, leaf: Leaf, found: DerivedFactor) -> DerivedKind:
         """The kind of a factor, more precise by the kinds that it has in the program's operators."""
         kinds = self.kinds.get(leaf[0], set())
         if found.kind == "whole" and "halo" in kinds and "whole" not in kinds:
@@ -147,19 +147,19 @@ class _Derivation:
             return "index"
         return "offset" if found.kind == "pass" and "offset" in kinds else found.kind
 
-    def cut(self, leaf: Leaf, plain: DerivedFactor, asked: bool) -> DerivedFactor:
+    def shard(self, leaf: Leaf, plain: DerivedFactor, asked: bool) -> DerivedFactor:
         """What one walk sees, the factor cut in all arguments that have it."""
         majors = self.majors(leaf)
         axes = {leaf: _AXIS} | {major: f"major{k}" for k, major in enumerate(majors)}
         mesh = {_AXIS: plain.ways} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
         specs = [_spec(array, axes) for array in self.arrays]
         inputs, results = specs[: self.count], specs[self.count :]
-        walk = _Watch(self.program, mesh, list(map(Placement, inputs)), set())
+        walk = _RecordingWalk(self.program, mesh, list(map(Placement, inputs)), set())
         has = [has_factor(array, leaf) for array in self.arrays]
         ends = walk.run([spec if asked and h else None for spec, h in zip(results, has[self.count :], strict=True)])
         follows = [end.spec == s for end, s, h in zip(ends, results, has[self.count :], strict=True) if h]
         given = any(h and used for h, used in zip(has, self.used, strict=False))
-        return _judged(plain, walk, ends, all(follows), given)
+        return _classified(plain, walk, ends, all(follows), given)
 
     def majors(self, leaf: Leaf) -> list[Leaf]:
         """What stands before a factor in its dimensions: contiguous pieces of it exist only where that is cut up."""
@@ -173,7 +173,7 @@ class _Derivation:
             found |= before
         return list(found)
 
-    def twins(self, found: Mapping[Leaf, DerivedFactor]) -> tuple[Leaf, Leaf] | None:
+    def adjacent_pair(self, found: Mapping[Leaf, DerivedFactor]) -> tuple[Leaf, Leaf] | None:
         """Two factors that always stand side by side and mean the same, for all that anybody can see one factor."""
         dims = [dim for array in self.arrays for dim in array]
         after: dict[Leaf, set[Leaf | None]] = {}
@@ -215,7 +215,9 @@ class _Derivation:
         found.update(left)
 
 
-def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Placement], follows: bool, given: bool) -> DerivedFactor:
+def _classified(
+    plain: DerivedFactor, walk: _RecordingWalk, ends: Sequence[Placement], follows: bool, given: bool
+) -> DerivedFactor:
     """What a walk's reshards and the places of its results say of a cut.
 
     Args:

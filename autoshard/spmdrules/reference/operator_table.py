@@ -50,23 +50,23 @@ def operator_table(name: str = "") -> list[OperatorRow]:
         >>> next(row.rule.text for row in operator_table("rms_norm") if row.name == "rms_norm_grad")
         'a b c, c, a b c -> a b c, c; reduce a b; inside c'
     """
-    wanted = [k for k, (family, op) in enumerate(_named()) if name in family or name in f"{op.name}_grad"]
+    wanted = [k for k, (family, op) in enumerate(_catalogue()) if name in family or name in f"{op.name}_grad"]
     return [row for k in wanted for row in _rows(k)]
 
 
 def rows_of(name: str) -> tuple[OperatorRow, ...]:
     """The row of the operator with exactly this name, and that of its gradient."""
-    return _rows(next(k for k, (_, op) in enumerate(_named()) if op.name == name))
+    return _rows(next(k for k, (_, op) in enumerate(_catalogue()) if op.name == name))
 
 
 @functools.lru_cache(maxsize=1)
-def _named() -> tuple[tuple[str, Operator], ...]:
+def _catalogue() -> tuple[tuple[str, Operator], ...]:
     return tuple(catalogue())
 
 
 @functools.cache
 def _rows(number: int) -> tuple[OperatorRow, ...]:
-    return tuple(operator_rows(*_named()[number]))
+    return tuple(operator_rows(*_catalogue()[number]))
 
 
 def operator_rows(family: str, op: Operator) -> Iterator[OperatorRow]:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from autoshard.spmdrules import Factor, Rule, RuleError, Shard, rule, rule_for, table
-from autoshard.spmdrules.core.registry import registered, replicated
+from autoshard.spmdrules.core.registry import registered, replicated_rule
 from autoshard.spmdrules.core.rule import REDUCTIONS
 from tests.spmdrules.rows import all_rows, f32
 
@@ -140,7 +140,7 @@ def test_a_primitive_is_registered_once():
 
 def test_an_unknown_primitive_has_no_rule_and_is_replicated():
     assert rule_for(Primitive("nobody_knows"), (f32(4),), {}) is None
-    assert replicated((f32(4, 2),), (f32(4),)).text == "w0_0 w0_1 -> r0_0; whole w0_0 w0_1 r0_0"
+    assert replicated_rule((f32(4, 2),), (f32(4),)).text == "w0_0 w0_1 -> r0_0; whole w0_0 w0_1 r0_0"
 
 
 def test_every_rule_is_documented_by_its_map():

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.core.placement import Placement, extend, from_partition_spec, meet, steps, to_partition_spec
-from autoshard.spmdrules.propagation.input_specs import InputFaults, place_of
+from autoshard.spmdrules.propagation.input_specs import InputErrors, placement_of
 from autoshard.spmdrules.propagation.propagate import Propagation, PropagationError, propagate
 from tests.spmdrules.simulate import simulate
 
@@ -163,9 +163,9 @@ def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     """Every reshard and partial in this run is one that the propagation says, or the values differ."""
     case = case_of(name)
     args = values(*case.args)
-    faults = InputFaults("test")
+    faults = InputErrors("test")
     specs = propagate(case.fn, *args, in_specs=case.specs[k], mesh=SMALL).in_specs
-    places = [place_of(s, None, a, SMALL, "", faults) for s, a in zip(specs, args, strict=True)]
+    places = [placement_of(s, None, a, SMALL, "", faults) for s, a in zip(specs, args, strict=True)]
     close(simulate(case.fn, args, places, SMALL), case.fn(*args))
 
 

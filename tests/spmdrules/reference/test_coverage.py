@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from autoshard.spmdrules.reference.coverage import EXEMPT, NO_RULE, STRUCTURE, UNRUN, standing, standings
+from autoshard.spmdrules.reference.coverage import EXEMPT, NO_RULE, STRUCTURE, UNRUN, status, statuses
 from tests.spmdrules.rows import all_rows, exists
 
 MOST_WITHOUT_RULE = 15
@@ -33,8 +33,8 @@ for name in ("jax", "jax.lax", "jax.nn", "jax.scipy", "jax.experimental.shard_ma
 
 from jax.extend.core import Primitive
 alive = [x for x in gc.get_objects() if isinstance(x, Primitive)]
-from autoshard.spmdrules.reference.coverage import standings
-for primitive, found in standings(alive).items():
+from autoshard.spmdrules.reference.coverage import statuses
+for primitive, found in statuses(alive).items():
     print(json.dumps([primitive.name, *([found.kind, found.reason, found.row] if found else [None, "", ""])]))
 """
 
@@ -88,12 +88,12 @@ def test_rows_do_not_contradict_each_other():
 
 
 def test_where_some_stand():
-    found = {p.name: standing(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
+    found = {p.name: status(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
     assert {name: s and s.kind for name, s in found.items()} == {
         "dot_general": "rule", "scan": "structure", "psum": "exempt",
     }  # fmt: skip
     mine = Primitive("nobody_knows_me")
-    assert standing(mine) is None and standings([mine, lax.add_p])[mine] is None
+    assert status(mine) is None and statuses([mine, lax.add_p])[mine] is None
 
 
 def test_what_no_test_runs_is_said():
