@@ -47,10 +47,10 @@ class Simulation(Walk):
         self.devices = list(itertools.product(*(range(n) for n in self.mesh.values())))
         self.arrays = [np.asarray(x) for x in arrays]
 
-    def start(self) -> None:
-        super().start()
+    def reset(self) -> None:
+        super().reset()
         for v, x in zip(self.program.inputs, self.arrays, strict=True):
-            place = self.place(v)
+            place = self.placement(v)
             self.env[v] = {d: self._term(self._cut(x, place, d), place, d) for d in self.devices}
         self._place_constants(self.program.block)
 
@@ -59,7 +59,7 @@ class Simulation(Walk):
         for op in block.ops:
             for var, v in zip(op.eqn.invars, op.operands, strict=True):
                 if v >= 0 and var in values:
-                    self.env[v] = {d: self._cut(np.asarray(values[var]), self.place(v), d) for d in self.devices}
+                    self.env[v] = {d: self._cut(np.asarray(values[var]), self.placement(v), d) for d in self.devices}
             for inner in op.blocks:
                 self._place_constants(inner)
 
@@ -119,7 +119,7 @@ class Simulation(Walk):
         return made
 
     def move(self, op: Op, operand: int, value: int, target: Placement, times: float | None = None) -> None:
-        before = self.place(value)
+        before = self.placement(value)
         super().move(op, operand, value, target, times)
         if not self.recording or value < 0:
             return
@@ -128,7 +128,7 @@ class Simulation(Walk):
             return
         here = self.env[value]
         self.used[id(op), operand] = self.reshard(here, before, target)
-        self.env[value] = self.reshard(here, before, self.place(value))
+        self.env[value] = self.reshard(here, before, self.placement(value))
 
     def apply(self, op: Op) -> Resolution:
         settled = super().apply(op)
@@ -142,7 +142,7 @@ class Simulation(Walk):
         for v, value, place in zip(op.results, results, settled.results, strict=True):
             if any(how in POSITIONS for _, how in place.partial):
                 value, place = self._decided(op, settled, value, place)
-            self.env[v] = self.reshard(value, place, self.place(v))
+            self.env[v] = self.reshard(value, place, self.placement(v))
         return settled
 
     def _decided(self, op: Op, settled: Resolution, held: Shards, place: Placement) -> tuple[Shards, Placement]:
@@ -204,22 +204,22 @@ class Simulation(Walk):
             literal = op.eqn.invars[carry.operand]
             self.env[carry.inner] = value or dict.fromkeys(self.devices, np.asarray(getattr(literal, "val", 0)))
         slices = {inner: self.used[id(op), i] for i, _, inner in loop.xs}
-        fixed = [self.place(c.inner) for c in loop.carries]
-        sliced = {inner: self.place(inner) for inner in slices}
+        fixed = [self.placement(c.inner) for c in loop.carries]
+        sliced = {inner: self.placement(inner) for inner in slices}
         steps = range(op.eqn.params["length"])
         stacked: dict[int, dict[int, Shards]] = {outer: {} for outer, _ in loop.ys}
         for t in reversed(steps) if op.eqn.params["reverse"] else steps:
             for inner, value in slices.items():
-                self.env[inner], self.places[inner] = {d: x[t] for d, x in value.items()}, sliced[inner]
+                self.env[inner], self.placements[inner] = {d: x[t] for d, x in value.items()}, sliced[inner]
             super().forward(block)
             outs = []
             for carry, place in zip(loop.carries, fixed, strict=True):
-                outs.append(self.reshard(self.env[carry.out], self.place(carry.out), place))
+                outs.append(self.reshard(self.env[carry.out], self.placement(carry.out), place))
             for (outer, inner), _ in zip(loop.ys, range(len(loop.ys)), strict=True):
                 stacked[outer][t] = self.env[inner]
             for carry, value, place in zip(loop.carries, outs, fixed, strict=True):
                 self.env[carry.inner] = self.env[carry.result] = value
-                self.places[carry.inner] = place
+                self.placements[carry.inner] = place
         for outer, by_step in stacked.items():
             self.env[outer] = {d: np.stack([by_step[t][d] for t in steps]) for d in self.devices}
 
@@ -244,5 +244,7 @@ def simulate(
     walk = Simulation(program, mesh, inputs, {program.inputs[i] for i in chosen})
     walk.prepare(args)
     outs = walk.run(goals or [None] * len(program.outputs))
-    ends = [(walk.reshard(walk.env[v], walk.place(v), out), out) for v, out in zip(program.outputs, outs, strict=True)]
+    ends = [
+        (walk.reshard(walk.env[v], walk.placement(v), out), out) for v, out in zip(program.outputs, outs, strict=True)
+    ]
     return [walk.join(shards, place) for shards, place in ends]

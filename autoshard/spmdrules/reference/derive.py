@@ -93,7 +93,7 @@ class _RecordingWalk(Walk):
 
     def record(self, name: str, operand: int, value: int, target: Placement, times: float, eqn: Any) -> None:
         """Notes every step that takes a value to `target`."""
-        held, known = dict(self.place(value).partial), len(self.reshards)
+        held, known = dict(self.placement(value).partial), len(self.reshards)
         super().record(name, operand, value, target, times, eqn)
         self.terms += [held.get(step.axis) for step in self.reshards[known:]]
 
