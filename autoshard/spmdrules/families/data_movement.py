@@ -1,4 +1,4 @@
-"""Operators that move elements by position: permute, repeat, cut, join."""
+"""Operators that move elements by position: transpose, broadcast, reshape, slice, pad, concatenate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIRST = ((0,),)
 
 
 def sets_shape(dims: Dims, *names: str) -> LocalParams:
-    """Rewrites parameters that hold the shape of `dims`, and drops the sharding of the whole result."""
+    """Returns a `local` that sets parameters to the shard's shape of `dims`, and removes the global sharding."""
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
         return {**without_sharding(params, shard), **{name: shard.shape(dims) for name in names}}
@@ -41,7 +41,7 @@ def _joint(operands: Sequence[Any]) -> tuple[int, ...]:
 
 @rule(lax.transpose_p)
 def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
-    """``a b c -> c a b; linear 0; moves 0``: the dimensions in another order.
+    """``a b c -> c a b; linear 0; moves 0``: the dimensions are permuted.
 
     https://openxla.org/stablehlo/spec#transpose
     """
@@ -53,7 +53,7 @@ def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
 def broadcast_in_dim(
     x: Any, *dynamic: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any
 ) -> Rule:
-    """``b -> a b c; linear 0; moves 0``: the same elements along new dimensions.
+    """``b -> a b c; linear 0; moves 0``: the elements are repeated along new dimensions.
 
     https://openxla.org/stablehlo/spec#broadcast_in_dim
     """
@@ -66,7 +66,7 @@ def broadcast_in_dim(
 
 @rule(lax.squeeze_p)
 def squeeze(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a 1 b -> a b; linear 0; moves 0``: without some dimensions of size 1.
+    """``a 1 b -> a b; linear 0; moves 0``: some dimensions of size 1 are removed.
 
     https://openxla.org/stablehlo/spec#reshape
     """
@@ -77,7 +77,7 @@ def squeeze(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
 @rule(*primitives("expand_dims"))
 def expand_dims(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a b -> a 1 b; linear 0; moves 0``: with more dimensions of size 1.
+    """``a b -> a 1 b; linear 0; moves 0``: dimensions of size 1 are added.
 
     https://openxla.org/stablehlo/spec#reshape
     """
@@ -90,7 +90,7 @@ def expand_dims(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
 @rule(lax.reshape_p)
 def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequence[int] | None = None, **_: Any) -> Rule:
-    """``a b c -> (a b) c; linear 0; moves 0``: dimensions merged and split, by the factors that both shapes share.
+    """``a b c -> (a b) c; linear 0; moves 0``: dimensions are merged and split; factors common to both shapes pass.
 
     https://openxla.org/stablehlo/spec#reshape
     """
@@ -106,11 +106,15 @@ def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequenc
 
 
 def common_factors(build: RuleBuilder, old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims]:
-    """The factors of two shapes of as many elements, major to minor.
+    """Finds the factors that two shapes with the same number of elements have in common.
 
-    Both are cut where their cumulative products agree. In each piece the greatest common divisor of the first
-    dimensions is a factor of both, and what is left of them goes on; where they have none, the same from the last
-    dimensions; what then remains between is whole: (6, 4) -> (8, 3) is ``(a w) w1 -> (a w2) w3``, a=2.
+    Both shapes are split into segments where their cumulative products agree. In each segment, the greatest common
+    divisor of the leading dimensions is a factor of both; it is divided out, and this repeats until the divisor is 1.
+    Then the same is done from the trailing dimensions. What remains in the middle is whole: (6, 4) -> (8, 3) is
+    ``(a w) w1 -> (a w2) w3`` with a=2.
+
+    Returns:
+        The factors of each dimension of `old` and of `new`, major to minor.
     """
     left, right = _Side(old), _Side(new)
     ends = sorted(set(left.ends) & set(right.ends))
@@ -133,7 +137,7 @@ def _next_pair(left: _Side, right: _Side, low: int, high: int, major: bool) -> t
 
 
 class _Side:
-    """One shape while its factors are found: what is left of each dimension, between what was taken from its ends."""
+    """One of the two shapes: the factors taken so far from both ends of each dimension, and the size left between."""
 
     def __init__(self, shape: Sequence[int]):
         self.rest = list(shape)
@@ -142,12 +146,12 @@ class _Side:
         self.minor: list[Dim] = [()] * len(shape)
 
     def open(self, low: int, high: int, major: bool) -> int | None:
-        """The first (or last) dimension with something left in the piece that ends at `high`."""
+        """Returns the first (or last) dimension of the segment from `low` to `high` with a size left above 1."""
         found = [d for d, n in enumerate(self.rest) if n > 1 and low < self.ends[d] <= high]
         return (found[0] if major else found[-1]) if found else None
 
     def take(self, d: int, dim: Dim, size: int, major: bool) -> None:
-        """Takes a factor from one end of what is left of a dimension."""
+        """Takes a factor from one end of what is left of dimension `d`."""
         self.rest[d] //= size
         if major:
             self.major[d] += dim
@@ -155,7 +159,7 @@ class _Side:
             self.minor[d] = dim + self.minor[d]
 
     def dims(self, build: RuleBuilder) -> Dims:
-        """Each dimension's factors, what is left in the middle being whole."""
+        """Returns the factors of each dimension; what is left in the middle is whole."""
         return tuple(
             (*major, *build.whole(rest), *minor)
             for major, rest, minor in zip(self.major, self.rest, self.minor, strict=True)
@@ -164,9 +168,9 @@ class _Side:
 
 @rule(lax.concatenate_p)
 def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
-    """``a w, a w1 -> a w2; whole w w1 w2; linear 0 1; moves 0 1``: joined along a dimension, which is whole.
+    """``a w, a w1 -> a w2; whole w w1 w2; linear 0 1; moves 0 1``: arrays are joined along a dimension, which is whole.
 
-    Where all operands but one are empty, it passes.
+    The dimension passes if all operands but one are empty.
 
     https://openxla.org/stablehlo/spec#concatenate
     """
@@ -180,7 +184,7 @@ def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
 
 @rule(*primitives("split"))
 def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
-    """``a w -> a w1, a w2; whole w w1 w2; linear 0; moves 0``: cut along a dimension, which is whole.
+    """``a w -> a w1, a w2; whole w w1 w2; linear 0; moves 0``: an array is split along a dimension, which is whole.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.split.html
     """
@@ -190,7 +194,7 @@ def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
 
 @rule(*primitives("stack"))
 def stack(*xs: Any, axis: int, **_: Any) -> Rule:
-    """``a b, a b -> a w b; whole w; linear 0 1; moves 0 1``: joined along a new dimension.
+    """``a b, a b -> a w b; whole w; linear 0 1; moves 0 1``: arrays are joined along a new dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.stack.html
     """
@@ -201,7 +205,7 @@ def stack(*xs: Any, axis: int, **_: Any) -> Rule:
 
 @rule(*primitives("unstack"))
 def unstack(x: Any, *, axis: int, **_: Any) -> Rule:
-    """``a w -> a, a, a; whole w; linear 0; moves 0``: each slice along a dimension.
+    """``a w -> a, a, a; whole w; linear 0; moves 0``: an array is split into its slices along a dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.unstack.html
     """
@@ -212,7 +216,7 @@ def unstack(x: Any, *, axis: int, **_: Any) -> Rule:
 
 @rule(*primitives("tile"))
 def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
-    """``a b -> a (r b); linear 0; moves 0``: repeated along dimensions.
+    """``a b -> a (r b); linear 0; moves 0``: the array is repeated along its dimensions.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.tile.html
     """
@@ -226,7 +230,8 @@ def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
 def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], **_: Any) -> Rule:
     """``a w, [] -> a w1; whole w w1; linear 0 1; moves 0 1``: padded dimensions are whole, others pass.
 
-    Where each element gets as many neighbours as the others, blocks of them pass: ``t, [] -> (t x); whole x``.
+    If every element gets the same number of padding elements, the padded dimension passes, in blocks of an element and
+    its padding: ``t, [] -> (t x); whole x``.
 
     https://openxla.org/stablehlo/spec#pad
     """
@@ -240,7 +245,7 @@ def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], *
 
 
 def _padded(build: RuleBuilder, size: int, low: int, high: int, inner: int) -> tuple[Dim, Dim]:
-    """A dimension before and after it is padded."""
+    """Returns a dimension before and after padding."""
     if low == high == inner == 0:
         dim = build.next(size)
         return dim, dim
@@ -252,7 +257,7 @@ def _padded(build: RuleBuilder, size: int, low: int, high: int, inner: int) -> t
 
 @rule(lax.rev_p)
 def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a w -> a w; whole w; linear 0; moves 0``: some dimensions backwards.
+    """``a w -> a w; whole w; linear 0; moves 0``: some dimensions are reversed.
 
     https://openxla.org/stablehlo/spec#reverse
     """
@@ -264,28 +269,28 @@ def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 def slice_(
     x: Any, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Sequence[int] | None, **_: Any
 ) -> Rule:
-    """``a w -> a w1; whole w w1; linear 0; moves 0``: dimensions taken in full pass, those cut are whole.
+    """``a w -> a w1; whole w w1; linear 0; moves 0``: dimensions taken in full pass, sliced ones are whole.
 
-    Of a dimension of which every n-th element is taken, to its end, the blocks of n pass: ``(t x) -> t; whole x``.
+    If every n-th element of a dimension is taken, and n divides its size, blocks of n pass: ``(t x) -> t; whole x``.
 
     https://openxla.org/stablehlo/spec#slice
     """
     build = RuleBuilder()
     steps = strides or (1,) * len(x.shape)
-    cuts = list(zip(x.shape, start_indices, limit_indices, steps, strict=True))
-    pairs = [_sliced(build, *along) for along in cuts]
+    slices = list(zip(x.shape, start_indices, limit_indices, steps, strict=True))
+    pairs = [_sliced(build, *each) for each in slices]
     operand = tuple(before for before, _ in pairs)
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
         here = shard.shape(operand)
-        limits = (limit if n == size else n for n, (size, _, limit, _) in zip(here, cuts, strict=True))
+        limits = (limit if n == size else n for n, (size, _, limit, _) in zip(here, slices, strict=True))
         return {**params, "limit_indices": tuple(limits)}
 
     return build.rule([operand], [tuple(after for _, after in pairs)], _FIRST, (0,), local)
 
 
 def _sliced(build: RuleBuilder, size: int, start: int, limit: int, step: int) -> tuple[Dim, Dim]:
-    """A dimension before and after it is sliced."""
+    """Returns a dimension before and after slicing."""
     count = max(0, -((start - limit) // step))
     if (start, count, step) == (0, size, 1):
         dim = build.next(size)
@@ -298,7 +303,7 @@ def _sliced(build: RuleBuilder, size: int, start: int, limit: int, step: int) ->
 
 @rule(lax.iota_p)
 def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: Any) -> Rule:
-    """``-> a b; offset b``: a shard counts from where it starts.
+    """``-> a b; offset b``: a shard counts from its offset.
 
     https://openxla.org/stablehlo/spec#iota
     """
@@ -315,7 +320,7 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
 
 @rule(*primitives("empty"))
 def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
-    """``-> a b``: memory that nobody has written.
+    """``-> a b``: an uninitialised array.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.empty.html
     """
@@ -325,7 +330,7 @@ def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
 
 @rule(*primitives("empty2"))
 def empty_scalar(**_: Any) -> Rule:
-    """``-> []``: a number that nobody has written, from which scans and their gradients make their buffers.
+    """``-> []``: an uninitialised scalar, which scans and their gradients broadcast to buffers.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """
