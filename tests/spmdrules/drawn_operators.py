@@ -64,8 +64,8 @@ def binary(draw: Draw) -> Drawn:
     """An elementwise function of two arrays."""
     real = [lax.add, lax.mul, lax.sub, lax.div, lax.max, lax.min, lax.rem, lax.pow, lax.atan2, lax.nextafter, lax.lt]
     integer = [lax.add, lax.mul, lax.max, lax.bitwise_and, lax.bitwise_xor, lax.shift_left, lax.eq, lax.ge]
-    by_type = {**dict.fromkeys(FLOATS, real), "int32": integer, "int8": integer, "complex64": [lax.add, lax.mul, lax.eq],
-               "bool": [lax.bitwise_or, lax.bitwise_xor, lax.ne]}  # fmt: skip
+    by_type = {**dict.fromkeys(FLOATS, real), "int32": integer, "int8": integer,
+               "complex64": [lax.add, lax.mul, lax.eq], "bool": [lax.bitwise_or, lax.bitwise_xor, lax.ne]}  # fmt: skip
     dtype, shape = draw(st.sampled_from(sorted(by_type))), draw(shapes())
     fn = draw(st.sampled_from(by_type[dtype]))
     return "binary", fn, (values(draw, shape, dtype), values(draw, shape, dtype))
@@ -285,22 +285,20 @@ def window(draw: Draw) -> Drawn:
 def exchanges(draw: Draw) -> tuple[str, Callable[..., Any], np.ndarray, Mesh]:
     """A collective between two devices: all-to-all, all-gather, psum, reduce-scatter or a permutation."""
     kind = draw(st.sampled_from(["all_to_all", "all_gather", "psum", "psum_scatter", "ppermute"]))
-    sizes = (
-        [2, 1, 4] if kind in ("all_gather", "psum_scatter") else [2, 1, 4, 0]
-    )  # XLA refuses to gather or scatter empty arrays
+    sizes = [2, 1, 4] if kind in ("all_gather", "psum_scatter") else [2, 1, 4, 0]  # XLA refuses empty ones
     shape = tuple(2 * n for n in draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3)))
     held, other = draw(st.permutations(range(len(shape))))[:2]
-    cut = P(*("p" if d == held else None for d in range(len(shape))))
+    sharded = P(*("p" if d == held else None for d in range(len(shape))))
     moved = P(*("p" if d == other else None for d in range(len(shape))))
     local, out = {
         "all_to_all": (lambda x: lax.all_to_all(x, "p", other, held, tiled=True), moved),
         "all_gather": (lambda x: lax.all_gather(x, "p", axis=held, tiled=True), P()),
         "psum": (lambda x: lax.psum(x, "p"), P()),
         "psum_scatter": (lambda x: lax.psum_scatter(x, "p", scatter_dimension=other, tiled=True), moved),
-        "ppermute": (lambda x: lax.ppermute(x, "p", [(0, 1), (1, 0)]), cut),
+        "ppermute": (lambda x: lax.ppermute(x, "p", [(0, 1), (1, 0)]), sharded),
     }[kind]
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("p",))
-    fn = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=out, check_vma=False)
+    fn = jax.shard_map(local, mesh=mesh, in_specs=sharded, out_specs=out, check_vma=False)
     return kind, fn, values(draw, shape, "float32", False), mesh
 
 

@@ -38,7 +38,7 @@ class Simulation(Walk):
     """A walk that, while it records, also computes the values that it places."""
 
     def prepare(self, arrays: Sequence[Any]) -> None:
-        """Sets the global values of the arguments. `reset` splits them; partial ones get uneven terms of mixed signs."""
+        """Sets the global arguments, which `reset` splits; partial ones get uneven terms of mixed signs."""
         self.env: dict[int, Shards] = {}
         self.used: dict[tuple[int, int], Shards] = {}
         self.loops = {
