@@ -1,6 +1,6 @@
-"""What the sharding of an operator's operands means for its results. Pure: no devices, no cost."""
+"""Sharding rules: what the sharding of an operator's operands means for its results. No devices, no cost model."""
 
-if __name__ != "autoshard.spmdrules":  # reached through the link at the repository root: no second copy
+if __name__ != "autoshard.spmdrules":  # imported through the link at the repository root
     raise ImportError("'spmdrules' at the repository root is a link for people: import autoshard.spmdrules")
 
 import autoshard.spmdrules.families  # noqa: F401  registers every rule

@@ -1,4 +1,4 @@
-"""Random programs: chains of operators over arrays of random ranks, sizes and types, and where their arguments are."""
+"""Random programs: chains of operators over arrays of random ranks and sizes, and placements of their arguments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jax import lax
 
 from autoshard.spmdrules.core.placement import Placement, Spec
 
-Made = Callable[..., Any]
+Step = Callable[..., Any]
 Draw = Callable[..., Any]
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 4})
 SIZES = st.sampled_from([4, 8, 2, 6, 3, 1, 5, 0])
-INDICES = 2  # how many of a chain's arguments are positions
+INDICES = 2  # the number of leading arguments of a chain that are positions; the others are floats
 _MOST_ELEMENTS = 4096
 
 
@@ -31,43 +31,43 @@ class Chain:
 
     Attributes:
         args: the arguments.
-        steps: `(name, function, numbers of the arrays that it takes)`; each gives one array.
-        outputs: numbers of the arrays that are returned.
+        steps: `(name, function, numbers of its operands)`; each step adds one array.
+        outputs: the numbers of the arrays that are returned.
     """
 
     args: tuple[np.ndarray, ...]
-    steps: tuple[tuple[str, Made, tuple[int, ...]], ...]
+    steps: tuple[tuple[str, Step, tuple[int, ...]], ...]
     outputs: tuple[int, ...]
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         arrays = list(args)
-        for _, fn, taken in self.steps:
-            arrays.append(fn(*(arrays[i] for i in taken)))
+        for _, fn, operands in self.steps:
+            arrays.append(fn(*(arrays[i] for i in operands)))
         return tuple(arrays[i] for i in self.outputs)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.args)
-        return f"Chain({shapes}; {'; '.join(f'{name}{list(taken)}' for name, _, taken in self.steps)}; {self.outputs})"
+        return f"Chain({shapes}; {'; '.join(f'{name}{list(i)}' for name, _, i in self.steps)}; {self.outputs})"
 
 
 @st.composite
 def chains(draw: Draw, longest: int = 7, branching: bool = False) -> Chain:
     """Chains of up to `longest` operators over two arrays of positions and one to three of floats.
 
-    Branches and loops that end when they like are among them where `branching` says so.
+    If `branching`, they include branches, and loops whose number of iterations depends on values.
     """
     shapes = [draw(shapes_of()) for _ in range(draw(st.integers(1, 3)))]
     positions = [positions_of(draw(st.sampled_from([4, 2, 3, 0])), draw(st.integers(0, 99))) for _ in range(INDICES)]
     args = (*positions, *(values(shape, draw(st.integers(0, 99))) for shape in shapes))
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-    steps: list[tuple[str, Made, tuple[int, ...]]] = []
+    steps: list[tuple[str, Step, tuple[int, ...]]] = []
     for _ in range(draw(st.integers(1, longest))):
-        taken = draw(st.integers(INDICES, len(arrays) - 1))
+        operand = draw(st.integers(INDICES, len(arrays) - 1))
         step = draw(st.sampled_from(STEPS + BRANCHING if branching else STEPS))
-        made = step(draw, arrays, taken)
-        if made is None:
+        drawn = step(draw, arrays, operand)
+        if drawn is None:
             continue
-        fn, operands = made
+        fn, operands = drawn
         aval = jax.eval_shape(fn, *(arrays[i] for i in operands))
         if math.prod(aval.shape) <= _MOST_ELEMENTS and len(aval.shape) <= 5:
             steps.append((step.__name__, fn, operands))
@@ -78,39 +78,39 @@ def chains(draw: Draw, longest: int = 7, branching: bool = False) -> Chain:
 
 
 def shapes_of(most: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of up to `most` dimensions: even and odd sizes, one, zero."""
+    """Shapes of up to `most` dimensions, with even and odd sizes, 1 and 0."""
     return st.lists(SIZES, min_size=0, max_size=most).map(tuple)
 
 
 def values(shape: Sequence[int], seed: int) -> np.ndarray:
-    """Whole and half numbers of both signs, some of them equal."""
+    """Integers and halves of both signs, with ties."""
     return np.asarray(np.random.default_rng(seed).integers(-5, 6, tuple(shape)) / 2, np.float32)
 
 
 def positions_of(count: int, seed: int) -> np.ndarray:
-    """Positions, some of them twice, some negative or beyond the end."""
+    """Positions, with duplicates, some of them negative or beyond the end."""
     return np.random.default_rng(seed).integers(-2, 7, count).astype(np.int32)
 
 
 @st.composite
 def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: bool = True) -> Placement:
-    """Where an array is: each mesh axis cuts a dimension that it divides (two may cut one), holds terms, or neither."""
+    """Placements of an array: each mesh axis shards a dimension that it divides, is partial, or neither."""
     spec: list[tuple[str, ...]] = [()] * len(shape)
     terms: list[tuple[str, str]] = []
     op = draw(st.sampled_from(["sum", "sum", "max", "min"])) if partial else ""
     for axis in draw(st.permutations(list(mesh))):
         fits = [d for d, n in enumerate(shape) if n and n % math.prod(mesh[a] for a in (*spec[d], axis)) == 0]
-        where = draw(st.sampled_from([*fits, *fits, "whole", *(["partial"] if partial else [])]))
+        where = draw(st.sampled_from([*fits, *fits, "replicated", *(["partial"] if partial else [])]))
         if where == "partial":
             terms.append((axis, op))
-        elif where != "whole":
+        elif where != "replicated":
             spec[where] = (*spec[where], axis)
     return Placement(tuple(spec), tuple(sorted(terms)))
 
 
 @st.composite
 def goals(draw: Draw, mesh: dict[str, int], shape: Sequence[int]) -> Spec | None:
-    """Where a result is wanted, None for anywhere."""
+    """The requested spec of a result, or None."""
     return draw(placements(mesh, shape, partial=False)).spec if draw(st.booleans()) else None
 
 
@@ -119,14 +119,14 @@ def _axis(draw: Draw, x: Any) -> int:
 
 
 def unary(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """An elementwise function; linear ones among them."""
+    """An elementwise function, linear or not."""
     fns = [jnp.sin, jnp.tanh, jnp.negative, jnp.abs, lambda x: x * 0.5, lambda x: x + 1.0, jnp.sign, jax.nn.relu,
            lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), lambda x: (x > 0).astype(jnp.float32)]  # fmt: skip
     return draw(st.sampled_from(fns)), (i,)
 
 
 def binary(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """Two arrays that fit together, one of them broadcast if need be."""
+    """An elementwise function of two arrays, broadcast against each other."""
     fitting = [j for j, x in enumerate(arrays) if j >= INDICES and _fits(arrays[i].shape, x.shape)]
     j = draw(st.sampled_from(fitting))
     select = lambda x, y: jnp.where(x > y, x, y * 0.5)  # noqa: E731
@@ -139,7 +139,7 @@ def _fits(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 def reduction(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """A reduction over some dimensions, kept as ones or not."""
+    """A reduction over some dimensions, with or without `keepdims`."""
     x = arrays[i]
     if not x.shape:
         return None
@@ -153,7 +153,7 @@ def _product(x: Any, axis: Any, keepdims: bool) -> Any:
 
 
 def along(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """Something along one dimension."""
+    """An operator along one dimension."""
     x = arrays[i]
     if not x.shape:
         return None
@@ -172,7 +172,7 @@ def along(draw: Draw, arrays: list[Any], i: int) -> Any:
 
 
 def arrangement(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """Dimensions in another order, two of them merged, or one of them split."""
+    """A transpose, a broadcast, or a reshape that merges two dimensions or splits one."""
     shape = arrays[i].shape
     kind = draw(st.sampled_from(["transpose", "merge", "split", "broadcast"]))
     if kind == "transpose":
@@ -203,7 +203,7 @@ def product(draw: Draw, arrays: list[Any], i: int) -> Any:
 
 
 def lookup(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """Rows read or written at positions, some of them twice, some of them beyond the end."""
+    """Rows read or written at positions, with duplicates and positions beyond the end."""
     x = arrays[i]
     if not x.shape:
         return None
@@ -219,7 +219,7 @@ def lookup(draw: Draw, arrays: list[Any], i: int) -> Any:
 
 
 def loop(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """A recurrence over the first dimension: its last carry, or what it gives at every step."""
+    """A recurrence over the first dimension: its last carry, or its output at each step."""
     shape = arrays[i].shape
     if not shape or not shape[0]:
         return None
@@ -233,7 +233,7 @@ def loop(draw: Draw, arrays: list[Any], i: int) -> Any:
 
 
 def position(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """What depends on where an element is: positions, masks."""
+    """A function of element positions: a ramp or a triangular mask."""
     x = arrays[i]
     if not x.shape:
         return None
@@ -245,32 +245,32 @@ def position(draw: Draw, arrays: list[Any], i: int) -> Any:
 
 
 def windows(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """Windows read or written at a position of its own for each element of the first dimension."""
+    """Windows read or written at a different position for each element of the first dimension."""
     x = arrays[i]
     rows = [j for j in range(INDICES) if len(x.shape) >= 2 and arrays[j].shape == x.shape[:1]]
     if not rows or not x.shape[1]:
         return None
-    taken = draw(st.integers(1, x.shape[1]))
+    size = draw(st.integers(1, x.shape[1]))
     if draw(st.booleans()):
-        return (lambda at, x: jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, taken, 0))(x, at)), (rows[0], i)
-    write = lambda x, at: lax.dynamic_update_slice_in_dim(x, x[:taken] * 2.0, at, 0)  # noqa: E731
+        return (lambda at, x: jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, size, 0))(x, at)), (rows[0], i)
+    write = lambda x, at: lax.dynamic_update_slice_in_dim(x, x[:size] * 2.0, at, 0)  # noqa: E731
     return (lambda at, x: jax.vmap(write)(x, at)), (rows[0], i)
 
 
 def grouped(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """Rows in groups, each with a matrix of its own; some groups are empty, some rows in none."""
+    """A grouped matrix product, with empty groups and rows that belong to no group."""
     x = arrays[i]
     if len(x.shape) != 2 or 0 in x.shape:
         return None
-    groups, made, seed = draw(st.sampled_from([4, 2, 3])), draw(st.sampled_from([4, 6])), draw(st.integers(0, 99))
+    groups, features, seed = draw(st.sampled_from([4, 2, 3])), draw(st.sampled_from([4, 6])), draw(st.integers(0, 99))
     ends = np.sort(np.random.default_rng(seed).integers(0, x.shape[0] + 1, groups))
     sizes = np.diff(ends, prepend=0).astype(np.int32)
-    matrices = values((groups, x.shape[1], made), seed)
+    matrices = values((groups, x.shape[1], features), seed)
     return (lambda x: lax.ragged_dot(jnp.tanh(x), jnp.asarray(matrices), jnp.asarray(sizes))), (i,)
 
 
 def wrapped(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """A function under a transformation: called, made again for the gradient, with a gradient of its own, mapped."""
+    """A function under a transformation: jit, checkpoint, custom_vjp, custom_jvp or vmap."""
     x = arrays[i]
     inner = lambda x: jnp.sin(x) * jnp.cumsum(x, 0) if x.ndim else jnp.sin(x) * x  # noqa: E731
     if not x.shape:
@@ -284,20 +284,20 @@ def wrapped(draw: Draw, arrays: list[Any], i: int) -> Any:
 
 
 def branch(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """One of two functions, by what the array holds."""
-    ways = [jnp.sin, lambda x: jnp.flip(x), lambda x: x - jnp.mean(x) if x.size else x, jnp.zeros_like]
-    first, second = draw(st.permutations(ways))[:2]
+    """One of two functions, depending on the array's values."""
+    fns = [jnp.sin, lambda x: jnp.flip(x), lambda x: x - jnp.mean(x) if x.size else x, jnp.zeros_like]
+    first, second = draw(st.permutations(fns))[:2]
     return (lambda x: lax.cond(jnp.sum(x) > 0.1234, first, second, x)), (i,)
 
 
 def until(draw: Draw, arrays: list[Any], i: int) -> Any:
-    """A loop that ends when the values that it carries say so; nothing is differentiated through it."""
+    """A while loop whose end depends on the values that it carries; it is not differentiated."""
     axes = (0,) * bool(arrays[i].shape)
 
     def run(x: Any) -> Any:
-        going = lambda state: (jnp.sum(jnp.abs(state[1])) > 1.0) & (state[0] < 5)  # noqa: E731
+        unfinished = lambda state: (jnp.sum(jnp.abs(state[1])) > 1.0) & (state[0] < 5)  # noqa: E731
         step = lambda state: (state[0] + 1, 0.5 * state[1] - jnp.sum(state[1], axes, keepdims=True) * 0.125)  # noqa: E731
-        return lax.while_loop(going, step, (jnp.int32(0), lax.stop_gradient(x)))[1]
+        return lax.while_loop(unfinished, step, (jnp.int32(0), lax.stop_gradient(x)))[1]
 
     return run, (i,)
 

@@ -1,4 +1,4 @@
-"""Random convolutional networks: what XLA's partitioner has most trouble with."""
+"""Random convolutional networks, with which XLA's partitioner has the most trouble."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Draw = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution and what follows it; `features` are those of each group, `outputs` those of all."""
+    """A convolution and the operator after it.
+
+    `features` is the number of input features of each group, `outputs` that of output features of all groups.
+    """
 
     window: tuple[int, int]
     features: int

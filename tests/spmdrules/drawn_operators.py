@@ -1,4 +1,4 @@
-"""Single operators of random ranks, sizes, types and parameters, on values that tell a wrong rule from a right one."""
+"""Random operators: ranks, sizes, types and parameters, with values for which a wrong rule gives a wrong result."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Drawn = tuple[str, Callable[..., Any], tuple[np.ndarray, ...]]
 Draw = Callable[..., Any]
 
 SIZES = st.sampled_from([4, 6, 2, 8, 3, 1, 5, 0])
-SOME = st.sampled_from([4, 6, 2, 3, 1])  # not zero
+NONZERO = st.sampled_from([4, 6, 2, 3, 1])
 FLOATS = ("float32", "bfloat16")
 NUMBERS = (*FLOATS, "int32", "int8", "complex64")
 
 
 def shapes(least: int = 0, most: int = 4, sizes: Any = SIZES) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of so many dimensions."""
+    """Shapes of `least` to `most` dimensions."""
     return st.lists(sizes, min_size=least, max_size=most).map(tuple)
 
 
 def values(draw: Draw, shape: Sequence[int], dtype: str, special: bool = True) -> np.ndarray:
-    """Numbers of both signs with ties; if `special`, now and then NaN, infinities and signed zeros among floats."""
+    """Numbers of both signs with ties; if `special`, floats sometimes include NaN, infinities and signed zeros."""
     rng = np.random.default_rng(draw(st.integers(0, 999)))
-    whole = rng.integers(-4, 5, tuple(shape))
+    integers = rng.integers(-4, 5, tuple(shape))
     if dtype == "bool":
-        return whole > 0
+        return integers > 0
     if dtype.startswith("int"):
-        return whole.astype(dtype)
-    floats = whole / 2
+        return integers.astype(dtype)
+    floats = integers / 2
     if dtype.startswith("complex"):
         return (floats + 1j * rng.integers(-3, 4, tuple(shape))).astype(dtype)
     if special and draw(st.integers(0, 2)) == 0:
@@ -63,9 +63,9 @@ def unary(draw: Draw) -> Drawn:
 def binary(draw: Draw) -> Drawn:
     """An elementwise function of two arrays."""
     real = [lax.add, lax.mul, lax.sub, lax.div, lax.max, lax.min, lax.rem, lax.pow, lax.atan2, lax.nextafter, lax.lt]
-    whole = [lax.add, lax.mul, lax.max, lax.bitwise_and, lax.bitwise_xor, lax.shift_left, lax.eq, lax.ge]
-    by_type = {**dict.fromkeys(FLOATS, real), "int32": whole, "int8": whole, "complex64": [lax.add, lax.mul, lax.eq],
-               "bool": [lax.bitwise_or, lax.bitwise_xor, lax.ne]}  # fmt: skip
+    integer = [lax.add, lax.mul, lax.max, lax.bitwise_and, lax.bitwise_xor, lax.shift_left, lax.eq, lax.ge]
+    by_type = {**dict.fromkeys(FLOATS, real), "int32": integer, "int8": integer,
+               "complex64": [lax.add, lax.mul, lax.eq], "bool": [lax.bitwise_or, lax.bitwise_xor, lax.ne]}  # fmt: skip
     dtype, shape = draw(st.sampled_from(sorted(by_type))), draw(shapes())
     fn = draw(st.sampled_from(by_type[dtype]))
     return "binary", fn, (values(draw, shape, dtype), values(draw, shape, dtype))
@@ -96,8 +96,8 @@ def reduction(draw: Draw) -> Drawn:
 
 
 def position(draw: Draw) -> Drawn:
-    """Where the largest or smallest element is; equal ones and NaN among them."""
-    shape = draw(shapes(1, 3, SOME))
+    """The position of the largest or smallest element, with ties and NaN."""
+    shape = draw(shapes(1, 3, NONZERO))
     axis = draw(st.integers(0, len(shape) - 1))
     fn = draw(st.sampled_from([lax.argmax, lax.argmin]))
     dtype = draw(st.sampled_from(["float32", "int32"]))
@@ -142,7 +142,7 @@ def contraction(draw: Draw) -> Drawn:
 
 
 def arrangement(draw: Draw) -> Drawn:
-    """What moves elements: reshape, transpose, broadcast, flip, slice, pad, concatenate, split, tile."""
+    """An operator that moves elements: reshape, transpose, broadcast, reverse, slice, pad, concatenate, split."""
     shape, dtype = draw(shapes(1, 3)), draw(st.sampled_from([*NUMBERS, "bool"]))
     axis = draw(st.integers(0, len(shape) - 1))
     size = shape[axis]
@@ -178,7 +178,7 @@ def arrangement(draw: Draw) -> Drawn:
 
 
 def _regrouped(draw: Draw, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Another shape of as many elements: neighbours merged, then some dimension split."""
+    """Another shape with the same number of elements: neighbouring dimensions are merged, then one is split."""
     at = draw(st.integers(0, len(shape) - 1))
     merged = (*shape[:at], int(np.prod(shape[at : at + 2])), *shape[at + 2 :])
     part = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if merged[at] % n == 0]))
@@ -186,8 +186,8 @@ def _regrouped(draw: Draw, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def lookup(draw: Draw) -> Drawn:
-    """Reads or writes at positions: several indexed dimensions, windows, batching dimensions, every mode."""
-    shape = draw(shapes(1, 3, SOME))
+    """Reads or writes at positions: several indexed dimensions, batching dimensions, several modes."""
+    shape = draw(shapes(1, 3, NONZERO))
     x = values(draw, shape, draw(st.sampled_from(["float32", "int32", "bfloat16"])))
     mode = draw(st.sampled_from(["clip", "fill", "promise_in_bounds"]))
     where = draw(st.sampled_from(["leading", "along", "batched"]))
@@ -212,15 +212,15 @@ def lookup(draw: Draw) -> Drawn:
         return getattr(x.at[indices], write)(jnp.ones((), x.dtype), mode=mode)
 
     if where == "batched":
-        rows = draw(SOME)
+        rows = draw(NONZERO)
         stacked = tuple(np.stack([at(shape[d], count) for _ in range(rows)]) for d in range(len(indices)))
         return "batched lookup", jax.vmap(fn), (values(draw, (rows, *shape), str(x.dtype)), *stacked)
     return "lookup", fn, (x, *indices)
 
 
-def piece(draw: Draw) -> Drawn:
-    """A slice read or written at a position that is computed."""
-    shape = draw(shapes(1, 3, SOME))
+def dynamic_slice(draw: Draw) -> Drawn:
+    """A slice read or written at a position computed at run time."""
+    shape = draw(shapes(1, 3, NONZERO))
     sizes = tuple(draw(st.integers(1, n)) for n in shape)
     x, at = values(draw, shape, "float32"), [np.int32(draw(st.integers(-1, n))) for n in shape]
     if draw(st.booleans()):
@@ -237,7 +237,7 @@ def convolution(draw: Draw) -> Drawn:
     """A convolution with strides, dilation, padding and groups, or a gradient of one."""
     rank, groups = draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2]))
     batch, features, filters = (
-        draw(SOME),
+        draw(NONZERO),
         groups * draw(st.sampled_from([1, 2])),
         groups * draw(st.sampled_from([1, 2])),
     )
@@ -265,7 +265,7 @@ def convolution(draw: Draw) -> Drawn:
 
 def window(draw: Draw) -> Drawn:
     """Pooling, or its gradient."""
-    shape = (draw(SOME), draw(st.sampled_from([4, 6, 8])), draw(SOME))
+    shape = (draw(NONZERO), draw(st.sampled_from([4, 6, 8])), draw(NONZERO))
     size, stride, padding = (
         draw(st.sampled_from([2, 3])),
         draw(st.sampled_from([1, 2])),
@@ -283,27 +283,27 @@ def window(draw: Draw) -> Drawn:
 
 @st.composite
 def exchanges(draw: Draw) -> tuple[str, Callable[..., Any], np.ndarray, Mesh]:
-    """A collective among two devices: an all-to-all that splits one dimension and joins another, sums, gathers."""
+    """A collective between two devices: all-to-all, all-gather, psum, reduce-scatter or a permutation."""
     kind = draw(st.sampled_from(["all_to_all", "all_gather", "psum", "psum_scatter", "ppermute"]))
-    sizes = [2, 1, 4] if kind in ("all_gather", "psum_scatter") else [2, 1, 4, 0]  # XLA gathers and scatters no nothing
+    sizes = [2, 1, 4] if kind in ("all_gather", "psum_scatter") else [2, 1, 4, 0]  # XLA refuses empty ones
     shape = tuple(2 * n for n in draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=3)))
     held, other = draw(st.permutations(range(len(shape))))[:2]
-    cut = P(*("p" if d == held else None for d in range(len(shape))))
+    sharded = P(*("p" if d == held else None for d in range(len(shape))))
     moved = P(*("p" if d == other else None for d in range(len(shape))))
     local, out = {
         "all_to_all": (lambda x: lax.all_to_all(x, "p", other, held, tiled=True), moved),
         "all_gather": (lambda x: lax.all_gather(x, "p", axis=held, tiled=True), P()),
         "psum": (lambda x: lax.psum(x, "p"), P()),
         "psum_scatter": (lambda x: lax.psum_scatter(x, "p", scatter_dimension=other, tiled=True), moved),
-        "ppermute": (lambda x: lax.ppermute(x, "p", [(0, 1), (1, 0)]), cut),
+        "ppermute": (lambda x: lax.ppermute(x, "p", [(0, 1), (1, 0)]), sharded),
     }[kind]
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("p",))
-    fn = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=out, check_vma=False)
+    fn = jax.shard_map(local, mesh=mesh, in_specs=sharded, out_specs=out, check_vma=False)
     return kind, fn, values(draw, shape, "float32", False), mesh
 
 
 OPERATORS = (unary, binary, choice, reduction, position, cumulative, order, contraction, contraction, arrangement,
-             arrangement, lookup, lookup, piece, convolution, window)  # fmt: skip
+             arrangement, lookup, lookup, dynamic_slice, convolution, window)  # fmt: skip
 
 
 @st.composite

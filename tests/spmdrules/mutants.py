@@ -1,11 +1,11 @@
-"""Rules broken one way at a time: what the oracle has to notice.
+"""Mutants: rules with one mistake each, which the oracle must detect.
 
-    python -m tests.spmdrules.mutants [name ...]     every rule's mutants, or those of the primitives named
+    python -m tests.spmdrules.mutants [name ...]     the mutants of all rules, or of the named primitives' rules
 
-A mutant is caught if the oracle, which knows no expected map, finds it wrong or finds something missing by running
-shards. What is no mistake is no mutant: names of dimensions that nobody may cut, what another part of the rule says
-already, and what holds but for rounding (`SAME` has the rest). Rows that the oracle cannot run have none, nor have
-rows of nothing.
+A mutant is caught if the oracle, which knows no expected map, finds it wrong or incomplete by running shards. Changes
+that are not mistakes are not mutants: renaming dimensions that are never sharded, dropping a clause that another one
+implies, and claims that hold up to rounding (`SAME` lists the others). Rows that the oracle cannot run have no mutants,
+and neither have rows with empty arrays.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ OTHER_OP: dict[Reduction, Reduction] = {
 }  # fmt: skip
 
 
-# By row: claims that are as true as the rule's own, which is more careful.
+# By row: claims that are true, although the rule, which is more cautious, does not make them.
 SAME = {
-    "shift_left": ("linear in 0",),  # bits that are shifted out are lost from the terms and from their sum alike
-    "convert_element_type-of_integers": ("linear in 0",),  # but for sums that wrap around
-    "convert_element_type-to_other": ("linear in 0",),  # as above
+    "shift_left": ("linear in 0",),  # the bits shifted out are lost from the terms and from their sum
+    "convert_element_type-of_integers": ("linear in 0",),  # except for sums that overflow
+    "convert_element_type-to_other": ("linear in 0",),  # except for sums that overflow
 }
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A broken rule and how it was broken."""
+    """A broken rule and its mistake."""
 
     how: str
     rule: Rule
 
 
 def mutants(rule: Rule, sums: Sequence[int] | None = None) -> Iterator[Mutant]:
-    """Every rule that is one mistake away from this one.
+    """Yields every rule that is one mistake away from this one.
 
     Args:
         rule: the rule.
-        sums: the operands that can be partial sums at all, and so may be said to be linear wrongly; by default all.
+        sums: the operands that can be partial sums, for which a wrong `linear` is tried; by default all.
     """
     sums = range(len(rule.operands)) if sums is None else sums
     for how, make in _mistakes(rule, sums):
         try:
             broken = make()
         except RuleError:
-            continue  # says so itself
+            continue  # the rule itself rejects this mistake
         if broken != rule:
             yield Mutant(how, broken)
 
@@ -65,12 +65,12 @@ def mutants(rule: Rule, sums: Sequence[int] | None = None) -> Iterator[Mutant]:
 def _mistakes(rule: Rule, sums: Sequence[int]):
     for f in rule.factors:
         if f.size in (0, 1):
-            continue  # never cut
+            continue  # never sharded
         if f.kind == "whole":
             yield f"{f.name} is not whole", lambda f=f: _changed(rule, replace(f, kind="pass"))
             continue
         if not any(f.name in dim for dims in rule.operands for dim in dims):
-            continue  # only a result has it (iota, broadcasts): nothing is cut that could be joined
+            continue  # only a result has it (iota, broadcasts), so no operand is sharded along it
         yield f"{f.name} is whole", lambda f=f: _changed(rule, replace(f, kind="whole", op=None))
         if f.op is not None:
             other = OTHER_OP[f.op]
@@ -85,7 +85,7 @@ def _mistakes(rule: Rule, sums: Sequence[int]):
         arrays = getattr(rule, side)
         for i, dims in enumerate(arrays):
             for a, b in itertools.combinations(range(len(dims)), 2):
-                if not any(_cut(rule, f) for f in (*dims[a], *dims[b])):
+                if not any(_can_shard(rule, f) for f in (*dims[a], *dims[b])):
                     continue
                 yield (
                     f"{side} {i}: dimensions {a} and {b} swapped",
@@ -94,14 +94,14 @@ def _mistakes(rule: Rule, sums: Sequence[int]):
     for group in rule.linear:
         others = [set(g) for g in rule.linear if g != group] + [set(rule.moves)] * bool(rule.moves)
         if any(set(group) <= other or other <= set(group) for other in others):
-            continue  # what is only moved is linear, and of two such groups the larger adds nothing
+            continue  # moved operands are linear too, and a group that contains another group adds nothing
         yield f"not linear in {group}", lambda g=group: rule.where(linear=tuple(x for x in rule.linear if x != g))
     for i in sums:
         if not any(i in group for group in rule.linear) and i not in rule.moves:
             yield f"linear in {i}", lambda i=i: rule.where(linear=(*rule.linear, (i,)))
 
 
-def _cut(rule: Rule, name: str) -> bool:
+def _can_shard(rule: Rule, name: str) -> bool:
     factor = rule.factor(name)
     return factor.kind != "whole" and factor.size not in (0, 1)
 
@@ -111,7 +111,7 @@ def _changed(rule: Rule, factor: Factor) -> Rule:
 
 
 def _dropped(rule: Rule, factor: Factor, result: int) -> Rule:
-    """The rule with a factor of its own, to be whole, in the place of `factor` in one result."""
+    """Returns the rule with a new whole factor in place of `factor` in one result."""
     own = Factor(f"{factor.name}_own", factor.size, "whole")
     dims = tuple(tuple(own.name if f == factor.name else f for f in dim) for dim in rule.results[result])
     results = tuple(dims if r == result else other for r, other in enumerate(rule.results))
@@ -126,14 +126,14 @@ def _swapped(arrays: Sequence[Dims], i: int, a: int, b: int) -> tuple[Dims, ...]
 
 
 def case_of(row: Row) -> tuple[Case, Rule]:
-    """The row's own equation as the oracle sees it, and its rule with sizes."""
+    """Returns the row's main equation as the oracle sees it, and its rule with sizes."""
     case = next(case for case in collect(row.fn, row.args) if case.name == row.primitive)
     rule = row.rule()
     return case, rule.bind(*case.avals) if any(f.size is None for f in rule.factors) else rule
 
 
 def survivors(row: Row) -> tuple[int, list[Mutant]]:
-    """How many mutants a row's rule has, and those that the oracle does not notice."""
+    """Returns the number of mutants of a row's rule, and those that the oracle does not detect."""
     if row.unchecked:
         return 0, []
     case, rule = case_of(row)
@@ -142,12 +142,12 @@ def survivors(row: Row) -> tuple[int, list[Mutant]]:
     summed = all(not is_key(a.dtype) and a.dtype != bool for a in case.results)
     sums = [i for i, a in enumerate(case.avals) if summed and not is_key(a.dtype) and a.dtype != bool]
     rounds = any(jnp.issubdtype(a.dtype, jnp.inexact) and a.dtype.itemsize < 4 for a in (*case.avals, *case.results))
-    made = [m for m in mutants(rule, sums) if m.how not in SAME.get(row.id, ()) and not (rounds and "linear" in m.how)]
-    return len(made), [m for m in made if not check_case(case, partitioner=False, rule=m.rule)]
+    found = [m for m in mutants(rule, sums) if m.how not in SAME.get(row.id, ()) and not (rounds and "linear" in m.how)]
+    return len(found), [m for m in found if not check_case(case, partitioner=False, rule=m.rule)]
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints the mutants that survive on every row of their primitive, and the share that is caught."""
+    """Prints the mutants that survive, row by row, and the share that is caught."""
     total = alive = 0
     for row in all_rows():
         if names and row.primitive not in names:

@@ -1,7 +1,7 @@
-"""Rows for the tables of rules: a call, its operands, and the map that its main equation must have.
+"""Rows for the tables of rules: a call, its operands, and the expected map of its main equation.
 
-`test_<family>.py` holds the table `ROWS` of a family; every row is also run by the oracle (`test_oracle_rows.py`).
-Dimensions that can be sharded are divisible by 4, so that 2 and 2 x 2 devices fit.
+`families/test_<family>.py` has the table `ROWS` of a family. The oracle also runs every row (`test_oracle_rows.py`).
+Dimensions that can be sharded are divisible by 4, so that they can be sharded over 2 and 2 x 2 devices.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Row:
     """One row.
 
     Attributes:
-        primitive: the primitive whose equation is looked at, the first one of that name.
-        fn: a function that uses it.
+        primitive: the primitive; the first equation with it is the row's main equation.
+        fn: a function that uses the primitive.
         args: its arguments: arrays, and `ShapeDtypeStruct`s where any value will do.
         expected: the text form of the rule.
-        note: what sets it apart from other rows of the same primitive.
-        unchecked: why the oracle cannot run it here; empty where it can.
-        unpartitioned: why its shards can be run, and the partitioner's program finds fault; empty where it does not.
+        note: what distinguishes it from other rows of the same primitive.
+        unchecked: why the oracle cannot run it here; empty if it can.
+        unpartitioned: why XLA's partitioner fails on it although its shards can be run; empty if it does not.
     """
 
     primitive: str
@@ -72,12 +72,12 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    """Any floats."""
+    """A float32 array of any values."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """Any values of a type."""
+    """An array of any values of a type."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -87,7 +87,7 @@ def below(n: int, *shape: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 def distinct(n: int, count: int) -> np.ndarray:
-    """Positions in a dimension of size `n`, none twice."""
+    """Distinct positions in a dimension of size `n`."""
     return np.random.default_rng(n).permutation(n)[:count].astype(np.int32)
 
 
@@ -102,7 +102,7 @@ def keys(*shape: int) -> jax.Array:
 
 
 def bind(name: str) -> Callable[..., Any]:
-    """A function that binds a primitive that no public function binds."""
+    """Returns a function that binds a primitive for which JAX has no public function."""
     found = _compat.primitive(name)
     return lambda *operands, **params: found.bind(*operands, **params)  # pyright: ignore[reportOptionalMemberAccess]
 

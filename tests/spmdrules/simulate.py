@@ -1,7 +1,7 @@
-"""Runs a program shard by shard as a propagation places it, on simulated devices, every reshard done by hand.
+"""Runs a program shard by shard on simulated devices, with the placements and reshards that propagation finds.
 
-What each device holds is an array of its own. A reshard reduces what is partial and puts the rest side by side
-(copies must agree), then cuts again; an operator runs on the shards that its rule declares.
+Each device holds its own array. A reshard reduces partials and concatenates shards to the global array (copies must
+agree), then splits it again. An operator runs on the shards that its rule declares.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _UNEVEN = (0.75, -1.5, 2.25, -0.5, 1.25, 0.25, -2.0, 0.5)
 
 
 class Simulation(Walk):
-    """A walk that computes what it places, once it records."""
+    """A walk that, while it records, also computes the values that it places."""
 
     def prepare(self, arrays: Sequence[Any]) -> None:
-        """Cuts the arguments as they are given; partial ones into uneven terms of mixed signs."""
+        """Sets the global arguments, which `reset` splits; partial ones get uneven terms of mixed signs."""
         self.env: dict[int, Shards] = {}
         self.used: dict[tuple[int, int], Shards] = {}
         self.loops = {
@@ -47,11 +47,11 @@ class Simulation(Walk):
         self.devices = list(itertools.product(*(range(n) for n in self.mesh.values())))
         self.arrays = [np.asarray(x) for x in arrays]
 
-    def start(self) -> None:
-        super().start()
+    def reset(self) -> None:
+        super().reset()
         for v, x in zip(self.program.inputs, self.arrays, strict=True):
-            place = self.place(v)
-            self.env[v] = {d: self._term(self._cut(x, place, d), place, d) for d in self.devices}
+            place = self.placement(v)
+            self.env[v] = {d: self._term(self._split(x, place, d), place, d) for d in self.devices}
         self._place_constants(self.program.block)
 
     def _place_constants(self, block: Block) -> None:
@@ -59,7 +59,7 @@ class Simulation(Walk):
         for op in block.ops:
             for var, v in zip(op.eqn.invars, op.operands, strict=True):
                 if v >= 0 and var in values:
-                    self.env[v] = {d: self._cut(np.asarray(values[var]), self.place(v), d) for d in self.devices}
+                    self.env[v] = {d: self._split(np.asarray(values[var]), self.placement(v), d) for d in self.devices}
             for inner in op.blocks:
                 self._place_constants(inner)
 
@@ -67,7 +67,7 @@ class Simulation(Walk):
         place = dict(zip(self.mesh, device, strict=True))
         return functools.reduce(lambda at, a: at * self.mesh[a] + place[a], axes, 0)
 
-    def _cut(self, x: Any, place: Placement, device: Device) -> Any:
+    def _split(self, x: Any, place: Placement, device: Device) -> Any:
         for d, axes in enumerate(place.spec):
             size = x.shape[d] // math.prod(self.mesh[a] for a in axes)
             x = np.take(x, range(self._at(device, axes) * size, (self._at(device, axes) + 1) * size), d)
@@ -83,7 +83,7 @@ class Simulation(Walk):
         return x
 
     def join(self, shards: Shards, place: Placement) -> Any:
-        """The whole array."""
+        """Returns the global array."""
         held = dict(shards)
         for axis, op in place.partial:
             held = self._over(held, axis, lambda pieces, op=op: functools.reduce(_COMBINE[op], pieces))
@@ -102,70 +102,73 @@ class Simulation(Walk):
         return {d: joined[(*d[:k], *d[k + 1 :])] for d in held}
 
     def reshard(self, shards: Shards, old: Placement, new: Placement) -> Shards:
-        """What every device holds after a reshard; what stays partial is joined by itself on each device."""
+        """Returns the shards after a reshard; axes that the array stays partial over are handled one term at a time."""
         if old == new:
             return shards
         stays = [axis for axis, _ in new.partial]
         if set(new.partial) - set(old.partial):
             assert not any(np.any(x) for x in shards.values()), "only zeros may become partial"
-        made: Shards = {}
+        after: Shards = {}
         for at in itertools.product(*(range(self.mesh[a]) for a in stays)):
             fixed = dict(zip(stays, at, strict=True))
             same = {d: shards[tuple(fixed.get(a, i) for a, i in zip(self.mesh, d, strict=True))] for d in self.devices}
             whole = self.join(same, Placement(old.spec, tuple(p for p in old.partial if p[0] not in stays)))
             for d in self.devices:
                 if all(self._at(d, (a,)) == i for a, i in fixed.items()):
-                    made[d] = self._cut(whole, new, d)
-        return made
+                    after[d] = self._split(whole, new, d)
+        return after
 
     def move(self, op: Op, operand: int, value: int, target: Placement, times: float | None = None) -> None:
-        before = self.place(value)
+        before = self.placement(value)
         super().move(op, operand, value, target, times)
         if not self.recording or value < 0:
             return
         if value not in self.env:
-            assert operand < 0, "a result that is decided at once"
+            assert operand < 0, "only a result that is reduced at once has no value yet"
             return
         here = self.env[value]
         self.used[id(op), operand] = self.reshard(here, before, target)
-        self.env[value] = self.reshard(here, before, self.place(value))
+        self.env[value] = self.reshard(here, before, self.placement(value))
 
     def apply(self, op: Op) -> Resolution:
-        settled = super().apply(op)
+        resolution = super().apply(op)
         if not self.recording:
-            return settled
-        shards = [self._shard(op, settled, d) for d in self.devices]
+            return resolution
+        shards = [self._shard(op, resolution, d) for d in self.devices]
         results: list[Shards] = [{} for _ in op.results]
         for device, shard in zip(self.devices, shards, strict=True):
             for r, value in enumerate(self._run(op, shard, device)):
                 results[r][device] = np.asarray(value) if not _is_key(value) else value
-        for v, value, place in zip(op.results, results, settled.results, strict=True):
+        for v, value, place in zip(op.results, results, resolution.results, strict=True):
             if any(how in POSITIONS for _, how in place.partial):
-                value, place = self._decided(op, settled, value, place)
-            self.env[v] = self.reshard(value, place, self.place(v))
-        return settled
+                value, place = self._reduce_positions(op, resolution, value, place)
+            self.env[v] = self.reshard(value, place, self.placement(v))
+        return resolution
 
-    def _decided(self, op: Op, settled: Resolution, held: Shards, place: Placement) -> tuple[Shards, Placement]:
-        """Positions that shards found, decided among by the values there."""
+    def _reduce_positions(
+        self, op: Op, resolution: Resolution, held: Shards, place: Placement
+    ) -> tuple[Shards, Placement]:
+        """Reduces the positions that shards found, by comparing the values at them."""
         assert op.rule is not None
-        operand, dims = self.join(self.used[id(op), 0], settled.operands[0]), op.rule.operands[0]
-        factors = project(op.rule, dims, settled.operands[0].spec, self.mesh)
+        operand, dims = self.join(self.used[id(op), 0], resolution.operands[0]), op.rule.operands[0]
+        factors = project(op.rule, dims, resolution.operands[0].spec, self.mesh)
         for d, axes in enumerate(place.spec):
             for axis in reversed(axes):
                 held = self._over(held, axis, lambda pieces, d=d: np.concatenate(pieces, d))
         for axis, how in place.partial:
             join = functools.partial(join_positions, op=how, operand=operand, dims=dims, name=factors[axis])
             held = self._over(held, axis, join)
-        there = Placement(place.spec)
-        return {d: self._cut(x, there, d) for d, x in held.items()}, there
+        after = Placement(place.spec)
+        return {d: self._split(x, after, d) for d, x in held.items()}, after
 
-    def _shard(self, op: Op, settled: Resolution, device: Device) -> Shard:
+    def _shard(self, op: Op, resolution: Resolution, device: Device) -> Shard:
         rule = op.rule
         assert rule is not None
         axes: dict[str, list[str]] = {}
-        for dims, place in zip((*rule.operands, *rule.results), (*settled.operands, *settled.results), strict=True):
+        placements = (*resolution.operands, *resolution.results)
+        for dims, place in zip((*rule.operands, *rule.results), placements, strict=True):
             found = project(rule, dims, place.spec, self.mesh)
-            assert list(found) == [a for dim in place.spec for a in dim], "every axis of a place cuts a factor"
+            assert list(found) == [a for dim in place.spec for a in dim], "every axis of a placement shards a factor"
             for axis, factor in found.items():
                 if axis not in axes.setdefault(factor, []):
                     axes[factor].append(axis)
@@ -177,8 +180,8 @@ class Simulation(Walk):
         args = [atom.val if v < 0 else self.used[id(op), i][device] for i, (atom, v) in atoms]
         args = [x if _is_key(x) else jnp.asarray(x, a.aval.dtype) for x, a in zip(args, op.eqn.invars, strict=True)]
         if shard.rule.body is not None:
-            made = shard.rule.body(shard, *args)
-            return list(made) if isinstance(made, (list, tuple)) else [made]
+            out = shard.rule.body(shard, *args)
+            return list(out) if isinstance(out, (list, tuple)) else [out]
         params = shard.rule.local(op.eqn.params, shard) if shard.rule.local else op.eqn.params
         return _compat.bind(op.eqn, params, *args)
 
@@ -204,22 +207,22 @@ class Simulation(Walk):
             literal = op.eqn.invars[carry.operand]
             self.env[carry.inner] = value or dict.fromkeys(self.devices, np.asarray(getattr(literal, "val", 0)))
         slices = {inner: self.used[id(op), i] for i, _, inner in loop.xs}
-        fixed = [self.place(c.inner) for c in loop.carries]
-        sliced = {inner: self.place(inner) for inner in slices}
+        fixed = [self.placement(c.inner) for c in loop.carries]
+        sliced = {inner: self.placement(inner) for inner in slices}
         steps = range(op.eqn.params["length"])
         stacked: dict[int, dict[int, Shards]] = {outer: {} for outer, _ in loop.ys}
         for t in reversed(steps) if op.eqn.params["reverse"] else steps:
             for inner, value in slices.items():
-                self.env[inner], self.places[inner] = {d: x[t] for d, x in value.items()}, sliced[inner]
+                self.env[inner], self.placements[inner] = {d: x[t] for d, x in value.items()}, sliced[inner]
             super().forward(block)
             outs = []
             for carry, place in zip(loop.carries, fixed, strict=True):
-                outs.append(self.reshard(self.env[carry.out], self.place(carry.out), place))
+                outs.append(self.reshard(self.env[carry.out], self.placement(carry.out), place))
             for (outer, inner), _ in zip(loop.ys, range(len(loop.ys)), strict=True):
                 stacked[outer][t] = self.env[inner]
             for carry, value, place in zip(loop.carries, outs, fixed, strict=True):
                 self.env[carry.inner] = self.env[carry.result] = value
-                self.places[carry.inner] = place
+                self.placements[carry.inner] = place
         for outer, by_step in stacked.items():
             self.env[outer] = {d: np.stack([by_step[t][d] for t in steps]) for d in self.devices}
 
@@ -234,15 +237,23 @@ def simulate(
     inputs: Sequence[Placement],
     mesh: dict[str, int],
     goals: Sequence[Spec | None] | None = None,
-    chosen: Sequence[int] = (),
+    open_args: Sequence[int] = (),
 ) -> list[Any]:
-    """The results of `fn`, put together, of shards that are at `inputs`, and taken to `goals` where there are any.
+    """Runs `fn` on simulated shards and returns its global results.
 
-    Arguments whose number is `chosen` may be anywhere.
+    Args:
+        fn: the function.
+        args: its arguments.
+        inputs: the placements of the arguments.
+        mesh: mesh axis -> size.
+        goals: the spec requested for each result, None where none is.
+        open_args: numbers of the arguments whose placement the walk may choose.
     """
     program = build(jax.make_jaxpr(fn)(*args))
-    walk = Simulation(program, mesh, inputs, {program.inputs[i] for i in chosen})
+    walk = Simulation(program, mesh, inputs, {program.inputs[i] for i in open_args})
     walk.prepare(args)
     outs = walk.run(goals or [None] * len(program.outputs))
-    ends = [(walk.reshard(walk.env[v], walk.place(v), out), out) for v, out in zip(program.outputs, outs, strict=True)]
+    ends = [
+        (walk.reshard(walk.env[v], walk.placement(v), out), out) for v, out in zip(program.outputs, outs, strict=True)
+    ]
     return [walk.join(shards, place) for shards, place in ends]

@@ -1,7 +1,7 @@
-"""Random operators and chains of them: rules hold on them, shards placed by propagation and plans give their results.
+"""Random operators and chains of operators: their rules hold, and sharded and planned runs give the same results.
 
-Tests of the default suite draw the same few programs each time. The slow ones draw many, others every time; what they
-find is printed with what repeats it.
+Tests of the default suite draw the same few programs each time. The slow ones draw many, and different ones each time;
+a failure is printed with the blob that reproduces it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def deep(count: int) -> settings:
     return settings(few(count), derandomize=False, print_blob=True)
 
 
-def close(got: Any, whole: Any) -> None:
-    got, whole = np.asarray(got), np.asarray(whole)
-    assert got.shape == whole.shape and got.dtype == whole.dtype
-    scale = float(np.abs(whole).max()) if whole.size else 0.0
-    np.testing.assert_allclose(got, whole, rtol=1e-3, atol=1e-3 * max(1.0, scale))
+def close(got: Any, expected: Any) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    scale = float(np.abs(expected).max()) if expected.size else 0.0
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * max(1.0, scale))
 
 
 def check_operator(drawn: Drawn, partitioner: bool) -> None:
-    """The oracle finds nothing wrong with the rules of an operator, and nothing that they leave out."""
+    """Checks that the oracle finds the rules of an operator neither wrong nor incomplete."""
     name, fn, args = drawn
     findings = check_rule(fn, *args, partitioner=partitioner)
     assert not findings, f"{name} of {[(str(x.dtype), x.shape) for x in args]}: " + "\n".join(map(str, findings))
@@ -68,14 +68,14 @@ def test_the_partitioner_agrees_on_drawn_operators(drawn):
 
 
 def check_shards(chain: Chain, data: Any) -> None:
-    """Shards of a chain, wherever its arguments are given and its results wanted, give one device's result."""
+    """Checks that the shards of a chain give one device's results, for any placement of arguments and results."""
     mesh = data.draw(st.sampled_from(MESHES), "mesh")
     inputs = [data.draw(placements(mesh, x.shape, i >= INDICES), f"argument {i}") for i, x in enumerate(chain.args)]
     expected = chain(*chain.args)
-    wanted = [data.draw(goals(mesh, x.shape), f"result {i}") for i, x in enumerate(expected)]
-    chosen = [i for i, place in enumerate(inputs) if not place.partial and data.draw(st.integers(0, 4)) == 0]
-    for got, whole in zip(simulate(chain, chain.args, inputs, mesh, wanted, chosen), expected, strict=True):
-        close(got, whole)
+    requested = [data.draw(goals(mesh, x.shape), f"result {i}") for i, x in enumerate(expected)]
+    open_args = [i for i, place in enumerate(inputs) if not place.partial and data.draw(st.integers(0, 4)) == 0]
+    for got, one_device in zip(simulate(chain, chain.args, inputs, mesh, requested, open_args), expected, strict=True):
+        close(got, one_device)
 
 
 @few(15)
@@ -92,7 +92,7 @@ def test_shards_of_many_chains_give_their_results(chain, data):
 
 
 def check_plan(chain: Chain, data: Any) -> None:
-    """A chain and its gradient under a table of logical axes drawn at random give one device's result."""
+    """Checks that a chain and its gradient, under a random table of logical axes, give one device's results."""
     floats = tuple(range(INDICES, len(chain.args)))
 
     def both(*args: Any) -> Any:
@@ -103,9 +103,9 @@ def check_plan(chain: Chain, data: Any) -> None:
 
 
 def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
-    """A function under a table that cuts some of its logical axes, drawn at random, gives one device's result."""
+    """Checks that a function gives one device's results under a random table that shards some of its logical axes."""
     mesh = data.draw(st.sampled_from(meshes), "mesh")
-    warnings.simplefilter("ignore", AutoshardWarning)  # of plans that cut nothing
+    warnings.simplefilter("ignore", AutoshardWarning)  # some plans shard nothing
     axes = plan(fn, *args, mesh=mesh).logical_axes.values()
     names = sorted({part for dims in axes for name in dims for part in name.split("*") if part != "1"})
     assume(names)
@@ -113,8 +113,8 @@ def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
     table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, some)), "table")
     assume(any(table.values()))
     found = auto_shard(fn, plan=table, mesh=mesh)(*args)
-    for got, whole in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        close(got, whole)
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        close(got, expected)
 
 
 @pytest.mark.whole
@@ -132,14 +132,14 @@ def test_chains_under_drawn_plans_give_their_results(chain, data):
 
 
 def check_exchange(fn: Any, x: np.ndarray, mesh: Any) -> None:
-    """A collective between planned operators, and its gradient, give what they give without a plan."""
+    """Checks that a collective between planned operators, and its gradient, give the same results as without a plan."""
 
     def both(x: Any) -> Any:
         loss = lambda x: (jnp.sin(fn(jnp.cos(x))) ** 2).sum()  # noqa: E731
         return fn(x * 2.0), jax.grad(loss)(x)
 
-    for got, whole in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
-        close(got, np.zeros(whole.shape, whole.dtype) if not whole.size else whole)
+    for got, expected in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
+        close(got, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
     assert check_rule(both, x, partitioner=False) == []
 
 

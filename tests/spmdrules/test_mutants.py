@@ -1,4 +1,4 @@
-"""A broken rule is noticed by running it, without a map to compare it with."""
+"""The oracle detects broken rules by running them, without an expected map to compare with."""
 
 import pytest
 
@@ -26,21 +26,21 @@ def first_row(primitive: str):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("primitive", SAMPLE)
-def test_mistakes_in_common_rules_are_noticed(primitive):
+def test_mistakes_in_common_rules_are_detected(primitive):
     count, left = survivors(first_row(primitive))
     assert count and not left, [m.how for m in left]
 
 
-def test_a_rule_is_broken_in_every_way():
-    made = {m.how for m in mutants(Rule.parse("b m k, b k n -> b m n; reduce k; linear 0; linear 1"))}
+def test_every_kind_of_mistake_is_generated():
+    found = {m.how for m in mutants(Rule.parse("b m k, b k n -> b m n; reduce k; linear 0; linear 1"))}
     expected = {"k is whole", "k:max", "k is not reduced", "m dropped from result 0", "not linear in (0,)"}
-    assert expected <= made and "operands 1: dimensions 0 and 2 swapped" in made
+    assert expected <= found and "operands 1: dimensions 0 and 2 swapped" in found
 
 
 @pytest.mark.slow
-def test_nearly_every_mistake_in_any_rule_is_noticed():
+def test_nearly_every_mistake_in_any_rule_is_detected():
     found = {name: survivors(row) for name, row in ROWS_BY_ID.items()}
     total, alive = sum(count for count, _ in found.values()), sum(len(left) for _, left in found.values())
-    told = [f"{name}: {m.how}" for name, (_, left) in found.items() for m in left]
+    missed = [f"{name}: {m.how}" for name, (_, left) in found.items() for m in left]
     print(f"{total - alive} of {total} mutants caught")
-    assert alive <= 0.02 * total, told
+    assert alive <= 0.02 * total, missed

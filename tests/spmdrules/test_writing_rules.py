@@ -1,4 +1,4 @@
-"""The page on writing rules shows what runs."""
+"""The examples in docs/writing-rules.md run."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """The rules of these examples are nobody else's."""
+    """Registers the rules of these examples in a copy of the registry."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 

@@ -1,1 +1,1 @@
-"""What a rule is, where an array is on a mesh, and how one operator is sharded."""
+"""The rule of an operator, the placement of an array on a mesh, and how one operator is sharded."""

@@ -1,14 +1,16 @@
-"""How one operator is cut, given where its operands are: its rule applied, and conflicts settled.
+"""How one operator is sharded, given the placements of its operands.
 
-Each mesh axis cuts one factor of the operator, passes a partial of its operands on to its results, or does neither
-(every device of that axis then does the same). What the operands say is taken where they agree. Where they do not,
-every combination is priced, and the one that moves the fewest bytes wins:
+Each mesh axis does one of three things: it shards one factor of the operator, it passes a partial of the operands on to
+the results, or it does neither, so that every device along it does the same work. Where the placements of the operands
+agree, the operator follows them. Where they conflict, every combination is priced, and the one that moves the fewest
+bytes wins:
 
-    bytes = sum over operands of what takes them from where they are to where the choice needs them
-          + sum over results of what making them whole will take, where the choice leaves them partial
-          + what takes each result to where it is wanted, where that is known
+    bytes = sum over operands of the cost of moving each from its placement to the one that the choice needs
+          + sum over results of the cost of reducing those that the choice leaves partial
+          + the cost of moving each result to its requested spec, where one is known
 
-Ties go to what was found first: passing a partial on, then factors in the order of operands, then nothing.
+The first candidate wins a tie. Candidates are ordered: passing a partial on, then factors in the order of the operands,
+then neither.
 """
 
 from __future__ import annotations
@@ -23,69 +25,71 @@ from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, cost
 from autoshard.spmdrules.core.rule import Dims, Rule
 
 IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
-_MOST_COMBINATIONS = 256
+# Above this many combinations, mesh axes are resolved one after the other. Chosen, not measured.
+_MAX_COMBINATIONS = 256
+_TIE = 1e-9  # relative: prices that differ by less are equal but for rounding
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand as it comes.
+    """An operand before the operator is resolved.
 
     Attributes:
-        place: where it is.
-        nbytes: its bytes, whole.
-        zero: whether it is all zeros, and so a partial sum over anything.
-        twin: the first operand that is the same value; its own number if there is none before it.
+        placement: where it is.
+        nbytes: bytes of the unsharded array.
+        is_zero: whether all its elements are zero; such an operand is a partial sum over any axis.
+        same_as: the first operand that is the same value; its own number if no earlier one is.
     """
 
-    place: Placement
+    placement: Placement
     nbytes: float
-    zero: bool
-    twin: int
+    is_zero: bool
+    same_as: int
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """Where an operator takes its operands, and where it leaves its results."""
+    """The placements that an operator needs its operands in, and those that it leaves its results in."""
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
-class CutFactor:
-    """A mesh axis cuts a factor."""
+class ShardFactor:
+    """A mesh axis shards a factor."""
 
     factor: str
 
 
 @dataclass(frozen=True)
 class PassPartial:
-    """A mesh axis over which some operands are partial, and so the results."""
+    """Some operands are partial over a mesh axis, and so are the results."""
 
     operands: tuple[int, ...]
     op: str
 
 
-Choice = CutFactor | PassPartial | None
+Choice = ShardFactor | PassPartial | None
 
 
 def resolve(
     rule: Rule,
     operands: Sequence[Operand],
     result_bytes: Sequence[float],
-    wanted: Sequence[Spec | None],
+    requested: Sequence[Spec | None],
     mesh: Mapping[str, int],
 ) -> Resolution:
-    """The cut of one operator.
+    """Decides how one operator is sharded.
 
     Args:
         rule: its rule, sizes bound.
-        operands: where its operands are.
-        result_bytes: bytes of each whole result.
-        wanted: where each result should be, None where nothing says so.
+        operands: its operands and their placements.
+        result_bytes: bytes of each unsharded result.
+        requested: the spec requested for each result, None where none is.
         mesh: mesh axis -> size.
     """
-    return _Resolver(rule, operands, result_bytes, wanted, mesh).best()
+    return _Resolver(rule, operands, result_bytes, requested, mesh).best()
 
 
 class _Resolver:
@@ -94,83 +98,83 @@ class _Resolver:
         rule: Rule,
         operands: Sequence[Operand],
         result_bytes: Sequence[float],
-        wanted: Sequence[Spec | None],
+        requested: Sequence[Spec | None],
         mesh: Mapping[str, int],
     ):
         self.rule = rule
         self.operands = operands
         self.result_bytes = result_bytes
-        self.wanted = wanted
+        self.requested = requested
         self.mesh = mesh
         self.factors = rule.by_name
-        # Where operands cut a factor by the same axes in another order, the largest one keeps its order.
+        # Where operands shard a factor over the same axes in different orders, the largest operand keeps its order.
         ranked = sorted(enumerate(operands), key=lambda pair: -pair[1].nbytes)
-        self.cuts = {i: project(rule, rule.operands[i], o.place.spec, mesh) for i, o in ranked}
+        self.current = {i: project(rule, rule.operands[i], o.placement.spec, mesh) for i, o in ranked}
         self.goals = [
             {} if spec is None else project(rule, dims, spec, mesh)
-            for dims, spec in zip(rule.results, wanted, strict=True)
+            for dims, spec in zip(rule.results, requested, strict=True)
         ]
 
     def best(self) -> Resolution:
-        """What the operands say where they agree, else the cheapest combination."""
+        """Returns what the operands agree on, else the cheapest combination."""
         options = {axis: self.options(axis) for axis in self.mesh}
-        if all(len(found) <= 1 for found in options.values()) and not self.reduces(options):
-            settled = self.build({axis: found[0] for axis, found in options.items() if found})
-            if settled is not None:
-                return settled
-        if math.prod(len(found) + 1 for found in options.values()) > _MOST_COMBINATIONS:
+        if all(len(found) <= 1 for found in options.values()) and not self.may_reduce(options):
+            resolution = self.build({axis: found[0] for axis, found in options.items() if found})
+            if resolution is not None:
+                return resolution
+        if math.prod(len(found) + 1 for found in options.values()) > _MAX_COMBINATIONS:
             return self.greedy(options)
         axes = list(options)
         combinations = itertools.product(*([*options[a], None] for a in axes))
         return self.cheapest(dict(zip(axes, choices, strict=True)) for choices in combinations)
 
     def options(self, axis: str) -> list[Choice]:
-        """What a mesh axis could do here, besides nothing."""
-        found: list[Choice] = list(self.passes(axis))
-        partial = any(axis == a for o in self.operands for a, _ in o.place.partial)
-        found += [CutFactor(cut[axis]) for _, cut in sorted(self.cuts.items()) if axis in cut]
+        """Returns what a mesh axis could do here, besides nothing."""
+        found: list[Choice] = list(self.partial_choices(axis))
+        partial = any(axis == a for o in self.operands for a, _ in o.placement.partial)
+        found += [ShardFactor(factors[axis]) for _, factors in sorted(self.current.items()) if axis in factors]
         if not found or partial:
-            found += [CutFactor(goal[axis]) for goal in self.goals if axis in goal]
+            found += [ShardFactor(goal[axis]) for goal in self.goals if axis in goal]
         return list(dict.fromkeys(found))
 
-    def reduces(self, options: Mapping[str, Sequence[Choice]]) -> bool:
-        """Whether making a partial whole here may be cheaper: its axis cuts a factor, or what it makes is larger."""
-        partial = {a for o in self.operands for a, _ in o.place.partial}
-        if any(isinstance(c, CutFactor) for a in partial for c in options.get(a, ())):
+    def may_reduce(self, options: Mapping[str, Sequence[Choice]]) -> bool:
+        """Whether reducing a partial here may be cheaper: its axis could shard a factor, or the result is larger."""
+        partial = {a for o in self.operands for a, _ in o.placement.partial}
+        if any(isinstance(c, ShardFactor) for a in partial for c in options.get(a, ())):
             return True
         largest = max(self.result_bytes, default=0.0)
         passed = [c for found in options.values() for c in found if isinstance(c, PassPartial)]
         return any(largest > sum(self.operands[i].nbytes for i in c.operands) for c in passed)
 
-    def passes(self, axis: str) -> Iterator[PassPartial]:
-        """The ways in which a partial over `axis` can pass through."""
-        held = {i: op for i, o in enumerate(self.operands) for a, op in o.place.partial if a == axis}
+    def partial_choices(self, axis: str) -> Iterator[PassPartial]:
+        """Yields the ways in which a partial over `axis` can pass through."""
+        held = {i: op for i, o in enumerate(self.operands) for a, op in o.placement.partial if a == axis}
         if len(set(held.values())) != 1:
             return
         op = next(iter(held.values()))
-        if self.aligned:
+        if self.is_aligned:
             yield PassPartial(tuple(held), op)
             return
         found = set()
         if op == "sum":
             for group in self.rule.linear:
-                if held.keys() & set(group) and all(i in held or self.operands[i].zero for i in group):
+                if held.keys() & set(group) and all(i in held or self.operands[i].is_zero for i in group):
                     found.add(tuple(i for i in group if i in held))
         moved = tuple(i for i in self.rule.moves if i in held)
         rest = [i for i in self.rule.moves if i not in held]
-        if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].zero for i in rest)) or not rest):
+        if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].is_zero for i in rest)) or not rest):
             found.add(moved)
         for group in sorted(found):
             yield PassPartial(group, op)
 
     @property
-    def aligned(self) -> bool:
-        """Whether each result is the operand of the same number, moved (`optimization_barrier`)."""
+    def is_aligned(self) -> bool:
+        """Whether each result holds only elements of the operand of the same number (`optimization_barrier`)."""
         rule = self.rule
         return 1 < len(rule.operands) == len(rule.moves) and rule.operands == rule.results
 
     def greedy(self, options: Mapping[str, Sequence[Choice]]) -> Resolution:
-        """One axis after the other, where there are too many combinations."""
+        """Resolves one axis after the other, for when there are too many combinations."""
         chosen: dict[str, Choice] = {}
         for axis, found in options.items():
             trials = [{**chosen, axis: choice} for choice in [*found, None]]
@@ -179,26 +183,26 @@ class _Resolver:
         return self.cheapest([chosen])
 
     def cheapest(self, combinations: Iterator[dict[str, Choice]] | list[dict[str, Choice]]) -> Resolution:
-        """The feasible combination with the lowest price; of equals the first."""
+        """Returns the feasible combination with the lowest price; the first one in a tie."""
         best: tuple[float, Resolution] | None = None
         for chosen in combinations:
-            settled = self.build(chosen)
-            if settled is None:
+            resolution = self.build(chosen)
+            if resolution is None:
                 continue
-            price = self.price(settled)
-            if best is None or price < best[0] * (1 - 1e-9):
-                best = (price, settled)
-        assert best is not None, "cutting nothing is always feasible"
+            price = self.price(resolution)
+            if best is None or price < best[0] * (1 - _TIE):
+                best = (price, resolution)
+        assert best is not None, "sharding nothing is always feasible"
         return best[1]
 
     def build(self, chosen: Mapping[str, Choice]) -> Resolution | None:
-        """Where operands and results are under these choices, None where a dimension cannot be cut like that."""
+        """Returns the placements under these choices, None where a dimension cannot be sharded like that."""
         axes: dict[str, list[str]] = {}
-        for i, cut in self.cuts.items():
-            self.collect(axes, chosen, cut, self.operands[i].place.spec)
-        for goal, spec in zip(self.goals, self.wanted, strict=True):
-            self.collect(axes, chosen, goal, spec or ())
-        if not self.feasible(axes):
+        for i, factors in self.current.items():
+            self.add_axes(axes, chosen, factors, self.operands[i].placement.spec)
+        for goal, spec in zip(self.goals, self.requested, strict=True):
+            self.add_axes(axes, chosen, goal, spec or ())
+        if not self.is_feasible(axes):
             return None
         rule = self.rule
         passing = [(a, c) for a, c in chosen.items() if isinstance(c, PassPartial)]
@@ -208,24 +212,24 @@ class _Resolver:
         )
         results = []
         for j, dims in enumerate(rule.results):
-            passed = [(a, c.op) for a, c in passing if not self.aligned or j in c.operands]
-            cut = [(a, op) for f, over in axes.items() if (op := rule.partial(f, j)) for a in over]
-            results.append(Placement(_spec(dims, axes), tuple(sorted([*passed, *cut]))))
+            passed = [(a, c.op) for a, c in passing if not self.is_aligned or j in c.operands]
+            produced = [(a, op) for f, over in axes.items() if (op := rule.partial(f, j)) for a in over]
+            results.append(Placement(_spec(dims, axes), tuple(sorted([*passed, *produced]))))
         return Resolution(operands, tuple(results))
 
-    def collect(
-        self, axes: dict[str, list[str]], chosen: Mapping[str, Choice], cut: Mapping[str, str], spec: Spec
+    def add_axes(
+        self, axes: dict[str, list[str]], chosen: Mapping[str, Choice], factors: Mapping[str, str], spec: Spec
     ) -> None:
-        """Adds the chosen axes of one array's spec to their factors, in its order."""
+        """Adds the chosen axes of one array's spec to the factors that they shard, in the order of the spec."""
         for axis in axes_of(spec):
             choice = chosen.get(axis)
-            if isinstance(choice, CutFactor) and cut.get(axis) == choice.factor:
+            if isinstance(choice, ShardFactor) and factors.get(axis) == choice.factor:
                 over = axes.setdefault(choice.factor, [])
                 if axis not in over:
                     over.append(axis)
 
-    def feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
-        """Whether each factor is cut evenly, and what is minor in a dimension only where its majors are fully cut."""
+    def is_feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
+        """Whether every factor divides evenly, and a minor factor is sharded only below fully sharded major ones."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
         if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
             return False
@@ -238,16 +242,16 @@ class _Resolver:
                     open_part = open_part or pieces.get(f, 1) != self.factors[f].size
         return True
 
-    def price(self, settled: Resolution) -> float:
-        """Bytes moved under a choice; see the module's head."""
+    def price(self, resolution: Resolution) -> float:
+        """Returns the bytes that a resolution moves; the formula is in the module docstring."""
         total = 0.0
-        for i, (o, target) in enumerate(zip(self.operands, settled.operands, strict=True)):
-            if o.twin < i and target == settled.operands[o.twin]:
-                continue  # moved already
-            total += cost(o.place, target, o.nbytes, self.mesh)
-        for place, nbytes, spec in zip(settled.results, self.result_bytes, self.wanted, strict=True):
+        for i, (o, target) in enumerate(zip(self.operands, resolution.operands, strict=True)):
+            if o.same_as < i and target == resolution.operands[o.same_as]:
+                continue  # the same value has moved there for an earlier operand
+            total += cost(o.placement, target, o.nbytes, self.mesh)
+        for place, nbytes, spec in zip(resolution.results, self.result_bytes, self.requested, strict=True):
             if place.partial or spec is not None:
-                goal = place.whole if spec is None else Placement(spec)
+                goal = place.reduced if spec is None else Placement(spec)
                 total += cost(place, goal, nbytes, self.mesh)
         return total
 

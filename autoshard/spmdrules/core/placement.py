@@ -1,15 +1,15 @@
-"""Where an array is on a mesh, and what taking it from one place to another moves.
+"""Where an array is on a mesh, and what it costs to move it from one placement to another.
 
-A *spec* is a tuple with, for each dimension, the mesh axes that shard it, major to minor. A *place* is a spec and the
-mesh axes over which every device holds a term only (a partial). With `n` devices on a mesh axis and `b` bytes on each
-device before the step, every device sends
+A *spec* is a tuple with one entry for each dimension: the mesh axes that shard it, major to minor. A *placement* is a
+spec and the mesh axes that the array is partial over: along those, each device holds one term of a sum (max, min, ...).
+With `n` devices on a mesh axis and `b` bytes on each device before the step, each device sends
 
-    slice                        0            whole -> sharded: each takes its own part
+    slice                        0                replicated -> sharded: each device keeps its own shard
     reduce-scatter               (n - 1) / n b    partial -> sharded
-    all-to-all                   (n - 1) / n b    sharded on one dimension -> on another
+    all-to-all                   (n - 1) / n b    sharded on one dimension -> sharded on another
     collective-permute           b                the same axes on a dimension in another order
-    all-reduce               2 (n - 1) / n b      partial -> whole
-    all-gather                   (n - 1) b        sharded -> whole
+    all-reduce               2 (n - 1) / n b      partial -> replicated
+    all-gather                   (n - 1) b        sharded -> replicated
 
 Steps that make an array smaller come first, steps that make it larger last.
 """
@@ -32,21 +32,21 @@ ReshardKind = Literal["slice", "reduce-scatter", "all-to-all", "collective-permu
 @shown
 @dataclass(frozen=True)
 class Placement:
-    """Where an array is: its spec, and `(mesh axis, operation)` for each axis that it is partial over."""
+    """Where an array is: its spec, and `(mesh axis, operation)` for each mesh axis that it is partial over."""
 
     spec: Spec
     partial: tuple[tuple[str, str], ...] = ()
 
     @property
-    def whole(self) -> Placement:
-        """The same spec with nothing partial."""
+    def reduced(self) -> Placement:
+        """The same spec, partial over no axis."""
         return Placement(self.spec)
 
 
 @shown
 @dataclass(frozen=True)
 class Step:
-    """One collective (or slice) over one mesh axis, and the bytes that each device sends for it."""
+    """One collective (or free slice) over one mesh axis, and the bytes that each device sends for it."""
 
     kind: ReshardKind
     axis: str
@@ -54,18 +54,18 @@ class Step:
 
 
 def partial_placement(spec: Spec, partial: tuple[tuple[str, str], ...]) -> Placement:
-    """A partial place whose spec is `spec` without the axes that it is partial over."""
+    """The placement that is partial over these axes, and sharded by `spec` without them."""
     over = {axis for axis, _ in partial}
     return Placement(tuple(tuple(a for a in dim if a not in over) for dim in spec), partial)
 
 
 def replicated_placement(rank: int) -> Placement:
-    """Whole on every device."""
+    """The placement of an array that is replicated on every device."""
     return Placement(((),) * rank)
 
 
 def axes_of(spec: Spec) -> Iterator[str]:
-    """Every mesh axis of a spec."""
+    """Yields every mesh axis of a spec."""
     for dim in spec:
         yield from dim
 
@@ -76,13 +76,16 @@ def shard_count(spec: Spec, mesh: Mapping[str, int]) -> int:
 
 
 def bytes_of(aval: Any) -> float:
-    """Bytes of a whole array."""
+    """Bytes of the unsharded array."""
     dtype = getattr(aval, "dtype", None)
     return float(math.prod(aval.shape) * dtype.itemsize) if dtype is not None else 0.0
 
 
 def bytes_sent_per_byte(kind: ReshardKind, n: int) -> float:
-    """What each of `n` devices sends for a step, in bytes for each byte on it before; see the module's head."""
+    """What each of `n` devices sends in one step, in bytes for each byte that it holds before the step.
+
+    The module docstring has the table.
+    """
     match kind:
         case "slice":
             return 0.0
@@ -97,12 +100,12 @@ def bytes_sent_per_byte(kind: ReshardKind, n: int) -> float:
 
 
 def steps(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]) -> list[Step]:
-    """What takes an array of `nbytes` from one place to another.
+    """The steps that move an array from one placement to another, in order.
 
     Args:
         old: where it is.
-        new: where it goes; partial over no axis over which `old` is not.
-        nbytes: its size, whole.
+        new: where it goes; partial only over axes that `old` is partial over.
+        nbytes: bytes of the unsharded array.
         mesh: mesh axis -> size.
     """
     if old == new:
@@ -152,37 +155,37 @@ def _majors(axes: Sequence[str], axis: str) -> Sequence[str]:
 
 
 def cost(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]) -> float:
-    """The bytes that each device sends to take an array from one place to another."""
+    """The bytes that each device sends to move an array from one placement to another."""
     return sum(step.nbytes for step in steps(old, new, nbytes, mesh))
 
 
 def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) -> Placement:
-    """The one of several places that the fewest bytes bring all of them to; of equals the first.
+    """The one of several placements that costs the fewest bytes to bring all of them to; the first one in a tie.
 
-    A partial is made whole unless all of them are partial in the same way.
+    It is partial only if all of them are partial in the same way.
     """
     same = places[0].partial if len({p.partial for p in places}) == 1 else ()
     options = dict.fromkeys(partial_placement(p.spec, same) for p in places)
     return min(options, key=lambda o: sum(cost(p, o, nbytes, mesh) for p in places))
 
 
-def extend(old: Spec, wanted: Spec, taken: Iterable[str] = ()) -> Spec:
-    """A spec with the mesh axes of `wanted` that it does not use yet, where these are minor to its own.
+def extend(old: Spec, requested: Spec, taken: Iterable[str] = ()) -> Spec:
+    """Extends a spec by the mesh axes of another, where these are unused and minor to its own.
 
     Args:
         old: the spec.
-        wanted: what it should come closer to.
-        taken: axes in use otherwise (partial terms), which are not added.
+        requested: the spec to move towards.
+        taken: axes that are in use otherwise (the array is partial over them) and are not added.
     """
-    if old == wanted:
+    if old == requested:
         return old
     used = {*axes_of(old), *taken}
-    pairs = zip(old, wanted, strict=True)
-    return tuple([w if w[: len(o)] == o and used.isdisjoint(w[len(o) :]) else o for o, w in pairs])
+    pairs = zip(old, requested, strict=True)
+    return tuple([r if r[: len(o)] == o and used.isdisjoint(r[len(o) :]) else o for o, r in pairs])
 
 
 def to_partition_spec(spec: Spec) -> PartitionSpec:
-    """The `PartitionSpec` of a spec, without trailing Nones."""
+    """Converts a spec to a `PartitionSpec` without trailing Nones."""
     entries: list[Any] = [dim[0] if len(dim) == 1 else dim or None for dim in spec]
     while entries and entries[-1] is None:
         entries.pop()
@@ -190,13 +193,13 @@ def to_partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def from_partition_spec(spec: Any, rank: int) -> Spec:
-    """The spec that a `PartitionSpec` means for an array of `rank` dimensions."""
+    """Converts a `PartitionSpec` to the spec of an array of `rank` dimensions."""
     entries = [() if e is None or e is PartitionSpec.UNCONSTRAINED else (e,) if isinstance(e, str) else tuple(e)
                for e in getattr(spec, "partitions", spec)]  # fmt: skip
     return tuple([*entries, *[()] * (rank - len(entries))])
 
 
 def names_axes(entry: Any) -> bool:
-    """Whether an entry of a `PartitionSpec` is one."""
+    """Whether a value is a valid entry of a `PartitionSpec`: None, UNCONSTRAINED, a name or a tuple of names."""
     names = entry if isinstance(entry, tuple) else (entry,)
     return entry is None or entry is PartitionSpec.UNCONSTRAINED or all(isinstance(name, str) for name in names)

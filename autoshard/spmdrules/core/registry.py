@@ -1,4 +1,4 @@
-"""The one registry: which function gives the rule of which primitive."""
+"""The registry of rules: the function that returns the rule of each primitive."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ def rule(*primitives: Primitive | None) -> Callable[[RuleFn], RuleFn]:
     """Registers a function `(*avals, **params) -> Rule` for one or more primitives.
 
     Args:
-        *primitives: the primitives; None stands for one that the installed JAX does not have.
+        *primitives: the primitives; a None stands for one that the installed JAX lacks, and is skipped.
 
     Returns:
         The decorator, which returns the function unchanged.
 
     Raises:
-        RuleError: a primitive has a rule already.
-        TypeError: something is no primitive.
+        RuleError: a primitive already has a rule.
+        TypeError: an argument is not a primitive, or there is none.
     """
     if wrong := [p for p in primitives if p is not None and not isinstance(p, Primitive)]:
-        raise TypeError(f"@rule takes primitives, got {wrong[0]!r}; write @rule(lax.add_p), one or several")
+        raise TypeError(f"@rule takes primitives, but got {wrong[0]!r}. Pass one or more, as in @rule(lax.add_p).")
     if not primitives:
-        raise TypeError("@rule names no primitive; write @rule(lax.add_p), one or several")
+        raise TypeError("@rule got no primitive. Pass one or more, as in @rule(lax.add_p).")
 
     def register(fn: RuleFn) -> RuleFn:
         chosen = [p for p in primitives if p is not None]
         for number, primitive in enumerate(chosen):
             if primitive in _RULES or primitive in chosen[:number]:
+                first = _qualified_name(_RULES.get(primitive, fn))
                 raise RuleError(
-                    f"@rule: primitive '{primitive}' has a rule already, {_named(_RULES.get(primitive, fn))}. It has "
-                    f"one rule only: drop that one, or {_named(fn)}."
+                    f"@rule: primitive '{primitive}' already has a rule, {first}. A primitive has only one rule: "
+                    f"remove that one or {_qualified_name(fn)}."
                 )
         _RULES.update(dict.fromkeys(chosen, fn))
         return fn
@@ -48,12 +49,12 @@ def rule(*primitives: Primitive | None) -> Callable[[RuleFn], RuleFn]:
     return register
 
 
-def _named(fn: RuleFn) -> str:
+def _qualified_name(fn: RuleFn) -> str:
     return f"{fn.__module__}.{fn.__qualname__}"
 
 
 def registered() -> Iterator[tuple[Primitive, RuleFn]]:
-    """Every primitive with a rule, in order of registration."""
+    """Returns every primitive with a rule and its rule function, in order of registration."""
     return iter(_RULES.items())
 
 
@@ -63,7 +64,7 @@ def has_rule(primitive: Primitive) -> bool:
 
 
 def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule | None:
-    """The rule of one application of a primitive, None if there is none.
+    """Returns the rule of one application of a primitive, None if the primitive has none.
 
     Args:
         primitive: the primitive.
@@ -71,7 +72,7 @@ def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, 
         params: its parameters.
 
     Raises:
-        RuleError: the rule cannot be made, or does not fit the operands.
+        RuleError: the rule function fails, or its rule does not fit the operands.
     """
     fn = _RULES.get(primitive)
     if fn is None:
@@ -79,38 +80,40 @@ def rule_for(primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, 
     key = (primitive, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
     try:
         found = _CACHE.get(key)
-    except TypeError:  # a parameter that cannot be hashed
-        return _made(fn, primitive, avals, params)
+    except TypeError:  # a parameter is not hashable
+        return _call_rule_function(fn, primitive, avals, params)
     if found is None:
-        found = _CACHE[key] = _made(fn, primitive, avals, params)
+        found = _CACHE[key] = _call_rule_function(fn, primitive, avals, params)
     return found
 
 
-def _made(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule:
-    """What a rule function gives, with its sizes read off the operands."""
+def _call_rule_function(fn: RuleFn, primitive: Primitive, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Rule:
+    """Calls a rule function and binds the sizes of its rule to the operands."""
     try:
         found: Any = fn(*avals, **params)
         if not isinstance(found, Rule):
-            raise RuleError(f"it gave {found!r}, which is no Rule")
+            raise RuleError(f"it returned {found!r}, which is not a Rule")
         return found.bind(*avals) if any(f.size is None for f in found.factors) else found
-    except Exception as error:  # a rule is its author's code, which may raise anything; told as the rule's error
+    except Exception as error:  # a rule function is user code and may raise anything
         shapes = ", ".join(str(tuple(a.shape)) for a in avals)
-        told = str(error) if isinstance(error, RuleError) else f"it raised {type(error).__name__}: {error}"
-        raise RuleError(f"the rule of '{primitive}', {_named(fn)}, for operands {shapes}: {told}") from error
+        reason = str(error) if isinstance(error, RuleError) else f"it raised {type(error).__name__}: {error}"
+        raise RuleError(
+            f"the rule of '{primitive}', {_qualified_name(fn)}, failed for operands of shapes {shapes}: {reason}"
+        ) from error
 
 
 def check_fit(primitive: Primitive, rule: Rule, avals: Sequence[Any], results: Sequence[Any], where: str) -> None:
-    """Compares a rule with one application of its primitive.
+    """Checks a rule against one application of its primitive.
 
     Args:
         primitive: the primitive.
-        rule: what `rule_for` gave.
+        rule: what `rule_for` returned.
         avals: the operands' types.
         results: the results' types.
         where: the user's line.
 
     Raises:
-        RuleError: there are more or fewer arrays than it declares, or of other shapes.
+        RuleError: the number of arrays or their shapes differ from what the rule declares.
     """
     sizes = {f.name: f.size for f in rule.factors}
     for side, arrays, found in (("operand", rule.operands, avals), ("result", rule.results, results)):
@@ -118,13 +121,14 @@ def check_fit(primitive: Primitive, rule: Rule, avals: Sequence[Any], results: S
         shapes = [tuple(a.shape) for a in found]
         if declared != shapes:
             raise RuleError(
-                f"the rule of '{primitive}', {_named(_RULES[primitive])}, at {where}: '{rule}' declares {side}s of "
-                f"shapes {declared}, they are {shapes}. Correct the rule."
+                f"the rule of '{primitive}', {_qualified_name(_RULES[primitive])}, does not fit the equation at "
+                f"{where}: '{rule}' declares {side}s of shapes {declared}, but they have shapes {shapes}. "
+                "Correct the rule."
             )
 
 
-def replicated(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:
-    """The rule of an operator that nothing is known about: every dimension is needed whole."""
+def replicated_rule(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:
+    """Returns the rule of an operator about which nothing is known: it needs every dimension whole."""
     factors: list[Factor] = []
 
     def dims(prefix: str, shape: tuple[int, ...]):

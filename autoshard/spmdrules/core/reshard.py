@@ -1,4 +1,4 @@
-"""One step of what the rules ask for, as `propagate` lists it."""
+"""One step of a reshard that the rules require, as `propagate` lists it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autoshard.spmdrules.core.placement import ReshardKind
 @shown
 @dataclass(frozen=True)
 class Reshard:
-    """One collective (or free slice) that the rules ask for.
+    """One collective (or free slice) that the rules require.
 
     Attributes:
-        operator: the operator that asks, `output` for the function's results.
-        operand: which of its operands; of a loop's or branch's own results `-1 - number`; of `output` the leaf.
-        from_spec: where the array is; what it is partial over is not said here.
-        to_spec: where it goes.
-        kind: what kind of collective; `slice` is free.
+        operator: the operator that requires it, `output` for the function's results.
+        operand: the operator's operand number; for a result of a loop or branch `-1 - number`; for `output` the leaf.
+        from_spec: the spec before; axes that the array is partial over are not in it.
+        to_spec: the spec after.
+        kind: the kind of collective; `slice` is free.
         axis: the mesh axis that it runs over.
-        bytes_moved: bytes that each device sends, each time.
+        bytes_moved: bytes that each device sends each time it runs.
         times: how often it runs.
         source: the user's line.
     """

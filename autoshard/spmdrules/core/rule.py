@@ -1,16 +1,18 @@
 """What the sharding of an operator's operands means for its results, as data.
 
-A `Rule` gives each dimension of each operand and result the factors that it is made of, major to minor. A factor
-that stands in two places is sharded in both in the same way; its kind says what sharding it means:
+A `Rule` lists, for each dimension of each operand and result, the factors that it is made of, major to minor. A factor
+that occurs in several places is sharded in the same way in all of them. The kind of a factor says what sharding it
+means:
 
     pass      nothing to do: the result is sharded in the same way
     reduce    the result is partial under an operation (sum, max, ...) until it is reduced
-    whole     the operator needs the whole dimension
-    halo      neighbours exchange borders
-    index     the dimension is addressed by values: masked locally; partial sums where the result lacks it
+    whole     the factor cannot be sharded: the operator needs the whole dimension
+    halo      neighbouring shards exchange borders
+    index     the dimension is addressed by values: each shard masks what it does not hold, and the result is a partial
+              sum where it lacks the dimension
     offset    the shard needs to know where it starts (iota, random bits)
 
-The text form says all of it: ``b m k, b k n -> b m n; reduce k``.
+The text form expresses all of this: ``b m k, b k n -> b m n; reduce k``.
 """
 
 from __future__ import annotations
@@ -26,24 +28,31 @@ from autoshard.errors import AutoshardError
 
 Kind = Literal["pass", "reduce", "whole", "halo", "index", "offset"]
 Reduction = Literal["sum", "max", "min", "mul", "and", "or", "xor", "argmax", "argmin"]
-Dims = tuple[tuple[str, ...], ...]  # for each dimension its factors, major to minor; () is a dimension of size 1
+Dims = tuple[tuple[str, ...], ...]  # the factors of each dimension, major to minor; () is a dimension of size 1
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
-POSITIONS = ("argmax", "argmin")  # reductions of where elements are, which only their values decide
+POSITIONS = ("argmax", "argmin")  # reductions of positions: comparing these needs the values at them
 _CLAUSES = ("reduce", "whole", "halo", "index", "offset", "linear", "moves", "where")
 _EXAMPLES = {"linear": "linear 0", "moves": "moves 0", "where": "where k=4"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class RuleError(AutoshardError):
-    """A rule that says nothing, contradicts itself, or does not fit its operands."""
+    """A rule that cannot be read, contradicts itself, or does not fit its operands."""
 
 
 @shown
 @dataclass(frozen=True)
 class Factor:
-    """One axis of an operator's iteration space: its name, its size (None: not known yet) and its kind."""
+    """One axis of an operator's iteration space.
+
+    Attributes:
+        name: the factor's name in the rule's text.
+        size: its size in elements, None if not known yet.
+        kind: what sharding it means; the module docstring lists the kinds.
+        op: the operation that a `reduce` factor reduces by, None for the other kinds.
+    """
 
     name: str
     size: int | None = None
@@ -52,26 +61,30 @@ class Factor:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise RuleError(f"factor '{self.name}': unknown kind '{self.kind}'; known: {', '.join(KINDS)}")
+            raise RuleError(f"factor '{self.name}': unknown kind '{self.kind}'. Known kinds: {', '.join(KINDS)}.")
         if (self.kind == "reduce") != (self.op is not None):
-            raise RuleError(f"factor '{self.name}': a reduction needs an operation, other kinds have none")
+            raise RuleError(f"factor '{self.name}': a reduction needs an operation, and other kinds must not have one")
 
     @property
     def shardable(self) -> bool:
-        """Whether a shard of this factor can be computed at all without the others."""
+        """Whether one shard of this factor can be computed without the others."""
         return self.kind != "whole"
 
     def cuts_into(self, pieces: int) -> bool:
-        """Whether a plan may cut it into so many pieces: equal ones, and no borders to exchange."""
+        """Whether a plan may shard it this many ways: the shards are equal and exchange no borders."""
         return self.kind not in ("whole", "halo") and bool(self.size) and self.size % pieces == 0
 
 
 @shown
 @dataclass(frozen=True)
 class Shard:
-    """One shard's view of a rule: how many ways each factor is cut, and which piece this is.
+    """One shard's view of a rule.
 
-    `index` may hold traced integers; `axes` names the mapped axis of each cut factor where there is one.
+    Attributes:
+        rule: the rule.
+        counts: factor -> number of shards, for factors that are sharded.
+        index: factor -> which of these shards this is, from 0; may be a traced integer.
+        axes: factor -> the `shard_map` axis that shards it, where exactly one does.
     """
 
     rule: Rule
@@ -80,7 +93,7 @@ class Shard:
     axes: Mapping[str, str] = field(default_factory=dict)
 
     def count(self, name: str) -> int:
-        """The number of pieces that factor `name` is cut into."""
+        """The number of shards of factor `name`."""
         return self.counts.get(name, 1)
 
     def size(self, name: str) -> int:
@@ -90,7 +103,7 @@ class Shard:
         return size // self.count(name)
 
     def offset(self, name: str) -> Any:
-        """Where this shard starts along factor `name`, in elements."""
+        """The first element of this shard along factor `name`."""
         return self.index.get(name, 0) * self.size(name)
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
@@ -105,17 +118,17 @@ Body = Callable[..., Any]
 @shown
 @dataclass(frozen=True)
 class Rule:
-    """A factor map, and where a shard cannot simply run the operator, how it runs it instead.
+    """A factor map, plus what a shard runs where it cannot run the operator unchanged.
 
     Attributes:
-        operands: for each operand, for each dimension, its factors.
-        results: the same for each result.
+        operands: the factors of each dimension of each operand.
+        results: the factors of each dimension of each result.
         factors: every factor that occurs, in order of first appearance.
         linear: groups of operands in which the operator is jointly linear: if exactly these are partial sums, so are
             the results.
-        moves: operands whose elements are only moved and copied: partials of any kind pass through.
-        local: rewrites the parameters for a shard (shapes).
-        body: replaces the operator on a shard: `body(shard, *operand_shards)`.
+        moves: operands whose elements are only moved and copied: partials of any operation pass through.
+        local: rewrites the parameters (such as shapes) for a shard: `local(params, shard) -> params`.
+        body: replaces the operator on a shard: `body(shard, *operand_shards) -> results`.
     """
 
     operands: tuple[Dims, ...]
@@ -129,24 +142,25 @@ class Rule:
     def __post_init__(self):
         known = {f.name for f in self.factors}
         if len(known) != len(self.factors):
-            raise RuleError(f"rule '{self.text}': a factor is declared twice. Declare each once, with one kind.")
+            raise RuleError(f"rule '{self.text}': a factor is declared twice. Declare each factor once, with one kind.")
         for side, arrays in (("operand", self.operands), ("result", self.results)):
             for i, dims in enumerate(arrays):
                 flat = [f for dim in dims for f in dim]
                 if len(set(flat)) != len(flat):
                     twice = next(f for f in flat if flat.count(f) > 1)
                     raise RuleError(
-                        f"rule '{self.text}': {side} {i} names factor '{twice}' twice. A factor is cut in one place of "
-                        "an array; give the other dimension a name of its own."
+                        f"rule '{self.text}': {side} {i} names factor '{twice}' twice. A factor can shard only one "
+                        "dimension of an array. Give the other dimension its own name."
                     )
                 if unknown := set(flat) - known:
                     raise RuleError(
-                        f"rule {side} {i} uses {', '.join(sorted(unknown))}, of which `factors` has none. Declare them."
+                        f"rule: {side} {i} uses {', '.join(sorted(unknown))}, which `factors` does not declare. "
+                        "Declare them there."
                     )
         for group in (*self.linear, self.moves):
             if any(not 0 <= i < len(self.operands) for i in group):
                 raise RuleError(
-                    f"rule '{self.text}': linear or moves names operand {max(group)}, the last one is "
+                    f"rule '{self.text}': linear or moves names operand {max(group)}, but the last operand is "
                     f"{len(self.operands) - 1}. Operands are numbered from 0."
                 )
 
@@ -163,11 +177,16 @@ class Rule:
         return {f.name: f for f in self.factors}
 
     def where(self, **changes: Any) -> Rule:
-        """This rule with other attributes."""
+        """Returns this rule with some attributes replaced."""
         return replace(self, **changes)
 
     def partial(self, name: str, result: int) -> Reduction | None:
-        """Under which operation result number `result` is partial where factor `name` is sharded; None: it is not."""
+        """Returns the operation that a result is partial under if factor `name` is sharded, None if it is not partial.
+
+        Args:
+            name: the factor.
+            result: the number of the result.
+        """
         factor = self.factor(name)
         if any(name in dim for dim in self.results[result]):
             return None
@@ -176,7 +195,7 @@ class Rule:
         return "sum" if factor.kind == "index" else None
 
     def bind(self, *avals: Any) -> Rule:
-        """This rule with the sizes of its factors read off the operands.
+        """Returns this rule with the sizes of its factors taken from the operands.
 
         Args:
             *avals: anything with a `shape`, one for each operand.
@@ -185,17 +204,17 @@ class Rule:
             RuleError: the ranks or sizes disagree.
         """
         if len(avals) != len(self.operands):
-            raise RuleError(f"rule '{self.text}' is for {_counted(len(self.operands), 'operand')}, got {len(avals)}")
+            raise RuleError(f"rule '{self.text}' has {_counted(len(self.operands), 'operand')}, but got {len(avals)}")
         sizes = {f.name: f.size for f in self.factors if f.size is not None}
         for i, (aval, dims) in enumerate(zip(avals, self.operands, strict=True)):
             shape = tuple(aval.shape)
             if len(shape) != len(dims):
                 raise RuleError(
-                    f"rule '{self.text}': operand {i} is declared with {_counted(len(dims), 'dimension')}, the "
-                    f"argument's shape is {shape}"
+                    f"rule '{self.text}': operand {i} is declared with {_counted(len(dims), 'dimension')}, but the "
+                    f"argument has shape {shape}"
                 )
             for d, (size, dim) in enumerate(zip(shape, dims, strict=True)):
-                _solve(sizes, dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})")
+                _bind_size(sizes, dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})")
         return self.where(factors=tuple(replace(f, size=sizes.get(f.name)) for f in self.factors))
 
     @property
@@ -226,19 +245,22 @@ class Rule:
         """Reads a rule from its text form.
 
         Args:
-            text: such as ``"b m k, b k n -> b m n; reduce k"``; see the module's head.
-            *avals: the operands' shapes, if the sizes are to be bound.
+            text: such as ``"b m k, b k n -> b m n; reduce k"``; the module docstring explains the kinds.
+            *avals: operands (anything with a `shape`) to bind the sizes to; none leaves the sizes unbound.
             local: see `Rule`.
             body: see `Rule`.
 
         Raises:
             RuleError: the text does not parse, or does not fit the operands.
+            TypeError: `text` is not a string.
         """
         if not isinstance(text, str):
-            raise TypeError(f"a rule is written as text, such as 'm k, k n -> m n; reduce k'; got {text!r}")
+            raise TypeError(f"a rule must be text, such as 'm k, k n -> m n; reduce k', but got {text!r}")
         head, *clauses = (part.strip() for part in text.split(";"))
         if head.count("->") != 1:
-            raise RuleError(f"rule '{text}': write one '->' between operands and results: 'm k, k n -> m n; reduce k'")
+            raise RuleError(
+                f"rule '{text}': write exactly one '->' between operands and results, as in 'm k, k n -> m n; reduce k'"
+            )
         left, right = head.split("->")
         operands, results = _parse_arrays(left, text), _parse_arrays(right, text)
         names = dict.fromkeys(f for a in (*operands, *results) for dim in a for f in dim)
@@ -248,15 +270,16 @@ class Rule:
         for clause in filter(None, clauses):
             word, *items = clause.split()
             if word not in _CLAUSES:
-                raise RuleError(f"rule '{text}': unknown clause '{word}'; known: {', '.join(_CLAUSES)}")
+                raise RuleError(f"rule '{text}': unknown clause '{word}'. Known clauses: {', '.join(_CLAUSES)}.")
             if not items:
                 raise RuleError(
-                    f"rule '{text}': '{word}' names nothing; say what, such as '{_EXAMPLES.get(word, word + ' k')}'"
+                    f"rule '{text}': clause '{word}' is empty. Write, for example, "
+                    f"'{_EXAMPLES.get(word, word + ' k')}'."
                 )
             if word in ("linear", "moves"):
                 group = _parse_operands(items, text)
                 if word == "moves" and moves:
-                    raise RuleError(f"rule '{text}': 'moves' is said twice; name all its operands in one clause")
+                    raise RuleError(f"rule '{text}': there are two 'moves' clauses. Name all the operands in one.")
                 linear, moves = ([*linear, group], moves) if word == "linear" else (linear, group)
             else:
                 for item in items:
@@ -269,22 +292,22 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def _solve(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> None:
-    """Fills in the one unknown size of a dimension, or checks that all of them agree with it."""
+def _bind_size(sizes: dict[str, int], dim: Sequence[str], size: int, where: str) -> None:
+    """Infers the one unknown size of a dimension, or checks that the known sizes multiply to the dimension's size."""
     unknown = [f for f in dim if f not in sizes]
     known = math.prod(sizes[f] for f in dim if f in sizes)
     if len(unknown) > 1:
         raise RuleError(
-            f"{where}: the sizes of {' and '.join(unknown)} are open; say one with 'where {unknown[0]}=...'"
+            f"{where}: the sizes of {' and '.join(unknown)} are unknown. Give one with 'where {unknown[0]}=...'."
         )
     if unknown and known and size % known == 0:
         sizes[unknown[0]] = size // known
     elif unknown:
         sized = [f for f in dim if f in sizes]
-        raise RuleError(f"{where} has size {size}, which {' x '.join(sized)} = {known} does not divide")
+        raise RuleError(f"{where} has size {size}, which is not divisible by {' x '.join(sized)} = {known}")
     elif known != size:
-        named = f"where {' x '.join(dim)} is {known} already" if dim else "but is declared as 1"
-        raise RuleError(f"{where} has size {size}, {named}")
+        declared = f"{' x '.join(dim)} is already {known}" if dim else "it is declared as 1"
+        raise RuleError(f"{where} has size {size}, but {declared}")
 
 
 def _dims_text(dims: Dims) -> str:
@@ -304,7 +327,7 @@ def _parse_dims(text: str, whole: str) -> Dims:
     if tokens == ["[]"]:
         return ()
     if not tokens:
-        raise RuleError(f"rule '{whole}': an empty operand; a scalar is written []")
+        raise RuleError(f"rule '{whole}': an operand or result is empty. Write a scalar as [].")
     dims: list[tuple[str, ...]] = []
     group: list[str] | None = None
     for token in tokens:
@@ -322,7 +345,7 @@ def _parse_dims(text: str, whole: str) -> Dims:
         else:
             group.append(token)
     if group is not None:
-        raise RuleError(f"rule '{whole}': a parenthesis is not closed in '{text.strip()}'")
+        raise RuleError(f"rule '{whole}': a parenthesis is not closed in '{text.strip()}'. Close it.")
     return tuple(dims)
 
 
@@ -330,13 +353,13 @@ def _parse_operands(items: Iterable[str], text: str) -> tuple[int, ...]:
     try:
         return tuple(int(i) for i in items)
     except ValueError:
-        raise RuleError(f"rule '{text}': linear and moves take numbers of operands, such as 'linear 0 1'") from None
+        raise RuleError(f"rule '{text}': linear and moves take operand numbers, such as 'linear 0 1'") from None
 
 
 def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -> None:
     name, _, detail = item.partition("=" if word == "where" else ":")
     if name not in factors:
-        raise RuleError(f"rule '{text}': '{word} {item}' names a factor that stands in no operand and no result")
+        raise RuleError(f"rule '{text}': '{word} {item}' names a factor that occurs in no operand and no result")
     factor = factors[name]
     if word == "where":
         if not detail.isdigit():
@@ -350,7 +373,7 @@ def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -
     if word == "reduce":
         op = detail or "sum"
         if op not in REDUCTIONS:
-            raise RuleError(f"rule '{text}': unknown reduction '{op}'; known: {', '.join(REDUCTIONS)}")
+            raise RuleError(f"rule '{text}': unknown reduction '{op}'. Known reductions: {', '.join(REDUCTIONS)}.")
         factors[name] = replace(factor, kind="reduce", op=cast(Reduction, op))
     else:
         factors[name] = replace(factor, kind=cast(Kind, word))

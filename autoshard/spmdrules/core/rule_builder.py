@@ -1,4 +1,4 @@
-"""What the families share: giving dimensions their factors, and what many do to parameters."""
+"""Helpers that the families share: naming the factors of dimensions, and rewriting parameters for a shard."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from autoshard.spmdrules.core.rule import Body, Dims, Factor, Kind, LocalParams,
 Dim = tuple[str, ...]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-GROUPS = "v"  # the factor of the groups of a grouped matmul; their sizes are another factor
+GROUPS = "v"  # the factor that counts the groups of a grouped matmul; the array of group sizes has another factor
 
 
 class RuleBuilder:
-    """Makes the factors of one rule, each with a name of its own."""
+    """Creates the factors of one rule and gives each a unique name."""
 
     def __init__(self) -> None:
         self.factors: dict[str, Factor] = {}
         self.lettered = 0
 
     def dim(self, stem: str, size: int, kind: Kind = "pass", op: Reduction | None = None) -> Dim:
-        """A new dimension of one factor: `stem`, or `stem1`, ... where that is taken.
+        """Creates a dimension of one factor, named `stem`, or `stem1`, `stem2`, ... if that is taken.
 
-        A dimension of size 1 has no factor; one of size 0 cannot be cut, whatever its kind.
+        A dimension of size 1 has no factor. A dimension of size 0 cannot be sharded, so its kind is `whole`.
         """
         if size == 1:
             return ()
@@ -40,17 +40,17 @@ class RuleBuilder:
         return (name,)
 
     def whole(self, size: int, stem: str = "w") -> Dim:
-        """A new dimension that the operator needs whole."""
+        """Creates a dimension that the operator needs whole."""
         return self.dim(stem, size, "whole")
 
     def next(self, size: int, kind: Kind = "pass") -> Dim:
-        """A new dimension, called by the next free letter."""
+        """Creates a dimension named by the next free letter."""
         dim = self.dim(_LETTERS[self.lettered % 26], size, kind)
         self.lettered += len(dim)
         return dim
 
     def dims(self, shape: Sequence[int]) -> Dims:
-        """New pass-through dimensions, called by letters in order."""
+        """Creates pass-through dimensions for a shape, named by letters in order."""
         return tuple(self.next(size) for size in shape)
 
     def rule(
@@ -62,44 +62,44 @@ class RuleBuilder:
         local: LocalParams | None = None,
         body: Body | None = None,
     ) -> Rule:
-        """The rule over these dimensions, its factors in order of first appearance."""
+        """Builds the rule over these dimensions, with its factors in order of first appearance."""
         arrays = (*operands, *results)
         names = dict.fromkeys(f for array in arrays for dim in array for f in dim)
         factors = tuple(self.factors[name] for name in names)
         return Rule(tuple(operands), tuple(results), factors, tuple(linear), moves, local, body)
 
 
-def like(shape: Sequence[int]) -> tuple[RuleBuilder, Dims]:
-    """A builder, and pass-through dimensions for `shape`."""
+def pass_through(shape: Sequence[int]) -> tuple[RuleBuilder, Dims]:
+    """Returns a builder and pass-through dimensions for `shape`."""
     build = RuleBuilder()
     return build, build.dims(shape)
 
 
-def along(
+def with_kind(
     shape: Sequence[int], axes: Sequence[int], kind: Kind, op: Reduction | None = None
 ) -> tuple[RuleBuilder, Dims]:
-    """A builder, and dimensions for `shape` of which `axes` are of another kind than pass."""
+    """Returns a builder and dimensions for `shape`: those at `axes` are of the given kind, the others pass through."""
     build = RuleBuilder()
     stem = "r" if kind == "reduce" else "w"
     rest = iter(build.dims([n for d, n in enumerate(shape) if d not in axes]))
     return build, tuple(build.dim(stem, n, kind, op) if d in axes else next(rest) for d, n in enumerate(shape))
 
 
-def put(dims: Dims, axis: int, dim: Dim) -> Dims:
-    """`dims` with another dimension at `axis`."""
+def replace_dim(dims: Dims, axis: int, dim: Dim) -> Dims:
+    """Returns `dims` with the dimension at `axis` replaced."""
     return (*dims[:axis], dim, *dims[axis + 1 :])
 
 
 def without_sharding(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
-    """Parameters without the sharding of the whole result, which a shard of it does not have."""
+    """Removes the sharding of the global result from the parameters: it does not apply to a shard."""
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
 
 def drops_sharding(*shardings: Any) -> LocalParams | None:
-    """`without_sharding` where there is one to drop."""
+    """Returns `without_sharding` if a sharding is set, else None."""
     return without_sharding if any(s is not None for s in shardings) else None
 
 
-def is_number(dtype: Any) -> bool:
-    """Whether arrays of this type can be added up: not truth values, not random keys."""
+def is_numeric(dtype: Any) -> bool:
+    """Whether arrays of this type can be added: booleans and random keys cannot."""
     return not jnp.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.number)

@@ -1,1 +1,1 @@
-"""Opaque code with a declared rule, and running an operator on shards."""
+"""Operators for opaque code: a declared rule for a function, and running it on shards."""

@@ -1,7 +1,7 @@
-"""The JAX side of an opaque operator: a primitive that is one equation, and is compiled as its function.
+"""The JAX primitive of an opaque operator: one equation in a jaxpr, lowered as its function.
 
-Its parameters are `fn`, the function of arrays; `text`, the rule that its author declares; and `vjp`, how its author
-differentiates it (None: as JAX differentiates the function).
+Its parameters are `fn`, the function of arrays; `text`, the declared rule; and `vjp`, the declared derivative (None:
+JAX differentiates the function).
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from autoshard import _compat
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
-_MADE: set[Primitive] = set()
+_PRIMITIVES: set[Primitive] = set()
 _compat.not_users_lines(__file__)
 
 
 def flat(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """`fn` whose results are a list, whether they are one array or several.
+    """Wraps `fn` so that it returns a list, whether it has one result or several.
 
     Raises:
-        RuleError: when it is called: a result is no array.
+        RuleError: when it is called, if a result is not an array.
     """
 
-    def listed(*args: Any) -> list[Any]:
+    def as_list(*args: Any) -> list[Any]:
         out = fn(*args)
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for j, x in enumerate(results):
             if isinstance(x, (dict, list, tuple)) or x is None:
                 raise RuleError(
-                    f"operator '{getattr(fn, '__name__', fn)}': result {j} is a {type(x).__name__}. Return one array "
-                    "or a flat tuple of arrays; its rule names each."
+                    f"operator '{getattr(fn, '__name__', fn)}': result {j} is of type {type(x).__name__}. Return one "
+                    "array or a flat tuple of arrays, as the rule lists them."
                 )
         return results
 
-    return listed
+    return as_list
 
 
 def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp: Vjp | None) -> tuple[Any, ...]:
-    """Binds the primitive; with a declared vjp, inside a `custom_vjp`."""
+    """Binds the primitive; if a vjp is declared, inside a `custom_vjp`."""
 
     def bind(*xs: Any) -> tuple[Any, ...]:
         return tuple(primitive.bind(*xs, fn=fn, text=text, vjp=vjp))
 
-    args = same_axes(args)
+    args = unify_varying_axes(args)
     if vjp is None:
         return bind(*args)
     fwd, bwd = vjp
@@ -63,30 +63,30 @@ def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp:
         return tuple(out) if isinstance(out, (list, tuple)) else (out,), residuals
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        made = bwd(residuals, cotangents[0] if len(cotangents) == 1 else cotangents)
-        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+        gradients = bwd(residuals, cotangents[0] if len(cotangents) == 1 else cotangents)
+        return tuple(gradients) if isinstance(gradients, (list, tuple)) else (gradients,)
 
     differentiable = jax.custom_vjp(bind)
     differentiable.defvjp(forward, backward)
     return differentiable(*args)
 
 
-def same_axes(args: Sequence[Any]) -> list[Any]:
-    """Under `shard_map`, operands that all vary over the same axes: cotangents are then summed where they must be."""
+def unify_varying_axes(args: Sequence[Any]) -> list[Any]:
+    """Under `shard_map`, makes all operands vary over the same mesh axes, so that JAX sums cotangents correctly."""
     axes = frozenset[str]().union(*map(_compat.varying_axes, args))
     missing = [tuple(sorted(axes - _compat.varying_axes(x))) for x in args]
     return [lax.pcast(x, over, to="varying") if over else x for x, over in zip(args, missing, strict=True)]
 
 
 def make_primitive(name: str) -> Primitive:
-    """A new primitive with everything that JAX has to know of it."""
+    """Creates a primitive with its evaluation, lowering, batching and differentiation rules."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-    _MADE.add(primitive)
+    _PRIMITIVES.add(primitive)
     primitive.def_impl(lambda *args, **params: _jitted(primitive, tuple(params.items()))(*args))
 
     def abstract(*avals: Any, fn: Any, text: str, **_: Any) -> list[Any]:
-        results = shapes(fn, avals)
+        results = result_types(fn, avals)
         check_fit(name, text, avals, results)
         return [_compat.result_type(r.shape, r.dtype, avals) for r in results]
 
@@ -103,75 +103,76 @@ def make_primitive(name: str) -> Primitive:
 
 
 def is_operator(primitive: Any) -> bool:
-    """Whether a primitive was made by `@operator`: its equations have `fn`, `text` and `vjp`."""
-    return primitive in _MADE
+    """Whether a primitive was created by `@operator`: its equations have `fn`, `text` and `vjp`."""
+    return primitive in _PRIMITIVES
 
 
 def defined_at(eqn: Any) -> str:
-    """The line on which an operator's function starts, `file.py:12 (function)`; empty of what has none."""
+    """Returns where an operator's function is defined, `file.py:12 (function)`; empty if that is unknown."""
     code = getattr(eqn.params.get("fn"), "__code__", None) if is_operator(eqn.primitive) else None
     return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})" if code else ""
 
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
-    """An operator by itself, compiled: checked and traced once for each kind of operands."""
+    """Returns the compiled operator, which is checked and traced once for each set of operand types."""
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
 
 
-def shapes(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
-    """Shapes and types of the results, each operand being one's own of the plainest kind."""
+def result_types(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
+    """Returns the shapes and types of the results for operands of these shapes and types, without their shardings."""
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     with _compat.unchecked_varying():
         return jax.eval_shape(flat(fn), *plain)
 
 
 def check_fit(name: str, text: str, avals: Sequence[Any], results: Sequence[Any]) -> None:
-    """Compares a declaration with the shapes of a call.
+    """Checks a declared rule against the shapes of a call.
 
     Raises:
-        RuleError: it does not fit.
+        RuleError: the rule does not fit.
     """
     try:
         rule = Rule.parse(text, *avals)
     except RuleError as error:
-        raise RuleError(f"operator '{name}': {error}. Correct its text, or the operands of this call.") from None
+        reason = str(error).removesuffix(".")
+        raise RuleError(f"operator '{name}': {reason}. Correct the rule or the operands of this call.") from None
     if len(results) != len(rule.results):
         raise RuleError(
-            f"operator '{name}': the function returns {len(results)} arrays, '{text}' declares {len(rule.results)} "
-            "results. Correct its text, or what it returns."
+            f"operator '{name}': '{text}' declares {len(rule.results)} results, but the function returns "
+            f"{len(results)}. Correct the rule or the function."
         )
     for j, (result, dims) in enumerate(zip(results, rule.results, strict=True)):
         unknown = [f for dim in dims for f in dim if rule.factor(f).size is None]
         if unknown:
             raise RuleError(
-                f"operator '{name}': no operand in '{text}' has '{unknown[0]}', of which result {j} is made; say how "
-                f"large it is with 'where {unknown[0]}=...'"
+                f"operator '{name}': result {j} in '{text}' has factor '{unknown[0]}', which no operand has. Give its "
+                f"size with 'where {unknown[0]}=...'."
             )
         shape = Shard(rule, {}, {}).shape(dims)
         if shape != tuple(result.shape):
             raise RuleError(
-                f"operator '{name}': result {j} has shape {tuple(result.shape)}, '{text}' makes it {shape}. Correct "
-                "its text, or what it returns."
+                f"operator '{name}': result {j} has shape {tuple(result.shape)}, but '{text}' declares {shape}. "
+                "Correct the rule or the function."
             )
 
 
 def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The operator itself for the values; the function's own derivative, in primitives, for the tangents."""
+    """Computes the values by the operator, and the tangents by the derivative of its function."""
     out = primitive.bind(*primals, **params)
     live = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-    def of(*xs: Any) -> list[Any]:
+    def of_live(*xs: Any) -> list[Any]:
         given = dict(zip(live, xs, strict=True))
         return flat(params["fn"])(*(given.get(i, x) for i, x in enumerate(primals)))
 
-    _, made = jax.jvp(of, [primals[i] for i in live], [tangents[i] for i in live])
-    pairs = zip(out, made, strict=True)
+    _, out_tangents = jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])
+    pairs = zip(out, out_tangents, strict=True)
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t for x, t in pairs]
 
 
 def _batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The same operator with one more dimension in front, which passes through."""
+    """Binds the operator with one more leading dimension, which passes through."""
     mapped = tuple(d is not None for d in dims)
     moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
     fn = _vmapped(params["fn"], tuple(0 if m else None for m in mapped))
@@ -185,7 +186,7 @@ def _vmapped(fn: Callable[..., Any], in_axes: tuple[int | None, ...]) -> Callabl
 
 
 def batched_text(text: str, mapped: Sequence[bool]) -> str:
-    """A rule's text with a new leading dimension on all results and on the operands that are `mapped`.
+    """Adds a leading dimension to all results of a rule's text, and to the operands that are `mapped`.
 
     Example:
         >>> batched_text("m k, k n -> m n; reduce k", (True, False))

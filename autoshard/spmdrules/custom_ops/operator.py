@@ -1,7 +1,7 @@
-"""Opaque code with a declared rule: a kernel or an FFI call that nothing but its author knows how to shard.
+"""Declares a rule for opaque code: a kernel or FFI call for which no rule can be derived.
 
-`@operator` makes a function a JAX primitive of its own, so that it stands in a jaxpr as one equation with one rule. It
-is compiled as the function itself; where a plan cuts it, `run_sharded` runs the function on shards.
+`@operator` turns a function into its own JAX primitive, so that a jaxpr holds it as one equation with one rule. It is
+lowered as the function itself; where a plan shards it, `run_sharded` runs the function on shards.
 """
 
 from __future__ import annotations
@@ -19,56 +19,62 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, shapes
+from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, result_types
 from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
 _compat.not_users_lines(__file__)
 
 
 def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function an operator with a declared rule: plannable, and run on shards of its operands.
+    """Turns a function into an operator with a declared rule, which can be planned and runs on shards of its operands.
 
     The function takes arrays by position (and hashable options by keyword) and returns an array or a flat tuple of
-    arrays. Run on shards as the rule cuts them it must give the shards of the whole result; where a `reduce` factor is
-    cut, a term of it. `check_rule` finds out whether that is so.
+    arrays. On shards of its operands it must return the same shards of its results; if a `reduce` factor is sharded, it
+    must return one term of the reduction. `check_rule` tests whether it does.
 
         @autoshard.operator("b s d, d -> b s d; whole d")
         def rms_norm(x, scale):
             return pallas_rms_norm(x, scale)
 
     Args:
-        text: the rule, for operands and results in order: see `Rule`.
+        text: the rule, with operands and results in order: see `Rule`.
         vjp: `(fwd, bwd)` as for `jax.custom_vjp`: `fwd(*args) -> (result, residuals)`,
-            `bwd(residuals, cotangent) -> cotangents`, options by keyword. `fwd` None keeps the operands as residuals.
-            Both are planned by what they are made of, so that opaque code in them should be an operator too. Without
-            `vjp` the function is differentiated as JAX differentiates it, which opaque code may not allow.
-        name: its name in jaxprs, plans and messages; the function's by default.
+            `bwd(residuals, cotangent) -> cotangents`; both get the options by keyword. If `fwd` is None, the operands
+            are the residuals. Both functions are planned operator by operator, so opaque code in them should be an
+            operator too. Without `vjp`, JAX differentiates the function, which opaque code may not support.
+        name: its name in jaxprs, plans and messages; by default the function's name.
 
     Returns:
-        The decorator. What it returns is called like the function and keeps it as `__wrapped__`.
+        A decorator. The operator that it returns is called like the function and keeps it as `__wrapped__`.
 
     Raises:
-        RuleError: the text does not parse, or has a factor that a shard can only do right if it knows where it is;
-            when it is called: the rule does not fit the operands or the results.
+        RuleError: the text does not parse, or has a factor for which a shard must know its position. When the operator
+            is called: the rule does not fit the operands or the results.
+        TypeError: `text` or `vjp` has the wrong type.
     """
     if not isinstance(text, str):
-        raise TypeError(f"@operator takes the rule as text, @operator('b d, d -> b d; whole d'); got {text!r}")
+        raise TypeError(
+            f"@operator takes the rule as text, as in @operator('b d, d -> b d; whole d'), but got {text!r}"
+        )
     parsed = Rule.parse(text)
-    _refuse_what_needs_a_place(parsed)
+    _reject_positional_factors(parsed)
     if vjp is not None and not (isinstance(vjp, (tuple, list)) and len(vjp) == 2 and callable(vjp[1])):
-        raise TypeError(f"@operator('{text}'): vjp is a pair (fwd, bwd), fwd None or a function; got {vjp!r:.80}")
+        raise TypeError(
+            f"@operator('{text}'): vjp must be a pair (fwd, bwd) of functions, where fwd may be None, "
+            f"but got {vjp!r:.80}"
+        )
 
     def decorate(fn: Callable[..., Any]) -> Any:
         primitive = make_primitive(name or _name_of(fn))
-        register(primitive)(_declared(primitive.name, parsed.text, fn.__module__))
+        register(primitive)(_rule_function(primitive.name, parsed.text, fn.__module__))
 
         @functools.wraps(fn)
         def call(*args: Any, **options: Any) -> Any:
-            arrays = [_array(primitive.name, i, x) for i, x in enumerate(args)]
+            arrays = [_as_array(primitive.name, i, x) for i, x in enumerate(args)]
             for key, value in options.items():
                 _check_option(primitive.name, key, value)
-            bound = _bound(fn, tuple(sorted(options.items()))) if options else fn
-            out = apply(primitive, arrays, fn=bound, text=text, vjp=_bound_vjp(vjp, options))
+            bound = _with_options(fn, tuple(sorted(options.items()))) if options else fn
+            out = apply(primitive, arrays, fn=bound, text=text, vjp=_vjp_with_options(vjp, options))
             return out if len(parsed.results) > 1 else out[0]
 
         return call
@@ -77,19 +83,19 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
 
 
 def _name_of(fn: Any) -> str:
-    """What a function is called; of a `functools.partial` the function inside."""
+    """Returns the name of a function; for a `functools.partial`, of the function inside."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _array(name: str, i: int, x: Any) -> Any:
+def _as_array(name: str, i: int, x: Any) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
         raise TypeError(
-            f"operator '{name}': operand {i} is of type {type(x).__name__}, no array. Its rule names arrays one by "
-            "one: give the leaves of a tree each by position, and what is no array by keyword."
+            f"operator '{name}': operand {i} is of type {type(x).__name__}, not an array. Pass each leaf of a tree as "
+            "its own positional argument, and anything that is not an array by keyword."
         ) from None
 
 
@@ -98,48 +104,48 @@ def _check_option(name: str, key: str, value: Any) -> None:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"operator '{name}': option '{key}' is of type {type(value).__name__}, which cannot be hashed. Options are "
-            "settings that are compiled in; give arrays by position, with dimensions in the rule, and lists as tuples."
+            f"operator '{name}': option '{key}' is of type {type(value).__name__}, which is not hashable. Options are "
+            "compiled in. Pass arrays by position, with dimensions in the rule, and lists as tuples."
         ) from None
 
 
-def _refuse_what_needs_a_place(rule: Rule) -> None:
-    """Refuses factors for which a shard would have to know where it is: the function is run as it stands."""
+def _reject_positional_factors(rule: Rule) -> None:
+    """Rejects factors for which a shard must know its position: the function is not told it."""
     for f in rule.factors:
         if f.kind in ("index", "offset") or f.op in POSITIONS:
             raise RuleError(
-                f"@operator('{rule.text}'): factor '{f.name}' is {f.op or f.kind}, but the function is run on a shard "
-                f"as it stands and cannot know where that starts. Say 'whole {f.name}'; a primitive of your own with "
-                "a body (@rule) can have it cut"
+                f"@operator('{rule.text}'): factor '{f.name}' is {f.op or f.kind}, but the function runs on a shard "
+                f"unchanged and does not know where the shard starts. Declare 'whole {f.name}', or register a "
+                "primitive with @rule and a body."
             )
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound(fn: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """A function with options; the same object for the same ones, so that nothing is traced twice."""
+def _with_options(fn: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Binds options to a function; returns the same object for the same options, so that nothing is traced twice."""
     return functools.partial(fn, **dict(options))
 
 
-def _bound_vjp(vjp: Vjp | None, options: dict[str, Any]) -> Vjp | None:
+def _vjp_with_options(vjp: Vjp | None, options: dict[str, Any]) -> Vjp | None:
     if vjp is None or not options:
         return vjp
     fwd, bwd = vjp
     items = tuple(sorted(options.items()))
-    return fwd and _bound(fwd, items), _bound(bwd, items)
+    return fwd and _with_options(fwd, items), _with_options(bwd, items)
 
 
-def _declared(name: str, text: str, module: str) -> Callable[..., Rule]:
-    """The function that the registry keeps for an operator, whose equations fit their text: binding checks that."""
+def _rule_function(name: str, text: str, module: str) -> Callable[..., Rule]:
+    """Returns the rule function of an operator. Each equation has its own text, which was checked when it was bound."""
 
     def declared(*avals: Any, fn: Any, text: str, **_: Any) -> Rule:
         return Rule.parse(text, *avals, body=lambda shard, *shards: flat(fn)(*shards))
 
-    declared.__doc__ = f"``{text}``: what its author declares of `{name}`."
+    declared.__doc__ = f"``{text}``: the declared rule of `{name}`."
     declared.__module__ = module
     return declared
 
 
-_ON_SHARDS = make_primitive("operator_on_shards")  # what a shard runs; no planner meets it
+_ON_SHARDS = make_primitive("operator_on_shards")  # what each shard runs; it occurs in no planned program
 
 
 def run_sharded(
@@ -149,24 +155,24 @@ def run_sharded(
     result_specs: Sequence[Any],
     *args: Any,
 ) -> list[Any]:
-    """Runs an operator on shards, as its rule allows; equal to the operator in value and gradient.
+    """Runs an operator on shards by its rule. Values and gradients equal those of the operator.
 
-    Operands are cut as their specs say (specs that disagree are settled by the bytes that move), the function runs on
-    the shards under `shard_map` with `check_vma=True`, and what is partial is reduced: straight to shards where a
-    result is wanted so.
+    Operands are sharded by their specs; where specs conflict, the choice that moves the fewest bytes is taken. The
+    function runs on the shards under `shard_map` with `check_vma=True`. Partial results are then reduced, or
+    reduce-scattered where the requested spec allows it.
 
     Args:
-        params: the parameters of the operator's equation, `fn`, `text` and `vjp`.
+        params: the parameters of the operator's equation: `fn`, `text` and `vjp`.
         mesh: a `Mesh` or `AbstractMesh`.
         operand_specs: for each operand a `PartitionSpec`, or a tuple with the mesh axes of each dimension.
-        result_specs: for each result the same, or None where it may stay as the rule leaves it.
+        result_specs: for each result the same, or None to leave it as the rule does.
         *args: the operands.
 
     Returns:
-        The whole results.
+        The global results.
 
     Raises:
-        RuleError: a spec cuts a dimension that the operator needs whole, or unevenly.
+        RuleError: a spec shards a dimension that the operator needs whole, or shards one unevenly.
     """
     fn, text, vjp = params["fn"], params["text"], params.get("vjp")
     sizes = dict(mesh.shape)
@@ -175,19 +181,21 @@ def run_sharded(
     for i, (dims, spec) in enumerate(zip(rule.operands, specs, strict=True)):
         if lost := [a for a in axes_of(spec) if a not in project(rule, dims, spec, sizes)]:
             raise RuleError(
-                f"'{text}': operand {i} (shape {args[i].shape}) cannot be cut over '{lost[0]}' as "
-                f"{to_partition_spec(spec)}: the dimension is needed whole, or does not divide. Gather it first."
+                f"'{text}': operand {i} (shape {args[i].shape}) cannot be sharded over '{lost[0]}' by "
+                f"{to_partition_spec(spec)}: the operator needs the dimension whole, or its size does not divide. "
+                "Gather it first."
             )
     operands = [Operand(Placement(s), bytes_of(x), False, i) for i, (s, x) in enumerate(zip(specs, args, strict=True))]
-    outs = shapes(fn, args)
-    settled = resolve(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
-    cut: dict[str, str] = {}
-    for dims, place in zip((*rule.operands, *rule.results), (*settled.operands, *settled.results), strict=True):
+    outs = result_types(fn, args)
+    resolution = resolve(rule, operands, [bytes_of(x) for x in outs], [None] * len(outs), sizes)
+    placements = (*resolution.operands, *resolution.results)
+    factor_of: dict[str, str] = {}
+    for dims, place in zip((*rule.operands, *rule.results), placements, strict=True):
         factors = project(rule, dims, place.spec, sizes)
-        cut |= {axis: factors[axis] for axis in axes_of(place.spec) if axis not in cut}
+        factor_of |= {axis: factors[axis] for axis in axes_of(place.spec) if axis not in factor_of}
 
     def body(shard: Shard, *shards: Any) -> tuple[Any, ...]:
         local = rule.where(factors=tuple(replace(f, size=shard.size(f.name)) for f in rule.factors))
         return apply(_ON_SHARDS, shards, fn=fn, text=local.text, vjp=vjp)
 
-    return run_on_shards(rule, body, outs, mesh, cut, result_specs, *args)
+    return run_on_shards(rule, body, outs, mesh, factor_of, result_specs, *args)

@@ -1,7 +1,7 @@
-"""Running an operator on shards of its operands, as its rule says, where the partitioner could not or would not.
+"""Runs an operator on shards of its operands by its rule, where XLA's partitioner cannot or should not.
 
-`on_shards` is one `shard_map`: operands are cut as the rule says of the factors that are, the rule's body runs on each
-shard, and what is partial then is reduced, straight to shards where a result is wanted so.
+`run_on_shards` is one `shard_map`: operands are sharded along the chosen factors, the rule's body runs on each shard,
+and partial results are reduced, or reduce-scattered where the requested spec allows it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autoshard import _compat
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import flat, same_axes
+from autoshard.spmdrules.custom_ops.opaque_primitive import flat, unify_varying_axes
 
 
 def body_of(eqn: Any, rule: Rule) -> Body:
-    """What a shard runs of an equation: the rule's body, else the operator with the parameters of a shard."""
+    """Returns what a shard runs for an equation: the rule's body, else the operator with parameters for the shard."""
     if rule.body is not None:
         return rule.body
 
@@ -40,31 +40,31 @@ def run_on_shards(
     body: Body,
     results: Sequence[Any],
     mesh: Any,
-    cut: Mapping[str, str],
-    wanted: Sequence[Any],
+    factor_of: Mapping[str, str],
+    requested: Sequence[Any],
     *args: Any,
 ) -> list[Any]:
-    """Runs an operator on shards; equal in value and gradient to the operator on whole operands.
+    """Runs an operator on shards. Values and gradients equal those of the operator on global operands.
 
     Args:
         rule: the operator's rule, sizes bound.
         body: what a shard runs, `body(shard, *operand_shards)`.
-        results: shape and type of each whole result.
+        results: shape and type of each global result.
         mesh: a `Mesh` or `AbstractMesh`.
-        cut: mesh axis -> the factor that it cuts; of a factor's axes the major ones first.
-        wanted: for each result a `PartitionSpec`, or a tuple with the mesh axes of each dimension, or None where it may
-            stay as the rule leaves it.
+        factor_of: mesh axis -> the factor that it shards; where several axes shard one factor, major ones first.
+        requested: for each result a `PartitionSpec`, or a tuple with the mesh axes of each dimension, or None to leave
+            it as the rule does.
         *args: the operands.
 
     Returns:
-        The whole results.
+        The global results.
 
     Raises:
-        RuleError: a result is partial in a way that no collective reduces, or a factor cannot be cut so.
+        RuleError: a result is partial under an operation that cannot be reduced, or a factor cannot be sharded so.
     """
     sizes = dict(mesh.shape)
     axes: dict[str, tuple[str, ...]] = {}
-    for axis, factor in cut.items():
+    for axis, factor in factor_of.items():
         axes[factor] = (*axes.get(factor, ()), axis)
     counts = {f: math.prod(sizes[a] for a in over) for f, over in axes.items()}
 
@@ -73,36 +73,44 @@ def run_on_shards(
 
     for dims in (*rule.operands, *rule.results):
         found = project(rule, dims, spec(dims), sizes)
-        if lost := [a for a in axes_of(spec(dims)) if found.get(a) != cut[a]]:
-            raise RuleError(f"'{rule}': '{lost[0]}' cannot cut '{cut[lost[0]]}' so: its shards are not one piece each")
-    places = [_place(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
-    goals = [None if w is None else from_partition_spec(w, len(d)) for w, d in zip(wanted, rule.results, strict=True)]
-    ends = [_end(*each, sizes) for each in zip(places, goals, results, strict=True)]
-    listed = flat(body)
+        if lost := [a for a in axes_of(spec(dims)) if found.get(a) != factor_of[a]]:
+            raise RuleError(
+                f"'{rule}': mesh axis '{lost[0]}' cannot shard factor '{factor_of[lost[0]]}': it does not divide "
+                "evenly, or its shards would not be contiguous"
+            )
+    places = [_placement_after_body(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
+    goals = [
+        None if r is None else from_partition_spec(r, len(d)) for r, d in zip(requested, rule.results, strict=True)
+    ]
+    ends = [_exit_spec(*each, sizes) for each in zip(places, goals, results, strict=True)]
+    flat_body = flat(body)
 
     def run(*shards: Any) -> list[Any]:
         index = {f: lax.axis_index(over) for f, over in axes.items()}
         shard = Shard(rule, counts, index, {f: over[0] for f, over in axes.items() if len(over) == 1})
-        made = listed(shard, *same_axes(shards))
-        return [_finish(*each) for each in zip(made, places, ends, strict=True)]
+        outs = flat_body(shard, *unify_varying_axes(shards))
+        return [_reduce_partials(*each) for each in zip(outs, places, ends, strict=True)]
 
     in_specs = tuple(to_partition_spec(spec(dims)) for dims in rule.operands)
     out_specs = [to_partition_spec(end) for end in ends]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-    return [_moved(x, end, goal, mesh) for x, end, goal in zip(mapped(*args), ends, goals, strict=True)]
+    return [_constrain(x, end, goal, mesh) for x, end, goal in zip(mapped(*args), ends, goals, strict=True)]
 
 
-def _place(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Placement:
-    """Where a result is when the body has run."""
+def _placement_after_body(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Placement:
+    """Returns the placement of a result after the body has run."""
     ops = {f: rule.partial(f, result) for f in axes}
     return Placement(spec, tuple((a, op) for f, op in ops.items() if op is not None for a in axes[f]))
 
 
-def _end(place: Placement, wanted: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
-    """The spec in which shards leave: a partial sum goes to shards over an axis that the result wants as its next."""
+def _exit_spec(place: Placement, requested: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
+    """Returns the spec of a result at the end of the `shard_map`.
+
+    A partial sum over an axis is reduce-scattered where the requested spec has that axis next in a dimension.
+    """
     spec = [list(dim) for dim in place.spec]
     for axis, op in place.partial:
-        for d, goal in enumerate(wanted or ()):
+        for d, goal in enumerate(requested or ()):
             here = (*spec[d], axis)
             local = aval.shape[d] // math.prod(mesh[a] for a in spec[d])
             if op == "sum" and goal[: len(here)] == here and local % mesh[axis] == 0:
@@ -110,21 +118,21 @@ def _end(place: Placement, wanted: Spec | None, aval: Any, mesh: dict[str, int])
     return tuple(map(tuple, spec))
 
 
-def _finish(x: Any, place: Placement, end: Spec) -> Any:
-    """Reduces a shard's partials; what is the same on every shard of an axis is said to be."""
+def _reduce_partials(x: Any, place: Placement, end: Spec) -> Any:
+    """Reduces a shard's partials, and marks a result as replicated over the axes that it is the same along."""
     for axis, op in place.partial:
         scattered = next((d for d, dim in enumerate(end) if axis in dim), None)
         if scattered is not None:
             x = lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
         else:
-            x = _reduced(x, axis, op)
+            x = _reduce(x, axis, op)
     for axis in sorted(_compat.varying_axes(x) - set(axes_of(end))):
         first = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
-        x = _reduced(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
+        x = _reduce(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
     return x
 
 
-def _reduced(x: Any, axis: str, op: str) -> Any:
+def _reduce(x: Any, axis: str, op: str) -> Any:
     if op == "sum":
         return lax.psum(x, axis)
     if op in ("max", "min"):
@@ -133,21 +141,23 @@ def _reduced(x: Any, axis: str, op: str) -> Any:
         return (lax.pmin if op == "and" else lax.pmax)(x.astype(jnp.int32), axis).astype(jnp.bool_)
     if op in _FOLDS:
         return functools.reduce(_FOLDS[op], _terms(x, axis))
-    raise RuleError(f"an operator's partial '{op}' of {x.dtype} over '{axis}' cannot be reduced; make the factor whole")
+    raise RuleError(
+        f"a partial '{op}' of {x.dtype} over mesh axis '{axis}' cannot be reduced. Declare its factor 'whole'."
+    )
 
 
 _FOLDS = {"mul": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
 
 
 def _terms(x: Any, axis: str) -> list[Any]:
-    """Every shard's term, on all of them: no collective reduces by multiplying, nor by bits."""
+    """Gathers the terms of all shards on every shard: no collective reduces by `mul` or bitwise."""
     wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     own = jnp.arange(lax.axis_size(axis)).reshape(-1, *[1] * x.ndim) == lax.axis_index(axis)
     return list(lax.psum(jnp.where(own, wide, jnp.zeros_like(wide)), axis).astype(x.dtype))
 
 
-def _moved(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:
-    """Takes a whole result where it is wanted, if it is not there."""
+def _constrain(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:
+    """Constrains a global result to the requested spec, unless it already has it."""
     if goal is None or goal == end:
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(goal)))

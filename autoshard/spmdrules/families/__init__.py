@@ -1,4 +1,4 @@
-"""The rules of JAX's primitives, family by family. Importing this package registers them all."""
+"""The rules of JAX's primitives, one module for each family. Importing this package registers them all."""
 
 from autoshard.spmdrules.families import (
     contraction,

@@ -1,4 +1,4 @@
-"""Products of two arrays summed over common dimensions: matrix products and convolutions."""
+"""Contractions: matrix products and convolutions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EITHER = ((0,), (1,))
 
 @rule(lax.dot_general_p)
 def dot_general(x: Any, y: Any, *, dimension_numbers: Any, out_sharding: Any = None, **_: Any) -> Rule:
-    """``b m k, b k n -> b m n; reduce k; linear 0; linear 1``: batch, free and contracted dimensions.
+    """``b m k, b k n -> b m n; reduce k; linear 0; linear 1``: batched matrix products.
 
     https://openxla.org/stablehlo/spec#dot_general
     """
@@ -34,7 +34,14 @@ def dot_general(x: Any, y: Any, *, dimension_numbers: Any, out_sharding: Any = N
 def place_dims(
     build: RuleBuilder, stem: str, shape: Sequence[int], placed: Sequence[tuple[Sequence[int], Sequence[Dim]]]
 ) -> tuple[Dims, list[Dim]]:
-    """An operand's dimensions, some of which are given; the others are made, and returned alone too."""
+    """Returns all dimensions of an operand, and the newly created ones.
+
+    Args:
+        build: names the factors.
+        stem: the name of a created dimension.
+        shape: the operand's shape.
+        placed: `(positions, dimensions)` of those that are given; the others are created.
+    """
     known = {d: dim for where, dims in placed for d, dim in zip(where, dims, strict=True)}
     free = {d: build.dim(stem, size) for d, size in enumerate(shape) if d not in known}
     return tuple(known[d] if d in known else free[d] for d in range(len(shape))), list(free.values())
@@ -42,9 +49,9 @@ def place_dims(
 
 @rule(primitive("scaled_dot"))
 def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers: Any, **_: Any) -> Rule:
-    """``b m (k x), b (k x) n, b m k, b k n -> b m n; reduce k x``: products of scaled blocks, in narrow types.
+    """``b m (k x), b (k x) n, b m k, b k n -> b m n; reduce k x``: block-scaled matrix products in narrow types.
 
-    A contracted dimension is cut into blocks, each with a scale of its own; one scale for all of it is one block.
+    A contracted dimension consists of blocks, each with its own scale; a single scale means one block.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scaled_dot.html
     """
@@ -63,7 +70,14 @@ def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers:
 
 
 def _blocks(build: RuleBuilder, size: int, first: int, second: int) -> tuple[Dim, Dim, Dim]:
-    """A contracted dimension, and those of its two scales, which count blocks of it; the fewer, the larger."""
+    """Returns a contracted dimension and the matching dimensions of its two scales, which count its blocks.
+
+    Args:
+        build: names the factors.
+        size: the size of the contracted dimension.
+        first: the number of blocks of the first scale.
+        second: the number of blocks of the second scale.
+    """
     few, many = sorted((first, second))
     if many % few:
         return build.whole(size), build.whole(first), build.whole(second)
@@ -92,12 +106,15 @@ def conv_general_dilated(
     out_sharding: Any = None,
     **_: Any,
 ) -> Rule:
-    """``n c s, o c x -> n o t; reduce c; whole s x t; linear 0; linear 1``: batch, features in and out.
+    """``n c s, o c x -> n o t; reduce c; whole s x t; linear 0; linear 1``: convolutions.
 
-    With feature groups ``n (g c) s, (g o) c x -> n (g o) t``, with batch groups ``(g n) c s, (g o) c x -> n (g o) t``.
-    Spatial dimensions are whole, but for patches that do not overlap, ``n c (t x), o c x -> n o t``, their gradient,
-    ``n c t, o c x1 -> n o (t x)``, a kernel as large as the image, ``n c r, o c r -> n o 1; reduce r``, and that of all
-    patches, ``n c (r x), o c r -> n o x; reduce r``.
+    With feature groups it is ``n (g c) s, (g o) c x -> n (g o) t``, with batch groups
+    ``(g n) c s, (g o) c x -> n (g o) t``. Spatial dimensions are whole, with these exceptions:
+
+    - patches that do not overlap: ``n c (t x), o c x -> n o t``
+    - the gradient of such patches: ``n c t, o c x1 -> n o (t x)``
+    - a kernel as large as the image: ``n c r, o c r -> n o 1; reduce r``
+    - a dilated kernel with one element for each patch: ``n c (r x), o c r -> n o x; reduce r``
 
     https://openxla.org/stablehlo/spec#convolution
     """
@@ -118,11 +135,11 @@ def conv_general_dilated(
     result = _arrange(out, [n, group + o, *(s[2] for s in spatial)])
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
-        cut = shard.count(group[0]) if group else 1
+        count = shard.count(group[0]) if group else 1
         return {
             **without_sharding(params, shard),
-            "feature_group_count": features // cut if features > 1 else 1,
-            "batch_group_count": batches // cut if batches > 1 else 1,
+            "feature_group_count": features // count if features > 1 else 1,
+            "batch_group_count": batches // count if batches > 1 else 1,
         }
 
     needs_local = group or out_sharding is not None
@@ -132,9 +149,10 @@ def conv_general_dilated(
 def _spatial(
     build: RuleBuilder, size: int, window: int, stride: int, padding: Sequence[int], base: int, dilation: int
 ) -> tuple[Dim, Dim, Dim]:
-    """A spatial dimension of the image, of the kernel and of the result.
+    """Returns a spatial dimension of the image, of the kernel and of the result.
 
-    A kernel as large as the image is summed over, as is one that has a number for each patch, the gradient of theirs.
+    The dimension is reduced if the kernel is as large as the image, or if it has one element for each patch (the
+    gradient of a convolution over patches).
     """
     if window > 1 and window * dilation == size and (*padding, base) == (0, 0, 1) and (stride == 1 or dilation == 1):
         summed, rest = build.dim("r", window, "reduce", "sum"), build.whole(dilation, "x")
@@ -143,7 +161,7 @@ def _spatial(
 
 
 def _arrange(spec: Sequence[int], dims: Sequence[Dim]) -> Dims:
-    """Puts dimensions where a convolution's dimension numbers say that they stand."""
+    """Orders dimensions by a convolution's dimension numbers."""
     placed: list[Dim] = [()] * len(spec)
     for where, dim in zip(spec, dims, strict=True):
         placed[where] = dim

@@ -1,7 +1,7 @@
-"""Kernels of a vendor's library that JAX calls: cuDNN's attention and its products of scaled blocks.
+"""cuDNN kernels that JAX calls: attention, and block-scaled matrix products.
 
-They run on NVIDIA's GPUs only, so that no CPU can try their rules as they are; the same maps are tried on what they
-compute. JAX binds the primitives named `..._wrapper`, and binds the others inside of them, on shards.
+They run on NVIDIA GPUs only, so tests on CPUs cannot run them. The tests check their rules on JAX functions that
+compute the same. JAX binds the primitives named `..._wrapper`; inside these it binds the others, on shards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS = frozenset(
 
 @rule(*primitives("scaled_matmul", "scaled_matmul_wrapper"))
 def scaled_matmul(x: Any, y: Any, x_scale: Any, y_scale: Any, **_: Any) -> Rule:
-    """``b m (k x), b n (k x), b m k, b n k -> b m n; reduce k x``: products of scaled blocks.
+    """``b m (k x), b n (k x), b m k, b n k -> b m n; reduce k x``: block-scaled matrix products.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.scaled_matmul.html
     """
@@ -40,7 +40,7 @@ def scaled_matmul(x: Any, y: Any, x_scale: Any, y_scale: Any, **_: Any) -> Rule:
 
 
 class _Attention:
-    """The dimensions of one call: batch and key heads pass, the query heads that share a key head go with it."""
+    """The dimensions of one attention call: batch and key heads pass; query heads that share a key head are whole."""
 
     def __init__(self, query: Any, key: Any, value: Any, layout: int, kind: Kind = "pass", op: Reduction | None = None):
         self.build = build = RuleBuilder()
@@ -52,16 +52,16 @@ class _Attention:
         self.grouped = self.heads + build.whole(query.shape[heads] // key.shape[heads], "g")
         self.seq, self.keys = build.whole(query.shape[seq], "t"), build.whole(key.shape[seq], "s")
         self.features, self.valued = build.whole(key.shape[3], "d"), build.whole(value.shape[3], "d")
-        paged = key.shape[0] != self.size  # blocks of all sequences: none belongs to one of them
+        paged = key.shape[0] != self.size  # the pages of all sequences are in one pool, without a batch dimension
         self.held = build.whole(key.shape[0]) if paged else self.batch
 
     def array(self, batch: Dim, heads: Dim, seq: Dim, features: Dim) -> Dims:
-        """These dimensions in the order of the layout."""
+        """Returns these dimensions in the order of the layout."""
         return (batch, heads, seq, features) if self.layout == _HEADS_FIRST else (batch, seq, heads, features)
 
     @property
     def operands(self) -> list[Dims]:
-        """Query, key, value."""
+        """The dimensions of query, key and value."""
         query = self.array(self.batch, self.grouped, self.seq, self.features)
         return [
             query,
@@ -71,22 +71,22 @@ class _Attention:
 
     @property
     def result(self) -> Dims:
-        """What attention gives."""
+        """The dimensions of the result."""
         return self.array(self.batch, self.grouped, self.seq, self.valued)
 
     def statistics(self, segments: int = 1) -> Dims:
-        """One number for each row of the softmax, by segments of a sequence if it is packed."""
+        """Returns the dimensions of the statistics: one number for each softmax row, per segment if packed."""
         return (self.batch + self.build.whole(segments), self.grouped, self.seq)
 
     def bias(self, bias: Any) -> Dims:
-        """What is added to the scores: broadcast where its size is 1, nothing where it has no elements."""
+        """Returns the dimensions of the bias: broadcast where its size is 1; if there is no bias, it is empty."""
         if len(bias.shape) != 4:
             return tuple(map(self.build.whole, bias.shape))
         full = (self.batch, self.grouped, self.seq, self.keys)
         return tuple(dim if n > 1 else () for n, dim in zip(bias.shape, full, strict=True))
 
     def by_row(self, array: Any) -> Dims:
-        """Lengths, offsets and page tables: a row for each sequence, nothing where there are no elements."""
+        """Returns the dimensions of lengths, offsets and page tables: a row for each sequence, or empty if unused."""
         first, *rest = array.shape
         return (self.batch if first == self.size else self.build.whole(first), *map(self.build.whole, rest))
 
@@ -95,8 +95,8 @@ def _segments(q_offsets: Any) -> int:
     return q_offsets.shape[1] - 1 if len(q_offsets.shape) == 2 else 1
 
 
-def _cuttable(q_offsets: Any, dropout_rate: float) -> bool:
-    """Packed sequences are one after the other in memory; which elements are dropped depends on where they stand."""
+def _is_shardable(q_offsets: Any, dropout_rate: float) -> bool:
+    """Whether batch and heads can be sharded: not for packed sequences, nor with dropout, which depends on position."""
     return _segments(q_offsets) == 1 and not dropout_rate
 
 
@@ -111,7 +111,7 @@ def attention(
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
     offsets = rows[2]
-    made = _Attention(query, key, value, layout, "pass" if _cuttable(offsets, dropout_rate) else "whole")
+    made = _Attention(query, key, value, layout, "pass" if _is_shardable(offsets, dropout_rate) else "whole")
     results = [made.result, *([made.statistics(_segments(offsets))] if is_training else [])]
     return made.build.rule([*made.operands, made.bias(bias), *map(made.by_row, rows)], results)
 
@@ -124,13 +124,13 @@ def attention_gradient(
     """``b t (h g) d, b s h d, b s h d1, w, w1, w2, w3, w4, w5, w6, b (h g) t, b t (h g) d1, b t (h g) d1 ->
     b t (h g) d, b s h d, b s h d1; whole t g d s d1 w w1 w2 w3 w4 w5 w6; linear 12``: batch and heads pass.
 
-    The gradient of a bias that is broadcast is a partial sum over what it is broadcast along.
+    The gradient of a broadcast bias is a partial sum over the dimensions that it is broadcast along.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
     *rows, _statistics, _forward, _cotangent = others
     offsets, with_bias = rows[2], variadic_args[1]
-    if not _cuttable(offsets, dropout_rate):
+    if not _is_shardable(offsets, dropout_rate):
         made = _Attention(query, key, value, layout, "whole")
     else:
         made = _Attention(query, key, value, layout, *(("reduce", "sum") if with_bias else ("pass", None)))
@@ -142,9 +142,9 @@ def attention_gradient(
 
 
 @rule(*primitives("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"))
-def narrow_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int, is_training: bool, **_: Any) -> Rule:
+def fp8_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int, is_training: bool, **_: Any) -> Rule:
     """``b t (h g) d, b s h d, b s h d1, 1, 1, 1, 1, 1, 1 -> b t (h g) d1, 1 1 1 1, 1 1 1 1, b (h g) t;
-    reduce b:max h:max; whole t g d s d1``: attention, and the largest scores and results that a shard has seen.
+    reduce b:max h:max; whole t g d s d1``: attention in fp8, and the largest scores and results of a shard.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
@@ -155,12 +155,12 @@ def narrow_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int
 
 
 @rule(*primitives("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper"))
-def narrow_attention_gradient(
+def fp8_attention_gradient(
     query: Any, key: Any, value: Any, forward: Any, cotangent: Any, statistics: Any, *scales: Any, layout: int, **_: Any
 ) -> Rule:
     """``b t (h g) d, b s h d, b s h d1, b t (h g) d1, b t (h g) d1, b (h g) t, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 ->
-    b t (h g) d, b s h d, b s h d1, 1 1 1 1, 1 1 1 1, 1 1 1 1, 1 1 1 1; reduce b:max h:max; whole t g d s d1``: its
-    gradient, and the largest elements of each.
+    b t (h g) d, b s h d, b s h d1, 1 1 1 1, 1 1 1 1, 1 1 1 1, 1 1 1 1; reduce b:max h:max; whole t g d s d1``: the
+    gradient of attention in fp8, and the largest elements of each result.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
@@ -171,20 +171,20 @@ def narrow_attention_gradient(
 
 
 def _ones(scales: Sequence[Any]) -> list[Dims]:
-    """Arrays of one element, whatever their rank."""
+    """Returns the dimensions of arrays with one element, of any rank."""
     return [((),) * len(scale.shape) for scale in scales]
 
 
 def kernel_flops(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> float:
-    """Operations of a kernel's products; 0 of a primitive that is none of them.
+    """Returns the floating-point operations of a kernel's matrix products; 0 for any other primitive.
 
-    Forward attention has two products over the pairs of queries and keys, its gradient five, one of them again what
-    the forward pass made; of a causal mask half of the pairs count, of a window those in it.
+    Forward attention has two products over pairs of a query and a key. Its gradient has five, one of which recomputes
+    the scores. A causal mask halves the pairs; a sliding window keeps only those inside it.
 
     Args:
-        name: the primitive's.
-        operands: what has their shapes.
-        params: the equation's.
+        name: the primitive's name.
+        operands: anything with a `shape`, one for each operand.
+        params: the equation's parameters.
     """
     if name.startswith("scaled_matmul"):
         x, y = operands[:2]
@@ -195,14 +195,14 @@ def kernel_flops(name: str, operands: Sequence[Any], params: Mapping[str, Any]) 
     heads, seq = (1, 2) if params["layout"] == _HEADS_FIRST else (2, 1)
     length, keys = query.shape[seq], key.shape[seq]
     mask = params.get("mask_type", _CAUSAL if params.get("use_causal_mask") else 0)
-    seen = keys / 2 if getattr(mask, "value", mask) in (_CAUSAL, _PADDED_CAUSAL) else keys
-    seen = min(seen, params.get("sliding_window_length") or seen)
+    attended = keys / 2 if getattr(mask, "value", mask) in (_CAUSAL, _PADDED_CAUSAL) else keys  # keys for each query
+    attended = min(attended, params.get("sliding_window_length") or attended)
     of_keys, of_values = (3, 2) if "_bwd" in name else (1, 1)
     return (
         2.0
         * query.shape[0]
         * query.shape[heads]
         * length
-        * seen
+        * attended
         * (of_keys * query.shape[3] + of_values * value.shape[3])
     )

@@ -1,4 +1,4 @@
-"""Operators that move elements by position: permute, repeat, cut, join."""
+"""Operators that move elements by position: transpose, broadcast, reshape, slice, pad, concatenate."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from jax import lax
 from autoshard._compat import primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, LocalParams, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, along, like, put, without_sharding
+from autoshard.spmdrules.core.rule_builder import (
+    Dim,
+    RuleBuilder,
+    pass_through,
+    replace_dim,
+    with_kind,
+    without_sharding,
+)
 
 _FIRST = ((0,),)
 
 
 def sets_shape(dims: Dims, *names: str) -> LocalParams:
-    """Rewrites parameters that hold the shape of `dims`, and drops the sharding of the whole result."""
+    """Returns a `local` that sets parameters to the shard's shape of `dims`, and removes the global sharding."""
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
         return {**without_sharding(params, shard), **{name: shard.shape(dims) for name in names}}
@@ -34,11 +41,11 @@ def _joint(operands: Sequence[Any]) -> tuple[int, ...]:
 
 @rule(lax.transpose_p)
 def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
-    """``a b c -> c a b; linear 0; moves 0``: the dimensions in another order.
+    """``a b c -> c a b; linear 0; moves 0``: the dimensions are permuted.
 
     https://openxla.org/stablehlo/spec#transpose
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     return build.rule([dims], [tuple(dims[d] for d in permutation)], _FIRST, (0,))
 
 
@@ -46,11 +53,11 @@ def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
 def broadcast_in_dim(
     x: Any, *dynamic: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any
 ) -> Rule:
-    """``b -> a b c; linear 0; moves 0``: the same elements along new dimensions.
+    """``b -> a b c; linear 0; moves 0``: the elements are repeated along new dimensions.
 
     https://openxla.org/stablehlo/spec#broadcast_in_dim
     """
-    build, result = like(shape)
+    build, result = pass_through(shape)
     operand = tuple(
         result[d] if size == shape[d] else () for size, d in zip(x.shape, broadcast_dimensions, strict=True)
     )
@@ -59,22 +66,22 @@ def broadcast_in_dim(
 
 @rule(lax.squeeze_p)
 def squeeze(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a 1 b -> a b; linear 0; moves 0``: without some dimensions of size 1.
+    """``a 1 b -> a b; linear 0; moves 0``: some dimensions of size 1 are removed.
 
     https://openxla.org/stablehlo/spec#reshape
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     dropped = {d % len(x.shape) for d in dimensions}
     return build.rule([dims], [tuple(dim for d, dim in enumerate(dims) if d not in dropped)], _FIRST, (0,))
 
 
 @rule(*primitives("expand_dims"))
 def expand_dims(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a b -> a 1 b; linear 0; moves 0``: with more dimensions of size 1.
+    """``a b -> a 1 b; linear 0; moves 0``: dimensions of size 1 are added.
 
     https://openxla.org/stablehlo/spec#reshape
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     rest = iter(dims)
     rank = len(x.shape) + len(dimensions)
     added = {d % rank for d in dimensions}
@@ -83,7 +90,7 @@ def expand_dims(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 
 @rule(lax.reshape_p)
 def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequence[int] | None = None, **_: Any) -> Rule:
-    """``a b c -> (a b) c; linear 0; moves 0``: dimensions merged and split, by the factors that both shapes share.
+    """``a b c -> (a b) c; linear 0; moves 0``: dimensions are merged and split; factors common to both shapes pass.
 
     https://openxla.org/stablehlo/spec#reshape
     """
@@ -99,11 +106,15 @@ def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequenc
 
 
 def common_factors(build: RuleBuilder, old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims]:
-    """The factors of two shapes of as many elements, major to minor.
+    """Finds the factors that two shapes with the same number of elements have in common.
 
-    Both are cut where their cumulative products agree. In each piece the greatest common divisor of the first
-    dimensions is a factor of both, and what is left of them goes on; where they have none, the same from the last
-    dimensions; what then remains between is whole: (6, 4) -> (8, 3) is ``(a w) w1 -> (a w2) w3``, a=2.
+    Both shapes are split into segments where their cumulative products agree. In each segment, the greatest common
+    divisor of the leading dimensions is a factor of both; it is divided out, and this repeats until the divisor is 1.
+    Then the same is done from the trailing dimensions. What remains in the middle is whole: (6, 4) -> (8, 3) is
+    ``(a w) w1 -> (a w2) w3`` with a=2.
+
+    Returns:
+        The factors of each dimension of `old` and of `new`, major to minor.
     """
     left, right = _Side(old), _Side(new)
     ends = sorted(set(left.ends) & set(right.ends))
@@ -126,7 +137,7 @@ def _next_pair(left: _Side, right: _Side, low: int, high: int, major: bool) -> t
 
 
 class _Side:
-    """One shape while its factors are found: what is left of each dimension, between what was taken from its ends."""
+    """One of the two shapes: the factors taken so far from both ends of each dimension, and the size left between."""
 
     def __init__(self, shape: Sequence[int]):
         self.rest = list(shape)
@@ -135,12 +146,12 @@ class _Side:
         self.minor: list[Dim] = [()] * len(shape)
 
     def open(self, low: int, high: int, major: bool) -> int | None:
-        """The first (or last) dimension with something left in the piece that ends at `high`."""
+        """Returns the first (or last) dimension of the segment from `low` to `high` with a size left above 1."""
         found = [d for d, n in enumerate(self.rest) if n > 1 and low < self.ends[d] <= high]
         return (found[0] if major else found[-1]) if found else None
 
     def take(self, d: int, dim: Dim, size: int, major: bool) -> None:
-        """Takes a factor from one end of what is left of a dimension."""
+        """Takes a factor from one end of what is left of dimension `d`."""
         self.rest[d] //= size
         if major:
             self.major[d] += dim
@@ -148,7 +159,7 @@ class _Side:
             self.minor[d] = dim + self.minor[d]
 
     def dims(self, build: RuleBuilder) -> Dims:
-        """Each dimension's factors, what is left in the middle being whole."""
+        """Returns the factors of each dimension; what is left in the middle is whole."""
         return tuple(
             (*major, *build.whole(rest), *minor)
             for major, rest, minor in zip(self.major, self.rest, self.minor, strict=True)
@@ -157,59 +168,59 @@ class _Side:
 
 @rule(lax.concatenate_p)
 def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
-    """``a w, a w1 -> a w2; whole w w1 w2; linear 0 1; moves 0 1``: joined along a dimension, which is whole.
+    """``a w, a w1 -> a w2; whole w w1 w2; linear 0 1; moves 0 1``: arrays are joined along a dimension, which is whole.
 
-    Where all operands but one are empty, it passes.
+    The dimension passes if all operands but one are empty.
 
     https://openxla.org/stablehlo/spec#concatenate
     """
     lengths = [x.shape[dimension] for x in xs]
-    build, rest = like([1 if d == dimension else n for d, n in enumerate(xs[0].shape)])
+    build, rest = pass_through([1 if d == dimension else n for d, n in enumerate(xs[0].shape)])
     alone = build.next(sum(lengths)) if sum(n > 0 for n in lengths) == 1 else None
     joined = [build.whole(n) if alone is None or not n else alone for n in (*lengths, sum(lengths))]
-    *operands, result = (put(rest, dimension, dim) for dim in joined)
+    *operands, result = (replace_dim(rest, dimension, dim) for dim in joined)
     return build.rule(operands, [result], (_joint(xs),), _joint(xs))
 
 
 @rule(*primitives("split"))
 def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
-    """``a w -> a w1, a w2; whole w w1 w2; linear 0; moves 0``: cut along a dimension, which is whole.
+    """``a w -> a w1, a w2; whole w w1 w2; linear 0; moves 0``: an array is split along a dimension, which is whole.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.split.html
     """
-    build, dims = along(x.shape, (axis,), "whole")
-    return build.rule([dims], [put(dims, axis, build.whole(n)) for n in sizes], _FIRST, (0,))
+    build, dims = with_kind(x.shape, (axis,), "whole")
+    return build.rule([dims], [replace_dim(dims, axis, build.whole(n)) for n in sizes], _FIRST, (0,))
 
 
 @rule(*primitives("stack"))
 def stack(*xs: Any, axis: int, **_: Any) -> Rule:
-    """``a b, a b -> a w b; whole w; linear 0 1; moves 0 1``: joined along a new dimension.
+    """``a b, a b -> a w b; whole w; linear 0 1; moves 0 1``: arrays are joined along a new dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.stack.html
     """
-    build, dims = like(xs[0].shape)
+    build, dims = pass_through(xs[0].shape)
     result = (*dims[:axis], build.whole(len(xs)), *dims[axis:])
     return build.rule([dims] * len(xs), [result], (_joint(xs),), _joint(xs))
 
 
 @rule(*primitives("unstack"))
 def unstack(x: Any, *, axis: int, **_: Any) -> Rule:
-    """``a w -> a, a, a; whole w; linear 0; moves 0``: each slice along a dimension.
+    """``a w -> a, a, a; whole w; linear 0; moves 0``: an array is split into its slices along a dimension.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.unstack.html
     """
     count = x.shape[axis]
-    build, dims = like((*x.shape[:axis], *x.shape[axis + 1 :]))
+    build, dims = pass_through((*x.shape[:axis], *x.shape[axis + 1 :]))
     return build.rule([(*dims[:axis], build.whole(count), *dims[axis:])], [dims] * count, _FIRST, (0,))
 
 
 @rule(*primitives("tile"))
 def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
-    """``a b -> a (r b); linear 0; moves 0``: repeated along dimensions.
+    """``a b -> a (r b); linear 0; moves 0``: the array is repeated along its dimensions.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.numpy.tile.html
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     times = [build.dim("r", n) for n in reps]
     result = tuple(r + dim for r, dim in zip(times, dims, strict=True))
     return build.rule([dims], [result], _FIRST, (0,), sets_shape(tuple(times), "reps"))
@@ -219,7 +230,8 @@ def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
 def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], **_: Any) -> Rule:
     """``a w, [] -> a w1; whole w w1; linear 0 1; moves 0 1``: padded dimensions are whole, others pass.
 
-    Where each element gets as many neighbours as the others, blocks of them pass: ``t, [] -> (t x); whole x``.
+    If every element gets the same number of padding elements, the padded dimension passes, in blocks of an element and
+    its padding: ``t, [] -> (t x); whole x``.
 
     https://openxla.org/stablehlo/spec#pad
     """
@@ -233,7 +245,7 @@ def pad(x: Any, value: Any, *, padding_config: Sequence[tuple[int, int, int]], *
 
 
 def _padded(build: RuleBuilder, size: int, low: int, high: int, inner: int) -> tuple[Dim, Dim]:
-    """A dimension before and after it is padded."""
+    """Returns a dimension before and after padding."""
     if low == high == inner == 0:
         dim = build.next(size)
         return dim, dim
@@ -245,11 +257,11 @@ def _padded(build: RuleBuilder, size: int, low: int, high: int, inner: int) -> t
 
 @rule(lax.rev_p)
 def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a w -> a w; whole w; linear 0; moves 0``: some dimensions backwards.
+    """``a w -> a w; whole w; linear 0; moves 0``: some dimensions are reversed.
 
     https://openxla.org/stablehlo/spec#reverse
     """
-    build, dims = along(x.shape, dimensions, "whole")
+    build, dims = with_kind(x.shape, dimensions, "whole")
     return build.rule([dims], [dims], _FIRST, (0,))
 
 
@@ -257,28 +269,28 @@ def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
 def slice_(
     x: Any, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Sequence[int] | None, **_: Any
 ) -> Rule:
-    """``a w -> a w1; whole w w1; linear 0; moves 0``: dimensions taken in full pass, those cut are whole.
+    """``a w -> a w1; whole w w1; linear 0; moves 0``: dimensions taken in full pass, sliced ones are whole.
 
-    Of a dimension of which every n-th element is taken, to its end, the blocks of n pass: ``(t x) -> t; whole x``.
+    If every n-th element of a dimension is taken, and n divides its size, blocks of n pass: ``(t x) -> t; whole x``.
 
     https://openxla.org/stablehlo/spec#slice
     """
     build = RuleBuilder()
     steps = strides or (1,) * len(x.shape)
-    cuts = list(zip(x.shape, start_indices, limit_indices, steps, strict=True))
-    pairs = [_sliced(build, *along) for along in cuts]
+    slices = list(zip(x.shape, start_indices, limit_indices, steps, strict=True))
+    pairs = [_sliced(build, *each) for each in slices]
     operand = tuple(before for before, _ in pairs)
 
     def local(params: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
         here = shard.shape(operand)
-        limits = (limit if n == size else n for n, (size, _, limit, _) in zip(here, cuts, strict=True))
+        limits = (limit if n == size else n for n, (size, _, limit, _) in zip(here, slices, strict=True))
         return {**params, "limit_indices": tuple(limits)}
 
     return build.rule([operand], [tuple(after for _, after in pairs)], _FIRST, (0,), local)
 
 
 def _sliced(build: RuleBuilder, size: int, start: int, limit: int, step: int) -> tuple[Dim, Dim]:
-    """A dimension before and after it is sliced."""
+    """Returns a dimension before and after slicing."""
     count = max(0, -((start - limit) // step))
     if (start, count, step) == (0, size, 1):
         dim = build.next(size)
@@ -291,7 +303,7 @@ def _sliced(build: RuleBuilder, size: int, start: int, limit: int, step: int) ->
 
 @rule(lax.iota_p)
 def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: Any) -> Rule:
-    """``-> a b; offset b``: a shard counts from where it starts.
+    """``-> a b; offset b``: a shard counts from its offset.
 
     https://openxla.org/stablehlo/spec#iota
     """
@@ -308,17 +320,17 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
 
 @rule(*primitives("empty"))
 def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
-    """``-> a b``: memory that nobody has written.
+    """``-> a b``: an uninitialised array.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.empty.html
     """
-    build, dims = like(shape)
+    build, dims = pass_through(shape)
     return build.rule([()] * len(dynamic), [dims], local=sets_shape(dims, "shape"))
 
 
 @rule(*primitives("empty2"))
 def empty_scalar(**_: Any) -> Rule:
-    """``-> []``: a number that nobody has written, from which scans and their gradients make their buffers.
+    """``-> []``: an uninitialised scalar, which scans and their gradients broadcast to buffers.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """

@@ -1,4 +1,4 @@
-"""Operators on each element by itself. Operands of rank 0 and dimensions of size 1 are broadcast."""
+"""Elementwise operators. Operands of rank 0 and dimensions of size 1 are broadcast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard import _compat
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, LocalParams, Rule
-from autoshard.spmdrules.core.rule_builder import RuleBuilder, drops_sharding, like
+from autoshard.spmdrules.core.rule_builder import RuleBuilder, drops_sharding, pass_through
 
 _UNARY = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clz", "cos",
@@ -20,11 +20,11 @@ _UNARY = (
     "log2", "logistic", "not", "one_minus_square", "population_count", "reduce_precision", "round", "rsqrt", "sign",
     "sin", "sinh", "sqrt", "square", "tan", "tanh",
 )  # fmt: skip
-_MOVED = ("copy", "stop_gradient", "name", "xla_metadata_value")
-_PLACED = ("with_memory_space_constraint", "relayout")
+_IDENTITY = ("copy", "stop_gradient", "name", "xla_metadata_value")
+_MEMORY_PLACEMENT = ("with_memory_space_constraint", "relayout")
 _CONSTRAINTS = ("sharding_constraint", "reshard", "layout_constraint")
 _LINEAR = ("neg", "real", "imag", "conj")
-_SEVERAL = (
+_NARY = (
     "atan2", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "igamma", "igammac",
     "igamma_grad_a", "max", "min", "mulhi", "nextafter", "polygamma", "pow", "regularized_incomplete_beta", "rem",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "zeta", "polynomial",
@@ -39,9 +39,9 @@ def pointwise(
     local: LocalParams | None = None,
     body: Body | None = None,
 ) -> Rule:
-    """The rule of an operator on each element, its operands broadcast against each other."""
+    """Returns the rule of an elementwise operator, with its operands broadcast against each other."""
     shape = np.broadcast_shapes(*(a.shape for a in avals if a.shape))
-    build, dims = like(shape)
+    build, dims = pass_through(shape)
     operands = [_broadcast(a.shape, shape, dims) for a in avals]
     return build.rule(operands, (dims,) * results, linear, moves, local, body)
 
@@ -61,18 +61,18 @@ def unary(x: Any, **_: Any) -> Rule:
     return pointwise(x)
 
 
-@rule(*primitives(*_MOVED))
-def moved(x: Any, **_: Any) -> Rule:
-    """``a b -> a b; linear 0; moves 0``: the same elements.
+@rule(*primitives(*_IDENTITY))
+def identity(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: the elements, unchanged.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
     return pointwise(x, linear=((0,),), moves=(0,))
 
 
-@rule(*primitives(*_PLACED))
-def placed(x: Any, **_: Any) -> Rule:
-    """``a b -> a b; linear 0; moves 0``: the same elements in a memory, or in an order in it, of the program's choice.
+@rule(*primitives(*_MEMORY_PLACEMENT))
+def memory_placement(x: Any, **_: Any) -> Rule:
+    """``a b -> a b; linear 0; moves 0``: the elements, in the memory space or layout that the program requests.
 
     https://docs.jax.dev/en/latest/pallas/tpu/details.html
     """
@@ -81,7 +81,7 @@ def placed(x: Any, **_: Any) -> Rule:
 
 @rule(*primitives(*_CONSTRAINTS))
 def constraint(x: Any, **_: Any) -> Rule:
-    """``a b -> a b; linear 0; moves 0``: the same elements; what it says of shardings is the planner's to read.
+    """``a b -> a b; linear 0; moves 0``: the elements, unchanged; the planner reads the sharding from its parameters.
 
     https://openxla.org/shardy/sdy_dialect#sdysharding_constraint_sdyshardingconstraintop
     """
@@ -99,16 +99,16 @@ def linear_unary(x: Any, **_: Any) -> Rule:
 
 @rule(lax.integer_pow_p)
 def integer_pow(x: Any, *, y: int, **_: Any) -> Rule:
-    """``a b -> a b``: each element to a constant power; linear where that is 1.
+    """``a b -> a b``: each element to a constant power; linear if the power is 1.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.integer_pow.html
     """
     return pointwise(x, linear=((0,),) if y == 1 else ())
 
 
-@rule(*primitives(*_SEVERAL))
-def several(*xs: Any, **_: Any) -> Rule:
-    """``a b, a b -> a b``: a function of the elements at one place.
+@rule(*primitives(*_NARY))
+def nary(*xs: Any, **_: Any) -> Rule:
+    """``a b, a b -> a b``: a function of the operands' elements at the same position.
 
     https://openxla.org/stablehlo/spec#compare
     """
@@ -117,7 +117,7 @@ def several(*xs: Any, **_: Any) -> Rule:
 
 @rule(lax.add_p, lax.sub_p, lax.complex_p, *primitives("add_any"))
 def add(x: Any, y: Any, **_: Any) -> Rule:
-    """``a b, a b -> a b; linear 0 1``: linear in both operands together.
+    """``a b, a b -> a b; linear 0 1``: linear in both operands jointly.
 
     https://openxla.org/stablehlo/spec#add
     """
@@ -126,7 +126,7 @@ def add(x: Any, y: Any, **_: Any) -> Rule:
 
 @rule(lax.mul_p)
 def mul(x: Any, y: Any, **_: Any) -> Rule:
-    """``a b, a b -> a b; linear 0; linear 1``: linear in either operand while the other is whole.
+    """``a b, a b -> a b; linear 0; linear 1``: linear in either operand while the other is not partial.
 
     https://openxla.org/stablehlo/spec#multiply
     """
@@ -135,7 +135,7 @@ def mul(x: Any, y: Any, **_: Any) -> Rule:
 
 @rule(lax.div_p)
 def div(x: Any, y: Any, **_: Any) -> Rule:
-    """``a b, a b -> a b; linear 0``: linear in the numerator; of integers, which are rounded, in neither.
+    """``a b, a b -> a b; linear 0``: linear in the numerator; not linear for integers, which are rounded.
 
     https://openxla.org/stablehlo/spec#divide
     """
@@ -144,12 +144,12 @@ def div(x: Any, y: Any, **_: Any) -> Rule:
 
 @rule(lax.select_n_p)
 def select_n(which: Any, *cases: Any, **_: Any) -> Rule:
-    """``a b, a b, a b -> a b; linear 1 2; moves 1 2``: linear in all cases together; `which` may be a scalar.
+    """``a b, a b, a b -> a b; linear 1 2; moves 1 2``: linear in all cases jointly; `which` may be a scalar.
 
     https://openxla.org/stablehlo/spec#select
     """
-    taken = tuple(range(1, len(cases) + 1))
-    return pointwise(which, *cases, linear=(taken,), moves=taken)
+    operands = tuple(range(1, len(cases) + 1))
+    return pointwise(which, *cases, linear=(operands,), moves=operands)
 
 
 @rule(lax.clamp_p)
@@ -163,20 +163,21 @@ def clamp(low: Any, x: Any, high: Any, **_: Any) -> Rule:
 
 @rule(lax.convert_element_type_p)
 def convert_element_type(x: Any, *, new_dtype: Any, sharding: Any = None, **_: Any) -> Rule:
-    """``a b -> a b; linear 0; moves 0``: linear where no value of the old type is rounded in the new one.
+    """``a b -> a b; linear 0; moves 0``: linear if the new type represents every value of the old one exactly.
 
-    So are complex numbers from real ones, and the real parts of complex ones; these only add up, they are not ordered.
+    Conversions between real and complex types are linear too. But they let only sums pass, because complex numbers have
+    no order.
 
     https://openxla.org/stablehlo/spec#convert
     """
-    exact = _holds(new_dtype, x.dtype)
+    exact = _represents(new_dtype, x.dtype)
     ordered = _is_complex(new_dtype) == _is_complex(x.dtype)
     linear = ((0,),) if exact else ()
     return pointwise(x, linear=linear, moves=(0,) if exact and ordered else (), local=drops_sharding(sharding))
 
 
-def _holds(new: Any, old: Any) -> bool:
-    """Whether every value and every sum of `old` is one of `new`: the same type, or a wider float."""
+def _represents(new: Any, old: Any) -> bool:
+    """Whether `new` represents every value and every sum of `old`: it is the same type or a wider float."""
     if new == old:
         return True
     if any(jnp.issubdtype(t, dtypes.extended) for t in (new, old)):
@@ -193,41 +194,41 @@ def _is_complex(dtype: Any) -> bool:
 
 @rule(lax.bitcast_convert_type_p)
 def bitcast_convert_type(x: Any, *, new_dtype: Any, **_: Any) -> Rule:
-    """``a b -> a b``: a narrower type adds a last dimension, a wider one takes it; that is whole.
+    """``a b -> a b``: a narrower type adds a trailing dimension, a wider one removes it; that dimension is whole.
 
     https://openxla.org/stablehlo/spec#bitcast_convert
     """
     old, new = (dtypes.itemsize_bits(np.dtype(t)) for t in (x.dtype, new_dtype))
     if old == new:
         return pointwise(x)
-    build, dims = like(x.shape if old > new else x.shape[:-1])
+    build, dims = pass_through(x.shape if old > new else x.shape[:-1])
     packed = (*dims, build.whole(max(old, new) // min(old, new)))
     return build.rule([dims], [packed]) if old > new else build.rule([packed], [dims])
 
 
 @rule(primitive("to_edtype"))
 def to_edtype(x: Any, *, edtype: Any, **_: Any) -> Rule:
-    """``a w -> a; whole w``: an extended type's elements from what they are made of, in the last dimensions if in any.
+    """``a w -> a; whole w``: elements of an extended type from their representation, which may add dimensions.
 
     https://docs.jax.dev/en/latest/jax.dtypes.html
     """
-    build, dims = like(x.shape[: len(x.shape) - len(_compat.element_shape(edtype))])
+    build, dims = pass_through(x.shape[: len(x.shape) - len(_compat.element_shape(edtype))])
     return build.rule([(*dims, *map(build.whole, x.shape[len(dims) :]))], [dims])
 
 
 @rule(primitive("from_edtype"))
 def from_edtype(x: Any, **_: Any) -> Rule:
-    """``a -> a w; whole w``: what an extended type's elements are made of.
+    """``a -> a w; whole w``: the representation of elements of an extended type.
 
     https://docs.jax.dev/en/latest/jax.dtypes.html
     """
-    build, dims = like(x.shape)
+    build, dims = pass_through(x.shape)
     return build.rule([dims], [(*dims, *map(build.whole, _compat.element_shape(x.dtype)))])
 
 
 @rule(lax.optimization_barrier_p)
 def optimization_barrier(*xs: Any, **_: Any) -> Rule:
-    """``a b, c, [] -> a b, c, []; linear 0 1 2; moves 0 1 2``: each operand as it is.
+    """``a b, c, [] -> a b, c, []; linear 0 1 2; moves 0 1 2``: each operand, unchanged.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
@@ -236,7 +237,7 @@ def optimization_barrier(*xs: Any, **_: Any) -> Rule:
 
 @rule(primitive("device_put"))
 def device_put(*xs: Any, **_: Any) -> Rule:
-    """``a b -> a b; linear 0; moves 0``: each operand as it is; where it goes is the planner's to decide.
+    """``a b -> a b; linear 0; moves 0``: each operand, unchanged; the planner decides where it goes.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.device_put.html
     """
@@ -252,7 +253,7 @@ def _each(xs: tuple[Any, ...]) -> Rule:
 
 @rule(primitive("tie"))
 def tie(x: Any, y: Any, **_: Any) -> Rule:
-    """``a, b c -> b c; linear 1; linear 0 1; moves 1``: the second operand, once the first is there.
+    """``a, b c -> b c; linear 1; linear 0 1; moves 1``: the second operand, after the first has been computed.
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """

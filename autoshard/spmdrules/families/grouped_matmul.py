@@ -1,4 +1,4 @@
-"""Products of two arrays in groups of rows, each group with a matrix of its own: experts without a capacity."""
+"""Grouped matrix products: rows in consecutive groups, each with its own matrix, as for experts without a capacity."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _RAGGED_DOT = primitive("ragged_dot_general")
 
 @rule(_RAGGED_DOT)
 def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
-    """``m k, v k n, w -> m n; reduce k; whole w; index v; offset m; linear 0; linear 1``: rows in groups.
+    """``m k, v k n, w -> m n; reduce k; whole w; index v; offset m; linear 0; linear 1``: rows multiplied by group.
 
-    A shard of the rows has fewer of each group, or none; one of the groups has zeros for rows that are not in them.
-    Where rows are contracted, ``k m, k n, w -> v m n; reduce k; whole w; offset v``, the result has the groups. A
-    ragged batch passes. The sizes of the groups are needed whole.
+    A shard of the rows holds some or none of the rows of each group. A shard of the groups gives zeros for rows of
+    other groups. If the rows are contracted, the result has the groups:
+    ``k m, k n, w -> v m n; reduce k; whole w; offset v``. A ragged batch dimension passes. The group sizes are needed
+    whole.
 
     https://openxla.org/stablehlo/spec#ragged_dot
     """
@@ -42,7 +43,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
         build, "n", y.shape, [(y_batch, batch), (y_contract, summed), (numbers.rhs_group_dimensions, groups)]
     )
     before = [lhs[d] for d in _before_ragged(numbers, len(x.shape))] if len(sizes.shape) > 1 else []
-    if ragged in x_batch:  # which rows are whose changes nothing: every one has a matrix of its own
+    if ragged in x_batch:  # group sizes have no effect: each batch element has its own matrix
         counts = (*before, build.next(sizes.shape[-1]))
         return build.rule(
             [lhs, rhs, counts], [(*batch, *free, *y_free)], EITHER, local=drops_sharding(params["out_sharding"])
@@ -57,7 +58,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
 
 
 def _before_ragged(numbers: Any, rank: int) -> list[int]:
-    """The dimensions of the left operand of which every element has group sizes of its own."""
+    """Returns the dimensions of the left operand along which each element has its own group sizes."""
     (contract, _), (batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     free = [d for d in range(rank) if d not in (*contract, *batch)]
@@ -66,9 +67,9 @@ def _before_ragged(numbers: Any, rank: int) -> list[int]:
 
 
 def _body(params: Mapping[str, Any], ragged: int, lhs: Dims, groups: Dim) -> Body:
-    """The product of this shard's rows in this shard's groups.
+    """Returns a body that multiplies this shard's rows of this shard's groups.
 
-    Rows of earlier groups are turned behind those of its own, where they belong to none and are not computed.
+    Rows of earlier groups are rolled behind the shard's own rows. There they belong to no group and are not computed.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (x_contract, y_contract), (x_batch, y_batch) = numbers.dot_dimension_numbers
@@ -83,32 +84,32 @@ def _body(params: Mapping[str, Any], ragged: int, lhs: Dims, groups: Dim) -> Bod
         first, last = (jnp.clip(edge - start, 0, x.shape[ragged]) for edge in (ends - sizes, ends))
         here = (last - first).astype(sizes.dtype)
         if not groups or shard.count(groups[0]) == 1:
-            return _bound(params, x, y, here)
+            return _bind(params, x, y, here)
         own = shard.offset(groups[0]) + jnp.arange(shard.size(groups[0]))
         skipped, here = jnp.take(first, own[0], -1), jnp.take(here, own, -1)
-        x = _turned(x, skipped, before, ragged)
+        x = _rolled(x, skipped, before, ragged)
         if ragged in x_contract:
-            return _bound(params, x, _turned(y, skipped, [partners[d] for d in before], partners[ragged]), here)
-        out = _bound(params, x, y, here)
-        return _turned(out, -skipped, [in_result[d] for d in before], in_result[ragged])
+            return _bind(params, x, _rolled(y, skipped, [partners[d] for d in before], partners[ragged]), here)
+        out = _bind(params, x, y, here)
+        return _rolled(out, -skipped, [in_result[d] for d in before], in_result[ragged])
 
     return body
 
 
-def _bound(params: Mapping[str, Any], x: Any, y: Any, sizes: Any) -> Any:
+def _bind(params: Mapping[str, Any], x: Any, y: Any, sizes: Any) -> Any:
     (out,) = bind_primitive(_RAGGED_DOT, {**params, "out_sharding": None}, x, y, sizes)
     return out
 
 
-def _turned(x: Any, by: Any, before: Sequence[int], axis: int) -> Any:
-    """`x` turned along `axis`, so that its element `by` comes first; by another number for each place in `before`."""
+def _rolled(x: Any, by: Any, before: Sequence[int], axis: int) -> Any:
+    """Rolls `x` along `axis` so that element `by` comes first; `by` may differ along the dimensions `before`."""
     if not by.ndim:
         return jnp.roll(x, -by, axis)
     at = (by[..., None] + jnp.arange(x.shape[axis])) % x.shape[axis]
-    return jnp.take_along_axis(x, _standing(at, (*before, axis), x.ndim), axis)
+    return jnp.take_along_axis(x, _broadcastable(at, (*before, axis), x.ndim), axis)
 
 
-def _standing(x: Any, where: Sequence[int], rank: int) -> Any:
-    """`x` with its dimensions at `where` of an array of `rank` dimensions, the others of size 1."""
+def _broadcastable(x: Any, where: Sequence[int], rank: int) -> Any:
+    """Transposes `x` so that its dimensions are at `where` of an array of `rank` dimensions, the others of size 1."""
     order = sorted(range(len(where)), key=lambda i: where[i])
     return jnp.expand_dims(jnp.transpose(x, order), tuple(d for d in range(rank) if d not in where))

@@ -1,4 +1,4 @@
-"""What a program says to its host and to its compiler: prints, callbacks without results, marks."""
+"""Operators for the host or the compiler: prints, callbacks without results, sinks, platform queries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autoshard.spmdrules.core.rule_builder import RuleBuilder
 
 
 @rule(*primitives("debug_callback", "debug_print"))
-def told(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
-    """``w w1 ->; whole w w1``: arrays go whole to one host, or each shard to its own.
+def debug_callback(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
+    """``w w1 ->; whole w w1``: gathered arrays go to one host; if `partitioned`, each shard goes to its own host.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.debug.callback.html
     """
@@ -24,7 +24,7 @@ def told(*xs: Any, partitioned: bool = False, **_: Any) -> Rule:
 
 @rule(primitive("inspect_sharding"))
 def inspect_sharding(x: Any, **_: Any) -> Rule:
-    """``a b ->``: the host is told how an array lies.
+    """``a b ->``: reports the sharding of an array to the host.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.debug.inspect_array_sharding.html
     """
@@ -34,7 +34,7 @@ def inspect_sharding(x: Any, **_: Any) -> Rule:
 
 @rule(primitive("dce_sink"))
 def dce_sink(x: Any, **_: Any) -> Rule:
-    """``a b ->``: what makes an array is kept though nobody uses it.
+    """``a b ->``: keeps the computation of an unused array.
 
     https://docs.jax.dev/en/latest/jax.lax.html
     """
@@ -44,7 +44,7 @@ def dce_sink(x: Any, **_: Any) -> Rule:
 
 @rule(primitive("platform_index"))
 def platform_index(**_: Any) -> Rule:
-    """``-> []``: which of several platforms the program is compiled for.
+    """``-> []``: the index of the platform that the program is compiled for.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.platform_dependent.html
     """

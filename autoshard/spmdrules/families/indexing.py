@@ -1,8 +1,8 @@
 """Operators that address elements by values: gather, scatter, dynamic slices.
 
-A dimension that is addressed and cut has `index` factors: a shard of it works on those positions that fall into its
-range and masks the others. Where the result lacks the dimension, exactly one shard has each element and the others
-have zero, so that the result is a partial sum.
+A dimension that is addressed by values has an `index` factor: a shard handles the positions in its range and masks the
+others. Where the result lacks the dimension, exactly one shard holds each element and the others hold zero, so the
+result is a partial sum.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from jax import lax
 from autoshard._compat import primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Body, Dims, Kind, LocalParams, Reduction, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, is_number, like
+from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, is_numeric, pass_through
 
 _CLIP = lax.GatherScatterMode.CLIP
-_WINDOW = "u"  # the stem of factors of which windows are taken, that may reach into the next shard
+_WINDOW = "u"  # the stem of factors from which windows are taken; a window may reach into the next shard
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 
-def _wide(positions: Any) -> Any:
-    """Positions of a type that holds every size and -1; what is beyond that type is beyond every size."""
+def _widened(positions: Any) -> Any:
+    """Casts positions to a signed type that holds every size and -1; larger positions are clipped to its maximum."""
     wide = jnp.int64 if positions.dtype.itemsize == 8 else jnp.int32
     if jnp.issubdtype(positions.dtype, jnp.unsignedinteger):
         positions = jnp.minimum(
@@ -50,17 +50,17 @@ def gather(
     fill_value: Any = None,
     **_: Any,
 ) -> Rule:
-    """``v d, b -> b d; index v; linear 0; moves 0``: rows picked by position.
+    """``v d, b -> b d; index v; linear 0; moves 0``: rows selected by position.
 
-    Dimensions taken in full pass, as do batch dimensions and those of the indices. Windows of a dimension are its
-    factor ``u`` of kind index and a whole one of their own.
+    Dimensions taken in full, batch dimensions and those of the indices pass. A dimension from which windows are taken
+    has the index factor ``u``, and the windows themselves are whole.
 
     https://openxla.org/stablehlo/spec#gather
     """
     numbers = dimension_numbers
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    # With positions of less than 32 bits in a table that is cut there, the partitioner aborts the process.
-    cuttable = is_number(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
+    # XLA's partitioner aborts the process on indices narrower than 32 bits into a sharded dimension.
+    cuttable = is_numeric(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
     build = RuleBuilder()
     picked = {d: build.dim("b", n) for d, n in enumerate(indices.shape[:-1])}
     dims, windows = [], []
@@ -84,26 +84,26 @@ def gather(
 
 
 def _fills_with_zero(fill_value: Any, dtype: Any) -> bool:
-    """Whether sums and products of what stands out of bounds are the same again: not a number, or zero."""
+    """Whether the fill value for positions out of bounds is unchanged by sums: NaN or zero."""
     if fill_value is None:
         return bool(jnp.issubdtype(dtype, jnp.inexact))
     return bool(fill_value == 0 or fill_value != fill_value)
 
 
 def _addressed(build: RuleBuilder, size: int, taken: int, by_value: bool) -> Dim:
-    """A dimension from which windows of `taken` elements are picked."""
+    """Creates a dimension from which windows of `taken` elements are taken."""
     if taken == size:
         return build.dim("d", size)
     return build.dim("v" if taken == 1 else _WINDOW, size, "index") if by_value and taken else build.whole(size)
 
 
 def is_window(factor: str) -> bool:
-    """Whether a factor of a gather or scatter is a dimension of which windows are taken or written."""
+    """Whether a factor of a gather or scatter is a dimension in which windows are read or written."""
     return factor.startswith(_WINDOW)
 
 
 def _interleave(where: Sequence[int], placed: Sequence[Dim], others: Sequence[Dim]) -> Dims:
-    """`placed` at the positions `where`, `others` at the remaining ones, each in order."""
+    """Puts `placed` at the positions `where`, and `others` at the remaining ones, each in order."""
     first, second = iter(placed), iter(others)
     return tuple(next(first) if d in where else next(second) for d in range(len(placed) + len(others)))
 
@@ -116,7 +116,7 @@ def _slice_sizes(dims: Dims, sizes: Sequence[int], shape: Sequence[int]) -> Loca
 
 
 def _local_sizes(shard: Shard, dims: Dims, sizes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Windows as large as the dimension are as large as its shard; the others stay."""
+    """Returns window sizes for a shard: windows that span their dimension span the shard; others keep their size."""
     here = shard.shape(dims)
     return tuple(n if taken == size else taken for n, taken, size in zip(here, sizes, shape, strict=True))
 
@@ -126,18 +126,21 @@ def _full(shard: Shard, dims: Dims) -> tuple[int, ...]:
 
 
 def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill_value: Any) -> Body:
-    """The owner of a row takes it (or fills it, where it is out of bounds); the others have zeros."""
+    """Returns a body that gathers the rows that this shard holds, with zeros for the others.
+
+    Rows out of bounds are filled on one shard.
+    """
 
     def body(shard: Shard, x: Any, indices: Any) -> Any:
         whole = _full(shard, dims)
-        outside, mine, local = _locate(shard, dims, _wide(indices), numbers.start_index_map, sizes, whole, x.shape)
+        outside, mine, local = _locate(shard, dims, _widened(indices), numbers.start_index_map, sizes, whole, x.shape)
         x = _with_margins(shard, x, dims, sizes)
         out = lax.gather(x, local, numbers, _local_sizes(shard, dims, sizes, whole), mode=_CLIP, unique_indices=False)
         rows = [n for d, n in enumerate(out.shape) if d not in numbers.offset_dims]
         assert tuple(rows) == mine.shape
-        spread = _spread(out.shape, numbers.offset_dims)
+        spread = _row_broadcaster(out.shape, numbers.offset_dims)
         if mode == _FILL:
-            # Of windows every shard has its part: one of them fills.
+            # Every shard holds part of a window, so only the first one fills.
             others = [shard.index[f] != 0 for dim in dims for f in dim if is_window(f) and shard.count(f) > 1]
             fill = _fill_value(fill_value, out.dtype)
             fill = jnp.where(functools.reduce(jnp.logical_or, others), jnp.zeros_like(fill), fill) if others else fill
@@ -151,9 +154,12 @@ def _locate(
     shard: Shard, dims: Dims, indices: Any, mapped: Sequence[int], sizes: Sequence[int], whole: Sequence[int],
     here: Sequence[int],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """For each row of the indices: whether it is out of bounds, whether this shard owns it, and where it has it.
+    """Locates the rows of the indices on a shard.
 
-    Of windows every shard has its part: where it has it is counted with the margins of the shard.
+    Every shard holds part of a window, so a window's position counts from the start of the shard's margin.
+
+    Returns:
+        For each row: whether it is out of bounds, whether this shard holds it, and its position on this shard.
     """
     outside, mine = jnp.zeros(indices.shape[:-1], bool), jnp.ones(indices.shape[:-1], bool)
     local = []
@@ -173,24 +179,24 @@ def _locate(
 
 
 def _margin(shard: Shard, dim: Dim, taken: int) -> int:
-    """How far a window may reach beyond a shard: as far as it is large, where the dimension is cut."""
+    """Returns how far a window may reach beyond a shard: its size if the dimension is sharded, else 0."""
     return taken if dim and is_window(dim[0]) and shard.count(dim[0]) > 1 else 0
 
 
 def _with_margins(shard: Shard, x: Any, dims: Dims, sizes: Sequence[int], sign: int = 1) -> Any:
-    """A shard with zeros on both sides where windows may reach beyond it; with `sign` -1 without them again."""
+    """Pads a shard with zeros where windows may reach beyond it; with `sign` -1, removes that padding."""
     margins = [sign * _margin(shard, dim, taken) for dim, taken in zip(dims, sizes, strict=True)]
     return lax.pad(x, jnp.zeros((), x.dtype), [(m, m, 0) for m in margins]) if any(margins) else x
 
 
-def _spread(shape: Sequence[int], windows: Sequence[int]) -> Any:
-    """A function that broadcasts an array over rows to `shape`, whose `windows` dimensions it lacks."""
+def _row_broadcaster(shape: Sequence[int], windows: Sequence[int]) -> Any:
+    """Returns a function that broadcasts one value for each row to `shape`, along its `windows` dimensions."""
     rows = tuple(d for d in range(len(shape)) if d not in windows)
     return lambda per_row: lax.broadcast_in_dim(per_row, tuple(shape), rows)
 
 
 def _fill_value(value: Any, dtype: Any) -> Any:
-    """What `gather` puts where a position is out of bounds."""
+    """Returns what `gather` puts at positions out of bounds."""
     if value is not None:
         return jnp.asarray(value, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -202,15 +208,15 @@ def _fill_value(value: Any, dtype: Any) -> Any:
 def _scatter(
     name: str, avals: tuple[Any, ...], params: Mapping[str, Any], kind: Kind, op: Reduction | None, identity: Any = None
 ) -> Rule:
-    """The rule of a scatter: updates cut along the rows of the indices give partial results under `op`.
+    """Returns the rule of a scatter: updates sharded along the rows of the indices give partial results under `op`.
 
     Args:
-        name: the primitive's.
+        name: the primitive's name.
         avals: operand, indices, updates.
         params: the primitive's parameters.
-        kind: that of the rows: reduce, or whole where the order of updates matters.
-        op: what the updates are combined by.
-        identity: what the operand is replaced by on all shards of the rows but the first, None if it may stay.
+        kind: the kind of the rows: reduce, or whole where the order of updates matters.
+        op: the operation that combines the updates.
+        identity: the value that replaces the operand on all shards of the rows but the first; None keeps the operand.
     """
     x, indices, updates = avals
     numbers = params["dimension_numbers"]
@@ -239,14 +245,14 @@ def _scatter(
 def _window_sizes(
     shape: Sequence[int], updates: Sequence[int], numbers: Any, batching: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """How large an update is along each dimension of the operand."""
+    """Returns the size of an update along each dimension of the operand."""
     window = (updates[d] for d in numbers.update_window_dims)
     dropped = {*numbers.inserted_window_dims, *batching}
     return tuple(1 if d in dropped else next(window) for d in range(len(shape)))
 
 
 def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[str, Any], identity: Any) -> Body:
-    """Updates of rows that another shard owns are dropped; only the first shard of the updates keeps the operand."""
+    """Returns a body that drops updates of rows that other shards hold, and keeps the operand on one shard only."""
     numbers, clips = params["dimension_numbers"], params["mode"] == _CLIP
     scatter = primitive(name)
     assert scatter is not None
@@ -255,16 +261,16 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
     def body(shard: Shard, x: Any, indices: Any, updates: Any) -> Any:
         whole = _full(shard, dims)
         mapped = numbers.scatter_dims_to_operand_dims
-        outside, mine, local = _locate(shard, dims, _wide(indices), mapped, sizes, whole, x.shape)
+        outside, mine, local = _locate(shard, dims, _widened(indices), mapped, sizes, whole, x.shape)
         kept = mine if clips else mine & ~outside
         x = _with_margins(shard, x, dims, sizes)
         local = jnp.where(kept[..., None], local, jnp.asarray(x.shape, local.dtype)[jnp.asarray(mapped, int)])
         if identity is not None:
-            cut = [f.name for f in shard.rule.factors if f.kind == "reduce" and shard.count(f.name) > 1]
-            first = jnp.all(jnp.asarray([shard.index[f] == 0 for f in cut]))
+            sharded = [f.name for f in shard.rule.factors if f.kind == "reduce" and shard.count(f.name) > 1]
+            first = jnp.all(jnp.asarray([shard.index[f] == 0 for f in sharded]))
             x = jnp.where(first, x, jnp.asarray(identity, x.dtype))
-        made = scatter.bind(x, local, updates, **{**params, **promises})
-        return _with_margins(shard, made, dims, sizes, -1)
+        out = scatter.bind(x, local, updates, **{**params, **promises})
+        return _with_margins(shard, out, dims, sizes, -1)
 
     return body
 
@@ -273,7 +279,7 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
 def scatter_add(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
     """``v d, n, n d -> v d; reduce n; index v; linear 0 2``: rows added to those at given positions.
 
-    A shard of the updates adds them to zeros, the first one to the operand.
+    The first shard of the updates adds them to the operand, the others add them to zeros.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -291,7 +297,7 @@ def scatter_sub(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_mul"))
 def scatter_mul(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:mul; index v; linear 0``: rows multiplied onto those at given positions.
+    """``v d, n, n d -> v d; reduce n:mul; index v; linear 0``: rows multiplied with those at given positions.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -300,7 +306,7 @@ def scatter_mul(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_min"))
 def scatter_min(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:min; index v``: the smaller of rows and those at given positions.
+    """``v d, n, n d -> v d; reduce n:min; index v``: the elementwise minimum of rows and those at given positions.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -309,7 +315,7 @@ def scatter_min(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_max"))
 def scatter_max(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:max; index v``: the larger of rows and those at given positions.
+    """``v d, n, n d -> v d; reduce n:max; index v``: the elementwise maximum of rows and those at given positions.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -320,27 +326,27 @@ def scatter_max(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 def scatter(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
     """``v d, n, n d -> v d; whole n; index v; linear 0 2; moves 0 2``: rows written at given positions.
 
-    All rows are needed, since a later one may overwrite an earlier.
+    All rows are needed, because a later one may overwrite an earlier one.
 
     https://openxla.org/stablehlo/spec#scatter
     """
     made = _scatter("scatter", (x, indices, updates), params, "whole", None)
-    if params.get("update_jaxpr") is not None:  # x.at[i].apply(f): of the elements, not of the updates
+    if params.get("update_jaxpr") is not None:  # x.at[i].apply(f) changes elements and has no updates
         return made
     return made.where(linear=((0, 2),), moves=(0, 2))
 
 
 @rule(lax.dynamic_slice_p)
 def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) -> Rule:
-    """``v a, [], [] -> w a; whole w; index v; linear 0; moves 0``: a window at a position known at run time.
+    """``v a, [], [] -> w a; whole w; index v; linear 0; moves 0``: a window at a position computed at run time.
 
     https://openxla.org/stablehlo/spec#dynamic_slice
     """
-    build, rest = like([n if n == taken else 1 for n, taken in zip(x.shape, slice_sizes, strict=True)])
+    build, rest = pass_through([n if n == taken else 1 for n, taken in zip(x.shape, slice_sizes, strict=True)])
     operand, result = [], []
     for dim, size, taken in zip(rest, x.shape, slice_sizes, strict=True):
         if taken != size:
-            dim = build.dim("v", size, "index") if is_number(x.dtype) else build.whole(size)
+            dim = build.dim("v", size, "index") if is_numeric(x.dtype) else build.whole(size)
         operand.append(dim)
         result.append(dim if taken == size else build.whole(taken))
     dims = tuple(operand)
@@ -349,7 +355,7 @@ def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) ->
         for axis, (size, taken, start) in enumerate(zip(_full(shard, dims), slice_sizes, starts, strict=True)):
             if taken == size:
                 continue
-            places = jnp.clip(_wide(start), 0, size - taken) + jnp.arange(taken) - _starts_at(shard, dims[axis])
+            places = jnp.clip(_widened(start), 0, size - taken) + jnp.arange(taken) - _starts_at(shard, dims[axis])
             mine = (places >= 0) & (places < x.shape[axis])
             x = jnp.take(x, jnp.clip(places, 0, x.shape[axis] - 1), axis, mode="clip")
             if shard.count(dims[axis][0]) > 1:
@@ -365,11 +371,11 @@ def _along(vector: Any, axis: int, rank: int) -> Any:
 
 @rule(lax.dynamic_update_slice_p)
 def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
-    """``v a, w a, [], [] -> v a; whole w; index v; linear 0 1; moves 0 1``: a window is overwritten.
+    """``v a, w a, [], [] -> v a; whole w; index v; linear 0 1; moves 0 1``: a window is overwritten by an update.
 
     https://openxla.org/stablehlo/spec#dynamic_update_slice
     """
-    build, rest = like([n if n == taken else 1 for n, taken in zip(x.shape, update.shape, strict=True)])
+    build, rest = pass_through([n if n == taken else 1 for n, taken in zip(x.shape, update.shape, strict=True)])
     whole, written = x.shape, update.shape
     operand, window = [], []
     for dim, size, taken in zip(rest, whole, written, strict=True):
@@ -384,7 +390,7 @@ def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
         for axis, (size, taken, start) in enumerate(zip(whole, written, starts, strict=True)):
             if taken == size:
                 continue
-            first = jnp.clip(_wide(start), 0, size - taken)
+            first = jnp.clip(_widened(start), 0, size - taken)
             places = jnp.arange(x.shape[axis]) + _starts_at(shard, dims[axis]) - first
             update = jnp.take(update, jnp.clip(places, 0, taken - 1), axis, mode="clip")
             written_here = written_here & _along((places >= 0) & (places < taken), axis, x.ndim)

@@ -1,4 +1,4 @@
-"""Factorisations, solvers and Fourier transforms: a batch of problems passes, each problem is whole."""
+"""Factorisations, solvers and Fourier transforms: batch dimensions pass, each problem is whole."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from jax import lax
 from autoshard._compat import primitive, primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.core.rule_builder import RuleBuilder, like
+from autoshard.spmdrules.core.rule_builder import RuleBuilder, pass_through
 
 Core = Sequence[int]
 
 
 def _batched(avals: Sequence[Any], ranks: Sequence[int], cores: Sequence[Core]) -> Rule:
-    """The rule of a batched operator: the last `ranks` dimensions of the operands and the `cores` are whole."""
-    build, batch = like(avals[0].shape[: len(avals[0].shape) - ranks[0]])
+    """Returns the rule of a batched operator.
+
+    Args:
+        avals: the operands.
+        ranks: the number of trailing dimensions of the first operand that are not batch dimensions.
+        cores: for each result, the sizes of its dimensions after the batch dimensions, which are whole.
+    """
+    build, batch = pass_through(avals[0].shape[: len(avals[0].shape) - ranks[0]])
     operands = [_whole(build, batch, a.shape[len(batch) :]) for a in avals]
     return build.rule(operands, [_whole(build, batch, core) for core in cores])
 
@@ -28,7 +34,7 @@ def _whole(build: RuleBuilder, batch: Dims, core: Core) -> Dims:
 
 @rule(primitive("cholesky"), primitive("householder_product"))
 def like_first(x: Any, *xs: Any, **_: Any) -> Rule:
-    """``a w w1 -> a w2 w3; whole w w1 w2 w3``: matrices into matrices of the same shape.
+    """``a w w1 -> a w2 w3; whole w w1 w2 w3``: matrices to matrices of the same shape.
 
     https://openxla.org/stablehlo/spec#cholesky
     """
@@ -37,7 +43,7 @@ def like_first(x: Any, *xs: Any, **_: Any) -> Rule:
 
 @rule(primitive("cholesky_update"))
 def cholesky_update(x: Any, vector: Any, **_: Any) -> Rule:
-    """``w w1, w2 -> w3 w4; whole w w1 w2 w3 w4``: the factor of a matrix to which a product is added.
+    """``w w1, w2 -> w3 w4; whole w w1 w2 w3 w4``: a Cholesky factor after a rank-1 update of its matrix.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.cholesky_update.html
     """
@@ -46,7 +52,7 @@ def cholesky_update(x: Any, vector: Any, **_: Any) -> Rule:
 
 @rule(primitive("symmetric_product"))
 def symmetric_product(x: Any, y: Any, **_: Any) -> Rule:
-    """``a w w1, a w2 w3 -> a w4 w5; whole w w1 w2 w3 w4 w5``: a multiple of x x^T added to one of y.
+    """``a w w1, a w2 w3 -> a w4 w5; whole w w1 w2 w3 w4 w5``: alpha x x^T + beta y.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.symmetric_product.html
     """
@@ -59,14 +65,14 @@ def ormqr(x: Any, taus: Any, y: Any, *, left: bool, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.ormqr.html
     """
-    build, batch = like(x.shape[:-2])
+    build, batch = pass_through(x.shape[:-2])
     operands = [_whole(build, batch, a.shape[len(batch) :]) for a in (x, taus)]
     sides = _sides(build, batch, y.shape[-2:], left)
     return build.rule([*operands, sides], [sides], ((2,),))
 
 
 def _sides(build: RuleBuilder, batch: Dims, core: Core, left: bool) -> Dims:
-    """What a matrix is applied to from the left (each column by itself) or from the right (each row)."""
+    """Returns the dimensions of an operand that a matrix multiplies from the left (by columns) or right (by rows)."""
     rows, columns = core
     if left:
         return (*batch, build.whole(rows), build.dim("n", columns))
@@ -115,7 +121,7 @@ def tridiagonal(x: Any, **_: Any) -> Rule:
 
 @rule(primitive("lu"))
 def lu(x: Any, **_: Any) -> Rule:
-    """``a w w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: the two factors in one matrix, pivots, permutation.
+    """``a w w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: both factors in one matrix, pivots, permutation.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.lu.html
     """
@@ -143,12 +149,12 @@ def geqrf(x: Any, **_: Any) -> Rule:
 
 @rule(primitive("geqp3"))
 def geqp3(x: Any, pivots: Any, **_: Any) -> Rule:
-    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: the same with column pivots.
+    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: a QR factorisation with column pivoting.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """
-    build, batch = like(x.shape[:-2])
-    rows, columns = map(build.whole, x.shape[-2:])  # a pivot for each column: LAPACK takes their number on trust
+    build, batch = pass_through(x.shape[:-2])
+    rows, columns = map(build.whole, x.shape[-2:])  # one pivot for each column; LAPACK does not check their number
     results = (x.shape[-2:], pivots.shape[-1:], (min(x.shape[-2:]),))
     return build.rule([(*batch, rows, columns), (*batch, columns)], [_whole(build, batch, core) for core in results])
 
@@ -191,11 +197,11 @@ def svd(
 
 @rule(primitive("triangular_solve"))
 def triangular_solve(x: Any, y: Any, *, left_side: bool = False, **_: Any) -> Rule:
-    """``a w w1, a w2 n -> a w2 n; whole w w1 w2; linear 1``: the right-hand sides pass, each is whole.
+    """``a w w1, a w2 n -> a w2 n; whole w w1 w2; linear 1``: right-hand sides are solved independently; each is whole.
 
     https://openxla.org/stablehlo/spec#triangular_solve
     """
-    build, batch = like(x.shape[:-2])
+    build, batch = pass_through(x.shape[:-2])
     operand = _whole(build, batch, x.shape[-2:])
     sides = _sides(build, batch, y.shape[-2:], left_side)
     return build.rule([operand, sides], [sides], ((1,),))
@@ -203,11 +209,11 @@ def triangular_solve(x: Any, y: Any, *, left_side: bool = False, **_: Any) -> Ru
 
 @rule(primitive("tridiagonal_solve"))
 def tridiagonal_solve(low: Any, diagonal: Any, up: Any, y: Any, **_: Any) -> Rule:
-    """``a w, a w1, a w2, a w3 n -> a w3 n; whole w w1 w2 w3; linear 3``: the right-hand sides pass, each is whole.
+    """``a w, a w1, a w2, a w3 n -> a w3 n; whole w w1 w2 w3; linear 3``: independent right-hand sides, each whole.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.tridiagonal_solve.html
     """
-    build, batch = like(low.shape[:-1])
+    build, batch = pass_through(low.shape[:-1])
     diagonals = [_whole(build, batch, a.shape[-1:]) for a in (low, diagonal, up)]
     sides = (*batch, build.whole(y.shape[-2]), build.dim("n", y.shape[-1]))
     return build.rule([*diagonals, sides], [sides], ((3,),))
@@ -215,7 +221,7 @@ def tridiagonal_solve(low: Any, diagonal: Any, up: Any, y: Any, **_: Any) -> Rul
 
 @rule(*primitives("fft"))
 def fft(x: Any, *, fft_type: Any, fft_lengths: Sequence[int], **_: Any) -> Rule:
-    """``a w -> a w1; whole w w1; linear 0``: transformed along the last dimensions, which are whole.
+    """``a w -> a w1; whole w w1; linear 0``: a Fourier transform of the trailing dimensions, which are whole.
 
     https://openxla.org/stablehlo/spec#fft
     """

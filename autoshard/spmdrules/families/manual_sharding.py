@@ -1,4 +1,4 @@
-"""Rules that programs bring along: of `shard_map` its specs, of `custom_partitioning` its own sharding rule."""
+"""Rules that the program itself specifies: by the specs of `shard_map`, or by the rule of `custom_partitioning`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard._compat import primitive
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
-from autoshard.spmdrules.core.registry import replicated, rule
+from autoshard.spmdrules.core.registry import replicated_rule, rule
 from autoshard.spmdrules.core.rule import Body, Dims, Factor, Rule, Shard
 from autoshard.spmdrules.core.rule_builder import RuleBuilder
 
@@ -24,10 +24,10 @@ _SHARD_MAP = primitive("shard_map")
 def shard_map(
     *xs: Any, mesh: Any, in_specs: Sequence[Any], out_specs: Sequence[Any], jaxpr: Any, **params: Any
 ) -> Rule:
-    """``(i w) w1 -> (i w2) w3; whole w w1 w2 w3``: cut along its own mesh axes as its specs say; a block is whole.
+    """``(i w) w1 -> (i w2) w3; whole w w1 w2 w3``: sharded along its own mesh axes by its specs; a block is whole.
 
-    A factor is called after the mesh axis that it stands for. Where the function's collectives run over an axis, its
-    shards need each other: they are what `shard_map` makes of them, and nothing inside is planned.
+    A factor is named after the mesh axis that it corresponds to. Nothing inside is planned. If the function has
+    collectives, its shards depend on each other, and the rule cannot be checked shard by shard.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.shard_map.html
     """
@@ -39,20 +39,21 @@ def shard_map(
         split = from_partition_spec(spec, len(block))
         return tuple(sum((axes[a] for a in over), ()) + build.whole(n) for n, over in zip(block, split, strict=True))
 
-    def whole(*xs: Any) -> Any:
-        params_of_it = {**params, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "jaxpr": jaxpr}
-        return _compat.bind_primitive(_SHARD_MAP, params_of_it, *xs)
+    def run_global(*xs: Any) -> Any:
+        all_params = {**params, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "jaxpr": jaxpr}
+        return _compat.bind_primitive(_SHARD_MAP, all_params, *xs)
 
     blocks = [v.aval.shape for v in _compat.open_jaxpr(jaxpr).invars]
     operands = [dims(block, spec) for block, spec in zip(blocks, in_specs, strict=True)]
     outs = [dims(r.shape, spec) for r, spec in zip(results, out_specs, strict=True)]
-    return build.rule(operands, outs, body=_among_zeros(whole, operands, outs))
+    return build.rule(operands, outs, body=_zero_padded(run_global, operands, outs))
 
 
 def mapped_specs(eqn: Any, mesh: Mapping[str, int]) -> tuple[list[Spec], list[Spec]] | None:
-    """Where the operands and results of a `shard_map` over the axes of `mesh` must be; None of any other equation.
+    """Returns the specs of the operands and results of a `shard_map` over the axes of `mesh`.
 
-    None, too, where it leaves some of its axes to the compiler: those may cut what its specs do not name.
+    None for any other equation, and for a `shard_map` that leaves some axes to the compiler: these may shard dimensions
+    that its specs do not name.
     """
     if eqn.primitive is not _SHARD_MAP:
         return None
@@ -68,38 +69,38 @@ def mapped_specs(eqn: Any, mesh: Mapping[str, int]) -> tuple[list[Spec], list[Sp
 
 
 def _name(axis: Any) -> str:
-    """The name of a mesh axis, or of somebody else's factor, as one of ours."""
+    """Converts the name of a mesh axis, or of a factor in another notation, to a valid factor name."""
     return re.sub(r"^(?=\d)|\W", "_", str(axis))
 
 
 def communicates(eqn: Any) -> bool:
-    """Whether an equation is a `shard_map` whose shards talk to each other: none of them means anything by itself."""
-    return eqn.primitive is _SHARD_MAP and _talks(eqn.params["jaxpr"])
+    """Whether an equation is a `shard_map` with collectives inside, so that its shards depend on each other."""
+    return eqn.primitive is _SHARD_MAP and _has_collectives(eqn.params["jaxpr"])
 
 
-def _talks(jaxpr: Any) -> bool:
+def _has_collectives(jaxpr: Any) -> bool:
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         named = "axis_name" in eqn.params or eqn.primitive.name.startswith(("psum", "pmax", "pmin"))
         if named and eqn.primitive.name != "axis_index":
             return True
         leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr)
-        if any(_compat.is_jaxpr(x) and _talks(x) for x in leaves):
+        if any(_compat.is_jaxpr(x) and _has_collectives(x) for x in leaves):
             return True
     return False
 
 
-def _among_zeros(bind: Callable[..., Any], operands: Sequence[Dims], results: Sequence[Dims]) -> Body:
-    """A body that runs the whole with zeros for what the other shards have, and keeps its own part of it."""
+def _zero_padded(bind: Callable[..., Any], operands: Sequence[Dims], results: Sequence[Dims]) -> Body:
+    """Returns a body that runs the global operator with zeros in place of other shards, and keeps its own shard."""
 
     def body(shard: Shard, *xs: Any) -> list[Any]:
-        outs = bind(*(_spread(shard, x, dims) for x, dims in zip(xs, operands, strict=True)))
-        return [_own(shard, x, dims) for x, dims in zip(outs, results, strict=True)]
+        outs = bind(*(_embed_in_zeros(shard, x, dims) for x, dims in zip(xs, operands, strict=True)))
+        return [_own_shard(shard, x, dims) for x, dims in zip(outs, results, strict=True)]
 
     return body
 
 
-def _spread(shard: Shard, x: Any, dims: Dims) -> Any:
-    """A shard at its place in an array of zeros."""
+def _embed_in_zeros(shard: Shard, x: Any, dims: Dims) -> Any:
+    """Embeds a shard at its position in an array of zeros of the global shape."""
     whole = Shard(shard.rule, {}, {})
     factors = [f for dim in dims for f in dim]
     part = x.reshape(tuple(map(shard.size, factors)))
@@ -107,8 +108,8 @@ def _spread(shard: Shard, x: Any, dims: Dims) -> Any:
     return lax.dynamic_update_slice(zeros, part, tuple(map(shard.offset, factors))).reshape(whole.shape(dims))
 
 
-def _own(shard: Shard, x: Any, dims: Dims) -> Any:
-    """A shard of a whole array. A block is never cut."""
+def _own_shard(shard: Shard, x: Any, dims: Dims) -> Any:
+    """Returns a shard of a global array. A block is never split."""
     whole = Shard(shard.rule, {}, {})
     factors = [f for dim in dims for f in dim]
     mine = {f: shard.rule.factor(f).shardable for f in factors}
@@ -121,21 +122,21 @@ def _own(shard: Shard, x: Any, dims: Dims) -> Any:
 
 @rule(primitive("custom_partitioning"))
 def custom_partitioning(*xs: Any, call: Any, sharding_rule: Any = None, **params: Any) -> Rule:
-    """``m k, k n -> m n; reduce k``: what the function's own sharding rule says; whole where it has none to be read.
+    """``m k, k n -> m n; reduce k``: the function's own sharding rule; whole if it has no rule that can be read.
 
-    Its callback cuts the function, so nothing inside is planned. A rule that the function makes of its operands' types
-    when it is compiled, and a factor that it wants permuted, cannot be read before.
+    Its callback partitions the function, so nothing inside is planned. A sharding rule that is a callable exists only
+    at compile time, so it cannot be read; factors that need a permutation are whole.
 
     https://docs.jax.dev/en/latest/jax.experimental.custom_partitioning.html
     """
     results = [v.aval for v in _compat.open_jaxpr(call).outvars]
     if not hasattr(sharding_rule, "operand_mappings"):
-        return replicated(xs, tuple(results))
+        return replicated_rule(xs, tuple(results))
     operands, outs = (
         [_read(m, len(x.shape)) for m, x in zip(mappings, arrays, strict=True)]
         for mappings, arrays in ((sharding_rule.operand_mappings, xs), (sharding_rule.result_mappings, results))
     )
-    everywhere = {f for dims in outs for dim in dims for f in dim}
+    in_results = {f for dims in outs for dim in dims for f in dim}
     sums = set(map(_name, sharding_rule.reduction_factors))
     sizes = {_name(f): n for f, n in sharding_rule.factor_sizes.items()}
     whole = set(map(_name, (*sharding_rule.need_replication_factors, *sharding_rule.permutation_factors)))
@@ -143,7 +144,7 @@ def custom_partitioning(*xs: Any, call: Any, sharding_rule: Any = None, **params
     def factor(name: str) -> Factor:
         if name in sums:
             return Factor(name, sizes.get(name), "reduce", "sum")
-        return Factor(name, sizes.get(name), "pass" if name in everywhere - whole else "whole")
+        return Factor(name, sizes.get(name), "pass" if name in in_results - whole else "whole")
 
     names = dict.fromkeys(f for dims in (*operands, *outs) for dim in dims for f in dim)
     bound = Rule((*operands, *outs), (), tuple(map(factor, names))).bind(*xs, *results)
@@ -154,20 +155,20 @@ def _by_callback(
     operands: Sequence[Dims], results: Sequence[Dims], *, partition: Any, in_tree: Any, out_tree: Any,
     static_args: Sequence[Any], **_: Any,
 ) -> Body:  # fmt: skip
-    """A body that runs what the function's callback makes for a shard; its collectives find nobody to talk to."""
+    """Returns a body that runs what the function's callback returns for a shard, with collectives over one device."""
 
     def body(shard: Shard, *xs: Any) -> list[Any]:
         mesh = jax.sharding.AbstractMesh(tuple(shard.counts.values()), tuple(shard.counts))
         whole = Shard(shard.rule, {}, {})
 
-        def lying(dims: Dims, dtype: Any) -> Any:
+        def sharded(dims: Dims, dtype: Any) -> Any:
             spec = [tuple(f for f in dim if f in shard.counts) for dim in dims]
             sharding = jax.sharding.NamedSharding(mesh, to_partition_spec(tuple(spec)))
             return jax.ShapeDtypeStruct(whole.shape(dims), dtype, sharding=sharding)
 
-        given = in_tree.unflatten([lying(dims, x.dtype) for dims, x in zip(operands, xs, strict=True)])
-        wanted = out_tree.unflatten([lying(dims, xs[0].dtype) for dims in results])
-        _, run, _, _ = partition(*static_args, mesh, given, wanted)
+        arg_shapes = in_tree.unflatten([sharded(dims, x.dtype) for dims, x in zip(operands, xs, strict=True)])
+        result_shapes = out_tree.unflatten([sharded(dims, xs[0].dtype) for dims in results])
+        _, run, _, _ = partition(*static_args, mesh, arg_shapes, result_shapes)
         for axis in shard.counts:
             run = jax.vmap(run, axis_name=axis, axis_size=1, in_axes=None, out_axes=0)
         outs = jax.tree.leaves(run(*in_tree.unflatten(xs)))
@@ -177,7 +178,7 @@ def _by_callback(
 
 
 def _read(mapping: Sequence[Any], rank: int) -> Dims:
-    """The dimensions of one array in the compiler's notation; a first ellipsis stands for as many as are left."""
+    """Reads the dimensions of one array in the compiler's notation; an ellipsis covers the dimensions not named."""
     dims: list[tuple[str, ...]] = []
     for entry in mapping:
         if isinstance(entry, str) and entry.startswith(_compat.ELLIPSIS):

@@ -1,7 +1,8 @@
 """Random keys and bits.
 
-Bits of a shard are cut from all of them: which bits an element gets depends on the whole shape, so calling the
-generator for the shard alone would give others. The partitioner computes them in place, without communication.
+The bits of an element depend on the global shape, so generating bits for a shard's shape alone would give other bits.
+Instead, a shard generates the global bits and takes its slice. XLA's partitioner generates only the slice, without
+communication.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from autoshard.spmdrules.core.rule_builder import RuleBuilder
 from autoshard.spmdrules.families.elementwise import pointwise
 
 
-def cut_from_whole(make: Any, *results: Dims) -> Body:
-    """A body that computes the whole results by `make(*operands)` and cuts its shard out of each."""
+def sliced_from_full(make: Any, *results: Dims) -> Body:
+    """Returns a body that computes the global results by `make(*operands)` and slices its shard from each."""
 
     def body(shard: Shard, *operands: Any) -> Any:
-        wholes = make(*operands)
-        if not isinstance(wholes, (list, tuple)):
-            return _cut(shard, wholes, results[0])
-        return [_cut(shard, whole, dims) for whole, dims in zip(wholes, results, strict=True)]
+        full = make(*operands)
+        if not isinstance(full, (list, tuple)):
+            return _slice(shard, full, results[0])
+        return [_slice(shard, x, dims) for x, dims in zip(full, results, strict=True)]
 
     return body
 
 
-def _cut(shard: Shard, whole: Any, dims: Dims) -> Any:
+def _slice(shard: Shard, x: Any, dims: Dims) -> Any:
     for axis, dim in enumerate(dims):
         if len(dim) == 1 and shard.rule.factor(dim[0]).kind == "offset" and shard.count(dim[0]) > 1:
-            whole = lax.dynamic_slice_in_dim(whole, shard.offset(dim[0]), shard.size(dim[0]), axis)
-    return whole
+            x = lax.dynamic_slice_in_dim(x, shard.offset(dim[0]), shard.size(dim[0]), axis)
+    return x
 
 
 def _binds(name: str, params: Mapping[str, Any]) -> Any:
@@ -46,7 +47,7 @@ def _binds(name: str, params: Mapping[str, Any]) -> Any:
 
 @rule(primitive("random_bits"))
 def random_bits(keys: Any, *, shape: Sequence[int], **params: Any) -> Rule:
-    """``[] -> a b; offset a b``: bits of every element; a batch of keys passes, ``k -> k a``.
+    """``[] -> a b; offset a b``: random bits from a key; a batch of keys passes, ``k -> k a``.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.bits.html
     """
@@ -55,7 +56,7 @@ def random_bits(keys: Any, *, shape: Sequence[int], **params: Any) -> Rule:
 
 @rule(primitive("random_split"))
 def random_split(keys: Any, *, shape: Sequence[int], **params: Any) -> Rule:
-    """``[] -> a; offset a``: new keys; a batch of keys passes, ``k -> k a``.
+    """``[] -> a; offset a``: new keys from a key; a batch of keys passes, ``k -> k a``.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.split.html
     """
@@ -66,12 +67,12 @@ def _generated(name: str, keys: Any, shape: Sequence[int], params: Mapping[str, 
     build = RuleBuilder()
     batch = tuple(build.dim("k", n) for n in keys.shape)
     result = (*batch, *(build.next(n, "offset") for n in shape))
-    return build.rule([batch], [result], body=cut_from_whole(_binds(name, params), result))
+    return build.rule([batch], [result], body=sliced_from_full(_binds(name, params), result))
 
 
 @rule(primitive("random_seed"))
 def random_seed(seeds: Any, **_: Any) -> Rule:
-    """``a -> a``: a key of each seed.
+    """``a -> a``: a key from each seed.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.key.html
     """
@@ -80,7 +81,7 @@ def random_seed(seeds: Any, **_: Any) -> Rule:
 
 @rule(primitive("random_wrap"))
 def random_wrap(data: Any, *, impl: Any, **_: Any) -> Rule:
-    """``a w -> a; whole w``: a key of its words.
+    """``a w -> a; whole w``: a key from its words.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.wrap_key_data.html
     """
@@ -104,7 +105,7 @@ def random_unwrap(keys: Any, **_: Any) -> Rule:
 
 @rule(primitive("random_fold_in"))
 def random_fold_in(keys: Any, data: Any, **_: Any) -> Rule:
-    """``[], a -> a``: a new key of a key and a number; either may be a scalar.
+    """``[], a -> a``: a new key from a key and a number; either may be a scalar.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.fold_in.html
     """
@@ -113,7 +114,7 @@ def random_fold_in(keys: Any, data: Any, **_: Any) -> Rule:
 
 @rule(primitive("threefry2x32"), primitive("philox2x32"))
 def two_words(*words: Any, **_: Any) -> Rule:
-    """``a, a, a, a -> a, a``: two words from the words of a key and of a counter, each element for itself.
+    """``a, a, a, a -> a, a``: two words from the words of a key and of a counter, element by element.
 
     https://docs.jax.dev/en/latest/jax.random.html
     """
@@ -131,7 +132,7 @@ def four_words(*words: Any, **_: Any) -> Rule:
 
 @rule(primitive("random_clone"))
 def random_clone(keys: Any, **_: Any) -> Rule:
-    """``a -> a``: the same keys, which may be used once more.
+    """``a -> a``: the same keys, marked as not yet used.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.clone.html
     """
@@ -140,32 +141,32 @@ def random_clone(keys: Any, **_: Any) -> Rule:
 
 @rule(primitive("iota_2x32_shape"))
 def iota_2x32_shape(*, shape: Sequence[int]) -> Rule:
-    """``-> a b, a b; offset a b``: the position of each element, high word and low.
+    """``-> a b, a b; offset a b``: the position of each element, as a high word and a low word.
 
     https://docs.jax.dev/en/latest/jax.random.html
     """
     build = RuleBuilder()
     dims = tuple(build.next(n, "offset") for n in shape)
-    body = cut_from_whole(_binds("iota_2x32_shape", {"shape": tuple(shape)}), dims, dims)
+    body = sliced_from_full(_binds("iota_2x32_shape", {"shape": tuple(shape)}), dims, dims)
     return build.rule([], [dims, dims], body=body)
 
 
 @rule(lax.rng_bit_generator_p)
 def rng_bit_generator(key: Any, *, shape: Sequence[int], **params: Any) -> Rule:
-    """``w -> w, a b; whole w; offset a b``: the next state, and bits.
+    """``w -> w, a b; whole w; offset a b``: the next state, and random bits.
 
     https://openxla.org/stablehlo/spec#rng_bit_generator
     """
     build = RuleBuilder()
     bits = tuple(build.next(n, "offset") for n in shape)
     state = tuple(map(build.whole, key.shape))
-    body = cut_from_whole(_binds("rng_bit_generator", {**params, "shape": tuple(shape)}), state, bits)
+    body = sliced_from_full(_binds("rng_bit_generator", {**params, "shape": tuple(shape)}), state, bits)
     return build.rule([state], [state, bits], body=body)
 
 
 @rule(*primitives("rng_uniform"))
 def rng_uniform(low: Any, high: Any, *, shape: Sequence[int], **_: Any) -> Rule:
-    """``[], [] -> w; whole w``: numbers without a key: shards would each draw their own.
+    """``[], [] -> w; whole w``: random numbers without a key, which each shard would draw differently.
 
     https://openxla.org/stablehlo/spec#rng
     """
@@ -175,7 +176,7 @@ def rng_uniform(low: Any, high: Any, *, shape: Sequence[int], **_: Any) -> Rule:
 
 @rule(primitive("random_gamma"))
 def random_gamma(keys: Any, alphas: Any, **_: Any) -> Rule:
-    """``k, k w -> k w; whole w``: a number for each alpha, each key split for the whole of its alphas.
+    """``k, k w -> k w; whole w``: a gamma sample for each alpha; each key is split over all of its alphas.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.random.gamma.html
     """

@@ -1,4 +1,4 @@
-"""Operators that fold a dimension away, and those that run along one."""
+"""Reductions and cumulative operators."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from jax import lax
 
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Reduction, Rule, Shard
-from autoshard.spmdrules.core.rule_builder import along, drops_sharding
+from autoshard.spmdrules.core.rule_builder import drops_sharding, with_kind
 
 
 def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) -> Rule:
-    """The rule of a reduction over `axes`: partial where these are cut; linear if it is a sum, or of one element."""
-    build, kept = along(x.shape, axes, "reduce", op)
+    """Returns the rule of a reduction over `axes`.
+
+    Its result is partial where these are sharded. It is linear if it is a sum, and only moves elements if it reduces
+    dimensions of size 1.
+    """
+    build, kept = with_kind(x.shape, axes, "reduce", op)
     result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
     linear, moves = ((0,),) if op == "sum" else (), _of_one(x, axes)
     return build.rule([kept], [result], () if moves else linear, moves, local=drops_sharding(sharding))
 
 
 def _of_one(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
-    """What only moves where each fold is of one element: operand 0."""
+    """Returns the operands that are only moved: operand 0 if all `axes` have size 1."""
     return (0,) if all(x.shape[d] == 1 for d in axes) else ()
 
 
@@ -91,7 +95,7 @@ def reduce_xor(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: An
 
 @rule(lax.argmax_p)
 def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
-    """``a r -> a; reduce r:argmax``: where the largest element is, each shard's own in the whole dimension.
+    """``a r -> a; reduce r:argmax``: the position of the largest element; a shard gives that of its own largest.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmax.html
     """
@@ -100,7 +104,7 @@ def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
 
 @rule(lax.argmin_p)
 def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
-    """``r a -> a; reduce r:argmin``: where the smallest element is, each shard's own in the whole dimension.
+    """``r a -> a; reduce r:argmin``: the position of the smallest element; a shard gives that of its own smallest.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmin.html
     """
@@ -108,45 +112,45 @@ def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
 
 
 def _position(find: Callable[..., Any], x: Any, axes: Sequence[int], index_dtype: Any, op: Reduction) -> Rule:
-    made = reduced(x, axes, op).where(moves=())  # what it gives are positions
+    found = reduced(x, axes, op).where(moves=())  # the results are positions, not elements
     (axis,) = axes
-    searched = made.operands[0][axis]
+    searched = found.operands[0][axis]
 
     def body(shard: Shard, x: Any) -> Any:
         here = find(x, axis, index_dtype)
         return here + jnp.asarray(shard.offset(searched[0]), index_dtype) if searched else here
 
-    return made.where(body=body)
+    return found.where(body=body)
 
 
 @rule(lax.reduce_p)
 def reduce(*avals: Any, dimensions: Sequence[int], **_: Any) -> Rule:
-    """``a w, a w, [], [] -> a, a; whole w``: a fold by a function of the user's own.
+    """``a w, a w, [], [] -> a, a; whole w``: a reduction by a user-defined function.
 
     https://openxla.org/stablehlo/spec#reduce
     """
     arrays = len(avals) // 2
-    build, dims = along(avals[0].shape, dimensions, "whole")
+    build, dims = with_kind(avals[0].shape, dimensions, "whole")
     result = tuple(dim for d, dim in enumerate(dims) if d not in dimensions)
     return build.rule([dims] * arrays + [()] * arrays, [result] * arrays)
 
 
 @rule(lax.cumsum_p)
 def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
-    """``a w -> a w; whole w; linear 0``: running sums.
+    """``a w -> a w; whole w; linear 0``: cumulative sums.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
     """
-    build, dims = along(x.shape, (axis,), "whole")
+    build, dims = with_kind(x.shape, (axis,), "whole")
     moves = _of_one(x, (axis,))
     return build.rule([dims], [dims], () if moves else ((0,),), moves)
 
 
 @rule(lax.cumprod_p, lax.cummax_p, lax.cummin_p, lax.cumlogsumexp_p)
 def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
-    """``a w -> a w; whole w``: running products, extremes, log-sum-exps.
+    """``a w -> a w; whole w``: cumulative products, maxima, minima or log-sum-exps.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
     """
-    build, dims = along(x.shape, (axis,), "whole")
+    build, dims = with_kind(x.shape, (axis,), "whole")
     return build.rule([dims], [dims], moves=_of_one(x, (axis,)))

@@ -1,4 +1,4 @@
-"""Operators that order the elements along one dimension, which they need whole."""
+"""Operators that sort the elements along one dimension, which they need whole."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jax import lax
 from autoshard._compat import primitives
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.core.rule_builder import along, put
+from autoshard.spmdrules.core.rule_builder import replace_dim, with_kind
 
 
 @rule(lax.sort_p)
 def sort(*xs: Any, dimension: int, **_: Any) -> Rule:
-    """``a w -> a w; whole w``: keys and values along one dimension.
+    """``a w -> a w; whole w``: keys and values sorted along one dimension.
 
     https://openxla.org/stablehlo/spec#sort
     """
-    build, dims = along(xs[0].shape, (dimension % len(xs[0].shape),), "whole")
+    build, dims = with_kind(xs[0].shape, (dimension % len(xs[0].shape),), "whole")
     return build.rule([dims] * len(xs), [dims] * len(xs))
 
 
 @rule(lax.top_k_p)
 def top_k(x: Any, *, k: int, axis: int = -1, **_: Any) -> Rule:
-    """``a w -> a w1, a w1; whole w w1``: the largest elements along one dimension, and where they are.
+    """``a w -> a w1, a w1; whole w w1``: the largest elements along one dimension, and their positions.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.top_k.html
     """
@@ -38,7 +38,7 @@ def approx_top_k(
     x: Any, *operands: Any, k: int, reduction_dimension: int, aggregate_to_topk: bool = True,
     recall_target: float = 0.95, reduction_input_size_override: int = -1, **_: Any
 ) -> Rule:  # fmt: skip
-    """``a w -> a w1, a w1; whole w w1``: approximately the largest elements along one dimension, and where they are.
+    """``a w -> a w1, a w1; whole w w1``: approximately the largest elements along one dimension, and their positions.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.approx_max_k.html
     """
@@ -48,12 +48,12 @@ def approx_top_k(
         lax.approx_max_k, k=k, reduction_dimension=reduction_dimension, recall_target=recall_target,
         reduction_input_size_override=reduction_input_size_override, aggregate_to_topk=False,
     )  # fmt: skip
-    values, _places = jax.eval_shape(approximate, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    values, _positions = jax.eval_shape(approximate, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return _picked(x.shape, reduction_dimension, values.shape[reduction_dimension])
 
 
 def _picked(shape: tuple[int, ...], axis: int, count: int) -> Rule:
     axis %= len(shape)
-    build, dims = along(shape, (axis,), "whole")
-    picked = put(dims, axis, build.whole(count))
+    build, dims = with_kind(shape, (axis,), "whole")
+    picked = replace_dim(dims, axis, build.whole(count))
     return build.rule([dims], [picked, picked])

@@ -1,4 +1,4 @@
-"""Operators on windows that slide over some dimensions."""
+"""Operators on windows that slide over dimensions, such as pooling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder
 def window_count(
     size: int, window: int, stride: int = 1, padding: Sequence[int] = (0, 0), base: int = 1, dilation: int = 1
 ) -> int:
-    """How many windows fit into a dimension of `size`: the result's size."""
+    """Returns how many windows fit into a dimension of `size`, which is the size of the result."""
     padded = ((size - 1) * base + 1 if size else 0) + sum(padding)
     extent = (window - 1) * dilation + 1
     return 0 if padded < extent else (padded - extent) // stride + 1
@@ -33,31 +33,40 @@ def slide(
     dilation: int,
     stem: str = "w",
 ) -> tuple[Dim, Dim, Dim]:
-    """A dimension over which windows slide, the window's own, and the one that counts windows.
+    """Returns the dimension that windows slide over, the window's own dimension, and the one that counts windows.
 
-    Where the dimension and the windows make blocks, as many elements and as many windows in each, and no window takes
-    an element of another block, the blocks pass: patches, ``(t x) -> t``, and their gradient, ``t -> (t x)``. All
-    others need it whole.
+    The dimension passes if it splits into equal blocks such that no window reads elements of two blocks: patches,
+    ``(t x) -> t``, and their gradient, ``t -> (t x)``. Otherwise it is whole.
+
+    Args:
+        build: names the factors.
+        size: the size of the dimension.
+        window: the size of a window.
+        stride: elements of the dilated dimension from one window to the next.
+        padding: elements added before and after.
+        base: the dilation of the dimension.
+        dilation: the dilation of the window.
+        stem: the name of the dimension's factor if it is whole.
     """
     counted = window_count(size, window, stride, padding, base, dilation)
-    ends = math.lcm(stride, base)  # the blocks', in steps of the dilated dimension
-    elements, windows = ends // base, ends // stride
+    block = math.lcm(stride, base)  # the size of a block, in elements of the dilated dimension
+    elements, windows = block // base, block // stride
     starts = [step * stride - padding[0] for step in range(windows)]
-    if size * base != counted * stride or not size or not _local(starts, window, dilation, ends, base):
+    if size * base != counted * stride or not size or not _stays_in_block(starts, window, dilation, block, base):
         return build.whole(size, stem), build.whole(window, "x"), build.whole(counted, "t")
     blocks = build.next(size) if elements == windows else build.dim("t", size // elements)
-    taken, given = build.whole(elements, "x"), build.whole(windows, "x")
+    inner_elements, inner_windows = build.whole(elements, "x"), build.whole(windows, "x")
     patches = (window, dilation, base, padding[0]) == (elements, 1, 1, 0)
-    return blocks + taken, taken if patches else build.whole(window, "x"), blocks + given
+    return blocks + inner_elements, inner_elements if patches else build.whole(window, "x"), blocks + inner_windows
 
 
-def _local(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
-    """Whether windows that begin at `starts` take no element but those from 0 to `end`.
+def _stays_in_block(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
+    """Whether windows that begin at `starts` read only elements at positions from 0 to `end`.
 
-    Elements stand at the multiples of `base`, nothing between them.
+    Elements are at the multiples of `base`; the positions between them are empty.
     """
-    taken = (start + place * dilation for start in starts for place in range(window))
-    return all(0 <= position < end for position in taken if position % base == 0)
+    read = (start + step * dilation for start in starts for step in range(window))
+    return all(0 <= position < end for position in read if position % base == 0)
 
 
 def _windows(
@@ -68,12 +77,12 @@ def _windows(
     base_dilation: Sequence[int] | None = None,
     window_dilation: Sequence[int] | None = None,
 ) -> tuple[RuleBuilder, Dims, Dims]:
-    """A builder, the dimensions that the windows slide over, and those that count the windows."""
+    """Returns a builder, the dimensions that the windows slide over, and those that count the windows."""
     ones = (1,) * len(shape)
     build = RuleBuilder()
     slid = [
-        slide(build, *along)
-        for along in zip(
+        slide(build, *each)
+        for each in zip(
             shape, window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones,
             strict=True,
         )
@@ -93,7 +102,7 @@ def reduce_window_sum(x: Any, **params: Any) -> Rule:
 
 @rule(*primitives("reduce_window_max", "reduce_window_min"))
 def reduce_window_extreme(x: Any, **params: Any) -> Rule:
-    """``a w b -> a t b; whole w t``: the largest or smallest elements of windows.
+    """``a w b -> a t b; whole w t``: the largest or smallest element of each window.
 
     https://openxla.org/stablehlo/spec#reduce_window
     """
@@ -103,7 +112,7 @@ def reduce_window_extreme(x: Any, **params: Any) -> Rule:
 
 @rule(lax.reduce_window_p)
 def reduce_window(*avals: Any, jaxpr: Any = None, consts: Any = (), **params: Any) -> Rule:
-    """``a w b, [] -> a t b; whole w t``: folds of windows by the user's own function.
+    """``a w b, [] -> a t b; whole w t``: reductions of windows by a user-defined function.
 
     https://openxla.org/stablehlo/spec#reduce_window
     """
@@ -123,7 +132,9 @@ def select_and_scatter(
     padding: Sequence[Sequence[int]],
     **_: Any,
 ) -> Rule:
-    """``a w b, a t b, [] -> a w b; whole w t``: what is at the windows goes, folded, to the elements they select.
+    """``a w b, a t b, [] -> a w b; whole w t``: each window selects an element, which gets the window's source value.
+
+    Source values for the same element are combined by a user-defined function.
 
     https://openxla.org/stablehlo/spec#select_and_scatter
     """
@@ -133,7 +144,7 @@ def select_and_scatter(
 
 @rule(primitive("select_and_scatter_add"))
 def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
-    """``a t b, a w b -> a w b; whole t w; linear 0``: the gradient of pooling by the largest element.
+    """``a t b, a w b -> a w b; whole t w; linear 0``: the gradient of max pooling.
 
     https://openxla.org/stablehlo/spec#select_and_scatter
     """
@@ -143,7 +154,7 @@ def select_and_scatter_add(source: Any, operand: Any, *, select_prim: Any = None
 
 @rule(primitive("select_and_gather_add"))
 def select_and_gather_add(tangents: Any, operand: Any, *, select_prim: Any = None, **params: Any) -> Rule:
-    """``a w b, a w b -> a t b; whole w t; linear 0``: the tangent of pooling by the largest element.
+    """``a w b, a w b -> a t b; whole w t; linear 0``: the tangent of max pooling.
 
     https://openxla.org/stablehlo/spec#select_and_scatter
     """

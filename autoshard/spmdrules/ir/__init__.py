@@ -1,1 +1,1 @@
-"""A jaxpr with its nested ones as one list of operators over numbered values."""
+"""A jaxpr and the jaxprs nested in it, as operators over numbered values."""

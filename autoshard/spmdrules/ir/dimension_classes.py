@@ -1,8 +1,8 @@
-"""Dimensions of a program's values that its rules join: union-find over (value, dimension).
+"""Joins the dimensions of a program's values that its rules shard alike: union-find over (value, dimension).
 
-A node is a whole dimension or a factor of one; where a reshape splits a dimension of size 128 into (8, 16), its node
-gets two children, and whatever is joined to it is split too. What is left undivided are the leaves: a value's dimension
-is a sequence of them, major to minor.
+A node is a dimension or a factor of one. Where a reshape splits a dimension of size 128 into (8, 16), its node gets two
+children, and so do all nodes joined to it. Nodes without children are leaves: the dimension of a value is a sequence of
+leaves, major to minor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.ir.program import Op, Program
 
-_JOINED_BY_NOTHING = 0
+_SIZE_ONE = 0  # the node of every dimension of size 1; it joins nothing
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class DimensionClasses:
     """The nodes of a program.
 
     Attributes:
-        nodes: the union-find.
-        dims: for each value the node of each dimension.
-        factors: for each operator (in the order of `program.ops()`) the node of each factor of its rule.
-        stacked: nodes that count loop steps.
+        nodes: the union-find structure.
+        dims: for each value, the node of each dimension.
+        factors: for each operator (in the order of `program.ops()`), the node of each factor of its rule.
+        stacked: nodes of the dimensions that count loop iterations.
     """
 
     nodes: Nodes
@@ -33,35 +33,35 @@ class DimensionClasses:
 
 
 def unify(program: Program) -> DimensionClasses:
-    """Joins the dimensions that the rules of `program` say are cut alike."""
+    """Joins the dimensions that the rules of `program` shard in the same way."""
     nodes = Nodes()
     dims: list[tuple[int, ...]] = [tuple(nodes.new(s) for s in a.shape) for a in program.avals]
     factors: list[dict[str, int]] = []
     stacked: list[int] = []
-    counted: dict[int, int] = {}  # a value that holds the sizes of groups -> the groups
+    groups_of: dict[int, int] = {}  # an array of group sizes -> the node of the groups
     for op in program.ops():
         factors.append(_join_factors(nodes, dims, op))
         if op.name == "ragged_dot_general" and GROUPS in factors[-1]:
             groups = factors[-1][GROUPS]
-            nodes.join(counted.setdefault(op.operands[2], groups), groups)
+            nodes.join(groups_of.setdefault(op.operands[2], groups), groups)
         steps: int | None = None
-        for tie in op.ties:
-            outer = dims[tie.outer]
-            if tie.stacked:
+        for edge in op.ties:
+            outer = dims[edge.outer]
+            if edge.stacked:
                 steps = outer[0] if steps is None else steps
                 nodes.join(steps, outer[0])
                 stacked.append(outer[0])
                 outer = outer[1:]
-            for a, b in zip(outer, dims[tie.inner], strict=True):
+            for a, b in zip(outer, dims[edge.inner], strict=True):
                 nodes.join(a, b)
     return DimensionClasses(nodes, dims, factors, stacked)
 
 
 def _join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str, int]:
-    """Joins every dimension of an operator's operands and results to the factors that it is made of."""
-    made: dict[str, int] = {}
+    """Joins each dimension of an operator's operands and results to its factors; returns the node of each factor."""
+    node_of: dict[str, int] = {}
     if op.rule is None:
-        return made
+        return node_of
     sizes = {f.name: f.size for f in op.rule.factors}
     arrays = [
         *zip(op.operands, op.rule.operands, strict=True),
@@ -72,18 +72,20 @@ def _join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str
             continue
         for node, dim in zip(dims[value], array, strict=True):
             if len(dim) == 1:
-                if dim[0] in made:
-                    nodes.join(made[dim[0]], node)
+                if dim[0] in node_of:
+                    nodes.join(node_of[dim[0]], node)
                 else:
-                    made[dim[0]] = node
+                    node_of[dim[0]] = node
             elif dim:
-                parts = [made.setdefault(f, nodes.new(sizes[f] or 1)) if f not in made else made[f] for f in dim]
-                nodes.join_all([node], parts)
-    return made
+                for f in dim:
+                    if f not in node_of:
+                        node_of[f] = nodes.new(sizes[f] or 1)
+                nodes.join_all([node], [node_of[f] for f in dim])
+    return node_of
 
 
 class Nodes:
-    """Union-find whose nodes can be split into children; node 0 stands for every dimension of size 1."""
+    """Union-find whose nodes can be split into children; node 0 is that of every dimension of size 1."""
 
     def __init__(self):
         self.parent = [0]
@@ -91,16 +93,16 @@ class Nodes:
         self.children: list[tuple[int, ...]] = [()]
 
     def new(self, size: int) -> int:
-        """A new node of so many elements."""
+        """Adds a node of this many elements."""
         if size == 1:
-            return _JOINED_BY_NOTHING
+            return _SIZE_ONE
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.children.append(())
         return len(self.parent) - 1
 
     def find(self, node: int) -> int:
-        """The node that stands for all those joined to `node`."""
+        """Returns the representative of all nodes joined to `node`."""
         parent = self.parent
         while parent[node] != node:
             parent[node] = parent[parent[node]]
@@ -108,7 +110,7 @@ class Nodes:
         return node
 
     def join(self, a: int, b: int) -> None:
-        """Makes two nodes one, if they are of one size."""
+        """Joins two nodes if they have the same size."""
         a, b = self.find(a), self.find(b)
         if a == b or self.size[a] != self.size[b]:
             return
@@ -120,18 +122,18 @@ class Nodes:
             self.join_all(left, right)
 
     def leaves(self, node: int) -> list[int]:
-        """The undivided nodes that a node is made of, major to minor."""
+        """Returns the leaves that a node is made of, major to minor."""
         node = self.find(node)
         kids = self.children[node]
         return [leaf for kid in kids for leaf in self.leaves(kid)] if kids else ([node] if node else [])
 
     def join_all(self, left: tuple[int, ...] | list[int], right: tuple[int, ...] | list[int]) -> None:
-        """Joins two spellings of one dimension, splitting the coarser where the finer one has a boundary."""
+        """Joins two factorizations of one dimension, splitting the coarser where the finer one has a boundary."""
         a = [leaf for node in left for leaf in self.leaves(node)]
         b = [leaf for node in right for leaf in self.leaves(node)]
         while a and b:
             x, y = self.find(a[0]), self.find(b[0])
-            if self.children[x] or self.children[y]:  # split by an earlier step of this very walk
+            if self.children[x] or self.children[y]:  # split by an earlier iteration of this loop
                 a[:1], b[:1] = self.leaves(x), self.leaves(y)
                 continue
             small = min(self.size[x], self.size[y])
@@ -139,7 +141,7 @@ class Nodes:
                 self.join(x, y)
                 del a[0], b[0]
             elif max(self.size[x], self.size[y]) % max(small, 1) or small == 0:
-                return  # boundaries that do not nest: the rest stays apart
+                return  # the boundaries do not nest: what is left is not joined
             else:
                 big = x if self.size[x] > small else y
                 self.children[big] = (self.new(small), self.new(self.size[big] // small))

@@ -1,11 +1,11 @@
-"""Gathers and scatters that count along one of their positions, as batched ones.
+"""Rewrites gathers and scatters whose index counts along a dimension to batched ones.
 
-``x[jnp.arange(batch)[:, None], tokens]`` takes from row 0 of `x` for row 0 of `tokens`, from row 1 for row 1, and so
-on: a batch of smaller problems, which can be cut without any communication. The operator alone does not show it, its
-positions being values like others: neither a rule nor XLA's partitioner could know. So the whole numbers of a program
-that are the same whatever its inputs are followed through what makes positions of them (wrapping those below zero,
-broadcasting, joining components), and where a component turns out to count along a dimension of the positions, over the
-whole of the operand's, the operator is given batching dimensions in its place. It means the same.
+``x[jnp.arange(batch)[:, None], tokens]`` reads row 0 of `x` for row 0 of `tokens`, row 1 for row 1, and so on: a batch
+of smaller gathers, which can be sharded without communication. The operator alone does not show this, because its
+indices are ordinary values: neither a rule nor XLA's partitioner can know. So integers that do not depend on the
+program's inputs are tracked through the operations that turn them into indices (wrapping negative ones, broadcasting,
+concatenating components). Where a component of the index counts 0, 1, 2, ... along a dimension of the indices, and over
+the whole dimension of the operand, it is replaced by a pair of batching dimensions. The result is the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 
 from autoshard import _compat
 
-# Numbers that differ along one dimension at most; every other dimension is of size 1.
+# An array that varies along at most one dimension; every other dimension has size 1.
 Line = np.ndarray
 
 _POINTWISE: dict[str, Callable[..., np.ndarray]] = {
@@ -31,8 +31,9 @@ _POINTWISE: dict[str, Callable[..., np.ndarray]] = {
     "convert_element_type": np.asarray, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases, mode="clip"),
 }  # fmt: skip
-_LONGEST = 1 << 20  # a line is not kept beyond this: random bits count further
-_LARGEST = 1 << 22  # a constant with more elements is not looked at: it is data
+# Both limits are in elements, chosen and not measured.
+_MAX_LINE = 1 << 20  # longer lines are not tracked: random bits count further than any batch
+_MAX_CONSTANT = 1 << 22  # larger constants are not examined: they are data, not indices
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
 _MAPPED = ("start_index_map", "scatter_dims_to_operand_dims")
 _DROPPED = ("collapsed_slice_dims", "inserted_window_dims")
@@ -41,68 +42,69 @@ _BATCHES = ("start_indices_batching_dims", "scatter_indices_batching_dims")
 
 @dataclass(eq=False)
 class ConstantIndices:
-    """The whole numbers of a program that its inputs do not change, by the numbers of its values.
+    """The integer values of a program that do not depend on its inputs, by value number.
 
     Attributes:
-        lines: what a value holds.
-        components: of a value that was joined along its last dimension, each element of that; None is not known.
+        lines: the contents of a value that varies along at most one dimension.
+        components: for a value that is a concatenation along its last dimension, the contents of each element of that
+            dimension; None where unknown.
     """
 
     lines: dict[int, Line] = field(default_factory=dict)
     components: dict[int, list[Line | None]] = field(default_factory=dict)
 
-    def constant(self, value: int, array: Any) -> None:
-        """Notes what a constant of the program holds."""
-        if not isinstance(array, np.ndarray | jax.Array) or _compat.is_tracer(array) or not _is_whole(array.dtype):
+    def add_constant(self, value: int, array: Any) -> None:
+        """Records the contents of a constant of the program."""
+        if not isinstance(array, np.ndarray | jax.Array) or _compat.is_tracer(array) or not _is_integer(array.dtype):
             return
-        here = isinstance(array, np.ndarray) or array.is_fully_addressable
-        if here and array.size <= _LARGEST:
+        is_local = isinstance(array, np.ndarray) or array.is_fully_addressable
+        if is_local and array.size <= _MAX_CONSTANT:
             self._keep(value, _line(np.asarray(array)))
 
-    def note(self, eqn: Any, operands: Sequence[int], results: Sequence[int]) -> None:
-        """Notes what the result of an equation holds."""
-        if len(results) != 1 or not _is_whole(getattr(eqn.outvars[0].aval, "dtype", None)):
+    def add_result(self, eqn: Any, operands: Sequence[int], results: Sequence[int]) -> None:
+        """Records the contents of the result of an equation, where they are known."""
+        if len(results) != 1 or not _is_integer(getattr(eqn.outvars[0].aval, "dtype", None)):
             return
         given = [self._line_of(*each) for each in zip(eqn.invars, operands, strict=True)]
         shape = eqn.outvars[0].aval.shape
         if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(shape) - 1:
             columns = [self._columns_of(*each) for each in zip(eqn.invars, operands, given, strict=True)]
-            self.components[results[0]] = [column for some in columns for column in some]
-        elif (made := _result(eqn, given)) is not None:
-            self._keep(results[0], made.astype(eqn.outvars[0].aval.dtype))
+            self.components[results[0]] = [column for part in columns for column in part]
+        elif (result := _result(eqn, given)) is not None:
+            self._keep(results[0], result.astype(eqn.outvars[0].aval.dtype))
 
-    def equations(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
-        """An equation; if it is a gather or scatter that counts along positions, those of a batched one."""
+    def rewrite(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
+        """Returns the equations to use for an equation: itself, or those of the batched gather or scatter."""
         if eqn.primitive.name != "gather" and not eqn.primitive.name.startswith("scatter"):
             return (eqn,)
         columns = self.components.get(operands[1])
         if columns is None:
             return (eqn,)
         x, indices = (v.aval.shape for v in eqn.invars[:2])
-        counted = _counted(columns, x, indices, eqn.params["dimension_numbers"])
+        counted = _counting_components(columns, x, indices, eqn.params["dimension_numbers"])
         kept = [p for p in range(len(columns)) if p not in counted]
-        return _batched(eqn, counted, kept) if counted and kept else (eqn,)
+        return _with_batching_dims(eqn, counted, kept) if counted and kept else (eqn,)
 
     def _keep(self, value: int, line: Line | None) -> None:
-        if line is not None and sum(n != 1 for n in line.shape) <= 1 and line.size <= _LONGEST:
+        if line is not None and sum(n != 1 for n in line.shape) <= 1 and line.size <= _MAX_LINE:
             self.lines[value] = line
 
     def _line_of(self, atom: Any, value: int) -> Line | None:
         if value >= 0:
             return self.lines.get(value)
-        return _line(np.asarray(atom.val).astype(atom.aval.dtype)) if _is_whole(atom.aval.dtype) else None
+        return _line(np.asarray(atom.val).astype(atom.aval.dtype)) if _is_integer(atom.aval.dtype) else None
 
     def _columns_of(self, atom: Any, value: int, line: Line | None) -> list[Line | None]:
         count = atom.aval.shape[-1]
         return self.components.get(value) or ([line] if count == 1 else [None] * count)
 
 
-def _is_whole(dtype: Any) -> bool:
+def _is_integer(dtype: Any) -> bool:
     return dtype is not None and not _compat.is_extended(dtype) and np.dtype(dtype).kind in "biu"
 
 
 def _line(array: np.ndarray) -> Line | None:
-    """An array that is the same along all dimensions but one, with these of size 1."""
+    """Shrinks the dimensions along which an array is constant to size 1; None if more than one other is left."""
     for d, size in enumerate(array.shape):
         first = array.take([0], d) if size else array
         if size > 1 and (array == first).all():
@@ -111,9 +113,9 @@ def _line(array: np.ndarray) -> Line | None:
 
 
 def _result(eqn: Any, given: Sequence[Line | None]) -> Line | None:
-    """What an equation makes of these operands, None if that is not known."""
+    """Returns the result of an equation for these operands, None if it is not known."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
-    if name == "iota" and not given and shape[params["dimension"]] <= _LONGEST:
+    if name == "iota" and not given and shape[params["dimension"]] <= _MAX_LINE:
         return _along(np.arange(shape[params["dimension"]]), params["dimension"], len(shape))
     lines = [line for line in given if line is not None]
     if not lines or len(lines) < len(given):
@@ -134,7 +136,7 @@ def _along(numbers: np.ndarray, dimension: int, rank: int) -> Line:
 
 
 def _reshaped(line: Line, old: Sequence[int], new: Sequence[int]) -> Line | None:
-    """A line whose dimensions of size 1 come and go; None where its own is merged with others or split."""
+    """Reshapes a line, which may gain and lose dimensions of size 1; None if its own dimension is merged or split."""
     d = next((d for d, n in enumerate(line.shape) if n != 1), None)
     if d is None:
         return line.reshape([1] * len(new))
@@ -144,30 +146,34 @@ def _reshaped(line: Line, old: Sequence[int], new: Sequence[int]) -> Line | None
 
 
 def _field(numbers: Any, names: Sequence[str]) -> str:
-    """What gathers and scatters call by different names."""
+    """Returns the field name that these dimension numbers use: gathers and scatters name the same field differently."""
     return next(name for name in names if hasattr(numbers, name))
 
 
-def _counted(
+def _counting_components(
     columns: Sequence[Line | None], x: Sequence[int], indices: Sequence[int], numbers: Any
 ) -> dict[int, tuple[int, int]]:
-    """The components that count: the operand's dimension, and that of the positions which it counts along."""
+    """Finds the index components that count.
+
+    Returns:
+        component -> (the operand's dimension that it addresses, the dimension of the indices that it counts along).
+    """
     mapped, dropped = (getattr(numbers, _field(numbers, names)) for names in (_MAPPED, _DROPPED))
-    taken = set(getattr(numbers, _field(numbers, _BATCHES)))
+    used = set(getattr(numbers, _field(numbers, _BATCHES)))
     found: dict[int, tuple[int, int]] = {}
     for p, (line, d) in enumerate(zip(columns, mapped, strict=True)):
         if line is None or d not in dropped or x[d] < 2 or line.size != x[d]:
             continue
         along = line.shape.index(x[d])
-        whole = along < len(indices) - 1 and indices[along] == x[d]
-        if whole and along not in taken and (line.ravel() == np.arange(x[d])).all():
+        spans = along < len(indices) - 1 and indices[along] == x[d]
+        if spans and along not in used and (line.ravel() == np.arange(x[d])).all():
             found[p] = d, along
-            taken.add(along)
+            used.add(along)
     return found
 
 
-def _batched(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: Sequence[int]) -> tuple[Any, ...]:
-    """The equations that take the other components of the positions, and the batched operator."""
+def _with_batching_dims(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: Sequence[int]) -> tuple[Any, ...]:
+    """Returns the batched operator, preceded by the equations that select the other components of the indices."""
     numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1]
     mapped, dropped, batches = (_field(numbers, names) for names in (_MAPPED, _DROPPED, _BATCHES))
     pairs = [*zip(numbers.operand_batching_dims, getattr(numbers, batches), strict=True), *counted.values()]
@@ -179,13 +185,13 @@ def _batched(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: Sequence[in
         batches: along,
     })  # fmt: skip
 
-    def others(positions: Any) -> Any:
-        axis = positions.ndim - 1
-        return lax.concatenate([lax.slice_in_dim(positions, p, p + 1, axis=axis) for p in kept], axis)
+    def select_kept(indices: Any) -> Any:
+        axis = indices.ndim - 1
+        return lax.concatenate([lax.slice_in_dim(indices, p, p + 1, axis=axis) for p in kept], axis)
 
-    traced = _compat.open_jaxpr(jax.make_jaxpr(others)(_compat.stand_in(indices)))
-    (given,), (taken,) = traced.invars, traced.outvars
+    traced = _compat.open_jaxpr(jax.make_jaxpr(select_kept)(_compat.stand_in(indices)))
+    (given,), (selected,) = traced.invars, traced.outvars
     place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
     before = [e.replace(invars=[indices if v is given else v for v in e.invars], **place) for e in traced.eqns]
     params = {**eqn.params, "dimension_numbers": changed, "indices_are_sorted": False}
-    return (*before, eqn.replace(params=params, invars=[eqn.invars[0], taken, *eqn.invars[2:]]))
+    return (*before, eqn.replace(params=params, invars=[eqn.invars[0], selected, *eqn.invars[2:]]))

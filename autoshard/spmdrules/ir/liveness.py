@@ -1,4 +1,4 @@
-"""Which operators of a program somebody uses."""
+"""Finds the operators of a program whose results are used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from autoshard.spmdrules.ir.program import CONTROL, Block, Op, Program
 
 
 def live_ops(program: Program) -> set[Op]:
-    """The operators whose results are used, or that have effects; of a loop or branch that is used, all of them.
+    """Returns the operators whose results are used, or that have effects.
 
-    Args:
-        program: the program.
+    Every operator inside a live loop or branch counts as live.
     """
     live: set[Op] = set()
     _visit(program.block, set(program.outputs), live, False)
@@ -21,8 +20,8 @@ def _visit(block: Block, used: set[int], live: set[Op], everything: bool) -> Non
         if not everything and used.isdisjoint(op.results) and not op.eqn.effects:
             continue
         live.add(op)
-        loops = op.name in CONTROL
+        is_control = op.name in CONTROL
         for inner in op.blocks:
-            _visit(inner, used, live, everything or loops)
-        if loops or not op.blocks:  # what a call uses, its own operators do
+            _visit(inner, used, live, everything or is_control)
+        if is_control or not op.blocks:  # a call uses only the operands that its operators use
             used.update(op.operands)

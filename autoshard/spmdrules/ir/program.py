@@ -1,10 +1,11 @@
-"""A jaxpr with its nested ones as one list of operators over numbered values.
+"""A jaxpr and the jaxprs nested in it, as operators over numbered values.
 
 Calls (`jit`, `remat`, `custom_jvp_call`, ...) are transparent: their inner values are the outer ones. Loops and
-branches get values of their own, joined to the outer ones by ties: `Tie(outer, inner, stacked=True)` says that the
-outer value is the inner one with a leading dimension of loop steps. Operators that mean more than they show are
-written otherwise here: gathers and scatters that count along a position (`batching`), gradients of pooling (`pooling`).
-Every pass (propagation, logical axes, cost, lowering) walks this one structure in the same order.
+branches have their own values, and edges join these to the outer ones: `LoopEdge(outer, inner, stacked=True)` means
+that the outer value is the inner one with a leading dimension that counts loop iterations. Two patterns are rewritten
+to forms that can be sharded: gathers and scatters that count along a position (`index_batching`) and the gradient of
+sum pooling (`pooling_gradient`). Every pass (propagation, logical axes, cost, lowering) walks this structure in the
+same order.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import jax
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.spmdrules.core.registry import check_fit, replicated, rule_for
+from autoshard.spmdrules.core.registry import check_fit, replicated_rule, rule_for
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.index_batching import ConstantIndices
-from autoshard.spmdrules.ir.pooling_gradient import joined
+from autoshard.spmdrules.ir.pooling_gradient import fuse_padding
 
 
 @shown
 @dataclass(frozen=True)
 class LoopEdge:
-    """Two values that are sharded alike; if `stacked`, the outer one has one more, leading dimension (loop steps)."""
+    """Two values that are sharded alike; if `stacked`, the outer one has an extra leading dimension of iterations."""
 
     outer: int
     inner: int
@@ -40,12 +41,12 @@ class Op:
 
     Attributes:
         eqn: the equation.
-        operands: numbers of the values that it takes; -1 for a literal scalar.
-        results: numbers of the values that it gives.
-        rule: its rule; None for control flow, whose meaning is in `blocks` and `ties`.
-        blocks: the nested programs.
-        ties: what joins the values of loops and branches to the outer ones.
+        operands: the numbers of its operands; -1 for a literal scalar.
+        results: the numbers of its results.
+        rule: its rule; None for calls and control flow, whose meaning is in `blocks` and `ties`.
         trips: how often it runs each time the whole program runs.
+        blocks: the nested programs.
+        ties: the edges that join the values of loops and branches to the outer ones.
         name: the primitive's name.
     """
 
@@ -65,9 +66,16 @@ class Op:
 @shown
 @dataclass(eq=False)
 class Block:
-    """A jaxpr at one place: its operators in order, the numbers of its inputs and outputs.
+    """A jaxpr at one place of the program.
 
-    `param` says which parameter of the equation holds it (and `position` where in that, for branches).
+    Attributes:
+        jaxpr: the jaxpr.
+        param: the parameter of the equation that holds it.
+        inputs: the numbers of its inputs.
+        ops: its operators in order.
+        outputs: the numbers of its outputs.
+        position: its index within `param`, for branches.
+        loop: whether it is the body or the condition of a loop.
     """
 
     jaxpr: Any
@@ -82,29 +90,29 @@ class Block:
 @shown
 @dataclass(eq=False)
 class Program:
-    """A whole program: its outermost block, and the aval of every value."""
+    """A whole program: its outermost block and the aval of every value."""
 
     block: Block
     avals: list[Any]
-    unknown: dict[str, list[str]] = field(default_factory=dict)  # primitive without a rule -> where it stands
+    unknown: dict[str, list[str]] = field(default_factory=dict)  # primitive without a rule -> its source lines
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Numbers of the program's inputs (constants not among them)."""
+        """The numbers of the program's inputs, without constants."""
         return self.block.inputs
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Numbers of the program's results."""
+        """The numbers of the program's results."""
         return self.block.outputs
 
     def ops(self) -> Iterator[Op]:
-        """Every operator, nested ones after the one that holds them."""
+        """Yields every operator, depth first: an operator comes before those nested in it."""
         yield from walk(self.block)
 
 
 def walk(block: Block) -> Iterator[Op]:
-    """Every operator of a block, depth first."""
+    """Yields every operator of a block, depth first."""
     for op in block.ops:
         yield op
         for inner in op.blocks:
@@ -112,7 +120,7 @@ def walk(block: Block) -> Iterator[Op]:
 
 
 def inlined(block: Block) -> Iterator[Op]:
-    """The operators of a block, those of calls in the calls' place: XLA inlines them and fuses across their borders."""
+    """Yields the operators of a block with calls inlined, as XLA inlines them and fuses across them."""
     for op in block.ops:
         if len(op.blocks) == 1 and op.results == op.blocks[0].outputs:
             yield from inlined(op.blocks[0])
@@ -120,7 +128,7 @@ def inlined(block: Block) -> Iterator[Op]:
             yield op
 
 
-# Calls, which mean what their jaxpr means, and control flow. `run_state` is none: its jaxpr works on references.
+# Calls compute what their jaxpr computes. `run_state` is not one of them: its jaxpr works on references.
 CALLS = frozenset({
     "call", "call_hi_primitive", "closed_call", "composite", "custom_jvp_call", "custom_linear_solve",
     "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "remat2", "remat_opt",
@@ -133,7 +141,7 @@ def build(closed: Any) -> Program:
     """Numbers the values of a closed jaxpr and finds the rule of every equation.
 
     Args:
-        closed: what `jax.make_jaxpr` gives.
+        closed: the result of `jax.make_jaxpr`.
     """
     program = Program(Block(closed, "", ()), [])
     builder = _Builder(program)
@@ -149,7 +157,7 @@ class _Builder:
     def __init__(self, program: Program):
         self.program = program
         self.numbers = ConstantIndices()
-        self.fitting: dict[int, Rule] = {}  # rules that were compared with an equation, by identity
+        self.fitting: dict[int, Rule] = {}  # rules already checked against an equation, by id; kept alive here
 
     def new(self, aval: Any) -> int:
         self.program.avals.append(aval)
@@ -160,27 +168,27 @@ class _Builder:
         return env[var]
 
     def fill(self, block: Block, env: dict[Any, int], trips: float) -> None:
-        """Walks the equations of `block`, whose inputs `env` numbers already."""
+        """Adds the operators of `block`, whose inputs already have numbers in `env`."""
         jaxpr = _compat.open_jaxpr(block.jaxpr)
         for var in jaxpr.constvars:
             if var not in env:
                 self.fresh(var, env)
-        for var, array in zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=False):  # an open one has none
-            self.numbers.constant(env[var], array)
+        for var, array in zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=False):  # an open jaxpr has none
+            self.numbers.add_constant(env[var], array)
 
         def read(atom: Any) -> int:
             return -1 if isinstance(atom, _compat.Literal) else env[atom]
 
-        for eqn in joined(jaxpr):
-            for each in self.numbers.equations(eqn, tuple(map(read, eqn.invars))):
+        for eqn in fuse_padding(jaxpr):
+            for each in self.numbers.rewrite(eqn, tuple(map(read, eqn.invars))):
                 op = self.op(each, tuple(map(read, each.invars)), trips)
                 block.ops.append(op)
                 env.update(zip(each.outvars, op.results, strict=True))
-                self.numbers.note(each, op.operands, op.results)
+                self.numbers.add_result(each, op.operands, op.results)
         block.outputs = tuple(self.new(v.aval) if (n := read(v)) < 0 else n for v in jaxpr.outvars)
 
     def nested(self, closed: Any, param: str, inputs: Sequence[int], trips: float, **place: Any) -> Block:
-        """A block over `closed` with these inputs; a literal among them becomes a value."""
+        """Returns a block over `closed` with these inputs; a literal input becomes a value."""
         jaxpr = _compat.open_jaxpr(closed)
         variables = jaxpr.invars
         numbers = tuple(self.new(v.aval) if n < 0 else n for v, n in zip(variables, inputs, strict=True))
@@ -201,7 +209,7 @@ class _Builder:
         rule = rule_for(eqn.primitive, avals, eqn.params)
         if rule is None:
             self.program.unknown.setdefault(name, []).append(_compat.source_line(eqn))
-            rule = replicated(avals, tuple(v.aval for v in eqn.outvars))
+            rule = replicated_rule(avals, tuple(v.aval for v in eqn.outvars))
         elif id(rule) not in self.fitting:
             check_fit(eqn.primitive, rule, avals, [v.aval for v in eqn.outvars], _compat.source_line(eqn))
             self.fitting[id(rule)] = rule
@@ -213,10 +221,10 @@ class _Builder:
         steps = eqn.params["length"]
         inner = (*operands[:consts], *(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[consts:]))
         block = self.nested(body, "jaxpr", inner, trips * steps, loop=True)
-        ties = _loop_ties(operands[consts : consts + carry], block.inputs[consts : consts + carry],
+        ties = _carry_edges(operands[consts : consts + carry], block.inputs[consts : consts + carry],
                           block.outputs[:carry], results[:carry])  # fmt: skip
-        ties += _pairs(operands[consts + carry :], block.inputs[consts + carry :], stacked=True)
-        ties += _pairs(results[carry:], block.outputs[carry:], stacked=True)
+        ties += _edges(operands[consts + carry :], block.inputs[consts + carry :], stacked=True)
+        ties += _edges(results[carry:], block.outputs[carry:], stacked=True)
         return Op(eqn, operands, results, None, trips, (block,), tuple(ties))
 
     def while_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
@@ -226,7 +234,7 @@ class _Builder:
         carry = tuple(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[n_body:])
         test = self.nested(cond, "cond_jaxpr", (*operands[:n_cond], *carry), trips, loop=True)
         block = self.nested(body, "body_jaxpr", (*operands[n_cond : n_cond + n_body], *carry), trips, loop=True)
-        ties = _loop_ties(init, carry, block.outputs, results)
+        ties = _carry_edges(init, carry, block.outputs, results)
         return Op(eqn, operands, results, None, trips, (test, block), tuple(ties))
 
     def cond_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
@@ -235,37 +243,37 @@ class _Builder:
         blocks = tuple(
             self.nested(branch, "branches", operands[1:], share, position=i) for i, branch in enumerate(branches)
         )
-        ties = [tie for block in blocks for tie in _pairs(results, block.outputs)]
+        ties = [tie for block in blocks for tie in _edges(results, block.outputs)]
         return Op(eqn, operands, results, None, trips, blocks, tuple(ties))
 
 
 def called(eqn: Any) -> tuple[str, Any] | None:
-    """The parameter of a transparent call that holds its jaxpr, and the jaxpr; None of any other equation."""
+    """Returns the parameter that holds the jaxpr of a transparent call, and that jaxpr; None for other equations."""
     if eqn.primitive.name not in CALLS:
         return None
     if eqn.primitive.name == "custom_linear_solve":
-        return "jaxprs", _solver(eqn)
+        return "jaxprs", _solve_jaxpr(eqn)
     if eqn.primitive.name == "call_hi_primitive":
-        made_of = _compat.expanded(eqn)
-        return None if made_of is None else ("_prim", made_of)
+        expanded = _compat.expanded(eqn)
+        return None if expanded is None else ("_prim", expanded)
     for key, value in eqn.params.items():
         if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
             return key, value
     return None
 
 
-def _solver(eqn: Any) -> Any:
-    """What computes the result of a `custom_linear_solve`, as a jaxpr that takes all of its operands."""
-    solve, taken = _compat.call_of(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
-    return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in taken)))(*map(_compat.stand_in, eqn.invars))
+def _solve_jaxpr(eqn: Any) -> Any:
+    """Returns the solve function of a `custom_linear_solve` as a jaxpr that takes all of its operands."""
+    solve, used = _compat.call_of(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
+    return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in used)))(*map(_compat.stand_in, eqn.invars))
 
 
-def _pairs(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[LoopEdge]:
+def _edges(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[LoopEdge]:
     return [LoopEdge(o, i, stacked) for o, i in zip(outer, inner, strict=True) if o >= 0 and i >= 0]
 
 
-def _loop_ties(
+def _carry_edges(
     init: Sequence[int], inside: Sequence[int], out: Sequence[int], results: Sequence[int]
 ) -> list[LoopEdge]:
-    """A carry keeps its sharding from step to step: initial value, inner value, its next value, final value."""
-    return [*_pairs(init, inside), *_pairs(results, inside), *_pairs(out, inside)]
+    """Joins the values of a carry, whose sharding no iteration changes: initial, inner, next and final value."""
+    return [*_edges(init, inside), *_edges(results, inside), *_edges(out, inside)]

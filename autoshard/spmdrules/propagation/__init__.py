@@ -1,1 +1,1 @@
-"""Walks over a program that find the sharding of every value."""
+"""Propagation: finds the sharding of every value of a program from those of its arguments."""

@@ -1,4 +1,4 @@
-"""Loops and branches in a walk: a carry is a fixed point, what branches give meets."""
+"""Loops and branches in a walk: a carry is a fixed point, and the results of branches meet in one placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from autoshard.spmdrules.propagation.walk_state import WalkState
 
 Forward = Callable[[Block], None]  # walks over a block
 
-_ROUNDS = 4  # a carry that has not settled by then meets where that is cheapest
+# Iterations to find a carry's fixed point; after these, the cheapest common placement is taken. Chosen, not measured.
+_MAX_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Carry:
     """One carry of a loop.
 
     Attributes:
-        operand: the number of the operand that it starts from.
-        init: that operand's value; -1 for a literal.
-        inner: the value inside, before a step.
-        out: the value inside, after a step.
+        operand: the number of the operand that is its initial value.
+        init: the initial value; -1 for a literal.
+        inner: the value inside, before an iteration.
+        out: the value inside, after an iteration.
         result: the loop's result.
     """
 
@@ -36,7 +37,14 @@ class Carry:
 
 @dataclass(frozen=True)
 class Loop:
-    """A scan or while: its carries, inputs cut by steps (operand, outer, inner), results stacked (outer, inner)."""
+    """The parts of a scan or while loop.
+
+    Attributes:
+        carries: its carries.
+        xs: `(operand number, outer value, inner value)` of each input that is sliced by iteration.
+        ys: `(outer value, inner value)` of each result that is stacked by iteration.
+        trips: how often the body runs each time the whole program runs; a while loop is counted as one iteration.
+    """
 
     carries: list[Carry]
     xs: list[tuple[int, int, int]]
@@ -45,7 +53,7 @@ class Loop:
 
     @classmethod
     def of(cls, op: Op) -> Loop:
-        """The parts of a loop."""
+        """Takes a loop apart."""
         block, params = op.blocks[-1], op.eqn.params
         if op.name == "scan":
             first, count = _compat.scan_arity(params)
@@ -62,78 +70,77 @@ class Loop:
 
 
 def loop(state: WalkState, op: Op, forward: Forward) -> None:
-    """Places what a loop computes: its carries become a fixed point, then it is walked once."""
+    """Finds the placements of a loop's values: first the fixed point of its carries, then one walk over its body."""
     parts = Loop.of(op)
     if op.name == "scan":
         state.enter(op, op.blocks[0])
     for i, outer, inner in parts.xs:
-        here = state.place(outer)
+        here = state.placement(outer)
         state.move(op, i, outer, Placement(((), *here.spec[1:]), here.partial))
         state.mark_zero(inner, outer in state.zeros)
     fixed = _fixed_point(state, op, parts, forward)
     for carry, place in zip(parts.carries, fixed, strict=True):
         zero = state.is_zero(op, carry.operand)
-        state.move(
-            op, carry.operand, carry.init, Placement(place.spec, state.place(carry.init).partial) if zero else place
-        )
-        state.places[carry.inner] = place
-    _slice(state, parts)
-    _step(state, op, forward)
+        target = Placement(place.spec, state.placement(carry.init).partial) if zero else place
+        state.move(op, carry.operand, carry.init, target)
+        state.placements[carry.inner] = place
+    _place_slices(state, parts)
+    _run_body(state, op, forward)
     for j, (carry, place) in enumerate(zip(parts.carries, fixed, strict=True)):
-        _leave(state, op, j, carry.out, place, parts.trips)
-        state.places[carry.result] = place
+        _move_out(state, op, j, carry.out, place, parts.trips)
+        state.placements[carry.result] = place
         state.mark_zero(carry.result, False)
     for outer, inner in parts.ys:
-        here = state.place(inner)
-        state.places[outer] = Placement(((), *here.spec), here.partial)
+        here = state.placement(inner)
+        state.placements[outer] = Placement(((), *here.spec), here.partial)
         state.mark_zero(outer, inner in state.zeros)
-    if state.learning:
-        state.tie(op)
+    if state.inferring:
+        state.infer_across_edges(op)
 
 
-def _leave(state: WalkState, op: Op, result: int, value: int, place: Placement, times: float | None = None) -> None:
-    """Takes a result of a block where the operator leaves it; zeros are partial sums already."""
-    target = Placement(place.spec, state.place(value).partial) if value in state.zeros else place
+def _move_out(state: WalkState, op: Op, result: int, value: int, place: Placement, times: float | None = None) -> None:
+    """Moves a block's output to the placement of the operator's result; zeros are partial sums already."""
+    target = Placement(place.spec, state.placement(value).partial) if value in state.zeros else place
     state.move(op, -1 - result, value, target, times)
 
 
-def _slice(state: WalkState, parts: Loop) -> None:
-    """Places what a step takes of the inputs that are cut by steps: as partial as they are outside."""
+def _place_slices(state: WalkState, parts: Loop) -> None:
+    """Places the slices that one iteration reads: they are partial over the same axes as the whole input."""
     for _, outer, inner in parts.xs:
-        here = state.place(outer)
-        state.places[inner] = Placement(here.spec[1:], here.partial)
+        here = state.placement(outer)
+        state.placements[inner] = Placement(here.spec[1:], here.partial)
 
 
 def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> list[Placement]:
-    """Places of the carries that a step keeps, found by walking steps that do not count.
+    """Returns placements of the carries that an iteration preserves, found by walks that record nothing.
 
-    Partials of constants that a step needs whole are made whole before the loop.
+    Partial constants that an iteration needs reduced are reduced before the loop.
     """
     recording, state.recording = state.recording, False
     carries = parts.carries
     shared = [v for v in op.operands if v >= 0]
-    before = [state.place(v) for v in shared]
+    before = [state.placement(v) for v in shared]
     starts = [_start(state, carry) for carry in carries]
-    now, outs, settled = starts, starts, False
-    for number in range(_ROUNDS):
+    now, outs, converged = starts, starts, False
+    for number in range(_MAX_ROUNDS):
         for carry, place in zip(carries, now, strict=True):
-            state.places[carry.inner] = place
-            # A sum that starts from zeros may be partial from its first step on.
+            state.placements[carry.inner] = place
+            # A sum that starts from zeros may be partial from its first iteration on.
             state.mark_zero(carry.inner, number == 0 and state.is_zero(op, carry.operand))
-        _slice(state, parts)
-        assumed = any(carry.inner in state.zeros for carry in carries)
-        _step(state, op, forward)
-        outs = [state.place(c.out) for c in carries]
-        after = [_kept(state, op, *each) for each in zip(carries, starts, outs, strict=True)]
-        settled, now = after == now and not assumed, after
-        if settled:
+        _place_slices(state, parts)
+        assumed_zero = any(carry.inner in state.zeros for carry in carries)
+        _run_body(state, op, forward)
+        outs = [state.placement(c.out) for c in carries]
+        after = [_next_carry(state, op, *each) for each in zip(carries, starts, outs, strict=True)]
+        converged, now = after == now and not assumed_zero, after
+        if converged:
             break
-    if not settled:
+    if not converged:
         pairs = zip(carries, now, outs, strict=True)
-        now = [meet([a.whole, b.whole], state.nbytes[c.inner], state.mesh) for c, a, b in pairs]
+        now = [meet([a.reduced, b.reduced], state.nbytes[c.inner], state.mesh) for c, a, b in pairs]
     state.recording = recording
     for i, (value, place) in enumerate(zip(shared, before, strict=True)):
-        after_use, state.places[value] = state.place(value), place
+        after_use, state.placements[value] = state.placement(value), place
         if after_use != place:
             state.move(op, i, value, after_use)
     return now
@@ -141,20 +148,20 @@ def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> lis
 
 def _start(state: WalkState, carry: Carry) -> Placement:
     if carry.init >= 0:
-        return state.place(carry.init)
+        return state.placement(carry.init)
     return replicated_placement(len(state.program.avals[carry.inner].shape))
 
 
-def _kept(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
-    """Where a carry goes next: where a step leaves it, partial only where it starts so, too."""
+def _next_carry(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
+    """The placement of a carry after an iteration; partial only where it starts partial, or as zeros, too."""
     if carry.out in state.zeros:
         return partial_placement(out.spec, start.partial)
     zero = state.is_zero(op, carry.operand)
     return Placement(out.spec, tuple(p for p in out.partial if p in start.partial or (zero and p[1] == "sum")))
 
 
-def _step(state: WalkState, op: Op, forward: Forward) -> None:
-    """One step of a loop."""
+def _run_body(state: WalkState, op: Op, forward: Forward) -> None:
+    """Walks over one iteration of a loop."""
     for block in op.blocks:
         forward(block)
     if op.name == "while":
@@ -163,28 +170,28 @@ def _step(state: WalkState, op: Op, forward: Forward) -> None:
 
 
 def branches(state: WalkState, op: Op, forward: Forward) -> None:
-    """Places what a cond computes: each branch by itself, then their results meet."""
+    """Finds the placements of a cond's values: each branch separately, then their results meet."""
     state.move(op, 0, op.operands[0], Placement(()))
     shared = [v for v in op.operands if v >= 0]
     for block in op.blocks:
-        with state.apart(shared):
+        with state.isolated(shared):
             state.enter(op, block, 1)
             forward(block)
     for j, result in enumerate(op.results):
         outs = [block.outputs[j] for block in op.blocks]
-        places = [state.place(v) for v in outs]
-        target = meet(_like_others(state, outs, places), state.nbytes[result], state.mesh)
+        places = [state.placement(v) for v in outs]
+        target = meet(_align_zeros(state, outs, places), state.nbytes[result], state.mesh)
         for value in outs:
-            with state.apart(shared):
-                _leave(state, op, j, value, target, op.trips / len(outs))
-        state.places[result] = target
+            with state.isolated(shared):
+                _move_out(state, op, j, value, target, op.trips / len(outs))
+        state.placements[result] = target
         state.mark_zero(result, all(v in state.zeros for v in outs))
-    if state.learning:
-        state.tie(op)
+    if state.inferring:
+        state.infer_across_edges(op)
 
 
-def _like_others(state: WalkState, values: Sequence[int], places: Sequence[Placement]) -> list[Placement]:
-    """The places, zeros being as partial as what the other branches give."""
+def _align_zeros(state: WalkState, values: Sequence[int], places: Sequence[Placement]) -> list[Placement]:
+    """Returns the placements, with zeros partial over the same axes as the results of the other branches."""
     terms = {p.partial for v, p in zip(values, places, strict=True) if v not in state.zeros}
     if len(terms) != 1 or any(how != "sum" for _, how in next(iter(terms))):
         return list(places)

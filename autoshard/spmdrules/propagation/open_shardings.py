@@ -1,4 +1,4 @@
-"""What nobody has decided yet: values that may still be sharded as those that use them want them."""
+"""Shardings that are not decided yet, and are inferred from the operators that use the values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoshard.spmdrules.ir.program import Block, Op, Program
 
 @dataclass(eq=False)
 class OpenShardings:
-    """What open values have learnt so far. Learning only adds mesh axes, so it ends.
+    """The specs inferred so far for open values. Inference only adds mesh axes, so it terminates.
 
     Attributes:
-        open: the values that may learn.
-        specs: what they have learnt.
-        changed: whether anything was learnt since this was last set to False.
+        open: the values whose spec is open.
+        specs: the specs inferred so far.
+        changed: whether any spec has changed since this was last set to False.
     """
 
     open: set[int]
@@ -24,7 +24,14 @@ class OpenShardings:
     changed: bool = False
 
     def add(self, value: int, here: Spec, spec: Spec, partial: Iterable[tuple[str, str]] = ()) -> None:
-        """Adds the mesh axes of `spec` to a value that is at `here` and maybe partial, if it is open."""
+        """Extends the spec of an open value by the mesh axes of another spec.
+
+        Args:
+            value: the value; nothing happens unless it is open.
+            here: its current spec, used if none has been inferred yet.
+            spec: the spec to extend towards.
+            partial: the axes that it is partial over, which are not added.
+        """
         before = self.specs.get(value, here)
         if spec == before or value not in self.open:
             return
@@ -34,34 +41,37 @@ class OpenShardings:
             self.changed = True
 
 
-def find_open(program: Program, chosen: set[int]) -> set[int]:
-    """Values that may learn: `chosen` inputs, constants, and results with a dimension that no decided operand has.
+def find_open(program: Program, open_inputs: set[int]) -> set[int]:
+    """Returns the values whose spec is open.
+
+    These are the open inputs, constants, and results with a dimension that no decided operand has.
 
     Args:
         program: the program.
-        chosen: inputs that the caller left open.
+        open_inputs: inputs whose sharding the caller left open.
     """
-    decided = set(program.inputs) - chosen
+    decided = set(program.inputs) - open_inputs
 
     def visit(block: Block) -> None:
         for op in block.ops:
             if op.rule is not None:
-                _decide(op, decided)
+                _mark_decided(op, decided)
                 continue
-            for tie in op.ties:  # what enters
-                if tie.outer in decided and tie.outer in op.operands:
-                    decided.add(tie.inner)
+            for edge in op.ties:  # into the blocks
+                if edge.outer in decided and edge.outer in op.operands:
+                    decided.add(edge.inner)
             for inner in op.blocks:
                 visit(inner)
-            for tie in op.ties:  # what leaves
-                if tie.inner in decided and tie.outer in op.results:
-                    decided.add(tie.outer)
+            for edge in op.ties:  # out of the blocks
+                if edge.inner in decided and edge.outer in op.results:
+                    decided.add(edge.outer)
 
     visit(program.block)
     return set(range(len(program.avals))) - decided
 
 
-def _decide(op: Op, decided: set[int]) -> None:
+def _mark_decided(op: Op, decided: set[int]) -> None:
+    """Adds the results of an operator whose every dimension a decided operand has."""
     rule = op.rule
     assert rule is not None
     arrays = zip(op.operands, rule.operands, strict=True)

@@ -1,7 +1,7 @@
-"""Propagation: where everything in a function is, once its arguments have their shardings.
+"""Propagation: finds the shardings of a function's results, and its reshards, from the shardings of its arguments.
 
-Every operator takes its operands where its rule can use them and leaves its results where its rule says (`settle`).
-A carry is a fixed point, branches meet, calls are walked through (`walk`, `control`).
+Each operator's rule decides where it needs its operands and where it leaves its results (`conflict_resolution`). The
+walks over the program are in `walk`, loops and branches in `control_flow`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_par
 from autoshard.spmdrules.core.reshard import Reshard
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.propagation.input_specs import (
-    InputFaults,
+    InputErrors,
     PropagationError,
     is_partial,
     is_spec,
@@ -26,8 +26,8 @@ from autoshard.spmdrules.propagation.input_specs import (
     leaves_for,
     mesh_sizes,
     needs_function,
+    placement_of,
 )
-from autoshard.spmdrules.propagation.input_specs import place_of as given_place
 from autoshard.spmdrules.propagation.walk import Walk
 
 __all__ = ["Propagation", "PropagationError", "Reshard", "propagate"]
@@ -36,15 +36,15 @@ __all__ = ["Propagation", "PropagationError", "Reshard", "propagate"]
 @shown
 @dataclass(frozen=True)
 class Propagation:
-    """What `propagate` finds.
+    """The result of `propagate`.
 
     Attributes:
-        in_specs: shaped like the arguments: what was given or chosen, and where every use of an argument wants it
-            elsewhere, that.
-        out_specs: shaped like the results.
-        out_partial: shaped like the results: for each `{mesh axis: operation}`.
-        reshards: in program order.
-        unknown: primitives without a rule, and the lines they stand on. They are replicated.
+        in_specs: shaped like the arguments: the given or chosen spec of each. If all uses of an argument need the same
+            other spec, it is that one.
+        out_specs: shaped like the results: the spec of each.
+        out_partial: shaped like the results: `{mesh axis: operation}` of each.
+        reshards: the reshards in program order.
+        unknown: primitives without a rule -> the source lines that use them. They are replicated.
     """
 
     in_specs: Any
@@ -55,30 +55,31 @@ class Propagation:
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes that each device sends in all."""
+        """Bytes that each device sends in total."""
         return sum(r.bytes_moved * r.times for r in self.reshards)
 
 
 def propagate(
     fn: Any, *args: Any, in_specs: Any, mesh: Any, in_partial: Any = None, out_specs: Any = None
 ) -> Propagation:
-    """Runs the rules over a function. Needs names and sizes of mesh axes only, no devices.
+    """Runs the rules over a function. Needs only the names and sizes of mesh axes, no devices.
 
     Args:
         fn: any traceable function.
         *args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s.
-        in_specs: shaped like `args`: for each leaf (or subtree) a `PartitionSpec`; None means choose, `P()` is
+        in_specs: shaped like `args`: a `PartitionSpec` for each leaf or subtree; None means choose, `P()` means
             replicated. A mesh axis that does not divide its dimension is left out.
         mesh: `{axis: size}`, a `Mesh` or an `AbstractMesh`.
-        in_partial: shaped like `args`: `{mesh axis: operation}` where an argument is partial.
-        out_specs: shaped like the results: where they are wanted, whole; None means wherever they are.
+        in_partial: shaped like `args`: `{mesh axis: operation}` for each argument that is partial.
+        out_specs: shaped like the results: the requested spec of each, with partials reduced; None leaves a result
+            where it is.
 
     Returns:
         Specs, partials and reshards. Conflicts never raise: the choice that moves the fewest bytes is taken.
 
     Raises:
-        PropagationError: specs, partials or the mesh are wrong; it lists everything that is.
-        TypeError: `fn` is no function, or an argument nothing that JAX can trace.
+        PropagationError: specs, partials or the mesh are wrong; the message lists every error.
+        TypeError: `fn` is not callable, or JAX cannot trace an argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -90,29 +91,30 @@ def propagate(
     """
     needs_function("propagate", fn)
     sizes = mesh_sizes(mesh)
-    faults = InputFaults(getattr(fn, "__name__", type(fn).__name__))
-    specs = leaves_for(in_specs, args, is_spec, "in_specs", faults)
-    partials = leaves_for(in_partial, args, is_partial, "in_partial", faults)
-    faults.raise_any()
-    closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_plain, args))
-    wanted = leaves_for(out_specs, results, is_spec, "out_specs", faults)
+    errors = InputErrors(getattr(fn, "__name__", type(fn).__name__))
+    specs = leaves_for(in_specs, args, is_spec, "in_specs", errors)
+    partials = leaves_for(in_partial, args, is_partial, "in_partial", errors)
+    errors.raise_any()
+    closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_without_sharding, args))
+    requested = leaves_for(out_specs, results, is_spec, "out_specs", errors)
     with paused():
         program = build(closed)
         inputs = [
-            given_place(spec, partial, program.avals[v], sizes, f"argument {path}", faults)
+            placement_of(spec, partial, program.avals[v], sizes, f"argument {path}", errors)
             for v, spec, partial, path in zip(program.inputs, specs, partials, leaf_paths(args), strict=True)
         ]
         ends = [
-            given_place(spec, None, program.avals[v], sizes, f"result {path or 0}", faults)
-            for v, spec, path in zip(program.outputs, wanted, leaf_paths(results), strict=True)
+            placement_of(spec, None, program.avals[v], sizes, f"result {path or 0}", errors)
+            for v, spec, path in zip(program.outputs, requested, leaf_paths(results), strict=True)
         ]
-        goals = [None if spec is None else end.spec for spec, end in zip(wanted, ends, strict=True)]
-        faults.raise_any()
+        goals = [None if spec is None else end.spec for spec, end in zip(requested, ends, strict=True)]
+        errors.raise_any()
         walk = Walk(program, sizes, inputs, {v for v, spec in zip(program.inputs, specs, strict=True) if spec is None})
         outs = walk.run(goals)
     in_tree, out_tree = jax.tree.structure(args), jax.tree.structure(results)
+    final_specs = [_spec_as_given(spec, walk.corrected_spec(v)) for v, spec in zip(program.inputs, specs, strict=True)]
     return Propagation(
-        in_tree.unflatten([_said(spec, walk.corrected(v)) for v, spec in zip(program.inputs, specs, strict=True)]),
+        in_tree.unflatten(final_specs),
         out_tree.unflatten([to_partition_spec(p.spec) for p in outs]),
         out_tree.unflatten([dict(p.partial) for p in outs]),
         tuple(walk.reshards),
@@ -120,14 +122,14 @@ def propagate(
     )
 
 
-def _plain(x: Any) -> Any:
-    """An array as its shape and type, whatever its sharding is."""
+def _without_sharding(x: Any) -> Any:
+    """Replaces an array by its shape and type, without its sharding."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
 
 
-def _said(given: PartitionSpec | None, found: Spec) -> PartitionSpec:
-    """The spec as the caller wrote it, where it still holds."""
+def _spec_as_given(given: PartitionSpec | None, found: Spec) -> PartitionSpec:
+    """Returns the given spec as the caller wrote it if it equals the found one, else the found one."""
     same = given is not None and len(given) <= len(found) and from_partition_spec(given, len(found)) == found
     return given if same and given is not None else to_partition_spec(found)

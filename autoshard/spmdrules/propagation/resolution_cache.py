@@ -1,7 +1,7 @@
-"""What a walk remembers of an operator: what it is on its own, and how it was cut last.
+"""What a walk remembers about each operator: its fixed properties, and its last resolution.
 
-A walk comes by every operator several times, and mostly finds its operands where they were: nothing has to be
-weighed again then.
+A walk visits every operator several times, and usually finds the operands where they were. The operator then need not
+be resolved again.
 """
 
 from __future__ import annotations
@@ -19,72 +19,91 @@ CONSTRAINTS = ("sharding_constraint", "reshard")
 
 @dataclass(eq=False, slots=True)
 class OperatorMemo:
-    """An operator as a walk knows it.
+    """What a walk remembers about one operator.
 
     Attributes:
-        fixed: how it is cut, where nothing else can be (`shard_map`).
-        constrains: whether it is a user's constraint.
-        twins: for each operand the first that is the same value.
-        zeros: for each operand whether it is a literal zero.
-        places, zero, wanted: what decided how it was cut last.
-        settled: how it was cut last.
-        still: whether that leaves its operands where they were.
-        rests: whether, moreover, none of them is partial: no other operator can move them later in a walk.
-        gives_zero: whether its results are all zeros.
+        fixed: its only possible resolution, where there is just one (`shard_map`).
+        is_constraint: whether it is a sharding constraint of the user's.
+        same_as: for each operand, the first operand that is the same value.
+        zero_literals: for each operand, whether it is a literal zero.
+        placements: the operands' placements when it was last resolved.
+        zeros: for each operand, whether it was zero then.
+        requested: the specs requested for the results then.
+        resolution: its last resolution.
+        in_place: whether that resolution leaves its operands where they were.
+        stable: whether, in addition, no operand was partial, so that no other operator moves them later in a walk.
+        zero_results: whether all elements of its results are zero.
     """
 
     fixed: Resolution | None
-    constrains: bool
-    twins: tuple[int, ...]
-    zeros: list[bool]
-    places: list[Placement] | None = None
-    zero: list[bool] | None = None
-    wanted: list[Spec | None] | None = None
-    settled: Resolution | None = None
-    still: bool = False
-    rests: bool = False
-    gives_zero: bool = False
+    is_constraint: bool
+    same_as: tuple[int, ...]
+    zero_literals: list[bool]
+    placements: list[Placement] | None = None
+    zeros: list[bool] | None = None
+    requested: list[Spec | None] | None = None
+    resolution: Resolution | None = None
+    in_place: bool = False
+    stable: bool = False
+    zero_results: bool = False
 
     @classmethod
     def of(cls, op: Op, mesh: dict[str, int]) -> OperatorMemo:
-        """Looks at an operator."""
+        """Creates the memo of an operator that has not been resolved yet."""
         mapped = mapped_specs(op.eqn, mesh)
         fixed = None if mapped is None else Resolution(*(tuple(map(Placement, side)) for side in mapped))
         zeros = [v < 0 and literal_zero(atom) for v, atom in zip(op.operands, op.eqn.invars, strict=True)]
         return cls(fixed, op.name in CONSTRAINTS, tuple([op.operands.index(v) for v in op.operands]), zeros)
 
-    def note(
-        self, op: Op, places: list[Placement], zero: list[bool], wanted: list[Spec | None], settled: Resolution
-    ) -> Resolution:
-        """Remembers how the operator is cut, and what decided that."""
-        self.places, self.zero, self.wanted = places, zero, wanted
-        self.settled, self.still = settled, settled.operands == tuple(places)
-        self.rests = self.still and not any([place.partial for place in places])
+    def remember(
+        self,
+        op: Op,
+        placements: list[Placement],
+        zeros: list[bool],
+        requested: list[Spec | None],
+        resolution: Resolution,
+    ) -> None:
+        """Stores the operator's resolution and the inputs that it was computed from."""
+        self.placements, self.zeros, self.requested = placements, zeros, requested
+        self.resolution, self.in_place = resolution, resolution.operands == tuple(placements)
+        self.stable = self.in_place and not any([place.partial for place in placements])
         moved = op.rule.moves if op.rule is not None else ()
-        self.gives_zero = bool(moved) and all([zero[i] for i in moved])
-        return settled
+        self.zero_results = bool(moved) and all([zeros[i] for i in moved])
 
 
 class ResolutionCache:
-    """How operators are cut on a mesh, found once for all that are alike."""
+    """The resolutions of operators on a mesh, computed once for all operators with the same rule and inputs."""
 
     def __init__(self, mesh: dict[str, int], nbytes: list[float]):
         self.mesh = mesh
         self.nbytes = nbytes
-        self.found: dict[Any, Resolution] = {}
+        self.resolutions: dict[Any, Resolution] = {}
 
-    def of(
-        self, op: Op, twins: tuple[int, ...], places: list[Placement], zero: list[bool], wanted: list[Spec | None]
+    def resolve(
+        self,
+        op: Op,
+        same_as: tuple[int, ...],
+        placements: list[Placement],
+        zeros: list[bool],
+        requested: list[Spec | None],
     ) -> Resolution:
-        """How an operator is cut; its arguments are those of `settle`, by operand and result."""
-        key = (id(op.rule), tuple(places), tuple(zero), twins, tuple(wanted))
-        found = self.found.get(key)
+        """Returns the resolution of an operator.
+
+        Args:
+            op: the operator.
+            same_as: for each operand, the first operand that is the same value.
+            placements: the placement of each operand.
+            zeros: for each operand, whether all its elements are zero.
+            requested: the spec requested for each result, None where none is.
+        """
+        key = (id(op.rule), tuple(placements), tuple(zeros), same_as, tuple(requested))
+        found = self.resolutions.get(key)
         if found is None:
             assert op.rule is not None
             sizes = [0.0 if v < 0 else self.nbytes[v] for v in op.operands]
-            operands = [Operand(*each) for each in zip(places, sizes, zero, twins, strict=True)]
-            found = resolve(op.rule, operands, [self.nbytes[r] for r in op.results], wanted, self.mesh)
-            self.found[key] = found
+            operands = [Operand(*each) for each in zip(placements, sizes, zeros, same_as, strict=True)]
+            found = resolve(op.rule, operands, [self.nbytes[r] for r in op.results], requested, self.mesh)
+            self.resolutions[key] = found
         return found
 
 

@@ -1,13 +1,13 @@
-"""The walks over a program that place every value.
+"""The walks over a program that find the placement of every value.
 
-Three of them make a propagation:
+A propagation takes three steps:
 
-1. What is open (arguments that the caller left to choose, constants, results with dimensions of their own: iota,
-   broadcasts, random bits) learns from those that use it, forwards through the program and backwards from its
-   results, until nothing more is learnt.
-2. The last of these walks, with all of that known, finds which partials some operator needs whole; in the next they are
-   made whole before their first use, so that none is reduced twice, and every reshard is recorded.
-3. Results are taken to where they are wanted.
+1. Infer. Open values (arguments that the caller left open, constants, and results with dimensions of their own: iota,
+   broadcasts, random bits) get their shardings from the operators that use them. Walks go forwards through the program
+   and backwards from its results until nothing changes. The last of them finds the partials that some operator reduces.
+2. Record. One more forward walk reduces those partials before their first use, so that none is reduced twice, and
+   records every reshard.
+3. Move the results to their requested specs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoshard.spmdrules.propagation.open_shardings import OpenShardings
 from autoshard.spmdrules.propagation.resolution_cache import OperatorMemo, ResolutionCache
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
-_ROUNDS = 4
+_MAX_ROUNDS = 4  # of inference, each a walk forwards and one backwards; chosen, not measured
 
 
 class Walk(WalkState):
@@ -39,58 +39,59 @@ class Walk(WalkState):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Where users want values that are decided already: a partial on its way there is reduced to shards.
-        self._hints = OpenShardings(set(range(len(self.nbytes))) - self.learnt.open)
-        self._settlements = ResolutionCache(self.mesh, self.nbytes)
-        self._seen: dict[Op, OperatorMemo] = {}
+        # The specs that users of decided values need: a partial on its way there is reduce-scattered.
+        self._hints = OpenShardings(set(range(len(self.nbytes))) - self.inferred.open)
+        self._cache = ResolutionCache(self.mesh, self.nbytes)
+        self._memos: dict[Op, OperatorMemo] = {}
         self._live = live_ops(self.program)
 
     def run(self, goals: Sequence[Spec | None]) -> list[Placement]:
-        """All walks.
+        """Runs all walks.
 
         Args:
-            goals: where the results are wanted, None where nothing says so.
+            goals: the spec requested for each result, None where none is.
 
         Returns:
-            Where the results are.
+            The placements of the results.
         """
-        if not self.learn(goals):
-            self._whole.clear()
-            self.start()
+        if not self.infer(goals):
+            self._reduced.clear()
+            self.reset()
             self.forward(self.program.block)
         self.recording = True
-        self.start()
+        self.reset()
         self.forward(self.program.block)
         return [self.output(k, v, goal) for k, (v, goal) in enumerate(zip(self.program.outputs, goals, strict=True))]
 
-    def learn(self, goals: Sequence[Spec | None]) -> bool:
-        """Lets open values learn, until nothing more is learnt; whether that came to an end.
+    def infer(self, goals: Sequence[Spec | None]) -> bool:
+        """Infers the specs of open values; returns whether they converged.
 
-        The last walk forwards is then one with all of that known, which finds what some operator needs whole.
+        If they did, the last forward walk used the final specs, and so found the partials that some operator reduces.
         """
-        self.learning = True
-        for _ in range(_ROUNDS):
-            self.learnt.changed = self._hints.changed = False
-            self._whole.clear()
-            self.start()
+        self.inferring = True
+        for _ in range(_MAX_ROUNDS):
+            self.inferred.changed = self._hints.changed = False
+            self._reduced.clear()
+            self.reset()
             self.forward(self.program.block)
             for v, goal in zip(self.program.outputs, goals, strict=True):
                 if goal is not None:
-                    self.learn_of(v, goal)
+                    self.infer_value(v, goal)
             self.backward(self.program.block)
-            if not self.learnt.changed and not self._hints.changed:
+            if not self.inferred.changed and not self._hints.changed:
                 break
-        self.learning = False
-        return not self.learnt.changed and not self._hints.changed
+        self.inferring = False
+        return not self.inferred.changed and not self._hints.changed
 
-    def start(self) -> None:
-        """Puts the arguments where they are given or learnt."""
-        self.places = [*[None] * len(self.program.avals), Placement(())]  # the last is that of literals, number -1
+    def reset(self) -> None:
+        """Puts the inputs back to their given or inferred placements and forgets all others."""
+        # The last entry is the placement of literals, whose number is -1.
+        self.placements = [*[None] * len(self.program.avals), Placement(())]
         for v, place in zip(self.program.inputs, self.inputs, strict=True):
-            self.places[v] = Placement(self.learnt.specs.get(v, place.spec), place.partial)
+            self.placements[v] = Placement(self.inferred.specs.get(v, place.spec), place.partial)
 
     def forward(self, block: Block) -> None:
-        """Places every value of a block, in order; what nobody uses asks for nothing."""
+        """Finds the placement of every live value of a block, in program order."""
         live, apply = self._live, self.apply
         for op in block.ops:
             if op not in live:
@@ -109,128 +110,130 @@ class Walk(WalkState):
             self._callers.pop()
 
     def backward(self, block: Block) -> None:
-        """Lets open values learn from what uses them, in reverse order.
+        """Infers the specs of open values from their uses, in reverse program order.
 
-        The walk forwards has just been here: where it found all at rest, and nothing is known of what an operator takes
-        and gives, there is nothing to learn.
+        A forward walk comes directly before this one. An operator is skipped if that walk left it stable and no spec of
+        its operands or results has been inferred or hinted at.
         """
-        live, seen_of, learnt, hints = self._live, self._seen, self.learnt.specs.keys(), self._hints.specs.keys()
+        live, memos = self._live, self._memos
+        inferred, hints = self.inferred.specs.keys(), self._hints.specs.keys()
         for op in reversed(block.ops):
             if op not in live:
                 continue
             if op.rule is not None:
-                seen, values = seen_of.get(op), (*op.operands, *op.results)
-                if seen is None or not seen.rests or not learnt.isdisjoint(values) or not hints.isdisjoint(values):
-                    self.learn_operands(op, self.resolve(op))
+                memo, values = memos.get(op), (*op.operands, *op.results)
+                if memo is None or not memo.stable or not inferred.isdisjoint(values) or not hints.isdisjoint(values):
+                    self.infer_operands(op, self.resolve(op))
                 continue
-            self.tie(op)
+            self.infer_across_edges(op)
             for inner in reversed(op.blocks):
                 self.backward(inner)
-            self.tie(op)
+            self.infer_across_edges(op)
 
-    def learn_operands(self, op: Op, seen: OperatorMemo) -> None:
-        """Lets the open operands of an operator follow what it takes."""
-        known = self.learnt.specs.keys(), self._hints.specs.keys()
-        if seen.settled is None or (seen.still and all([specs.isdisjoint(op.operands) for specs in known])):
-            return  # they are there
-        for value, target in zip(op.operands, seen.settled.operands, strict=True):
+    def infer_operands(self, op: Op, memo: OperatorMemo) -> None:
+        """Infers the specs of an operator's operands from its resolution."""
+        known = self.inferred.specs.keys(), self._hints.specs.keys()
+        if memo.resolution is None or (memo.in_place and all([specs.isdisjoint(op.operands) for specs in known])):
+            return  # the operands are in place already
+        for value, target in zip(op.operands, memo.resolution.operands, strict=True):
             if value >= 0:
-                self.learn_of(value, target.spec)
+                self.infer_value(value, target.spec)
 
-    def learn_of(self, value: int, spec: Spec) -> None:
-        """Lets a value follow where some use wants it, or notes the wish if it is decided already."""
-        here = self.place(value)
-        if value in self.learnt.open:
-            self.learnt.add(value, here.spec, spec, here.partial)
+    def infer_value(self, value: int, spec: Spec) -> None:
+        """Extends the inferred spec of an open value by what a use needs; for a decided value, adds a hint."""
+        here = self.placement(value)
+        if value in self.inferred.open:
+            self.inferred.add(value, here.spec, spec, here.partial)
         else:
             self._hints.add(value, here.spec, spec)
 
     def resolve(self, op: Op) -> OperatorMemo:
-        """How an operator is cut: `settled` of what it returns says so."""
-        seen = self._seen.get(op)
-        if seen is None:
-            seen = self._seen[op] = OperatorMemo.of(op, self.mesh)
-        here, zeros, specs = self.places, self.zeros, self.learnt.specs
-        places = [here[v] or self.place(v) for v in op.operands]
-        zero = seen.zeros
+        """Resolves an operator; returns its memo, whose `resolution` is up to date."""
+        memo = self._memos.get(op)
+        if memo is None:
+            memo = self._memos[op] = OperatorMemo.of(op, self.mesh)
+        here, zeros, specs = self.placements, self.zeros, self.inferred.specs
+        placements = [here[v] or self.placement(v) for v in op.operands]
+        is_zero = memo.zero_literals
         if not zeros.isdisjoint(op.operands):
-            zero = [v in zeros or said for v, said in zip(op.operands, zero, strict=True)]
-        fixed = seen.fixed
-        if seen.constrains and (pinned := self.constraint(op)) is not None:
+            is_zero = [v in zeros or literal for v, literal in zip(op.operands, is_zero, strict=True)]
+        fixed = memo.fixed
+        if memo.is_constraint and (pinned := self.constraint(op)) is not None:
             fixed = Resolution((Placement(pinned),), (Placement(pinned),))
         if fixed is not None:
-            seen.note(op, places, zero, [], fixed)
-            return seen
-        hints = self._hints.specs if any([place.partial for place in places]) else {}
-        wanted = [specs.get(r, hints.get(r)) for r in op.results]
-        if places != seen.places or wanted != seen.wanted or zero != seen.zero:
-            seen.note(op, places, zero, wanted, self._settlements.of(op, seen.twins, places, zero, wanted))
-        return seen
+            memo.remember(op, placements, is_zero, [], fixed)
+            return memo
+        hints = self._hints.specs if any([place.partial for place in placements]) else {}
+        requested = [specs.get(r, hints.get(r)) for r in op.results]
+        if placements != memo.placements or requested != memo.requested or is_zero != memo.zeros:
+            resolution = self._cache.resolve(op, memo.same_as, placements, is_zero, requested)
+            memo.remember(op, placements, is_zero, requested, resolution)
+        return memo
 
     def constraint(self, op: Op) -> Spec | None:
-        """The spec that the user's own constraint gives a value, if it speaks of this mesh."""
+        """The spec that a user's sharding constraint gives a value, None if it names axes of another mesh."""
         spec = getattr(op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding")), "spec", None)
         if spec is None:
             return None
-        here = self.place(op.operands[0])
-        said = from_partition_spec(spec, len(here.spec))
-        taken = set(axes_of(said))
+        here = self.placement(op.operands[0])
+        given = from_partition_spec(spec, len(here.spec))
+        taken = set(axes_of(given))
         if not taken <= self.mesh.keys():
             return None
         free = {d for d, entry in enumerate(tuple(spec)) if entry is PartitionSpec.UNCONSTRAINED}
         free |= set(op.eqn.params.get("unconstrained_dims") or ())
         return tuple(
             tuple(a for a in now if a not in taken) if d in free else dim
-            for d, (dim, now) in enumerate(zip(said, here.spec, strict=True))
+            for d, (dim, now) in enumerate(zip(given, here.spec, strict=True))
         )
 
     def apply(self, op: Op) -> Resolution:
-        """Takes the operands where an operator needs them, and places its results; says how it is cut."""
-        if self._whole and not self.learning:
-            self.make_whole(op)
-        seen = self.resolve(op)
-        settled = seen.settled
-        assert settled is not None
-        if self.learning:
-            self.learn_operands(op, seen)
-        if self.recording or not seen.still:
-            for i, (value, target) in enumerate(zip(op.operands, settled.operands, strict=True)):
+        """Moves the operands to where an operator needs them, places its results, and returns its resolution."""
+        if self._reduced and not self.inferring:
+            self.reduce_operands(op)
+        memo = self.resolve(op)
+        resolution = memo.resolution
+        assert resolution is not None
+        if self.inferring:
+            self.infer_operands(op, memo)
+        if self.recording or not memo.in_place:
+            for i, (value, target) in enumerate(zip(op.operands, resolution.operands, strict=True)):
                 self.move(op, i, value, target)
         zeros = self.zeros
-        for j, (result, place) in enumerate(zip(op.results, settled.results, strict=True)):
-            self.places[result] = place
-            if seen.gives_zero:
+        for j, (result, place) in enumerate(zip(op.results, resolution.results, strict=True)):
+            self.placements[result] = place
+            if memo.zero_results:
                 zeros.add(result)
             elif zeros:
                 zeros.discard(result)
             if place.partial:
-                self.decide_positions(op, j, place)
-        return settled
+                self.reduce_positions(op, j, place)
+        return resolution
 
-    def decide_positions(self, op: Op, result: int, place: Placement) -> None:
-        """Makes positions whole at once: they mean nothing without their values."""
+    def reduce_positions(self, op: Op, result: int, place: Placement) -> None:
+        """Reduces partial positions (argmax, argmin) at once: comparing them needs the values at them."""
         lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
         if lasting != place.partial:
             self.move(op, -1 - result, op.results[result], Placement(place.spec, lasting))
 
-    def make_whole(self, op: Op) -> None:
-        """Makes those operands whole now that some later operator needs whole."""
+    def reduce_operands(self, op: Op) -> None:
+        """Reduces those operands that a later operator reduces anyway."""
         for i, value in enumerate(op.operands):
-            later = self._whole.get(value)
-            if later is not None and set(later.partial) < set(self.place(value).partial):
+            later = self._reduced.get(value)
+            if later is not None and set(later.partial) < set(self.placement(value).partial):
                 self.move(op, i, value, later)
 
     def output(self, number: int, value: int, goal: Spec | None) -> Placement:
-        """Takes a result of the function where it is wanted."""
-        target = self.place(value) if goal is None else Placement(goal)
+        """Moves a result of the function to its requested spec."""
+        target = self.placement(value) if goal is None else Placement(goal)
         if value in self._uses:
             self._uses[value].add(target.spec)
         self.record("output", number, value, target, 1.0, None)
         return target
 
-    def corrected(self, value: int) -> Spec:
-        """The spec of an argument: what all of its uses want, else where it is."""
+    def corrected_spec(self, value: int) -> Spec:
+        """The spec of an input: the one that all its uses need, if they need the same one, else its current spec."""
         found = self._uses[value]
         if len(found) == 1:
             return next(iter(found))
-        return self.learnt.specs.get(value, self.inputs[self.program.inputs.index(value)].spec)
+        return self.inferred.specs.get(value, self.inputs[self.program.inputs.index(value)].spec)

@@ -1,4 +1,4 @@
-"""What a walk knows while it goes: where every value is, what is zero, what is partial, what was recorded."""
+"""The state of a walk: the placement of every value, which values are zero, and the recorded reshards."""
 
 from __future__ import annotations
 
@@ -25,59 +25,59 @@ from autoshard.spmdrules.propagation.resolution_cache import literal_zero
 
 @dataclass(eq=False)
 class WalkState:
-    """Where a walk over one program stands.
+    """The state of a walk over one program.
 
     Attributes:
         program: the program.
         mesh: mesh axis -> size.
-        inputs: where its arguments are.
-        chosen: the arguments that may be anywhere.
-        reshards: what has been recorded.
-        recording: whether this walk is the one that counts; others only look where things end.
-        zeros: values that are all zeros, and so partial sums over anything.
+        inputs: the placements of its inputs.
+        open_inputs: the inputs whose sharding the walk may choose.
+        reshards: the reshards recorded so far.
+        recording: whether this walk records reshards; earlier walks only find placements.
+        zeros: values whose elements are all zero; such a value is a partial sum over any axis.
     """
 
     program: Program
     mesh: dict[str, int]
     inputs: Sequence[Placement]
-    chosen: set[int]
+    open_inputs: set[int]
     reshards: list[Reshard] = field(default_factory=list)
     recording: bool = False
     zeros: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places: list[Placement | None] = []
+        self.placements: list[Placement | None] = []
         self.nbytes = [bytes_of(a) for a in self.program.avals]
-        self.learnt = OpenShardings(find_open(self.program, self.chosen))
-        self.learning = False
-        self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}
-        self._made: set[tuple[int, Placement]] = set()  # copies that an earlier reshard has made
-        self._whole: dict[int, Placement] = {}  # partials that some use needs whole, and where they are then
+        self.inferred = OpenShardings(find_open(self.program, self.open_inputs))
+        self.inferring = False
+        self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}  # the specs that uses need
+        self._recorded: set[tuple[int, Placement]] = set()  # copies that an earlier reshard has made
+        self._reduced: dict[int, Placement] = {}  # partials that some use reduces, and their placement after that
         self._callers: list[Any] = []  # the equations that hold the block being walked
 
-    def place(self, value: int) -> Placement:
-        """Where a value is now."""
-        found = self.places[value]
+    def placement(self, value: int) -> Placement:
+        """The current placement of a value."""
+        found = self.placements[value]
         if found is None:  # a constant
-            here = replicated_placement(len(self.program.avals[value].shape))
-            found = self.places[value] = Placement(self.learnt.specs.get(value, here.spec))
+            replicated = replicated_placement(len(self.program.avals[value].shape))
+            found = self.placements[value] = Placement(self.inferred.specs.get(value, replicated.spec))
         return found
 
     def is_zero(self, op: Op, operand: int) -> bool:
-        """Whether an operand is all zeros."""
+        """Whether all elements of an operand are zero."""
         value = op.operands[operand]
         return value in self.zeros if value >= 0 else literal_zero(op.eqn.invars[operand])
 
     def mark_zero(self, value: int, zero: bool) -> None:
-        """Notes whether a value is all zeros."""
+        """Records whether all elements of a value are zero."""
         (self.zeros.add if zero else self.zeros.discard)(value)
 
     def enter(self, op: Op, block: Block, first: int = 0) -> None:
-        """Notes which literals among the operands from `first` on are zeros: inside a block they are values.
+        """Records which inputs of a block are literal zeros outside it; inside it they are values.
 
         Args:
             op: the operator.
-            block: one of its blocks, whose inputs start with these operands.
+            block: one of its blocks; its inputs start with the operands from `first` on.
             first: the number of the operand that is the block's first input.
         """
         for i, inner in enumerate(block.inputs, first):
@@ -85,47 +85,48 @@ class WalkState:
                 self.mark_zero(inner, self.is_zero(op, i))
 
     def move(self, op: Op, operand: int, value: int, target: Placement, times: float | None = None) -> None:
-        """Takes a value to where it is needed, and records what that moves.
+        """Moves a value to the placement that a use needs, and records what that costs.
 
         Args:
-            op: the operator that needs it.
-            operand: which of its operands, or `-1 - number` of its results.
+            op: the operator that uses it.
+            operand: which of its operands, or `-1 - number` for one of its results.
             value: the value.
-            target: where it is needed; partial over no axis over which it is not.
-            times: how often, by default as often as the operator runs.
+            target: the placement needed; partial only over axes that the value is partial over.
+            times: how often it moves, by default as often as the operator runs.
         """
         if value < 0:
             return
         if self.recording and value in self._uses:
             self._uses[value].add(target.spec)
-        place = self.place(value)
+        place = self.placement(value)
         if place == target:
             return
-        if self.recording and (value, target) not in self._made:
-            self._made.add((value, target))
+        if self.recording and (value, target) not in self._recorded:
+            self._recorded.add((value, target))
             self.record(op.name, operand, value, target, op.trips if times is None else times, op.eqn)
-        if set(place.partial) - set(target.partial):  # made whole once, it is whole for all later uses
-            home = Placement(extend(place.spec, target.spec, dict(target.partial)), target.partial)
-            self.places[value] = self._whole[value] = home
+        if set(place.partial) - set(target.partial):  # once reduced, it stays reduced for all later uses
+            after = Placement(extend(place.spec, target.spec, dict(target.partial)), target.partial)
+            self.placements[value] = self._reduced[value] = after
 
     @contextmanager
-    def apart(self, values: Sequence[int]) -> Iterator[None]:
-        """What happens to `values` in here may not happen: after it they are where they were, nothing made of them."""
-        before = {v: self.place(v) for v in values}
-        made, whole = {m for m in self._made if m[0] in before}, {v: self._whole.get(v) for v in values}
+    def isolated(self, values: Sequence[int]) -> Iterator[None]:
+        """Undoes at its end what happens to `values` inside, because the code inside may not run (a branch)."""
+        before = {v: self.placement(v) for v in values}
+        recorded = {m for m in self._recorded if m[0] in before}
+        reduced = {v: self._reduced.get(v) for v in values}
         yield
         for v, here in before.items():
-            self.places[v] = here
-        self._made = {m for m in self._made if m[0] not in before} | made
-        for v, place in whole.items():
+            self.placements[v] = here
+        self._recorded = {m for m in self._recorded if m[0] not in before} | recorded
+        for v, place in reduced.items():
             if place is None:
-                self._whole.pop(v, None)
+                self._reduced.pop(v, None)
             else:
-                self._whole[v] = place
+                self._reduced[v] = place
 
     def record(self, name: str, operand: int, value: int, target: Placement, times: float, eqn: Any) -> None:
-        """Notes every step that takes a value to `target`."""
-        place = self.place(value)
+        """Records every step that moves a value to `target`."""
+        place = self.placement(value)
         found = steps(place, target, self.nbytes[value], self.mesh)
         if not found:
             return
@@ -135,19 +136,19 @@ class WalkState:
             self.reshards.append(Reshard(name, operand, *specs, step.kind, step.axis, step.nbytes, times, source))
 
     def source(self, eqn: Any) -> str:
-        """The user's line of an equation; inside library code, the line that called it."""
+        """The user's line of an equation; for an equation of a library, the line that called the library."""
         if eqn is None:
             return ""
         return next(filter(None, map(_compat.source_line, (eqn, *reversed(self._callers)))), "")
 
-    def tie(self, op: Op) -> None:
-        """Lets what a loop or branch joins learn from each other."""
-        for tie in op.ties:
-            head: Spec = ((),) if tie.stacked else ()
-            outer, inner = self.learnt.specs.get(tie.outer), self.learnt.specs.get(tie.inner)
+    def infer_across_edges(self, op: Op) -> None:
+        """Passes inferred specs between the inner and outer values of a loop or branch."""
+        for edge in op.ties:
+            head: Spec = ((),) if edge.stacked else ()
+            outer, inner = self.inferred.specs.get(edge.outer), self.inferred.specs.get(edge.inner)
             if outer is not None:
-                here = self.place(tie.inner)
-                self.learnt.add(tie.inner, here.spec, outer[len(head) :], here.partial)
+                here = self.placement(edge.inner)
+                self.inferred.add(edge.inner, here.spec, outer[len(head) :], here.partial)
             if inner is not None:
-                here = self.place(tie.outer)
-                self.learnt.add(tie.outer, here.spec, head + inner, here.partial)
+                here = self.placement(edge.outer)
+                self.inferred.add(edge.outer, here.spec, head + inner, here.partial)

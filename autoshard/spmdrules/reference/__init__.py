@@ -1,1 +1,1 @@
-"""What is known of every operator, for people: derived rules, tables, coverage."""
+"""Reference for people: derived rules of named operators, tables of all rules, coverage of JAX's primitives."""

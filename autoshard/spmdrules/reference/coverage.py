@@ -1,12 +1,12 @@
-"""What is known of each primitive that JAX has: it has a rule, or it is structure, or it is listed here with a reason.
+"""The status of each JAX primitive: it has a rule, is structure, or is listed here with the reason why it has no rule.
 
-    rule         registered by one of the families
-    structure    a call, a loop or a branch: what it means is in the jaxprs that it holds (see `program`)
-    no rule      may stand in a program and can be anything: its operands are gathered, its results are everywhere, the
-                 plan names it and warns
-    exempt       has no place in the program of a train step; one that stands there all the same is whole and named, too
+    rule         a family registers a rule for it
+    structure    a call, a loop or a branch: its meaning is in the jaxprs that it holds (see `ir.program`)
+    no rule      it may occur in a program, but nothing is known about it: its operands are gathered, its results are
+                 replicated, and the plan names it in a warning
+    exempt       it does not belong in the program of a train step; if it occurs anyway, it is treated like `no rule`
 
-The test finds every primitive alive in a fresh process, so that a new version of JAX cannot add one unseen.
+A test finds every primitive in a fresh process, so that a new version of JAX cannot add one unnoticed.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from autoshard import _compat
 from autoshard.spmdrules.core.registry import has_rule
 from autoshard.spmdrules.ir.program import CALLS, CONTROL
 
-StandingKind = Literal["rule", "structure", "no rule", "exempt"]
+StatusKind = Literal["rule", "structure", "no rule", "exempt"]
 
 STRUCTURE = CALLS | CONTROL
 
-_HOST = "runs Python on one device's host, which gets the whole operands and gives the whole results; call it on shards"
-_WHOLE = "every device runs it on whole operands"
-_KERNEL = f"a kernel that only its author knows how to cut: {_WHOLE}; put @autoshard.operator with its rule around it"
+_HOST = "runs Python on the host of one device, with gathered operands and replicated results; to run it on shards, "
+_KERNEL = (
+    "an opaque kernel: every device runs it on gathered operands; to shard it, wrap it in a function with "
+    "@autoshard.operator and its rule"
+)
 NO_RULE: Mapping[str, str] = {
-    "pure_callback": _HOST + " from a function with @autoshard.operator",
-    "io_callback": _HOST + " where its effect allows that, from a function with @autoshard.operator",
+    "pure_callback": _HOST + "call it from a function with @autoshard.operator",
+    "io_callback": _HOST + "if its effect allows that, call it from a function with @autoshard.operator",
     "ffi_call": _KERNEL,
     "pallas_call": _KERNEL,
     "mpmd_map": _KERNEL,
     "cudnn_fusion": _KERNEL,
-    "call_exported": "a program that was compiled apart, for devices of its own: it gets whole operands; call what it "
-    "was made of instead",
+    "call_exported": "a program that was compiled separately, for its own devices: it gets gathered operands; to shard "
+    "it, call the function that it was exported from",
 }
 
-# Primitives whose rules no test can run on CPU devices: their texts are compared only.
-_NVIDIA = "runs on NVIDIA's GPUs only"
+# Primitives whose rules no test can run on CPU devices; tests only compare their texts.
+_NVIDIA = "runs on NVIDIA GPUs only"
 _COMPILED = "exists in compiled programs only"
-_NO_ARRAY = "no array of such a type leaves a compiled program"
+_NO_ARRAY = "no array of this type can leave a compiled program"
 UNRUN: Mapping[str, str] = {
     **{f"dot_product_attention_{kind}{end}": _NVIDIA
        for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd") for end in ("", "_wrapper")},
@@ -49,16 +51,16 @@ UNRUN: Mapping[str, str] = {
     "to_edtype": _NO_ARRAY, "from_edtype": _NO_ARRAY,
 }  # fmt: skip
 
-_INSIDE = "talks to other devices over a named axis, inside a shard_map, where nothing is planned"
-_REFERENCE = "makes, reads or writes memory in place, as kernels do"
-_PALLAS = "stands inside a Pallas kernel"
-_OBJECT = "makes, reads or writes a Python object (a box, a log, a variable), which has no sharding"
-_EXPORT = "computes sizes that are not known, which a plan must know"
-_CHECK = "an error check that checkify turns into values before the program is staged"
-_TOKEN = "orders effects; it has no elements"
-_STEP = "a step of tracing or of differentiation that leaves no equation"
-_SPARSE = "works on the parts of an experimental sparse array"
-# A primitive's name, or the module that it is at home in, without the first words of those that JAX keeps private.
+_INSIDE = "communicates over a named axis inside a shard_map, where nothing is planned"
+_REFERENCE = "creates, reads or writes memory in place, as kernels do"
+_PALLAS = "occurs only inside a Pallas kernel"
+_OBJECT = "creates, reads or writes a Python object (a box, a log, a variable), which has no sharding"
+_EXPORT = "computes symbolic sizes, but a plan needs known sizes"
+_CHECK = "an error check, which checkify turns into values before the program is staged"
+_TOKEN = "a token that orders effects; it has no elements"
+_STEP = "a step of tracing or differentiation that leaves no equation"
+_SPARSE = "operates on the components of an experimental sparse array"
+# By primitive name, or by the module that defines the primitive, without the prefix of JAX's private packages.
 EXEMPT: Mapping[str, str] = {
     "lax.parallel": _INSIDE, "pvary": _INSIDE, "reduced_vary_cast": _INSIDE, "reduced_vary_cast_p": _INSIDE,
     "state": _REFERENCE, "new_ref": _REFERENCE, "empty_ref": _REFERENCE, "free_ref": _REFERENCE, "freeze": _REFERENCE,
@@ -75,48 +77,48 @@ EXEMPT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a primitive stands.
+class Status:
+    """The status of one primitive.
 
     Attributes:
-        kind: see the module's head.
-        reason: why it has no rule; empty where it has one or is structure.
-        row: what lists it in `NO_RULE` or `EXEMPT`.
+        kind: see the module docstring.
+        reason: why it has no rule; empty if it has one or is structure.
+        row: the key that lists it in `NO_RULE` or `EXEMPT`.
     """
 
-    kind: StandingKind
+    kind: StatusKind
     reason: str = ""
     row: str = ""
 
 
-def standing(primitive: Any) -> Standing | None:
-    """Where a primitive stands, None where nobody has said anything of it.
+def status(primitive: Any) -> Status | None:
+    """Returns the status of a primitive, None if nothing lists it.
 
     Example:
         >>> from jax import lax
         >>> standing(lax.dot_general_p).kind
         'rule'
     """
-    return standings([primitive])[primitive]
+    return statuses([primitive])[primitive]
 
 
-def standings(primitives: Iterable[Any]) -> dict[Any, Standing | None]:
-    """`standing` for many at once: where a primitive is at home is looked up in every module."""
-    wanted = list(primitives)
-    homes = _compat.homes(wanted)
-    return {primitive: _standing(primitive, homes[primitive]) for primitive in wanted}
+def statuses(primitives: Iterable[Any]) -> dict[Any, Status | None]:
+    """Returns `status` for many primitives with a single search for the modules that define them."""
+    listed = list(primitives)
+    modules = _compat.homes(listed)
+    return {primitive: _status(primitive, modules[primitive]) for primitive in listed}
 
 
-def _standing(primitive: Any, homes: set[str]) -> Standing | None:
+def _status(primitive: Any, modules: set[str]) -> Status | None:
     name = primitive.name
     if has_rule(primitive):
-        return Standing("rule")
+        return Status("rule")
     if name in STRUCTURE:
-        return Standing("structure")
+        return Status("structure")
     if name in NO_RULE:
-        return Standing("no rule", NO_RULE[name], name)
+        return Status("no rule", NO_RULE[name], name)
     if name in EXEMPT:
-        return Standing("exempt", EXEMPT[name], name)
-    rows = (row for row in EXEMPT if any(f"{home}.".startswith(f"{row}.") for home in homes))
+        return Status("exempt", EXEMPT[name], name)
+    rows = (row for row in EXEMPT if any(f"{module}.".startswith(f"{row}.") for module in modules))
     row = next(rows, None)
-    return None if row is None else Standing("exempt", EXEMPT[row], row)
+    return None if row is None else Status("exempt", EXEMPT[row], row)

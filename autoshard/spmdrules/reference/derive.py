@@ -1,16 +1,16 @@
-"""The rule of a function, derived from the primitives that it is made of.
+"""Derives the rule of a function from the primitives that it is made of.
 
-Dimensions of arguments and results that the primitives' rules join (`joint`) are one factor. Each factor is cut on a
-mesh axis by itself, what stands before it in a dimension being cut to the end, and a walk over the program sees what
-that asks for:
+Dimensions of arguments and results that the primitives' rules join (`ir.dimension_classes`) are one factor. Each factor
+is sharded alone over one mesh axis; factors major to it in a dimension are sharded fully over axes of their own. A walk
+over the program then shows what sharding the factor requires:
 
-    pass      nothing; results that have the factor are cut in the same way
-    reduce    nothing; results that lack it are partial
+    pass      nothing; results that have the factor are sharded in the same way
+    reduce    nothing; results that lack the factor are partial
     offset    nothing, but a shard needs to know where it starts (positions, random bits)
-    index     as pass and reduce; the factor is addressed by values on the way
-    inside    partial terms are reduced inside, nothing else moves, results that have the factor are cut
-    halo      neighbours would have to exchange borders, which no plan does yet
-    whole     something is gathered or moved from one dimension to another
+    index     as pass or reduce, but the factor is addressed by values inside the function
+    inside    partial terms are reduced inside, nothing else moves, and results that have the factor are sharded
+    halo      neighbouring shards would have to exchange borders, which no plan does yet
+    whole     something is gathered, or moved from one dimension to another
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from autoshard.spmdrules.ir.program import Program, build
 from autoshard.spmdrules.propagation.walk import Walk
 from autoshard.spmdrules.reference.derived_rule import KINDS, Derived, DerivedFactor, DerivedKind, has_factor
 
-Leaf = tuple[int, int]  # a node of the union-find, and which of its occurrences in one array
-Leaves = tuple[tuple[Leaf, ...], ...]  # of an array, by dimension, major to minor
+Leaf = tuple[int, int]  # a node of the union-find, and the number of its occurrence within one array
+Leaves = tuple[tuple[Leaf, ...], ...]  # the leaves of each dimension of an array, major to minor
 
 _AXIS = "cut"
 
 
 def derive(fn: Any, *args: Any) -> Derived:
-    """The rule of a function of arrays, from the primitives that it is made of.
+    """Derives the rule of a function of arrays from the primitives that it is made of.
 
     Args:
         fn: any traceable function.
-        *args: pytrees of arrays or `ShapeDtypeStruct`s; every leaf is an operand. Dimensions that have nothing to do
-            with each other stay apart, whatever their size.
+        *args: pytrees of arrays or `ShapeDtypeStruct`s; every leaf is an operand. Unrelated dimensions get separate
+            factors even if they have the same size.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,10 +57,11 @@ def derive(fn: Any, *args: Any) -> Derived:
 
 
 def derive_gradient(op: Operator) -> Derived:
-    """The rule of an operator's gradient: its arguments and the cotangents of its results, to their gradients.
+    """Derives the rule of an operator's gradient.
 
-    A cotangent has the dimensions of its result and a gradient those of its argument, even where the program itself
-    makes nothing of the argument but its shape.
+    Its operands are the arguments and the cotangents of the results, its results the gradients of the arguments. A
+    cotangent has the factors of its result, and a gradient those of its argument, even if the gradient uses only the
+    argument's shape.
 
     Args:
         op: an operator that has a gradient.
@@ -80,29 +81,32 @@ def derive_gradient(op: Operator) -> Derived:
 
 
 def _floats(op: Operator, args: Sequence[Any]) -> list[Any]:
-    """The results of an operator that have a gradient."""
+    """Returns the results of an operator that have a gradient."""
     results = jax.tree.leaves(op.fn(*args[: len(op.args)]))
     return [x for x in results if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
 
 
 @dataclass(eq=False)
-class _Watch(Walk):
-    """A walk that also notes which operation each reshard reduces by."""
+class _RecordingWalk(Walk):
+    """A walk that also records the operation that each reshard reduces by."""
 
     terms: list[str | None] = field(default_factory=list)
 
     def record(self, name: str, operand: int, value: int, target: Placement, times: float, eqn: Any) -> None:
-        """Notes every step that takes a value to `target`."""
-        held, known = dict(self.place(value).partial), len(self.reshards)
+        """Records every step that moves a value to `target`."""
+        held, known = dict(self.placement(value).partial), len(self.reshards)
         super().record(name, operand, value, target, times, eqn)
         self.terms += [held.get(step.axis) for step in self.reshards[known:]]
 
 
 class _Derivation:
-    """Of a closed jaxpr; its dimensions are joined by a program that may do more, and gives further results."""
+    """Derives the rule of a closed jaxpr.
+
+    `program` has the same inputs and first results, and may have further results; `joined` are its dimension classes.
+    """
 
     def __init__(self, closed: Any, program: Program, joined: DimensionClasses):
-        self.program = build(_compat.dce(closed))  # what nobody uses asks for nothing
+        self.program = build(_compat.dce(closed))  # unused code must not require anything
         self.joined = joined
         self.kinds = _kinds(program, joined)
         self.count = len(program.inputs)
@@ -112,10 +116,10 @@ class _Derivation:
         self.used = [v in used for v in self.program.inputs]
 
     def derived(self) -> Derived:
-        """The rule."""
+        """Returns the derived rule."""
         leaves = list(dict.fromkeys(leaf for array in self.arrays for dim in array for leaf in dim))
-        found = {leaf: self.judge(leaf) for leaf in leaves}
-        while pair := self.twins(found):
+        found = {leaf: self.classify(leaf) for leaf in leaves}
+        while pair := self.adjacent_pair(found):
             self.merge(found, *pair)
         self.simplify(found)
         names = {leaf: _letter(k) for k, leaf in enumerate(found)}
@@ -123,19 +127,19 @@ class _Derivation:
         factors = tuple(replace(f, name=names[leaf]) for leaf, f in found.items())
         return Derived(tuple(arrays[: self.count]), tuple(arrays[self.count :]), factors)
 
-    def judge(self, leaf: Leaf) -> DerivedFactor:
-        """What cutting a factor means: the better of letting results follow and of asking them to be cut as well."""
+    def classify(self, leaf: Leaf) -> DerivedFactor:
+        """Finds what sharding a factor means: the better of requesting sharded results and letting them follow."""
         size = self.joined.nodes.size[leaf[0]]
         plain = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.count))
         if plain.ways < 2:
             return plain
-        found = self.cut(leaf, plain, True)
+        found = self.shard(leaf, plain, True)
         if found.kind not in ("pass", "reduce"):
-            found = min(found, self.cut(leaf, plain, False), key=lambda f: KINDS.index(f.kind))
-        return replace(found, kind=self.said(leaf, found))
+            found = min(found, self.shard(leaf, plain, False), key=lambda f: KINDS.index(f.kind))
+        return replace(found, kind=self.refine_kind(leaf, found))
 
-    def said(self, leaf: Leaf, found: DerivedFactor) -> DerivedKind:
-        """The kind of a factor, more precise by the kinds that it has in the program's operators."""
+    def refine_kind(self, leaf: Leaf, found: DerivedFactor) -> DerivedKind:
+        """Refines the kind of a factor by the kinds that it has in the program's operators."""
         kinds = self.kinds.get(leaf[0], set())
         if found.kind == "whole" and "halo" in kinds and "whole" not in kinds:
             return "halo"
@@ -147,34 +151,41 @@ class _Derivation:
             return "index"
         return "offset" if found.kind == "pass" and "offset" in kinds else found.kind
 
-    def cut(self, leaf: Leaf, plain: DerivedFactor, asked: bool) -> DerivedFactor:
-        """What one walk sees, the factor cut in all arguments that have it."""
+    def shard(self, leaf: Leaf, plain: DerivedFactor, request_results: bool) -> DerivedFactor:
+        """Shards a factor in all arguments that have it, and classifies it by one walk.
+
+        Args:
+            leaf: the factor.
+            plain: the factor as `whole`.
+            request_results: whether results that have the factor are requested sharded.
+        """
         majors = self.majors(leaf)
         axes = {leaf: _AXIS} | {major: f"major{k}" for k, major in enumerate(majors)}
         mesh = {_AXIS: plain.ways} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
         specs = [_spec(array, axes) for array in self.arrays]
         inputs, results = specs[: self.count], specs[self.count :]
-        walk = _Watch(self.program, mesh, list(map(Placement, inputs)), set())
+        walk = _RecordingWalk(self.program, mesh, list(map(Placement, inputs)), set())
         has = [has_factor(array, leaf) for array in self.arrays]
-        ends = walk.run([spec if asked and h else None for spec, h in zip(results, has[self.count :], strict=True)])
-        follows = [end.spec == s for end, s, h in zip(ends, results, has[self.count :], strict=True) if h]
+        result_has = has[self.count :]
+        ends = walk.run([s if request_results and h else None for s, h in zip(results, result_has, strict=True)])
+        follows = [end.spec == s for end, s, h in zip(ends, results, result_has, strict=True) if h]
         given = any(h and used for h, used in zip(has, self.used, strict=False))
-        return _judged(plain, walk, ends, all(follows), given)
+        return _classified(plain, walk, ends, all(follows), given)
 
     def majors(self, leaf: Leaf) -> list[Leaf]:
-        """What stands before a factor in its dimensions: contiguous pieces of it exist only where that is cut up."""
+        """Returns the factors major to a factor, and those major to them; it can be sharded only if they are, fully."""
         found: dict[Leaf, None] = {}
-        open_ones = [leaf]
-        while open_ones:
-            wanted = open_ones.pop()
-            dims = [dim for array in self.arrays for dim in array if wanted in dim]
-            before = {other: None for dim in dims for other in dim[: dim.index(wanted)] if other != leaf}
-            open_ones += [other for other in before if other not in found]
+        pending = [leaf]
+        while pending:
+            minor = pending.pop()
+            dims = [dim for array in self.arrays for dim in array if minor in dim]
+            before = {other: None for dim in dims for other in dim[: dim.index(minor)] if other != leaf}
+            pending += [other for other in before if other not in found]
             found |= before
         return list(found)
 
-    def twins(self, found: Mapping[Leaf, DerivedFactor]) -> tuple[Leaf, Leaf] | None:
-        """Two factors that always stand side by side and mean the same, for all that anybody can see one factor."""
+    def adjacent_pair(self, found: Mapping[Leaf, DerivedFactor]) -> tuple[Leaf, Leaf] | None:
+        """Returns two factors that are always adjacent and have the same meaning: they can be one factor."""
         dims = [dim for array in self.arrays for dim in array]
         after: dict[Leaf, set[Leaf | None]] = {}
         before: dict[Leaf, set[Leaf | None]] = {}
@@ -192,12 +203,12 @@ class _Derivation:
         return None
 
     def merge(self, found: dict[Leaf, DerivedFactor], left: Leaf, right: Leaf) -> None:
-        """Makes two factors one."""
+        """Merges two factors into the left one."""
         found[left] = replace(found[left], size=found[left].size * found.pop(right).size)
         self.arrays = [tuple(tuple(leaf for leaf in dim if leaf != right) for dim in array) for array in self.arrays]
 
     def simplify(self, found: dict[Leaf, DerivedFactor]) -> None:
-        """Makes a dimension one factor if each of its parts is whole wherever it stands."""
+        """Merges the factors of a dimension into one if they are whole in every dimension that has them."""
         dims = [dim for array in self.arrays for dim in array]
         mixed = {leaf for dim in dims if any(found[leaf].kind != "whole" for leaf in dim) for leaf in dim}
         parts: dict[tuple[Leaf, ...], Leaf] = {
@@ -215,15 +226,17 @@ class _Derivation:
         found.update(left)
 
 
-def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Placement], follows: bool, given: bool) -> DerivedFactor:
-    """What a walk's reshards and the places of its results say of a cut.
+def _classified(
+    plain: DerivedFactor, walk: _RecordingWalk, ends: Sequence[Placement], follows: bool, given: bool
+) -> DerivedFactor:
+    """Classifies a factor by the reshards of a walk and the placements of its results.
 
     Args:
-        plain: the factor.
+        plain: the factor as `whole`.
         walk: the walk.
-        ends: where it leaves the results.
-        follows: whether the results that have the factor are cut.
-        given: whether an argument in use has it; if none does, a slice means that something is made whole first.
+        ends: the placements of the results.
+        follows: whether the results that have the factor are sharded.
+        given: whether a used argument has the factor; if none does, a slice means that the array was replicated first.
     """
     steps = list(zip(walk.reshards, walk.terms, strict=True))
     moved = [r for r, op in steps if op is None and (r.kind != "slice" or r.operator == "output" or not given)]
@@ -236,18 +249,18 @@ def _judged(plain: DerivedFactor, walk: _Watch, ends: Sequence[Placement], follo
 
 
 def _leaves(joined: DimensionClasses, value: int) -> Leaves:
-    """The leaves of a value's dimensions; one that it has twice becomes two, as a rule cannot cut both."""
-    seen: dict[int, int] = {}
+    """Returns the leaves of a value's dimensions; one that occurs twice becomes two, as a rule cannot shard both."""
+    occurrence: dict[int, int] = {}
 
     def number(node: int) -> Leaf:
-        seen[node] = seen.get(node, -1) + 1
-        return node, seen[node]
+        occurrence[node] = occurrence.get(node, -1) + 1
+        return node, occurrence[node]
 
     return tuple(tuple(map(number, joined.nodes.leaves(node))) for node in joined.dims[value])
 
 
 def _kinds(program: Program, joined: DimensionClasses) -> dict[int, set[str]]:
-    """For each leaf the kinds of the factors that it is in the program's operators."""
+    """Returns, for each leaf, the kinds that its factors have in the program's operators."""
     found: dict[int, set[str]] = {}
     for op, factors in zip(program.ops(), joined.factors, strict=True):
         for f in op.rule.factors if op.rule is not None else ():

@@ -13,10 +13,10 @@ class TableRow:
     """One primitive in the table of rules.
 
     Attributes:
-        primitive: its name.
-        family: the module that its rule stands in.
+        primitive: the primitive's name.
+        family: the module that defines its rule.
         text: the factor map of an example.
-        note: what it does.
+        note: what the primitive does.
     """
 
     primitive: str
@@ -26,7 +26,7 @@ class TableRow:
 
 
 def table() -> list[TableRow]:
-    """Every registered primitive with an example of its rule, by family and name.
+    """Returns every registered primitive with an example of its rule, sorted by family and name.
 
     Example:
         >>> next(row.text for row in table() if row.primitive == "dot_general")
@@ -42,7 +42,7 @@ def _rows() -> Iterator[TableRow]:
 
 
 def _documented(fn: RuleFn) -> tuple[str, str]:
-    """The factor map and the sentence that the first paragraph of a rule's docstring holds: ``map``: sentence."""
+    """Splits the first paragraph of a rule function's docstring, ``map``: sentence, into the map and the sentence."""
     head = " ".join((fn.__doc__ or "").strip().split("\n\n", 1)[0].split())
     _, marked, rest = head.partition("``")
     text, closed, note = rest.partition("``")

@@ -1,4 +1,4 @@
-"""Rules: the text form and what it refuses, sizes, shards, the registry, the table."""
+"""Rules: the text form and its errors, sizes, shards, the registry, the table."""
 
 import jax.numpy as jnp
 import pytest
@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from autoshard.spmdrules import Factor, Rule, RuleError, Shard, rule, rule_for, table
-from autoshard.spmdrules.core.registry import registered, replicated
+from autoshard.spmdrules.core.registry import registered, replicated_rule
 from autoshard.spmdrules.core.rule import REDUCTIONS
 from tests.spmdrules.rows import all_rows, f32
 
@@ -18,7 +18,7 @@ _KINDS = ["pass", "whole", "halo", "index", "offset", "reduce"]
 
 @st.composite
 def rules(draw):
-    """Any rule: compound dimensions, dimensions of one, scalars, operators without operands or results."""
+    """Any rule: compound dimensions, dimensions of size 1, scalars, operators without operands or results."""
     arrays = draw(st.lists(_arrays(), max_size=5))
     split = draw(st.integers(0, len(arrays)))
     used = dict.fromkeys(f for dims in arrays for dim in dims for f in dim)
@@ -47,9 +47,9 @@ def _arrays(draw):
 
 
 @given(rules())
-def test_parsing_is_the_inverse_of_printing(made):
-    assert Rule.parse(made.text) == made
-    assert str(made) == made.text
+def test_parsing_is_the_inverse_of_printing(drawn):
+    assert Rule.parse(drawn.text) == drawn
+    assert str(drawn) == drawn.text
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_the_documented_forms_are_printed_as_they_were_read(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a b", "write one '->'"),
-        ("a -> a -> a", "write one '->'"),
-        ("a, -> a", "an empty operand"),
+        ("a b", "write exactly one '->'"),
+        ("a -> a -> a", "write exactly one '->'"),
+        ("a, -> a", "an operand or result is empty"),
         ("a -> a; shrink a", "unknown clause 'shrink'"),
         ("a -> []; reduce a:mean", "unknown reduction 'mean'"),
         ("a -> a; whole a; index a", "two kinds"),
-        ("a -> a; whole b", "stands in no operand and no result"),
+        ("a -> a; whole b", "occurs in no operand and no result"),
         ("a a -> a", "names factor 'a' twice"),
         ("(a -> a", "."),
         ("a -> a; linear 1", "names operand 1"),
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_says_why(text, message):
         Rule.parse(text)
 
 
-def test_sizes_are_read_off_the_operands():
+def test_sizes_are_taken_from_the_operands():
     made = Rule.parse("b (h d) -> b h d; where h=4", f32(8, 12))
     assert {f.name: f.size for f in made.factors} == {"b": 8, "h": 4, "d": 3}
 
@@ -99,7 +99,7 @@ def test_sizes_are_read_off_the_operands():
     ("text", "shapes", "message"),
     [
         ("a b -> a", [(4,)], "2 dimensions"),
-        ("a -> a", [(4,), (4,)], "is for 1 operand, got 2"),
+        ("a -> a", [(4,), (4,)], "has 1 operand, but got 2"),
         ("a, a -> a", [(4,), (5,)], "size 5"),
         ("(a b) -> a b", [(12,)], "where a="),
         ("(a b) -> a b; where a=5", [(12,)], "size 12"),
@@ -132,7 +132,7 @@ def test_a_shard_knows_its_shape_and_where_it_starts():
 
 
 def test_a_primitive_is_registered_once():
-    with pytest.raises(RuleError, match="'add' has a rule already, autoshard.*add. It has one rule only"):
+    with pytest.raises(RuleError, match="'add' already has a rule, autoshard.*add. A primitive has only one rule"):
         rule(lax.add_p)(lambda x, y, **_: Rule.parse("a, a -> a"))
     with pytest.raises(TypeError, match="lax.add_p"):
         rule(jnp.add)(lambda x, y, **_: Rule.parse("a, a -> a"))  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_a_primitive_is_registered_once():
 
 def test_an_unknown_primitive_has_no_rule_and_is_replicated():
     assert rule_for(Primitive("nobody_knows"), (f32(4),), {}) is None
-    assert replicated((f32(4, 2),), (f32(4),)).text == "w0_0 w0_1 -> r0_0; whole w0_0 w0_1 r0_0"
+    assert replicated_rule((f32(4, 2),), (f32(4),)).text == "w0_0 w0_1 -> r0_0; whole w0_0 w0_1 r0_0"
 
 
 def test_every_rule_is_documented_by_its_map():
@@ -152,13 +152,13 @@ def test_every_rule_is_documented_by_its_map():
 
 def test_every_rule_function_documents_a_map_that_one_of_its_rows_has():
     documented = {row.primitive: row.text for row in table()}
-    wanted = {text: set() for text in documented.values()}
+    expected = {text: set() for text in documented.values()}
     for row in all_rows():
-        wanted[documented[row.primitive]].add(_in_short(row.expected))
-    unseen = {text: sorted(found) for text, found in wanted.items() if found and text not in found}
-    assert not unseen
+        expected[documented[row.primitive]].add(_in_short(row.expected))
+    without_row = {text: sorted(found) for text, found in expected.items() if found and text not in found}
+    assert not without_row
 
 
 def _in_short(text):
-    """Without what documentation leaves out: the sizes, and the dimension of an index vector."""
+    """Removes what the documentation leaves out: sizes, and the dimension of an index vector."""
     return text.partition("; where")[0].replace(", b 1 ->", ", b ->").replace(", n 1, ", ", n, ")

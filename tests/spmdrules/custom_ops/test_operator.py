@@ -24,7 +24,7 @@ from autoshard.spmdrules.propagation.propagate import propagate
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
-    """The operators of these tests are nobody else's."""
+    """Registers the operators of these tests in a copy of the registry."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 
@@ -37,7 +37,7 @@ def plain_norm(x, scale):
 
 
 def doubling(x, y):
-    """Two results, the second without the dimension that the first is cut over."""
+    """Two results, of which the second lacks the dimension that the first is sharded along."""
     return 2.0 * x, y * y
 
 
@@ -67,7 +67,7 @@ COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all
 
 
 def compiled(fn, *args):
-    """The compiled text of a function."""
+    """The HLO text of a compiled function."""
     return jax.jit(fn).lower(*args).compile().as_text() or ""
 
 
@@ -113,7 +113,7 @@ def test_derivatives_are_those_of_the_function():
     assert "norm" in [e.primitive.name for e in equations(jax.grad(loss(norm)), *args)]
 
 
-def test_whole_numbers_have_no_derivative():
+def test_integers_have_no_derivative():
     @operator("v d, b -> b d, b; whole v")
     def rows(table, tokens):
         return table[tokens], tokens + 1
@@ -140,7 +140,7 @@ def test_vmap_keeps_the_operator_and_gives_it_a_dimension():
     assert found.out_specs == P("a") and not found.reshards
 
 
-def test_batched_texts():
+def test_batched_text():
     assert batched_text("[] -> []", (True,)) == "b -> b"
     assert batched_text("b (h d) -> b h d; where h=4", (True,)) == "b0 b (h d) -> b0 b h d; where h=4"
 
@@ -168,7 +168,7 @@ def test_the_oracle_finds_a_wrong_declaration():
 
 
 @pytest.mark.parametrize("name", ["gather", "scatter_mine", "dynamic_slice"])
-def test_the_oracle_takes_no_operator_for_anothers_namesake(name):
+def test_an_operator_may_have_the_name_of_a_jax_primitive(name):
     def fn(x, i):
         return x * i
 
@@ -264,10 +264,10 @@ def test_a_pallas_kernel_runs_plain_and_on_shards(mesh8):
 
 
 def lapack_factor(x):
-    """A call of foreign code: LAPACK's Cholesky factors, shape (batch, n, n), and how each call ended."""
+    """An FFI call: the Cholesky factors by LAPACK, shape (batch, n, n), and the status of each call."""
     results = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
     factor, info = jax.ffi.ffi_call("lapack_spotrf_ffi", results)(x, uplo=np.uint8(ord("U")))
-    return jnp.tril(factor), info  # upper where columns stand first is lower where rows do
+    return jnp.tril(factor), info  # upper triangular in column-major order is lower triangular in row-major order
 
 
 def factor_gradient(x, cotangents):
@@ -281,7 +281,7 @@ def positive(n, size):
 
 def test_an_ffi_call_is_planned_and_runs_on_shards(mesh8):
     x = positive(8, 4)
-    expected = jnp.linalg.cholesky(x)  # also what registers LAPACK's calls
+    expected = jnp.linalg.cholesky(x)  # this also registers the FFI targets of LAPACK
     factor = operator("b i j -> b i j, b; whole i j", vjp=(lambda x: (factor(x), x), factor_gradient))(lapack_factor)
     close(factor(x)[0], expected)
     assert check_rule(factor, x) == []
@@ -309,7 +309,7 @@ def test_a_wrong_declaration_of_an_ffi_call_is_found():
     assert "test_operator.py" in finding.source and finding.source.endswith("(lapack_factor)")
 
 
-def test_lines_named_are_the_users():
+def test_source_lines_are_the_users():
     def model(x, scale):
         return norm(jnp.tanh(x), scale)
 
@@ -339,33 +339,33 @@ def test_an_operator_inside_the_users_own_shard_map(mesh8):
 @pytest.mark.parametrize(
     "text,args,message",
     [
-        ("b s -> b s", (jnp.ones(4),), "operand 0 is declared with 2 dimensions, the argument's shape is"),
-        ("b, b -> b", (jnp.ones(4),), "is for 2 operands, got 1"),
-        ("b -> b, b", (jnp.ones(4),), "the function returns 1 arrays, .b -> b, b. declares 2"),
-        ("b -> b 1", (jnp.ones(4),), r"result 0 has shape \(4,\), 'b -> b 1' makes it \(4, 1\)"),
-        ("b -> c", (jnp.ones(4),), "no operand in 'b -> c' has 'c'"),
+        ("b s -> b s", (jnp.ones(4),), "operand 0 is declared with 2 dimensions, but the argument has shape"),
+        ("b, b -> b", (jnp.ones(4),), "has 2 operands, but got 1"),
+        ("b -> b, b", (jnp.ones(4),), "'b -> b, b' declares 2 results, but the function returns 1"),
+        ("b -> b 1", (jnp.ones(4),), r"result 0 has shape \(4,\), but 'b -> b 1' declares \(4, 1\)"),
+        ("b -> c", (jnp.ones(4),), "result 0 in 'b -> c' has factor 'c', which no operand has"),
     ],
 )
-def test_a_declaration_that_does_not_fit_the_call_is_told(text, args, message):
+def test_a_declaration_that_does_not_fit_the_call_is_reported(text, args, message):
     with pytest.raises(RuleError, match=f"operator 'same'.*{message}"):
         operator(text, name="same")(lambda *xs: xs[0])(*args)
 
 
 @pytest.mark.parametrize("text", ["v d, b -> b d; index v", "b -> b; offset b", "b k -> b; reduce k:argmax"])
-def test_what_a_shard_could_only_do_if_it_knew_where_it_is_is_refused(text):
-    with pytest.raises(RuleError, match="cannot know where that starts. Say 'whole [vbk]'"):
+def test_factors_that_need_the_position_of_a_shard_are_rejected(text):
+    with pytest.raises(RuleError, match="does not know where the shard starts. Declare 'whole [vbk]'"):
         operator(text)
 
 
-def test_a_text_that_does_not_parse_is_told_at_once():
-    with pytest.raises(RuleError, match="write one '->'"):
+def test_a_text_that_does_not_parse_is_reported_at_once():
+    with pytest.raises(RuleError, match="write exactly one '->'"):
         operator("b s d")
 
 
-def test_specs_that_an_operator_cannot_take_are_told(mesh8):
+def test_specs_that_an_operator_cannot_take_are_reported(mesh8):
     args = normal(0, 4, 4, 8), normal(1, 8)
     (eqn,) = equations(norm_operator(), *args)
-    with pytest.raises(RuleError, match=r"operand 0 .* cannot be cut over 'model'.*needed whole"):
+    with pytest.raises(RuleError, match=r"operand 0 .* cannot be sharded over 'model'.*needs the dimension whole"):
         run_sharded(eqn.params, mesh8, (P(None, None, "model"), P()), (None,), *args)
 
 
@@ -385,8 +385,8 @@ def test_a_declared_cotangent_is_summed_over_shards_that_share_the_operand(mesh8
     close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*args), jax.grad(loss(lambda x, s: x * s), (0, 1))(*args))
 
 
-def test_what_an_operator_refuses_of_a_shard_stops_no_plan():
-    """Its function is traced on shards to be priced: candidates that it does not take leave others to be chosen."""
+def test_an_operator_that_rejects_some_shard_shapes_can_still_be_planned():
+    """The planner traces the function on shards to price it; candidates whose shapes it rejects are left out."""
 
     @operator("b d, d k, k d -> b d; whole d; reduce k", name="of_128_rows")
     def of_128_rows(x, up, down):
@@ -401,16 +401,16 @@ def test_what_an_operator_refuses_of_a_shard_stops_no_plan():
     assert len(made.candidates) > 1
 
 
-def test_tables_beside_an_operator_are_no_weights():
-    """Cosines and sines along a sequence: they share no dimension that is summed, and the sequence can be cut."""
+def test_tables_that_an_operator_reads_are_not_weights():
+    """Cosines and sines along a sequence share no contracted dimension, so the sequence can be sharded."""
 
-    @operator("b s h, s h, s h -> b s h; whole h", name="turned")
-    def turned(x, cos, sin):
+    @operator("b s h, s h, s h -> b s h; whole h", name="rotated")
+    def rotated(x, cos, sin):
         return x * cos + jnp.roll(x, 1, -1) * sin
 
     def step(params, x, cos, sin):
         def loss(params):
-            return jnp.mean((jnp.tanh(turned(x @ params["up"], cos, sin)) @ params["down"]) ** 2)
+            return jnp.mean((jnp.tanh(rotated(x @ params["up"], cos, sin)) @ params["down"]) ** 2)
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 

@@ -28,7 +28,7 @@ def _conv(groups=1, strides=(1, 1), padding: Any = "SAME", layout=("NHWC", "HWIO
 
 
 def _gradient(windows, strides):
-    """What is derived from the gradient of a convolution with windows that do not overlap."""
+    """The convolution in the gradient of a convolution with windows that do not overlap."""
     edges = [(window - 1, stride - 1) for window, stride in zip(windows, strides, strict=True)]
 
     def conv(x, kernel):
@@ -139,10 +139,10 @@ def test_expected_map(row):
     assert row.rule().text == row.expected
 
 
-def test_a_kernels_spatial_dimensions_are_cut_only_where_the_image_ends_with_them():
+def test_a_kernel_shards_a_spatial_dimension_only_by_the_major_factor_of_the_image():
     for row in ROWS:
         if row.primitive == "conv_general_dilated":
             rule, numbers = row.rule(), row.equation().params["dimension_numbers"]
             spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
-            cut = [(d, f) for d, k in spatial for f in rule.operands[1][k] if rule.factor(f).kind != "whole"]
-            assert all(f == rule.operands[0][d][0] for d, f in cut), row.id
+            shardable = [(d, f) for d, k in spatial for f in rule.operands[1][k] if rule.factor(f).kind != "whole"]
+            assert all(f == rule.operands[0][d][0] for d, f in shardable), row.id

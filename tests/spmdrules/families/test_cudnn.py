@@ -1,4 +1,4 @@
-"""The table of a vendor's kernels, which no CPU runs: their maps are tried on what they compute."""
+"""The table of cuDNN kernels, which no CPU can run: their maps are checked on JAX functions that compute the same."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from autoshard.sharding.program.flops import flops_of, inner_program
 from autoshard.spmdrules.families.cudnn import kernel_flops
 from tests.spmdrules.rows import Row, bind, f32, of
 
-_GPU = "it runs on NVIDIA's GPUs only"
+_GPU = "it runs on NVIDIA GPUs only"
 _NOTHING = of(jnp.int32, 0)
 _PLAIN = {"scale": 0.5, "layout": 0, "seed": 3, "dropout_rate": 0.0, "mask_type": 0, "sliding_window_length": None}
 _NARROW = {"scale": 0.5, "layout": 0, "use_causal_mask": False}
@@ -25,7 +25,7 @@ _QKV = "b t (h g) d, b s h d, b s h d1"
 
 
 def scores(q, k, bias):
-    """[batch, heads, queries, keys], and the queries as they are grouped."""
+    """The scaled scores, with the bias if there is one; shape (batch, heads, queries, keys)."""
     batch, length, _, depth = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, depth)
     found = jnp.einsum("bthgd,bshd->bhgts", grouped, k) * 0.5
@@ -34,7 +34,7 @@ def scores(q, k, bias):
 
 
 def attention(q, k, v, bias):
-    """What cuDNN's kernel computes: attention, and the logarithms of its rows' sums."""
+    """What cuDNN's kernel computes: attention, and the log-sum-exp of each row of scores."""
     found = scores(q, k, bias)
     grouped = jax.nn.softmax(found).reshape(q.shape[0], k.shape[2], -1, *found.shape[2:])
     out = jnp.einsum("bhgts,bshd->bthgd", grouped, v)
@@ -61,8 +61,8 @@ def narrow_forward(q, k, v, *scales):
 
 
 def narrow_backward(q, k, v, forward, cotangent, *others):
-    made = jax.vjp(lambda q, k, v: attention(q, k, v, jnp.zeros(0))[0], q, k, v)[1](cotangent)
-    return *made, *(jnp.max(jnp.abs(x)).reshape(1, 1, 1, 1) for x in (*made, scores(q, k, jnp.zeros(0))))
+    gradients = jax.vjp(lambda q, k, v: attention(q, k, v, jnp.zeros(0))[0], q, k, v)[1](cotangent)
+    return *gradients, *(jnp.max(jnp.abs(x)).reshape(1, 1, 1, 1) for x in (*gradients, scores(q, k, jnp.zeros(0))))
 
 
 def scaled(x, y, x_scale, y_scale):
@@ -78,7 +78,7 @@ def _forward_text(rows, clauses, bias="w", statistics=""):
     return f"{_QKV}, {bias}, {rows} -> b t (h g) d1{statistics}; {clauses}; where h=4 g=2"
 
 
-# Of each kernel: its name, its parameters, its operands, its map, what it computes, what sets it apart.
+# For each kernel: name, parameters, operands, map, a JAX function that computes the same (or None), note.
 KERNELS = [
     ("dot_product_attention_fwd", {**_PLAIN, "variadic_args": (True, False), "is_training": True},
      (Q, KV, KV, BIAS, *FLAT),
@@ -160,14 +160,14 @@ def test_the_map_holds_for_what_the_kernel_computes(kernel):
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_map_that_does_not_hold_is_found():
+def test_a_wrong_map_is_found():
     _, _, args, text, computes, _ = KERNELS[0]
-    cut = text.replace("whole t g d s d1", "whole t g d d1")
-    found = check_rule(operator(cut)(computes), *args, partitioner=False)
+    wrong = text.replace("whole t g d s d1", "whole t g d d1")
+    found = check_rule(operator(wrong)(computes), *args, partitioner=False)
     assert {f.factors[0] for f in found if f.kind == "wrong"} == {"s"}
 
 
-def test_the_work_of_a_kernel_is_that_of_what_it_computes():
+def test_kernel_flops_equal_those_of_the_jax_function():
     def counted(fn, *operands):
         program = inner_program(fn, tuple((a.shape, a.dtype) for a in operands))
         assert program is not None

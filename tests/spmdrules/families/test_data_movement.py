@@ -105,11 +105,11 @@ _SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=4)
 
 
 @given(_SIZES, st.randoms(use_true_random=False))
-def test_the_factors_of_two_shapes_multiply_to_both_and_stand_in_the_same_order(old, random):
+def test_common_factors_multiply_to_both_shapes_and_keep_their_order(old, random):
     primes = [p for n in old for p in {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 8: [2, 2, 2]}[n]]
     random.shuffle(primes)
-    cuts = sorted(random.choices(range(len(primes) + 1), k=2))
-    new = [math.prod(part) for part in (primes[: cuts[0]], primes[cuts[0] : cuts[1]], primes[cuts[1] :])]
+    low, high = sorted(random.choices(range(len(primes) + 1), k=2))
+    new = [math.prod(part) for part in (primes[:low], primes[low:high], primes[high:])]
     build = RuleBuilder()
     left, right = common_factors(build, old, new)
     for shape, dims in ((old, left), (new, right)):
@@ -119,13 +119,13 @@ def test_the_factors_of_two_shapes_multiply_to_both_and_stand_in_the_same_order(
 
 
 @pytest.mark.parametrize(("old", "new"), [((4, 8, 2), (32, 2)), ((64,), (4, 4, 4)), ((2, 8), (4, 4))])
-def test_shapes_with_nested_factors_have_nothing_whole(old, new):
+def test_shapes_with_nested_factors_have_no_whole_factor(old, new):
     build = RuleBuilder()
     common_factors(build, old, new)
     assert all(f.kind == "pass" for f in build.factors.values())
 
 
-def test_a_shard_of_every_merged_factor_is_where_a_reshape_puts_it():
+def test_merged_factors_are_where_reshape_puts_them():
     rule = Row("reshape", _reshape(8, 8), (f32(4, 16),), "", "").rule()
     assert [tuple(rule.factor(f).size for f in dim) for dim in rule.results[0]] == [(4, 2), (8,)]
     x = np.arange(64).reshape(4, 2, 8)

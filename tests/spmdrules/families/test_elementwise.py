@@ -17,7 +17,7 @@ X = f32(4, 8)
 INTS = of(jnp.int32, 4, 8)
 
 _EXTENDED = primal_tangent_dtype(jnp.float32, jnp.bfloat16)
-_NO_ARRAYS = "no array of such a type leaves a compiled program"
+_NO_ARRAYS = "no array of this type can leave a compiled program"
 _COMPILED_ONLY = "it exists in compiled programs only"
 
 _SAME = "a b -> a b"
@@ -49,7 +49,7 @@ _TOTAL_ORDER = ("eq_to", "lt_to", "le_to")
 
 
 def _real(x):
-    """The real part as a conversion; `astype` takes it by `real`, the gradient of a conversion to complex by this."""
+    """The real part by a conversion, as in the gradient of a conversion to complex; `astype` uses `real` instead."""
     return bind("convert_element_type")(x, new_dtype=np.dtype(np.float32), weak_type=False, sharding=None)
 
 
@@ -69,8 +69,8 @@ def _in_memory(x):
     return bind("with_memory_space_constraint")(x, memory_space=jax.memory.Space.Device)
 
 
-def _runs_by_itself(fn):
-    """Whether the installed JAX runs a function that is not compiled."""
+def _runs_uncompiled(fn):
+    """Whether the installed JAX can run a function without compiling it."""
     try:
         fn(jnp.zeros(4))
     except ValueError:
@@ -85,7 +85,7 @@ ROWS = [
     *(Row(name, bind(name), (X, X), _TWO) for name in _TOTAL_ORDER if exists(name)),
     *(Row("log2", lambda x: bind("log2")(x, accuracy=None), (X,), _SAME) for _ in range(exists("log2"))),
     *(Row("one_minus_square", bind("one_minus_square"), (X,), _SAME) for _ in range(exists("one_minus_square"))),
-    # In a type so narrow that the step to the next number is none of rounding.
+    # In bfloat16, in which the step to the next number is larger than a rounding error.
     Row("nextafter", lax.nextafter, (of(jnp.bfloat16, 4, 8), of(jnp.bfloat16, 4, 8)), _TWO),
     Row("not", lax.bitwise_not, (of(jnp.bool_, 4, 8),), _SAME),
     Row("clz", lax.clz, (INTS,), _SAME),
@@ -104,7 +104,7 @@ ROWS = [
     Row("name", lambda x: checkpoint_name(x, "kept"), (X,), _MOVED),
     Row("xla_metadata_value", lambda x: set_xla_metadata(x, note="kept"), (X,), _MOVED),
     Row("with_memory_space_constraint", _in_memory, (X,), _MOVED,
-        unchecked="" if _runs_by_itself(_in_memory) else _COMPILED_ONLY),
+        unchecked="" if _runs_uncompiled(_in_memory) else _COMPILED_ONLY),
     *(
         Row("relayout", lambda x: bind("relayout")(x, dst_layout=Layout((1, 0))), (X,), _MOVED,
             unchecked=_COMPILED_ONLY)

@@ -1,4 +1,4 @@
-"""The table of what a program says to its host and to its compiler."""
+"""The table of operators for the host or the compiler."""
 
 import jax
 import pytest

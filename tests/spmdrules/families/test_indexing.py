@@ -128,12 +128,12 @@ def test_expected_map(row):
     assert row.rule().text == row.expected
 
 
-def _pieces(row, operands, factor, count, cut):
-    """What each shard's body gives where `factor` is cut and only operand number `cut` has it, in dimension 0."""
+def _shard_results(row, operands, factor, count, sharded):
+    """Yields the result of each shard's body, with `factor` sharded; only operand `sharded` has it, in dimension 0."""
     rule = row.rule()
     assert rule.body is not None
     for i in range(count):
-        shards = [np.split(x, count)[i] if k == cut else x for k, x in enumerate(operands)]
+        shards = [np.split(x, count)[i] if k == sharded else x for k, x in enumerate(operands)]
         yield np.asarray(rule.body(Shard(rule, {factor: count}, {factor: i}), *shards))
 
 
@@ -141,10 +141,10 @@ def _pieces(row, operands, factor, count, cut):
 def test_positions_out_of_bounds_are_filled_or_clipped_once(mode):
     row = next(r for r in ROWS if r.primitive == "gather" and r.note == mode)
     x = np.arange(32, dtype=np.float32).reshape(8, 4) - 7.5
-    whole = row.fn(x, _OUTSIDE)
+    expected = row.fn(x, _OUTSIDE)
     positions = np.where(_OUTSIDE < 0, _OUTSIDE + 8, _OUTSIDE) if mode == "fill" else _OUTSIDE
-    parts = sum(_pieces(row, [x, positions[:, None]], "v", 4, 0))
-    np.testing.assert_array_equal(parts, whole)
+    found = sum(_shard_results(row, [x, positions[:, None]], "v", 4, 0))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("mode", ["drop", "clip"])
@@ -152,6 +152,6 @@ def test_updates_out_of_bounds_are_dropped_or_clipped(mode):
     row = next(r for r in ROWS if r.primitive == "scatter-add" and r.note == mode)
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     updates = np.arange(32, dtype=np.float32).reshape(8, 4) ** 2
-    positions = np.where(_OUTSIDE < 0, _OUTSIDE + 8, _OUTSIDE)  # as `at` counts from the end
-    parts = np.concatenate(list(_pieces(row, [x, positions[:, None], updates], "v", 2, 0)))
-    np.testing.assert_array_equal(parts, row.fn(jnp.asarray(x), _OUTSIDE, updates))
+    positions = np.where(_OUTSIDE < 0, _OUTSIDE + 8, _OUTSIDE)  # `at` counts negative ones from the end
+    found = np.concatenate(list(_shard_results(row, [x, positions[:, None], updates], "v", 2, 0)))
+    np.testing.assert_array_equal(found, row.fn(jnp.asarray(x), _OUTSIDE, updates))

@@ -1,4 +1,4 @@
-"""The table of rules that programs bring along."""
+"""The table of rules that the program itself specifies: `shard_map` and `custom_partitioning`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,17 @@ from autoshard import propagate
 from tests.spmdrules.rows import Row, f32
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
-_TALK = "its collectives need every shard"
-_ELSEWHERE = "its own mesh is not the one that the oracle cuts it over, so that shards move from device to device"
+_COLLECTIVES = "its collectives need every shard"
+_OTHER_MESH = "its own mesh differs from the oracle's, so shards move between devices"
 
 
 def _mapped(fn, in_specs, out_specs, **options):
     return jax.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-def _partitioned(fn, **said):
-    """A function that is cut as it comes, its sums over `k` made whole."""
-    made = custom_partitioning(fn)
+def _partitioned(fn, **options):
+    """A custom-partitioned function: it keeps the shardings of its operands, and sums over contracted dimensions."""
+    partitioned = custom_partitioning(fn)
 
     def partition(mesh, operands, result):
         specs = jax.tree.map(lambda x: x.sharding, operands)
@@ -34,8 +34,8 @@ def _partitioned(fn, **said):
 
         return mesh, on_shards, result.sharding, specs
 
-    made.def_partition(partition, **said)
-    return made
+    partitioned.def_partition(partition, **options)
+    return partitioned
 
 
 def _square(x):
@@ -43,7 +43,7 @@ def _square(x):
 
 
 def _whole(x):
-    """What no part of an array can tell."""
+    """A function whose every element depends on the whole array."""
     return x / jnp.sum(jnp.exp(x))
 
 
@@ -59,12 +59,12 @@ ROWS = [
     Row("shard_map", _mapped(lambda x, y: jnp.exp(_whole(x) @ _whole(y)), (P("i"), P(None, "j")), P("i", "j")),
         (f32(8, 4), f32(4, 6)),
         "(i w) w1, w2 (j w3) -> (i w4) (j w5); whole w w1 w2 w3 w4 w5; where i=2 w=4 j=2 w3=3 w4=4 w5=3",
-        "over two axes", unpartitioned=_ELSEWHERE),
+        "over two axes", unpartitioned=_OTHER_MESH),
     Row("shard_map", _mapped(_whole, P(("j", "i")), P(("j", "i"))), (f32(8),),
         "(j i w) -> (j i w1); whole w w1; where j=2 i=2 w=2 w1=2", "over two axes of one dimension",
-        unpartitioned=_ELSEWHERE),
+        unpartitioned=_OTHER_MESH),
     Row("shard_map", _mapped(lambda x: lax.psum(_whole(x).sum(0), "i"), P("i"), P()), (f32(8, 6),),
-        "(i w) w1 -> w2; whole w w1 w2; where i=2 w=4", "with a sum", unchecked=_TALK),
+        "(i w) w1 -> w2; whole w w1 w2; where i=2 w=4", "with a sum", unchecked=_COLLECTIVES),
     Row("custom_partitioning", _own, (f32(4, 8, 6),), "e0_0 e0_1 d -> e0_0 e0_1 d"),
     Row("custom_partitioning", _kept, (f32(4, 8),), "b d -> b d; whole d", "with a whole factor"),
     Row("custom_partitioning", _merged, (f32(4, 2, 6),), "a b d -> (a b) d; where a=4 b=2", "that merges"),
@@ -79,7 +79,7 @@ def test_expected_map(row):
     assert row.rule().text == row.expected
 
 
-def test_on_its_own_mesh_a_shard_map_is_where_its_specs_say():
+def test_on_its_own_mesh_a_shard_map_has_the_placements_of_its_specs():
     def fn(x, y):
         return _mapped(lambda x, y: lax.psum(jnp.tanh(x @ y), "j"), (P("i", "j"), P("j")), P("i"))(x, y) * 2
 
@@ -89,10 +89,10 @@ def test_on_its_own_mesh_a_shard_map_is_where_its_specs_say():
     assert [(r.operand, r.kind, r.axis) for r in found.reshards if r.kind != "slice"] == [(1, "all-gather", "i")]
     assert propagate(fn, *args, in_specs=None, mesh=MESH).in_specs == (P("i", "j"), P("j"))
     other = propagate(fn, *args, in_specs=(P("data"), P()), mesh={"data": 2, "model": 4})
-    assert other.out_specs == P("data") and not other.reshards  # its blocks along `i` may be anybody's
+    assert other.out_specs == P("data") and not other.reshards  # `i` is not an axis of this mesh
 
 
-def test_axes_that_a_shard_map_leaves_to_the_compiler_are_not_said_to_be_whole():
+def test_axes_that_a_shard_map_leaves_to_the_compiler_are_not_gathered():
     def fn(x):
         return _mapped(lambda x: lax.psum(x, "j"), P(None, "j"), P(), axis_names={"j"})(x)
 
@@ -100,5 +100,5 @@ def test_axes_that_a_shard_map_leaves_to_the_compiler_are_not_said_to_be_whole()
     assert "all-to-all" not in {r.kind for r in found.reshards} and not found.unknown
 
 
-def test_a_rule_that_cannot_be_read_is_replicated_not_refused():
+def test_a_rule_that_cannot_be_read_is_replicated():
     assert all(f.kind == "whole" for f in ROWS[-1].rule().factors)

@@ -9,7 +9,7 @@ from jax import lax
 from autoshard.spmdrules import Shard
 from tests.spmdrules.rows import Row, below, bind, exists, f32, keys
 
-_UNKNOWN = "it is made of mulhi, which XLA cannot read in a program for several devices"
+_MULHI = "it uses mulhi, which XLA cannot parse in a program for several devices"
 WORDS = below(1000, 8, dtype=np.uint32)
 
 
@@ -29,9 +29,9 @@ ROWS = [
     Row("threefry4x32", lambda *x: bind("threefry4x32")(*x), (WORDS,) * 8,
         "a, a, a, a, a, a, a, a -> a, a, a, a"),
     Row("philox2x32", lambda *x: bind("philox2x32")(*x), (WORDS,) * 3, "a, a, a -> a, a",
-        unpartitioned=_UNKNOWN),
+        unpartitioned=_MULHI),
     Row("philox4x32", lambda *x: bind("philox4x32")(*x), (np.uint32(3), np.uint32(5), *(WORDS,) * 4),
-        "[], [], a, a, a, a -> a, a, a, a", unpartitioned=_UNKNOWN),
+        "[], [], a, a, a, a -> a, a, a, a", unpartitioned=_MULHI),
     Row("random_clone", lambda k: jax.random.clone(k), (keys(4),), "a -> a"),
     Row("iota_2x32_shape", lambda: bind("iota_2x32_shape")(shape=(4, 8)), (), "-> a b, a b; offset a b"),
     Row("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (4, 8)), (below(1000, 4, dtype=np.uint32),),
@@ -46,11 +46,11 @@ def test_expected_map(row):
     assert row.rule().text == row.expected
 
 
-def test_a_shards_bits_are_those_of_the_whole():
+def test_a_shard_has_its_slice_of_the_global_bits():
     row = ROWS[0]
-    rule, whole = row.rule(), np.asarray(row.fn(keys()))
+    rule, expected = row.rule(), np.asarray(row.fn(keys()))
     assert rule.body is not None
     for i in range(2):
         for j in range(4):
             part = rule.body(Shard(rule, {"a": 2, "b": 4}, {"a": i, "b": j}), keys())
-            np.testing.assert_array_equal(part, whole[2 * i : 2 * i + 2, 2 * j : 2 * j + 2])
+            np.testing.assert_array_equal(part, expected[2 * i : 2 * i + 2, 2 * j : 2 * j + 2])

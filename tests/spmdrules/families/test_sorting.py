@@ -1,4 +1,4 @@
-"""The table of operators that order elements."""
+"""The table of operators that sort elements."""
 
 import jax.numpy as jnp
 import pytest

@@ -20,7 +20,7 @@ def _window(x, init, op, padding="SAME", size=3, stride=1):
 
 
 def _dilated(size, stride, padding):
-    """Windows over elements with as many zeros between them."""
+    """Sums of windows over elements with a zero between any two."""
     around = ((0, 0), padding, (0, 0))
     return lambda x: lax.reduce_window(
         x, 0.0, lax.add, (1, size, 1), (1, stride, 1), around, base_dilation=(1, 2, 1)
@@ -43,7 +43,7 @@ def _mixed(a, b):
 
 
 def _scattered(x, source, window=3):
-    """Each element of `source` goes to the smallest of its window, where they are folded."""
+    """Sends each element of `source` to the smallest element of its window, where they are combined by `_mixed`."""
     scalars = jnp.float32(0), jnp.float32(0)
     select, scatter = (_compat.open_jaxpr(jax.make_jaxpr(op)(*scalars)) for op in (lax.le, _mixed))
     low = (window - 1) // 2
@@ -94,7 +94,7 @@ def test_expected_map(row):
     [(8, 3, 1, (1, 1), 1, 1), (8, 2, 2, (0, 0), 1, 1), (7, 3, 2, (1, 0), 2, 2),
      (2, 5, 1, (0, 0), 1, 1), (0, 1, 1, (2, 2), 1, 1)],
 )  # fmt: skip
-def test_window_count_is_what_jax_counts(size, window, stride, padding, base, dilation):
+def test_window_count_agrees_with_jax(size, window, stride, padding, base, dilation):
     result = jax.eval_shape(
         lambda x: lax.reduce_window(x, 0.0, lax.add, (window,), (stride,), (padding,), (base,), (dilation,)),
         f32(size),

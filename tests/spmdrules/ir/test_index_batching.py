@@ -1,4 +1,4 @@
-"""Gathers and scatters that count along a position are batched ones: the same values, cut without communication."""
+"""Gathers and scatters whose index counts are rewritten to batched ones: same values, sharded without communication."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ def _scanned(x, i):
 
 @dataclass(frozen=True)
 class Indexing:
-    """Picks from `X` by `PICKED`.
+    """A function that indexes `X` by `PICKED`.
 
     Attributes:
-        note: what it shows.
+        note: what is particular about it.
         fn: takes `x` and the index.
-        batches: of each gather and scatter, which dimensions of its operand are batched and which of its positions.
+        batches: for each gather and scatter, the batching dimensions of its operand and of its indices.
     """
 
     note: str
@@ -97,7 +97,7 @@ def _operators(fn, *args):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.note.replace(" ", "_"))
-def test_what_counts_along_a_position_is_a_batch_of_it(case):
+def test_a_component_that_counts_becomes_a_batching_dimension(case):
     found = [op.eqn.params["dimension_numbers"] for op in _operators(case.fn, X, PICKED)]
     along = [getattr(n, "start_indices_batching_dims", None) or getattr(n, "scatter_indices_batching_dims", ())
              for n in found]  # fmt: skip
@@ -112,15 +112,15 @@ def test_values_are_kept(case):
 
 
 @pytest.mark.parametrize("case", COMMON, ids=lambda case: case.note.replace(" ", "_"))
-def test_a_cut_batch_moves_nothing(case):
-    made = plan(case.fn, X, PICKED, mesh={"data": 4}, fixed={"0": P("data"), "1": P("data")})
-    jitted = made.jit(jax.devices()[:4])
+def test_a_sharded_batch_moves_nothing(case):
+    planned = plan(case.fn, X, PICKED, mesh={"data": 4}, fixed={"0": P("data"), "1": P("data")})
+    jitted = planned.jit(jax.devices()[:4])
     np.testing.assert_allclose(jitted(X, PICKED), case.fn(jnp.asarray(X), PICKED), 1e-6)
     text = jitted.lower(X, PICKED).compile().as_text()
     assert not [m["op"] for m in _COLLECTIVE.finditer(text or "")]
 
 
-def test_promises_that_the_positions_keep_without_the_count():
+def test_which_promises_about_the_indices_still_hold():
     (op,) = _operators(lambda x, i: x.at[jnp.arange(BATCH), i].set(1.0, unique_indices=True, indices_are_sorted=True),
                        jnp.asarray(X), PICKED[:, 0])  # fmt: skip
     assert op.eqn.params["unique_indices"] and not op.eqn.params["indices_are_sorted"]

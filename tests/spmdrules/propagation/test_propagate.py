@@ -1,4 +1,4 @@
-"""Propagation is right where running a program as it says gives what the program gives."""
+"""Propagation is correct if running a program as it prescribes gives the program's results."""
 
 import re
 import time
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.core.placement import Placement, extend, from_partition_spec, meet, steps, to_partition_spec
-from autoshard.spmdrules.propagation.input_specs import InputFaults, place_of
+from autoshard.spmdrules.propagation.input_specs import InputErrors, placement_of
 from autoshard.spmdrules.propagation.propagate import Propagation, PropagationError, propagate
 from tests.spmdrules.simulate import simulate
 
@@ -92,7 +92,7 @@ def cross_entropy(logits, labels):
 
 
 def summed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradients of the sum of the squares of what `fn` gives, of every float argument."""
+    """The gradients, by every float argument, of the sum of the squares of the results of `fn`."""
 
     def gradients(*args):
         floats = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -104,7 +104,7 @@ def summed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, its arguments and shardings to try."""
+    """A function, its arguments, and the shardings of them to try."""
 
     fn: Callable[..., Any]
     args: tuple[jax.ShapeDtypeStruct, ...]
@@ -160,12 +160,12 @@ def compiled(fn: Callable[..., Any], found: Propagation, args: Any, mesh: jax.sh
 
 @pytest.mark.parametrize("name,k", [(n, k) for n, k in ALL if not n.startswith("branch")])
 def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
-    """Every reshard and partial in this run is one that the propagation says, or the values differ."""
+    """This run does only the reshards that the propagation found; if one were missing, the values would differ."""
     case = case_of(name)
     args = values(*case.args)
-    faults = InputFaults("test")
+    errors = InputErrors("test")
     specs = propagate(case.fn, *args, in_specs=case.specs[k], mesh=SMALL).in_specs
-    places = [place_of(s, None, a, SMALL, "", faults) for s, a in zip(specs, args, strict=True)]
+    places = [placement_of(s, None, a, SMALL, "", errors) for s, a in zip(specs, args, strict=True)]
     close(simulate(case.fn, args, places, SMALL), case.fn(*args))
 
 
@@ -183,7 +183,7 @@ def test_compiled_program_equals_one_device_and_is_free_where_nothing_is_recorde
 
 
 def test_some_cases_are_free_and_some_are_not(mesh8):
-    """The test above must not pass because it has nothing to count."""
+    """The test above must not pass merely because no case is free, or all are."""
     free = 0
     for name, k in ALL:
         case = case_of(name)
@@ -192,7 +192,7 @@ def test_some_cases_are_free_and_some_are_not(mesh8):
     assert 5 <= free <= len(ALL) - 5
 
 
-# -- results that can be read
+# -- results with known answers
 
 
 def test_row_parallel_matrix_product_is_partial():
@@ -203,12 +203,12 @@ def test_row_parallel_matrix_product_is_partial():
     assert found.in_specs == (P("data", "model"), P("model", None))
 
 
-def test_what_is_left_to_choose_follows_what_it_meets():
+def test_an_open_argument_follows_its_use():
     found = propagate(jnp.matmul, f32(8, 16), f32(16, 4), in_specs=(P("data", "model"), None), mesh=MESH)
     assert found.in_specs[1] == P("model")
 
 
-def test_what_is_left_to_choose_follows_the_results():
+def test_open_arguments_follow_the_results():
     found = propagate(mlp, f32(8, 8), f32(8, 16), f32(16, 8), in_specs=None, mesh=MESH, out_specs=P("data", "model"))
     assert found.in_specs == (P("data"), P(), P(None, "model"))
     assert found.reshards == ()
@@ -220,13 +220,13 @@ def test_replicated_is_not_a_choice():
     assert [(r.operator, r.kind, r.axis, r.bytes_moved) for r in found.reshards] == [("output", "slice", "data", 0)]
 
 
-def test_an_input_that_every_use_wants_more_sharded_is_shown_so():
+def test_an_input_that_every_use_needs_more_sharded_gets_that_spec():
     found = propagate(lambda x, b: x + b, f32(8, 8), f32(8, 8), in_specs=(P("data"), P()), mesh=MESH)
     assert found.in_specs == (P("data"), P("data"))
     assert [r.kind for r in found.reshards] == ["slice"]
 
 
-def test_an_input_that_every_use_gathers_is_shown_gathered():
+def test_an_input_that_every_use_gathers_gets_the_gathered_spec():
     found = propagate(lambda x: jnp.sort(x, 1), f32(8, 8), in_specs=P("data", "model"), mesh=MESH)
     assert found.in_specs == (P("data"),)
     assert [(r.kind, r.axis, r.bytes_moved) for r in found.reshards] == [("all-gather", "model", 8 * 8 * 4 / 8 * 3)]
@@ -264,7 +264,7 @@ def test_sums_pass_through_linear_operators_only():
     assert largest.out_partial == {} and [r.kind for r in largest.reshards] == ["all-reduce"]
 
 
-def test_a_partial_that_one_use_needs_whole_is_reduced_once():
+def test_a_partial_that_one_use_needs_reduced_is_reduced_once():
     def moments(g, m, v):
         return 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
 
@@ -286,7 +286,7 @@ def test_reductions_give_partials_of_their_kind():
     assert propagate(jnp.any, flags, in_specs=P("data"), mesh=MESH).out_partial == {"data": "or"}
 
 
-def test_positions_are_decided_at_once():
+def test_positions_are_reduced_at_once():
     found = propagate(lambda x: jnp.argmax(x, 1), f32(8, 8), in_specs=P(None, "model"), mesh=MESH)
     assert found.out_partial == {}
     assert [(r.operator, r.kind) for r in found.reshards] == [("argmax", "all-reduce")]
@@ -303,13 +303,13 @@ def test_the_larger_operand_keeps_the_order_of_its_axes():
     specs = (P(("data", "model")), P(("model", "data")))
     found = propagate(lambda x, y: x[:, None] * y, f32(8), f32(8, 64), in_specs=specs, mesh=MESH)
     assert found.out_specs == P(("model", "data")) and {r.operand for r in found.reshards} == {0}
-    turned = propagate(lambda x, y: y[:, None] * x, f32(8, 64), f32(8), in_specs=specs, mesh=MESH)
-    assert turned.out_specs == P(("data", "model")) and {(r.operator, r.kind) for r in turned.reshards} == {
+    swapped = propagate(lambda x, y: y[:, None] * x, f32(8, 64), f32(8), in_specs=specs, mesh=MESH)
+    assert swapped.out_specs == P(("data", "model")) and {(r.operator, r.kind) for r in swapped.reshards} == {
         ("mul", "collective-permute")
     }
 
 
-def test_compound_dimensions_are_cut_from_the_major_part():
+def test_compound_dimensions_are_sharded_from_the_major_factor():
     split = lambda x: x.reshape(8, 4, 2)  # noqa: E731
     inside = propagate(split, f32(8, 8), in_specs=P(None, ("model", "data")), mesh=MESH)
     assert (inside.out_specs, inside.reshards) == (P(None, "model", "data"), ())
@@ -327,7 +327,7 @@ def test_a_carry_is_a_fixed_point():
     assert [r.kind for r in found.reshards] == ["slice"]
 
 
-def test_a_sum_over_steps_stays_partial_to_its_end():
+def test_a_sum_over_iterations_stays_partial_to_its_end():
     def loss(w, xs):
         return lax.scan(lambda c, x: (c + jnp.tanh(x @ w).sum(), None), 0.0, xs)[0]
 
@@ -340,12 +340,12 @@ def test_the_leading_dimension_of_a_scan_is_gathered():
     assert [(r.operator, r.operand, r.kind) for r in found.reshards] == [("scan", 2, "all-gather")]
 
 
-def test_a_reshard_inside_a_loop_counts_its_steps():
+def test_a_reshard_inside_a_loop_counts_its_iterations():
     found = propagate(recurrence, f32(8, 8), f32(5, 8, 8), f32(8, 8), in_specs=(P(), P(), P("model")), mesh=MESH)
     assert {r.times for r in found.reshards if r.kind == "all-reduce"} == {5.0}
 
 
-def test_a_carry_that_a_step_leaves_partial_is_reduced_in_every_step():
+def test_a_carry_that_an_iteration_leaves_partial_is_reduced_in_every_iteration():
     fn = lambda c, xs, w: lax.scan(lambda c, x: (x @ w, None), c, xs)[0]  # noqa: E731
     specs = (P(), P(None, None, "data"), P("data"))
     found = propagate(fn, f32(8, 8), f32(5, 8, 16), f32(16, 8), in_specs=specs, mesh=MESH)
@@ -373,13 +373,13 @@ def test_branches_meet_where_it_costs_least():
         (lambda i, y: lax.cond(i > 0, lambda: -y, lambda: y) + 2 * y, [], {"data": "sum"}),
     ],
 )
-def test_what_one_branch_makes_whole_is_whole_in_that_branch_only(fn, moved, partial):
+def test_what_one_branch_reduces_is_reduced_in_that_branch_only(fn, moved, partial):
     found = propagate(fn, i32(), f32(8), in_specs=P(), in_partial=(None, {"data": "sum"}), mesh=MESH)
     assert [r.times for r in found.reshards] == moved and {r.kind for r in found.reshards} <= {"all-reduce"}
     assert found.out_partial == partial
 
 
-def test_branches_of_which_one_is_partial_meet_whole():
+def test_branches_of_which_one_is_partial_meet_reduced():
     fn = lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: y)  # noqa: E731
     args, specs = (i32(), f32(8, 16), f32(16, 8), f32(8, 8)), (P(), P(None, "data"), P("data"), P())
     found = propagate(fn, *args, in_specs=specs, mesh=MESH)
@@ -393,34 +393,34 @@ def test_branches_of_which_one_is_partial_meet_whole():
     assert zeros.out_partial == {"data": "sum"} and not zeros.reshards  # zeros are a partial sum already
 
 
-def test_partials_of_two_kinds_do_not_pass_together():
+def test_partials_of_two_operations_do_not_pass_together():
     join = lambda x, y: jnp.concatenate([x, y])  # noqa: E731
     args = {"in_specs": P(), "mesh": MESH}
     mixed = propagate(join, f32(8), f32(8), in_partial=({"data": "sum"}, {"data": "max"}), **args)
     assert mixed.out_partial == {} and [r.kind for r in mixed.reshards] == ["all-reduce"] * 2
     flags, bits = jax.ShapeDtypeStruct((8,), jnp.bool_), jax.ShapeDtypeStruct((8,), jnp.int32)
-    for op, kept in (("and", {"data": "and"}), ("or", {"data": "or"}), ("sum", {})):  # of copies `and` gives the same
+    for op, kept in (("and", {"data": "and"}), ("or", {"data": "or"}), ("sum", {})):  # `and` of copies is the copy
         found = propagate(jax.lax.select, flags, bits, bits, in_partial=(None, {"data": op}, None), **args)
         assert found.out_partial == kept
 
 
-def test_a_partial_is_made_whole_before_it_grows():
-    """Statistics of a batch norm are reduced, in both directions, not what they are broadcast to."""
+def test_a_partial_is_reduced_before_it_grows():
+    """The statistics of a batch norm are reduced, forwards and backwards, and not the larger arrays made of them."""
 
     def norm(x, scale):
         mean = x.mean(0)
         return (x - mean) * jax.lax.rsqrt(((x - mean) ** 2).mean(0) + 1e-5) * scale
 
-    def both(x, scale, wanted):
+    def both(x, scale, cotangent):
         y, back = jax.vjp(norm, x, scale)
-        return y, *back(wanted)
+        return y, *back(cotangent)
 
     found = propagate(both, f32(64, 8), f32(8), f32(64, 8), in_specs=(P("data"), P(), P("data")), mesh=MESH)
     assert found.out_specs == (P("data"), P("data"), P()) and found.out_partial == ({}, {}, {"data": "sum"})
     assert found.reshards and all(r.kind == "all-reduce" and r.bytes_moved <= 2 * 8 * 4 for r in found.reshards)
 
 
-def test_what_nobody_uses_asks_for_nothing():
+def test_unused_results_require_no_reshard():
     def fn(x):
         jnp.sort(x)
         return x + 1
@@ -429,7 +429,7 @@ def test_what_nobody_uses_asks_for_nothing():
     assert found.out_specs == P("data") and found.reshards == ()
 
 
-def test_a_partial_that_every_step_needs_whole_is_reduced_in_every_step():
+def test_a_partial_that_every_iteration_needs_reduced_is_reduced_in_every_iteration():
     def fn(x, terms):
         return lax.scan(lambda h, t: (jnp.tanh(h + t[:, None]), h.sum()), x, terms)
 
@@ -470,17 +470,17 @@ def test_a_reshard_names_the_line_of_the_user():
     assert str(found.reshards[0]).startswith("sort operand 0: ")
 
 
-# -- wrong use
+# -- errors
 
 
 @pytest.mark.parametrize(
     "given,message",
     [
-        ({"in_specs": P("data", None, "model")}, "argument 0 .*3 entries, the array has 2 dimensions"),
+        ({"in_specs": P("data", None, "model")}, "argument 0 .*3 entries, but the array has rank 2"),
         ({"in_specs": P("data", "data")}, "uses mesh axis 'data' twice"),
         ({"in_specs": P("expert")}, "no mesh axis 'expert'. The mesh has 'data', 'model'"),
-        ({"in_specs": P("data"), "in_partial": {"data": "sum"}}, "partial over 'data', which shards the same array"),
-        ({"in_specs": P(), "in_partial": {"data": "average"}}, "unknown reduction 'average'.*Known: sum, max"),
+        ({"in_specs": P("data"), "in_partial": {"data": "sum"}}, "both sharded and partial over 'data'"),
+        ({"in_specs": P(), "in_partial": {"data": "average"}}, "unknown reduction 'average'.*Known.*: sum, max"),
         ({"in_specs": (P(), P())}, "in_specs does not match the tree"),
         ({"in_specs": {"x": P()}}, "in_specs does not match the tree"),
         ({"in_specs": "data"}, "in_specs does not match the tree"),
@@ -491,29 +491,29 @@ def test_a_reshard_names_the_line_of_the_user():
         ({"in_specs": P(), "mesh": {"data": 0}}, "mesh must be axis names with sizes"),
     ],
 )
-def test_wrong_use_is_told(given, message):
+def test_bad_input_is_reported(given, message):
     with pytest.raises(PropagationError, match=message):
         propagate(jnp.sin, f32(8, 8), **{"mesh": MESH, **given})
 
 
-def test_all_faults_are_told_at_once():
-    with pytest.raises(PropagationError, match=r"(?s)propagate\(add\): 2 faults.*argument 0.*argument 1") as error:
+def test_all_errors_are_reported_at_once():
+    with pytest.raises(PropagationError, match=r"(?s)propagate\(add\): 2 errors.*argument 0.*argument 1") as error:
         propagate(jnp.add, f32(8), f32(8), in_specs=(P("data", "model"), P("x")), mesh=MESH)
     assert len(str(error.value).splitlines()) == 3
 
 
-# -- moves
+# -- placements
 
 
-def test_steps_end_where_they_should_and_count_bytes():
+def test_steps_have_the_expected_kinds_and_bytes():
     a_b = Placement((("data",), ("model",)))
     assert steps(a_b, Placement((("data",), ())), 800, MESH)[0].nbytes == 300
     swap = steps(Placement((("data",), ())), Placement(((), ("data",))), 800, MESH)
     assert [(s.kind, s.nbytes) for s in swap] == [("all-to-all", 200)]
     down = steps(Placement(((), ()), (("model", "sum"),)), Placement((("model",), ())), 800, MESH)
     assert [(s.kind, s.nbytes) for s in down] == [("reduce-scatter", 600)]
-    turned = steps(Placement((("data", "model"),)), Placement((("model", "data"),)), 800, MESH)
-    assert {s.kind for s in turned} == {"collective-permute"}
+    swapped = steps(Placement((("data", "model"),)), Placement((("model", "data"),)), 800, MESH)
+    assert {s.kind for s in swapped} == {"collective-permute"}
     assert meet([Placement(((),)), Placement((("data",),))], 8, MESH) == Placement((("data",),))
     partial = Placement(((),), (("data", "sum"),))
     assert (
@@ -521,7 +521,7 @@ def test_steps_end_where_they_should_and_count_bytes():
     )
 
 
-def test_a_place_is_extended_by_what_it_does_not_use():
+def test_a_spec_is_extended_by_unused_axes():
     spec = (("data",), ())
     assert extend(spec, ((), ("model",))) == (("data",), ("model",))
     assert extend(spec, (("data", "model"), ())) == (("data", "model"), ())
@@ -531,7 +531,7 @@ def test_a_place_is_extended_by_what_it_does_not_use():
 
 
 @given(st.lists(st.sampled_from(["data", "model", None]), min_size=2, max_size=2), st.booleans())
-def test_specs_are_read_back(axes, reverse):
+def test_specs_survive_conversion(axes, reverse):
     spec = tuple((a,) if a else () for a in axes)
     assert from_partition_spec(to_partition_spec(spec), 2) == spec
     both: Any = (("data", "model")[:: -1 if reverse else 1], ())
@@ -539,7 +539,7 @@ def test_specs_are_read_back(axes, reverse):
 
 
 def _places(rank: int) -> st.SearchStrategy[Placement]:
-    """Any place of an array of this rank on `SMALL`: each axis on a dimension, partial, or nowhere."""
+    """Any placement of an array of this rank on `SMALL`: each axis shards a dimension, is partial, or is unused."""
     where = st.sampled_from([*range(rank), "sum", None])
 
     def place(chosen: tuple[Any, Any]) -> Placement:
@@ -558,7 +558,7 @@ def _program(x, y, z):
 
 @given(_places(2), _places(2), _places(1))
 @settings(max_examples=40)
-def test_any_places_of_the_arguments_give_the_whole_result(x, y, z):
+def test_any_placement_of_the_arguments_gives_the_same_results(x, y, z):
     args = values(f32(8, 8), f32(8, 8), f32(8))
     close(simulate(_program, args, [x, y, z], SMALL), _program(*args))
 

@@ -1,4 +1,4 @@
-"""Rules of whole functions, derived from the primitives that they are made of."""
+"""Rules of functions, derived from the primitives that they are made of."""
 
 import jax
 import jax.numpy as jnp
@@ -58,20 +58,20 @@ FUNCTIONS = [
     ("attention", attention, (f32(4, 8, 16), f32(12, 8, 16), f32(12, 8, 20)),
      "a b c, d b c, d b e -> a b e; inside c d:max+sum"),
     ("vocabulary", cross_entropy, (f32(4, 8), LABELS), "a b, a -> a; inside b:max+sum"),
-    ("unlike reductions", extremes, (X,), "a b -> b, b, []; reduce b; reduce a:max[0] a:min[1] a:sum[2]"),
-    ("used inside and given", summed_twice, (X,), "a b -> a b, a; inside b"),
+    ("different reductions", extremes, (X,), "a b -> b, b, []; reduce b; reduce a:max[0] a:min[1] a:sum[2]"),
+    ("used inside and returned", summed_twice, (X,), "a b -> a b, a; inside b"),
     ("looked up", EMBEDDING.fn, EMBEDDING.args, "a b, c -> c b; index a"),
     ("positions", jnp.triu, (X,), "a b -> a b; offset a b"),
-    ("made", lambda x: jax.nn.one_hot(x, 8), (LABELS,), "a -> a b; offset b"),
+    ("created", lambda x: jax.nn.one_hot(x, 8), (LABELS,), "a -> a b; offset b"),
     ("merged", lambda x: x.reshape(4, -1), (CUBE,), "a b c -> a (b c); where b=8 c=16"),
-    ("side by side", lambda x: jnp.concatenate([x, x], 1), (X,), "a b -> a c; whole b c"),
+    ("concatenated", lambda x: jnp.concatenate([x, x], 1), (X,), "a b -> a c; whole b c"),
     ("sorted", jnp.sort, (X,), "a b -> a b; whole b"),
-    ("moved to and fro", lambda x: x + x.T, (f32(8, 8),), "a b -> a b; whole a b"),
+    ("added to its transpose", lambda x: x + x.T, (f32(8, 8),), "a b -> a b; whole a b"),
     ("twice in a result", lambda x: x @ x.T, (X,), "a b -> a c; reduce b; whole a c"),
-    ("parts in another order", lambda x: x.reshape(4, 6).T.reshape(24), (f32(24),), "a -> b; whole a b"),
+    ("factors in another order", lambda x: x.reshape(4, 6).T.reshape(24), (f32(24),), "a -> b; whole a b"),
     ("a tree", lambda tree: jax.tree.map(jnp.sin, tree), ({"a": X, "b": f32()},), "a b, [] -> a b, []"),
     ("steps", lambda x: lax.scan(lambda c, s: (c + s, c), jnp.zeros(8), x), (X,), "a b -> b, a b; whole a"),
-    ("nothing", lambda x: x * 2, (f32(1, 0),), "1 a -> 1 a; whole a"),
+    ("empty", lambda x: x * 2, (f32(1, 0),), "1 a -> 1 a; whole a"),
     ("odd", jnp.sin, (f32(9),), "a -> a"),
 ]  # fmt: skip
 
@@ -100,7 +100,7 @@ SIMPLE = [(fn, args, text) for _, fn, args, text in FUNCTIONS if "inside" not in
 
 
 @pytest.mark.parametrize(("fn", "args", "text"), SIMPLE, ids=[text for _, _, text in SIMPLE])
-def test_text_is_what_rule_reads(fn, args, text):
+def test_rule_parse_reads_the_text(fn, args, text):
     derived = derive(fn, *args)
     read = Rule.parse(text, *jax.tree.leaves(args))
     assert read.text == derived.rule.text == text
@@ -115,7 +115,7 @@ def test_text_is_what_rule_reads(fn, args, text):
         (lambda x: x + x.T, (f32(8, 8),)), (lambda x: jnp.concatenate([x, x], 1), (X,)),
     ],
 )  # fmt: skip
-def test_shards_of_the_whole_function_are_what_the_rule_says(fn, args):
+def test_the_oracle_confirms_derived_rules(fn, args):
     """The function becomes an opaque operator with the derived rule, and the oracle runs it on shards."""
     rule = derive(fn, *args).rule
     sizes = " ".join(f"{f.name}={f.size}" for f in rule.factors)
@@ -123,13 +123,13 @@ def test_shards_of_the_whole_function_are_what_the_rule_says(fn, args):
     assert [f for f in check_rule(opaque, *args, partitioner=False) if f.kind == "wrong"] == []
 
 
-def test_what_is_reduced_inside_cannot_be_cut_by_a_plain_rule():
+def test_a_factor_reduced_inside_is_whole_in_a_plain_rule():
     derived = derive(layer_norm, *NORM.args)
     assert [f.name for f in derived.cuttable] == ["a", "b", "c"]
     assert derived.rule.text == "a b c, c, c -> a b c; whole c"
 
 
-def test_factors_say_what_they_mean():
+def test_fields_of_derived_factors():
     assert derive(extremes, X).factors == (
         DerivedFactor("a", 4, "reduce", ("max", "min", "sum")),
         DerivedFactor("b", 8, "reduce", (None, None, "sum")),
@@ -138,7 +138,7 @@ def test_factors_say_what_they_mean():
     assert (merged.kind, merged.size, merged.because, merged.cuttable) == ("whole", 3, ("sort",), False)
 
 
-def test_unused_arguments_ask_for_nothing():
+def test_unused_arguments_require_nothing():
     assert derive(lambda x, y: (x, jnp.sort(y))[0], X, f32(4, 6)).text == "a b, c d -> a b"
 
 
@@ -151,8 +151,8 @@ def test_rows_of_an_operator():
     assert (forward.name, forward.gradient, gradient.name, gradient.gradient) == ("norm", "norm_grad", "norm_grad", "")
     assert isinstance(forward, OperatorRow) and forward.checked and isinstance(gradient.rule, Derived)
     (count,) = operator_rows("order", Operator("unique", lambda x: jnp.sort(x)[:4], (f32(8),), (), "no gradient"))
-    assert (count.gradient, count.note) == ("", "no gradient; nothing to cut: a whole for sort")
+    assert (count.gradient, count.note) == ("", "no gradient; nothing to cut: sort needs factor a whole")
 
 
-def test_why_nothing_can_be_cut():
+def test_why_nothing_can_be_sharded():
     assert why_nothing(derive(jnp.sin, f32())) == "nothing to cut: it has no dimensions"
