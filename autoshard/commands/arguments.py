@@ -13,10 +13,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises our error instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print, in our own words where we have some."""
-        from autoshard.train.config.command_line import in_our_words
+        """Raise argparse's message as a `ConfigError`, in plain words."""
+        from autoshard.train.config.command_line import plain_message
 
-        raise ConfigError(in_our_words(message))
+        raise ConfigError(plain_message(message))
 
 
 def parser(command: str, summary: str, example: str) -> Parser:

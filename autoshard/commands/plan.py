@@ -95,7 +95,9 @@ def plan_train_step(config: TrainConfig):
 
 
 def _run_named(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
+    from autoshard.train.config.old_names import current_options
+
+    given = _parser().parse_args(current_options(arguments))
     _check_files(given.json, given.html)
     settings = _by_name("--set", map(_setting, given.set))
     import jax
@@ -124,11 +126,11 @@ def _run_named(arguments: Sequence[str]) -> int:
     }
     chosen = {
         "remat": settings.get("remat") if given.remat is None else given.remat,
-        "accumulation": given.accumulation,
+        "microbatches": given.microbatches,
     }
     step, *shapes = workload_variants(work)
     if given.explain:
-        _check_asked(given.explain, partial(step, remat="none", accumulation=1), shapes, options["mesh"], given.plan)
+        _check_asked(given.explain, partial(step, remat="none", microbatches=1), shapes, options["mesh"], given.plan)
     plan = autoshard.plan(
         step,
         *shapes,
@@ -233,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--batch-size", type=int, help="rows of a batch")
     made.add_argument("--context", type=int, help="tokens in a row")
     made.add_argument(
-        "--accumulation", type=int, help="microbatches that a batch is processed in; default: the best of 1, 2, 4"
+        "--microbatches", type=int, help="microbatches that a batch is processed in; default: the best of 1, 2, 4"
     )
     made.add_argument(
         "--remat",

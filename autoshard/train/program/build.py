@@ -21,6 +21,7 @@ from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
+from autoshard.train.config.old_names import accepts_old_keywords
 from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec
@@ -90,39 +91,41 @@ def make_program_of(config: TrainConfig) -> Program:
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """The train step of a run."""
-    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
+    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.microbatches)
 
 
-def workload_step(work: Workload, accumulation: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
-    """The train step of a named workload, and the shapes of its state and of its batch.
+@accepts_old_keywords
+def workload_step(work: Workload, microbatches: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+    """Make the train step of a named workload, and the shapes of its state and of its batch.
 
     Args:
         work: The model and its batch.
-        accumulation: Microbatches that a batch is processed in.
+        microbatches: Microbatches per batch.
 
     Raises:
         ConfigError: The batch does not divide into them.
     """
-    if accumulation < 1 or work.batch_size % accumulation:
-        raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {accumulation} microbatches")
+    if microbatches < 1 or work.batch_size % microbatches:
+        raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {microbatches} microbatches")
     settings = OptimizerConfig()
     program = make_program(work.build, make_optimizer(settings, 1000))
-    step = make_train_step(program, learning_rate_schedule(settings, 1000), accumulation)
+    step = make_train_step(program, learning_rate_schedule(settings, 1000), microbatches)
     return step, program.abstract_state(), work.batch()
 
 
 def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:
-    """The same as one step with static keywords: `step(state, batch, *, remat, accumulation)`.
+    """Make a workload's step with static keywords, `step(state, batch, *, remat, microbatches)`, and its shapes.
 
-    Raises:
-        AutoshardError: A remat policy that the workload's model does not know, once it is asked for.
+    The step raises an `AutoshardError` if the workload's model does not know the remat policy.
     """
     steps: dict[Any, TrainStep] = {}
 
-    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
-        if (remat, accumulation) not in steps:
-            steps[remat, accumulation] = workload_step(work.with_(remat=remat), accumulation)[0]
-        return steps[remat, accumulation](state, batch)
+    # Plans saved before the rename have the variant `accumulation`, which the step also accepts.
+    @accepts_old_keywords
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
+        if (remat, microbatches) not in steps:
+            steps[remat, microbatches] = workload_step(work.with_(remat=remat), microbatches)[0]
+        return steps[remat, microbatches](state, batch)
 
     _, state, batch = workload_step(work)
     return train_step, state, batch
@@ -140,7 +143,7 @@ def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any
     """
     whole = isinstance(work.config, MoEConfig | WideResNetConfig) and not numerics
     parts = [n for n in MICROBATCHES if not work.batch_size % n]
-    return {"remat": list(REMATS), "accumulation": [1] if whole else parts}
+    return {"remat": list(REMATS), "microbatches": [1] if whole else parts}
 
 
 def layers_of(config: Any) -> int:

@@ -109,22 +109,22 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         raise ConfigError(f"--variants search knows the remat of the built-in model alone, not that of {config.model}")
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)
-    parts = {config.accumulation, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
+    parts = {config.microbatches, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
 
-    def varied(remat: str, accumulation: int) -> TrainConfig:
-        return replace(config, accumulation=accumulation, gpt=replace(config.gpt, remat=remat))
+    def varied(remat: str, microbatches: int) -> TrainConfig:
+        return replace(config, microbatches=microbatches, gpt=replace(config.gpt, remat=remat))
 
-    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
-        if (remat, accumulation) not in steps:
-            chosen = varied(remat, accumulation)
-            steps[remat, accumulation] = train_step_of(chosen, make_program_of(chosen))
-        return steps[remat, accumulation](state, batch)
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
+        if (remat, microbatches) not in steps:
+            chosen = varied(remat, microbatches)
+            steps[remat, microbatches] = train_step_of(chosen, make_program_of(chosen))
+        return steps[remat, microbatches](state, batch)
 
     plan = autoshard.plan(
         train_step,
         program.abstract_state(),
         batch_shapes(config.batch_size, config.gpt.context),
-        variants=search_of({"remat": REMATS, "accumulation": sorted(parts)}, config.gpt.layers),
+        variants=search_of({"remat": REMATS, "microbatches": sorted(parts)}, config.gpt.layers),
         donate_argnums=0,
         verify=verify,
         **plan_options(config),

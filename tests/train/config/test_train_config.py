@@ -1,4 +1,4 @@
-"""Where settings come from, and how mistakes in them are told."""
+"""Where settings come from, and how mistakes in them are reported."""
 
 import dataclasses
 import json
@@ -57,8 +57,8 @@ def test_presets_know_their_names(name: str) -> None:
         (["--memory-limit-bytes", "4GB"], "^--memory-limit-bytes is '4GB', it must be a whole number$"),
         (["--steps", "-1"], "steps is -1"),
         (["--gpt.heads", "3"], "width 128 is not a multiple of heads 3"),
-        (["--accumulation", "3"], "batch_size 64 does not divide"),
-        (["--allow-other-data"], "allow_other_data is for a run that goes on: give --resume"),
+        (["--microbatches", "3"], "batch_size 64 does not divide into 3 microbatches"),
+        (["--allow-other-data"], "allow_other_data is only for resumed runs: add --resume"),
         (["stray"], "stray"),
         (["--config", "nowhere.toml"], "'nowhere.toml' cannot be read"),
         (["--resume", "--run-dir", "nowhere"], "'nowhere' holds no run"),
@@ -72,12 +72,12 @@ def test_wrong_options_are_told_in_one_line(arguments: list[str], complaint: str
 
 def test_the_warm_up_of_a_preset_fits_a_shorter_run() -> None:
     with pytest.warns(
-        AutoshardWarning, match="warm-up of preset quick, 25 steps, does not fit a run of 20: it is 2 here"
+        AutoshardWarning, match="warm-up of preset quick is 25 steps, but the run has 20: it is shortened to 2. Set "
     ):
         short = parse("--steps", "20")
     assert short.optimizer == dataclasses.replace(PRESETS["quick"].optimizer, warmup_steps=2)
     assert learning_rate_schedule(short.optimizer, short.steps)(2) == pytest.approx(short.optimizer.learning_rate)
-    with pytest.warns(AutoshardWarning, match="it is 0 here"):
+    with pytest.warns(AutoshardWarning, match="it is shortened to 0"):
         assert parse("--steps", "4").optimizer.warmup_steps == 0
     assert parse("--steps", "26").optimizer.warmup_steps == 25 and parse("--steps", "0").optimizer.warmup_steps == 25
 
@@ -127,12 +127,12 @@ def test_what_is_trained_may_not_change_when_a_run_is_resumed() -> None:
     assert identity(longer) == identity(config)
     other = merge(config, {"seed": 1, "gpt": {"layers": 3}}, "here")
     assert differences(identity(config), identity(other)) == ["gpt.layers: 4, now 3", "seed: 0, now 1"]
-    trained = {"model", "data", "tokenizer", "batch_size", "accumulation", "seed", "freeze", "gpt"}
+    trained = {"model", "data", "tokenizer", "batch_size", "microbatches", "seed", "freeze", "gpt"}
     averaged = {"ema_decay", "ema_every", "ema_spike"}
     assert identity(config).keys() == trained | averaged | {"optimizer"}
 
 
 def test_a_sample_continues_something() -> None:
-    with pytest.raises(ConfigError, match="prompt is empty, and a sample continues it"):
+    with pytest.raises(ConfigError, match="prompt is empty, but a sample continues it"):
         TrainConfig(prompt="")
     assert TrainConfig(prompt="", sample_tokens=0).prompt == ""

@@ -65,7 +65,7 @@ def test_a_run_learns_and_leaves_everything_behind(make_config: MakeConfig, caps
 
 @pytest.mark.whole
 def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path: Path) -> None:
-    shape = dict(gpt=dict(width=32, heads=4, kv_heads=2, dropout=0.1), steps=3, accumulation=2)
+    shape = dict(gpt=dict(width=32, heads=4, kv_heads=2, dropout=0.1), steps=3, microbatches=2)
     runs = []
     for index, plan in enumerate(["fsdp:8", "dp:2 fsdp:2 tp:2", None]):
         mesh = "data=1" if plan is None else None

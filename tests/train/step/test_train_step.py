@@ -37,8 +37,8 @@ def batch() -> dict[str, jax.Array]:
     }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 8])
-def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_the_gradient_is_that_of_the_token_weighted_mean(microbatches: int) -> None:
     program = gpt()
     state = jax.jit(program.create_state)(jax.random.key(0))
 
@@ -48,7 +48,7 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> N
         return total / weight
 
     loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(state.params)
-    after, metrics = jax.jit(make_train_step(program, RATE, accumulation))(state, batch())
+    after, metrics = jax.jit(make_train_step(program, RATE, microbatches))(state, batch())
     found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with rate 1
     error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
     assert error < 1e-5 * optax.tree.norm(gradient)
@@ -57,25 +57,25 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> N
     assert metrics["weight"] == batch()["mask"].sum() and int(after.step) == 1
 
 
-def test_accumulation_keeps_the_numerics_strict(strict_numerics: None) -> None:
+def test_microbatches_keep_the_numerics_strict(strict_numerics: None) -> None:
     """Our own part of the step mixes no dtypes and no ranks; SGD's part does not either."""
     program = gpt()
     jax.eval_shape(make_train_step(program, RATE, 2), program.abstract_state(), batch())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
 def test_dropout_is_the_same_on_every_mesh_and_another_at_every_step(
-    accumulation: int, mesh_of: Callable[..., Mesh]
+    microbatches: int, mesh_of: Callable[..., Mesh]
 ) -> None:
     program = gpt(dropout=0.3)
     state = jax.jit(program.create_state)(jax.random.key(0))
-    step = make_train_step(program, RATE, accumulation)
+    step = make_train_step(program, RATE, microbatches)
     alone = jax.jit(step)(state, batch())[1]["loss"]
     spread = NamedSharding(mesh_of(data=4, model=2), PartitionSpec("data", "model"))
     sharded = jax.jit(step)(state, jax.device_put(batch(), spread))[1]["loss"]
     np.testing.assert_allclose(sharded, alone, rtol=1e-5)
     later = jax.jit(step)(replace(state, step=state.step + 1), batch())[1]["loss"]
-    plain = jax.jit(make_train_step(gpt(), RATE, accumulation))(state, batch())[1]["loss"]
+    plain = jax.jit(make_train_step(gpt(), RATE, microbatches))(state, batch())[1]["loss"]
     assert len({float(alone), float(later), float(plain)}) == 3
 
 
