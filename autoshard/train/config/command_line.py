@@ -101,7 +101,7 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
     if known.resume:
-        run_dir = known.run_dir or run_directory.newest(known.preset or "*")
+        run_dir = known.run_dir or run_directory.newest_run_dir(known.preset or "*")
         base = preset(known.preset) if known.preset else from_dict(run_directory.read_config(run_dir), str(run_dir))
         base = dataclasses.replace(base, run_dir=run_dir)
     else:
