@@ -1,7 +1,7 @@
-"""Settings, keywords and options that were renamed: the old names still work, with a warning.
+"""Accept the old names of renamed settings, keywords and options, with a warning.
 
-Python keywords and attributes raise a `DeprecationWarning`, which is for programmers. Options and config files raise a
-`FutureWarning`, which Python shows to everybody.
+Old Python keywords and attributes give a `DeprecationWarning`, which is meant for developers. Old options and keys of
+config files give a `FutureWarning`, which is meant for users and is shown by default.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def accepts_old_keywords(function: Callable[P, R]) -> Callable[P, R]:
 def accepts_old_fields(cls: C) -> C:
     """Decorate a dataclass, above `@dataclass`, so that it may be made with the old names of its fields.
 
-    Where both names are given, the old one counts: `dataclasses.replace(config, old=value)` passes the current field
-    too. Subclasses that are dataclasses themselves do not inherit this.
+    If both names are given, the old one takes precedence, because `dataclasses.replace(config, old=value)` also passes
+    the current field. Subclasses that are dataclasses themselves do not inherit the decorator.
     """
     original = cls.__init__
 
@@ -57,7 +57,7 @@ def accepts_old_fields(cls: C) -> C:
 
 
 def _current_keywords(owner: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call under their current names; an old name replaces the value of the current one."""
+    """Return the keywords of a call by their current names. A value given by the old name takes precedence."""
     found = dict(keywords)
     for old in CURRENT_NAMES.keys() & found.keys():
         current = CURRENT_NAMES[old]
@@ -68,7 +68,7 @@ def _current_keywords(owner: str, keywords: Mapping[str, Any]) -> dict[str, Any]
 
 
 def current_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The settings of a file under their current names.
+    """Return the settings of a file by their current names.
 
     Args:
         settings: Setting to value.
@@ -89,7 +89,7 @@ def current_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def current_options(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with old options under their current names; what follows `--` stays.
+    """Replace old option names in command-line arguments by the current ones. Arguments after `--` stay as they are.
 
     Raises:
         ConfigError: Both names of an option are given.
@@ -109,7 +109,7 @@ def current_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _option_names(arguments: Sequence[str]) -> Iterator[str]:
-    """For each argument before `--` the name of its option as a setting; "" for values."""
+    """Yield, for each argument before `--`, its option's name as a setting, or "" for a value."""
     for argument in arguments:
         if argument == "--":
             return

@@ -106,13 +106,13 @@ def write_inference(folder: Path, config: TrainConfig, program: Program) -> None
     """
     try:
         if config.tokenizer is not None:
-            _put(folder / TOKENIZER, config.tokenizer.read_bytes())
-        _put(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
+            _write_if_changed(folder / TOKENIZER, config.tokenizer.read_bytes())
+        _write_if_changed(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be written: {error}") from error
 
 
-def _put(file: Path, content: bytes) -> None:
+def _write_if_changed(file: Path, content: bytes) -> None:
     if file.exists() and file.read_bytes() == content:
         return
     draft = file.with_name(f".{file.name}.{os.getpid()}")

@@ -170,7 +170,7 @@ def search_of(
     """
     names = list(variants)
 
-    def following(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    def next_variants(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
         if not attempts:
             return [dict(zip(names, values, strict=True)) for values in itertools.product(*variants.values())]
         known = {tuple(each.keywords[name] for name in names): each for each in attempts}
@@ -179,26 +179,26 @@ def search_of(
         for values in itertools.product(*(variants[name] for name in rest)):
             others = dict(zip(rest, values, strict=True))
 
-            def of(remat: str, others: dict[str, Any] = others) -> Attempt | None:
+            def attempt_with(remat: str, others: dict[str, Any] = others) -> Attempt | None:
                 return known.get(tuple({**others, "remat": remat}[name] for name in names))
 
-            remat = _mixed(of, [r for r in REMATS if r in variants["remat"]], layers)
+            remat = _mixed(attempt_with, [r for r in REMATS if r in variants["remat"]], layers)
             found += [{**others, "remat": remat}] if remat else []
         return found
 
-    return following if "remat" in names else lambda attempts: [] if attempts else following(attempts)
+    return next_variants if "remat" in names else lambda attempts: [] if attempts else next_variants(attempts)
 
 
-def _mixed(of: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
-    """Return the next mix to try of a policy that does not fit and the stricter one that does; None if there is none.
+def _mixed(attempt_with: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
+    """Return the next mix to try, of a policy that does not fit and the next stricter one, which fits; None if none.
 
     Args:
-        of: The attempt with a remat policy and the other keywords as they are; None if it was not tried.
+        attempt_with: Returns the attempt with a given remat policy and fixed other keywords; None if it was not tried.
         remats: Policies, the lightest first.
         layers: Number of layers.
     """
     for light, strict in itertools.pairwise(remats):
-        lighter, stricter = of(light), of(strict)
+        lighter, stricter = attempt_with(light), attempt_with(strict)
         if lighter is None or stricter is None or lighter.fits or not stricter.fits:
             continue
         if math.isinf(lighter.peak_memory_bytes):
@@ -210,7 +210,7 @@ def _mixed(of: Callable[[str], Attempt | None], remats: Sequence[str], layers: i
         for count, period in MIXED_REMAT:
             mixed = ",".join([light] * count + [strict] * (period - count))
             if layers > period and not layers % period and count <= room * period:
-                found = of(mixed)
+                found = attempt_with(mixed)
                 if found is None or found.fits:
                     return mixed if found is None else None
     return None

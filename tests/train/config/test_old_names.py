@@ -103,7 +103,11 @@ def test_the_old_keyword_of_a_function_works(make: Callable[..., Any]) -> None:
 
 
 def test_a_keyword_without_an_old_name_is_passed_on() -> None:
-    assert accepts_old_keywords(lambda *args, **options: (args, options))(1, steps=2) == ((1,), {"steps": 2})
+    @accepts_old_keywords
+    def function(steps: int, *, seed: int) -> tuple[int, int]:
+        return steps, seed
+
+    assert function(3, seed=4) == (3, 4)
 
 
 def test_a_saved_plan_with_the_old_variant_is_read_and_bound() -> None:
