@@ -82,5 +82,5 @@ def spec_text(spec: Any) -> str:
 
 
 def variant_text(variant: Mapping[str, Any]) -> str:
-    """Formats a variant: `remat=dots, accumulation=2`."""
+    """Formats a variant: `remat=dots, microbatches=2`."""
     return ", ".join(f"{name}={value}" for name, value in variant.items())

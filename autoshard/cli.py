@@ -1,4 +1,4 @@
-"""The `autoshard` command. JAX is imported by the subcommand that needs it, so that help is instant."""
+"""The `autoshard` command. Only the subcommands that need JAX import it, so that help is instant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autoshard.errors import AutoshardError
 COMMANDS = {
     "train": "train a model on text, under a plan",
     "plan": "show the plan of a train step, for this machine or another",
-    "rules": "list what is known about each operator",
-    "ckpt": "look at checkpoints, compare, copy, remove and export them",
+    "rules": "list the sharding rule of each operator",
+    "ckpt": "inspect, compare, copy, remove and export checkpoints",
     "generate": "sample text from a trained model",
     "bench": "time a train step under its plan against hand-written jax.jit",
 }
@@ -26,7 +26,7 @@ commands:
 {chr(10).join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())}
 
 options:
-  -h, --help  show this help, or that of a command
+  -h, --help  show this help; after a command, the command's help
   --version   show the version
 
 example:
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows the program's name; those of this process where None.
+        arguments: The arguments after the program's name. None takes those of this process.
 
     Returns:
-        The exit code: 0, 2 where the command was used wrongly or on something that cannot be used.
+        The exit code: the command's own; 2 for an unknown command, wrong arguments or unusable input; 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"autoshard: error: unknown command {name!r}: known are {known}", file=sys.stderr)
+        print(f"autoshard: error: unknown command {name!r}. The commands are: {known}", file=sys.stderr)
         return 2
     return _run(name, rest)
 
@@ -68,13 +68,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"autoshard {name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, closed the pipe
         sys.stderr.close()
         return 0
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    """A warning as one line; where in our code it was raised is nothing to a user of the command."""
+    """Print a warning as one line, without its source line, which does not help a user of the command."""
     print(f"autoshard: {category.__name__}: {message}", file=sys.stderr)
 
 

@@ -125,7 +125,7 @@ def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
         return
     style, parts = next(s for s in styles(case) if s.name == winner.style), winner.microbatches
     lighter = REMATS[: REMATS.index(winner.remat)][-1:]
-    search = search_of({"remat": [*lighter, winner.remat], "accumulation": [parts]}, layers_of(case.work.config))
+    search = search_of({"remat": [*lighter, winner.remat], "microbatches": [parts]}, layers_of(case.work.config))
     attempts: list[Attempt] = []
     for choice in itertools.chain.from_iterable(variant_rounds(search, attempts)):
         if clock.over:
@@ -181,7 +181,7 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
     for choice, _, _, peak in variants:
         most = max(asked.over) * limit
         if peak <= most:
-            how = choice["remat"], choice["accumulation"]
+            how = choice["remat"], choice["microbatches"]
             made = planned(case, *how, limit_bytes=None if peak <= limit else most)
             found += [(c, *how) for c in [c for c in made.candidates if c[2] <= limit][:CANDIDATES]]
             beyond += [(time_us, held, (words, time_us, held), *how) for words, time_us, held in made.candidates]

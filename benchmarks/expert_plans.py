@@ -49,7 +49,7 @@ class Case:
     def variants(self) -> list[tuple[str, int]]:
         """Remat policies and microbatches that are tried: the same for the expert and the planner."""
         found = variants_of(self.work)
-        return [(remat, parts) for remat in found["remat"] for parts in found["accumulation"]]
+        return [(remat, parts) for remat in found["remat"] for parts in found["microbatches"]]
 
     def variant(self, remat: str) -> Workload:
         """The workload under a remat policy."""

@@ -1,4 +1,4 @@
-"""The command line: help without a device, one line for each mistake."""
+"""The command line: help needs no device, and each mistake is reported in one line."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ def test_help_is_instant_and_needs_no_device(run_python) -> None:
     start = time.process_time()
     found = run_python(
         "import sys, time; from autoshard.cli import main; assert main(['--help']) == 0\n"
-        "assert not {'jax', 'flax', 'numpy'} & set(sys.modules), 'something heavy was imported'\n"
+        "assert not {'jax', 'flax', 'numpy'} & set(sys.modules), 'help imported a heavy package'\n"
         "assert time.process_time() < 1.5"
     )
     assert found.returncode == 0, found.stderr
@@ -49,9 +49,9 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian': known are train, plan"),
+        (["trian"], "unknown command 'trian'. The commands are: train, plan"),
         (["train", "--preset", "quik"], "did you mean quick"),
         (["train", "--stps", "3"], "did you mean --steps"),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' does not exist"),
@@ -68,7 +68,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         ),
         (["rules", "--coverage", "json:loads"], "'loads' cannot be called without arguments: TypeError"),
         (["rules", "--coverage", "time:time"], "'time' returns float; it should return (fn, args)"),
-        (["rules", "--coverage", "time:time", "exp"], "--coverage goes alone"),
+        (["rules", "--coverage", "time:time", "exp"], "--coverage cannot be combined with a name"),
         (["ckpt", "ls", "nowhere"], "'nowhere' holds no checkpoints: there is no such folder"),
         (["ckpt"], "ACTION"),
         (["generate"], "run_dir"),
@@ -89,7 +89,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["plan", "--optimizer.learning-rate", "nan"], "learning_rate is nan, it must be at least 0 and finite"),
         (["plan", "--json", "no/such/plan.json"], "--json 'no/such/plan.json' cannot be written: No such file"),
         (["plan", "gpt-tiny", "--html", "."], "--html '.' cannot be written: Is a directory"),
-        (["plan", "gpt-tiny", "--html", "-"], "a page goes to a file, such as plan.html"),
+        (["plan", "gpt-tiny", "--html", "-"], "a page cannot be printed. Name a file, such as plan.html"),
         (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4, it must be at least 1"),
         (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc', it must be a whole number"),
         (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True, it must be a whole number"),
@@ -109,12 +109,12 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
     ],
 )
 def test_mistakes_are_one_line_and_code_2(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("autoshard") and complaint in error and len(error.splitlines()) == 1
+    assert error.startswith("autoshard") and message in error and len(error.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -125,33 +125,39 @@ def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ("--explain 0/params/embd", "no input or result is called '0/params/embd'. Similar paths: "),
         ("--explain 1/loss=tp", "'1/loss' is a result, which cannot be fixed"),
-        ("--explain embed=-,model", "no plan has a mesh axis 'model'; axes are called dp, zero1, fsdp, cp, ep, tp"),
-        ("--plan model=tp:8 --explain embed=-,modle", "no plan has a mesh axis 'modle'; axes are called dp, "),
+        (
+            "--explain embed=-,model",
+            "no plan has a mesh axis 'model'; without --mesh, axes are named dp, zero1, fsdp, cp, ep, tp",
+        ),
+        (
+            "--plan model=tp:8 --explain embed=-,modle",
+            "no plan has a mesh axis 'modle'; without --mesh, axes are named dp, ",
+        ),
         ("--mesh data=8 --explain embed=-,tp", "'embed=-,tp': no plan has a mesh axis 'tp'; --mesh has data"),
     ],
 )
-def test_what_cannot_be_explained_is_told_before_the_search(
-    options: str, complaint: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_explained_is_reported_before_the_search(
+    options: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autoshard.plan", None)
     assert main(["plan", "gpt-tiny", "--target", "cpu:8", *options.split()]) == 2
     error = capsys.readouterr().err
-    assert complaint in error and len(error.splitlines()) == 1
+    assert message in error and len(error.splitlines()) == 1
 
 
-def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(tmp_path: Path) -> None:
-    there, absent = tmp_path / "there", tmp_path / "absent"
-    there.write_text("kept")
-    check_writable("--json", there)
+def test_checking_that_a_file_can_be_written_does_not_change_it(tmp_path: Path) -> None:
+    present, absent = tmp_path / "present", tmp_path / "absent"
+    present.write_text("kept")
+    check_writable("--json", present)
     check_writable("--json", absent)
-    assert there.read_text() == "kept" and not absent.exists()
+    assert present.read_text() == "kept" and not absent.exists()
 
 
-def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture) -> None:
+def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture) -> None:
     assert main([]) == 2
     assert "usage: autoshard" in capsys.readouterr().out
 
@@ -163,8 +169,8 @@ def test_rules_are_a_table(capsys: pytest.CaptureFixture) -> None:
 
 def test_rules_of_named_operators(capsys: pytest.CaptureFixture) -> None:
     assert main(["rules", "--operators", "rms_norm"]) == 0
-    told = capsys.readouterr().out
-    assert "rms_norm_grad" in told and "gradients" in told and "dot_general" not in told
+    output = capsys.readouterr().out
+    assert "rms_norm_grad" in output and "gradients" in output and "dot_general" not in output
     assert main(["rules", "--json", "rms_norm"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["operators"]}
     assert rows["rms_norm"]["rule"] == "a b c, c -> a b c; inside c" and rows["rms_norm"]["gradient"] == "rms_norm_grad"
@@ -206,15 +212,13 @@ def test_rules_coverage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["rules", "--coverage", "covered_example:covered"]) == 0
     assert "each with a rule" in capsys.readouterr().out
     assert main(["rules", "--coverage", "covered_example:uncovered"]) == 1
-    told = capsys.readouterr().out
-    assert "1 without a rule" in told and "pure_callback: runs Python" in told and "covered_example.py:5" in told
+    output = capsys.readouterr().out
+    assert "1 without a rule" in output and "pure_callback: runs Python" in output and "covered_example.py:5" in output
     assert main(["rules", "--coverage", "covered_example:untraceable"]) == 2
     assert "cannot be traced: TypeError" in capsys.readouterr().err
 
 
-def test_an_interrupted_command_has_the_code_of_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_ctrl_c_ends_a_command_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def interrupted(arguments: list[str]) -> int:
         raise KeyboardInterrupt
 
@@ -222,7 +226,7 @@ def test_an_interrupted_command_has_the_code_of_one(
     assert main(["rules"]) == 130 and capsys.readouterr().err == "autoshard rules: interrupted\n"
 
 
-def test_damage_is_told_by_name_and_code(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_damage_is_reported_by_leaf_and_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write_config(tmp_path, {})
     with Checkpointer(tmp_path / CHECKPOINTS) as checkpoints:
         for step in (1, 2):
@@ -245,35 +249,35 @@ def test_a_run_of_truncated_checkpoints_is_one_line(tmp_path: Path) -> None:
     for file in (tmp_path / CHECKPOINTS).rglob("*"):
         if file.is_file() and file.stat().st_size > 200:
             os.truncate(file, 100)
-    # In a process of its own: what libraries log goes to its standard error.
+    # In a child process, so that what libraries log is in its standard error.
     found = run("ckpt", "describe", str(tmp_path))
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1, found.stderr
     assert "step 2 in" in found.stderr and "is damaged" in found.stderr
 
 
-def test_every_option_of_generate_is_heard(
+def test_every_option_of_generate_is_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    heard: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
-    def write(prompt: str, tokens: int, **options: Any) -> tuple[str, str]:
-        heard.update(prompt=prompt, tokens=tokens, **options)
+    def generate(prompt: str, tokens: int, **options: Any) -> tuple[str, str]:
+        received.update(prompt=prompt, tokens=tokens, **options)
         return "once upon", "the plan"
 
-    def open_writer(folder: Path, step: int | None, *, use_ema: bool | None) -> Any:
-        heard.update(folder=folder, step=step, use_ema=use_ema)
-        return SimpleNamespace(write=write)
+    def open_generator(folder: Path, step: int | None, *, use_ema: bool | None) -> Any:
+        received.update(folder=folder, step=step, use_ema=use_ema)
+        return SimpleNamespace(generate=generate)
 
-    monkeypatch.setattr("autoshard.train.inference.exported_model.open_writer", open_writer)
+    monkeypatch.setattr("autoshard.train.inference.exported_model.open_generator", open_generator)
     options = "--prompt once --tokens 3 --temperature 0.5 --top-k 4 --seed 5 --step 6 --no-use-ema --show-plan".split()
     assert main(["generate", str(tmp_path), *options]) == 0 and capsys.readouterr().out == "the plan\nonce upon\n"
-    assert heard == dict(
+    assert received == dict(
         folder=tmp_path, step=6, prompt="once", tokens=3, temperature=0.5, top_k=4, seed=5, use_ema=False
     )
 
 
 def test_a_run_from_the_command_line(tmp_path: Path) -> None:
-    """Train on as many virtual devices as asked for, look at what there is, generate, resume on fewer."""
+    """Train on virtual devices, resume on fewer, verify the checkpoints and generate text."""
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 100)
     folder = str(tmp_path / "run")
@@ -321,7 +325,7 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
         ("gpt-tiny --target v5pp:4x4x4", "Did you mean 'v5p:...'"),
         ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer' (did you mean layers"),
         ("gpt-tiny --set layers", "such as layers=4"),
-        ("gpt-tiny --accumulation 3", "a batch of 16 does not divide into 3 microbatches"),
+        ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),
         ("gpt-tiny --verify -1", "verify is -1"),
     ],
 )

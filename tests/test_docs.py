@@ -1,4 +1,4 @@
-"""What the documentation shows runs: the README's examples, and every docstring's."""
+"""The examples in the README and in docstrings run, and links between documents are valid."""
 
 import doctest
 import importlib
@@ -33,7 +33,7 @@ def test_docstring_examples_run(module):
     assert outcome.failed == 0
 
 
-def test_links_between_documents_lead_somewhere():
+def test_links_between_documents_are_valid():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     broken = [
         f"{page.name}: {target}"

@@ -1,4 +1,4 @@
-"""The wheel holds exactly the package and runs where nothing else is; the lock holds all that is needed."""
+"""The wheel contains exactly the package and runs on its own; the lock file pins every requirement."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a command that has to succeed and returns what it printed; what lies on our own path is not on its."""
+    """Run a command that must succeed, without our PYTHONPATH, and return its standard output."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, f"{' '.join(map(str, command))}\n{ran.stdout}\n{ran.stderr}"
@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel built from this tree."""
+    """The wheel built from this source tree."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
     (built,) = folder.glob("*.whl")
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def empty_environment(folder: Path) -> Path:
-    """Makes a virtual environment with pip and nothing else; returns its interpreter."""
+    """Make a virtual environment with pip and nothing else, and return its interpreter."""
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 
@@ -49,7 +49,7 @@ def pip_install(python: Path, *what: str | Path, cwd: Path) -> None:
 
 
 def locked(python_version: str) -> dict[str, str]:
-    """The lock as one Python version reads it, `{canonical name: version}`."""
+    """The pins of the lock file that apply to a Python version, `{canonical name: version}`."""
     environment = {name: str(value) for name, value in default_environment().items()}
     environment["python_version"] = python_version
     pinned: dict[str, str] = {}
@@ -64,7 +64,7 @@ def locked(python_version: str) -> dict[str, str]:
 
 
 def direct_requirements() -> list[Requirement]:
-    """What pyproject.toml asks for: to build, to run, to test."""
+    """The requirements in pyproject.toml, including the `dev` extra."""
     texts = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
     return [Requirement(text) for text in texts]
 
@@ -84,21 +84,21 @@ def test_wheel_holds_exactly_the_package(wheel):
 
 @pytest.mark.whole
 def test_wheel_runs_outside_the_repository(wheel, tmp_path):
-    """The wheel in an environment of its own, its dependencies those of this one."""
+    """The wheel is installed in a new environment that uses this environment's dependencies."""
     python = empty_environment(tmp_path / "venv")
     pip_install(python, "--no-deps", wheel, cwd=tmp_path)
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     here = metadata.distribution("jax").locate_file("")
     (Path(site) / "dependencies.pth").write_text(f"{here}\n")
-    said = run(tmp_path / "venv/bin/autoshard", "--help", cwd=tmp_path)
-    assert all(command in said for command in ("train", "plan", "rules", "ckpt", "generate", "bench"))
+    output = run(tmp_path / "venv/bin/autoshard", "--help", cwd=tmp_path)
+    assert all(command in output for command in ("train", "plan", "rules", "ckpt", "generate", "bench"))
     where = run(python, "-c", "import autoshard; print(autoshard.__file__)", cwd=tmp_path).strip()
     assert where.startswith(site)
 
 
 @pytest.mark.slow
 def test_wheel_installs_and_runs_in_an_empty_environment(wheel, tmp_path):
-    """Every module is importable with the declared dependencies alone, nothing of the `dev` extra."""
+    """Every module can be imported with only the declared dependencies, without the `dev` extra."""
     python = empty_environment(tmp_path / "venv")
     pip_install(python, "-c", LOCK, wheel, cwd=tmp_path)
     assert "train" in run(tmp_path / "venv/bin/autoshard", "--help", cwd=tmp_path)
@@ -120,7 +120,7 @@ def test_lock_is_names_and_versions_only():
 
 
 @pytest.mark.parametrize("python_version", PYTHONS)
-def test_lock_pins_what_the_project_asks_for(python_version):
+def test_lock_pins_the_direct_requirements(python_version):
     pinned = locked(python_version)
     problems = []
     for requirement in direct_requirements():
@@ -130,8 +130,8 @@ def test_lock_pins_what_the_project_asks_for(python_version):
     assert problems == []
 
 
-def test_lock_pins_what_those_need_in_turn():
-    """Walks the installed packages from the direct requirements down."""
+def test_lock_pins_the_transitive_requirements():
+    """Walk the installed packages, starting at the direct requirements."""
     pinned = locked(f"{sys.version_info.major}.{sys.version_info.minor}")
     waiting, seen, missing = direct_requirements(), set(), set()
     while waiting:
@@ -145,7 +145,7 @@ def test_lock_pins_what_those_need_in_turn():
         try:
             needs = metadata.requires(requirement.name) or []
         except metadata.PackageNotFoundError:
-            continue  # of another platform, or of an extra that is not installed here
+            continue  # for another platform, or for an extra that is not installed here
         extras = requirement.extras or {""}
         for text in needs:
             need = Requirement(text)

@@ -1,1 +1,1 @@
-"""The subcommands of `autoshard`, one file each: `run(arguments) -> exit code`."""
+"""The subcommands of `autoshard`, one module each with a function `run(arguments) -> exit code`."""

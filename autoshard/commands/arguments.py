@@ -1,4 +1,4 @@
-"""What the argument parsers of subcommands have in common."""
+"""Argument parsing that the subcommands share."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from autoshard.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises our error instead of printing usage and exiting."""
+    """An argument parser that raises `ConfigError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print, in our own words where we have some."""
-        from autoshard.train.config.command_line import in_our_words
+        """Raise argparse's message as a `ConfigError`, in plain words."""
+        from autoshard.train.config.command_line import plain_message
 
-        raise ConfigError(in_our_words(message))
+        raise ConfigError(plain_message(message))
 
 
 def parser(command: str, summary: str, example: str) -> Parser:
-    """A parser for a subcommand, whose help ends with an example."""
+    """Make the parser of a subcommand; its help ends with an example."""
     return Parser(
         prog=f"autoshard {command}",
         description=summary,
@@ -31,22 +31,22 @@ def parser(command: str, summary: str, example: str) -> Parser:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Checks, before the work, that what an option names can be written; the file is left as it is.
+    """Check that an option's output file can be written, before the work starts. The file is not changed.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: The file cannot be written.
     """
     try:
-        if path is None or (path.exists() and not (path.is_file() or path.is_dir())):  # pipes and devices are not tried
+        if path is None or (path.exists() and not (path.is_file() or path.is_dir())):  # skip pipes and devices
             return
-        there = path.exists()
+        existed = path.exists()
         path.open("ab").close()
-        if not there:
+        if not existed:
             path.unlink()
-    except (OSError, ValueError) as error:  # a zero byte in a name is a ValueError
+    except (OSError, ValueError) as error:  # a null byte in a name raises ValueError
         raise cannot_write(option, path, error) from error
 
 
 def cannot_write(option: str, path: Path | None, error: Exception) -> ConfigError:
-    """The error of an option whose file cannot be written."""
+    """Make the error for an option whose file cannot be written."""
     return ConfigError(f"{option} {str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}")

@@ -12,32 +12,34 @@ from autoshard.errors import ConfigError
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Sample; see `autoshard generate --help`."""
+    """Sample text; see `autoshard generate --help`."""
     options = parser(
         "generate",
-        "Sample text from the newest checkpoint of a run, on the devices that are here. The folder of its checkpoints "
-        "alone will do: inference.json in it says what the model is.",
+        "Sample text from the newest checkpoint of a run, on the attached devices. The folder of checkpoints alone is "
+        "enough: its inference.json describes the model.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
     options.add_argument("run_dir", type=Path, help="folder of the run, or of its checkpoints")
     options.add_argument("--prompt", default="\n", help="text to continue")
-    options.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default: 200)")
-    options.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's, 0.8)")
-    options.add_argument("--top-k", type=int, help="choose among so many likeliest tokens")
-    options.add_argument("--seed", type=int, default=0, help="decides the choices (default: 0)")
-    options.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
+    options.add_argument("--tokens", type=int, default=200, help="number of tokens to add (default: 200)")
+    options.add_argument(
+        "--temperature", type=float, help="0 always takes the most likely token (default: the model's, 0.8)"
+    )
+    options.add_argument("--top-k", type=int, help="sample from this many of the most likely tokens")
+    options.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    options.add_argument("--step", type=int, help="step of the checkpoint to load (default: the newest)")
     options.add_argument(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
-        help="take the moving average of the parameters (default: where the run evaluated it)",
+        help="use the moving average of the parameters (default: as the run's evaluation did)",
     )
-    options.add_argument("--show-plan", action="store_true", help="print the plan, too")
+    options.add_argument("--show-plan", action="store_true", help="also print the plan")
     given = options.parse_args(arguments)
     _check(given.tokens, given.temperature, given.top_k)
-    from autoshard.train.inference.exported_model import open_writer
+    from autoshard.train.inference.exported_model import open_generator
 
-    writer = open_writer(given.run_dir, given.step, use_ema=given.use_ema)
-    text, plan = writer.write(
+    generator = open_generator(given.run_dir, given.step, use_ema=given.use_ema)
+    text, plan = generator.generate(
         given.prompt, given.tokens, seed=given.seed, temperature=given.temperature, top_k=given.top_k
     )
     if given.show_plan:
@@ -47,13 +49,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(tokens: int, temperature: float | None, top_k: int | None) -> None:
-    """Refuse numbers that cannot be used, all at once, before anything is read."""
+    """Refuse invalid numbers, all in one error, before anything is read."""
     problems = []
     if tokens < 0:
         problems.append(f"--tokens is {tokens}, it must not be negative")
     if temperature is not None and not 0 <= temperature < math.inf:
         problems.append(f"--temperature is {temperature}, it must be at least 0 and finite")
     if top_k is not None and top_k < 1:
-        problems.append(f"--top-k is {top_k}, it must be at least 1: leave it out to choose among all tokens")
+        problems.append(f"--top-k is {top_k}, it must be at least 1: leave it out to sample from all tokens")
     if problems:
         raise ConfigError("; ".join(problems))

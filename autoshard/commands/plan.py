@@ -17,31 +17,31 @@ from autoshard.commands.settings import read_settings
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config.train_config import TrainConfig
 
-_DESCRIPTION = """Show the plan of a train step: of a named model, or of the one that `autoshard train` would run
-with the same options.
+_DESCRIPTION = """Show the plan of a train step: that of a named model, or the one that `autoshard train` runs with the
+same options.
 
 example: autoshard plan llama2-7b --target v5p:4x4x4 --batch-size 128 --context 2048 --verify
          autoshard plan --preset gpt2-small --target v5e:4x4 --json plan.json
 
-No array is made and no data is read; with --target or --mesh the machine need not be there. `autoshard plan MODEL
---help` lists the options of named models."""
+No array is allocated and no data is read. With --target or --mesh the machine need not be attached.
+`autoshard plan MODEL --help` lists the options for named models."""
 
 
 @shown
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(TrainConfig):
-    """The settings of a run, and where its plan is written."""
+    """The settings of a run, and the output files of its plan."""
 
     json: Path | None = None
-    """File to write the plan to, as JSON; - prints it instead of the table."""
+    """Write the plan as JSON to this file; - prints JSON instead of the table."""
     html: Path | None = None
-    """File to write the plan to, as a page."""
+    """Write the plan as an HTML page to this file."""
     verify: int = 0
-    """Plans to compile for the target, the best of which is shown with what the compiler made of it."""
+    """Number of best plans to compile for the target. The best is shown with the compiler's findings."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Plan; see `autoshard plan --help`."""
+    """Plan a train step; see `autoshard plan --help`."""
     if arguments and not arguments[0].startswith("-"):
         return _run_named(arguments)
     config = read_settings(arguments, PlanCommand, "plan", _DESCRIPTION)
@@ -50,13 +50,23 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def show(plan: Any, json_path: Path | None, html_path: Path | None, explain: Sequence[str] = ()) -> int:
-    """Print a plan and write its files; 1 where what the compiler made of it is not what the plan says."""
+    """Print a plan and write its files.
+
+    Args:
+        plan: the plan.
+        json_path: file for JSON, `-` for standard output.
+        html_path: file for the HTML page.
+        explain: `PATH` or `PATH=AXES` for each explanation to print.
+
+    Returns:
+        The exit code: 1 if the compiled program differs from the plan, else 0.
+    """
     if json_path == Path("-"):
         print(plan.to_json())
     else:
         print(plan)
         for text in explain:
-            print("", plan.explain(*_wish(text)), sep="\n")
+            print("", plan.explain(*_parse_path_spec(text)), sep="\n")
         for audit in plan.audits:
             print("", audit, sep="\n")
     files = ("--json", json_path, lambda p: p.write_text(plan.to_json())), ("--html", html_path, plan.to_html)
@@ -70,15 +80,15 @@ def show(plan: Any, json_path: Path | None, html_path: Path | None, explain: Seq
 
 
 def _check_files(json_path: Path | None, html_path: Path | None) -> None:
-    """Refuses, before the search, files that cannot be written."""
+    """Refuse output files that cannot be written, before the search starts."""
     if html_path == Path("-"):
-        raise ConfigError("--html '-': a page goes to a file, such as plan.html")
+        raise ConfigError("--html '-': a page cannot be printed. Name a file, such as plan.html")
     check_writable("--json", None if json_path == Path("-") else json_path)
     check_writable("--html", html_path)
 
 
 def plan_train_step(config: TrainConfig):
-    """The plan of the config's train step, from shapes only."""
+    """Plan the train step of a config, from shapes only."""
     import autoshard
     from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
     from autoshard.train.program.planned_step import plan_options, search_variants
@@ -95,9 +105,11 @@ def plan_train_step(config: TrainConfig):
 
 
 def _run_named(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
+    from autoshard.train.config.old_names import current_options
+
+    given = _parser().parse_args(current_options(arguments))
     _check_files(given.json, given.html)
-    settings = _by_name("--set", map(_setting, given.set))
+    settings = _unique("--set", map(_parse_setting, given.set))
     import jax
 
     import autoshard
@@ -106,29 +118,29 @@ def _run_named(arguments: Sequence[str]) -> int:
     from autoshard.train.program.planned_step import parse_mesh
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")  # nothing that is attached is needed
+        jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
     named = {"context": given.context, "batch_size": given.batch_size}
     remat = {"remat": given.remat} if given.remat is not None else {}
     try:
         work = workload(given.model).with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
     except AutoshardError:
         raise
-    except ValueError as error:  # a config says what is wrong with its fields
+    except ValueError as error:  # its message names the wrong fields
         raise ConfigError(f"{given.model}: {error}") from error
     options = {
         "target": given.target,
         "mesh": parse_mesh(given.mesh),
         "plan": given.plan,
         "memory_limit_bytes": given.memory_limit_bytes,
-        "fixed": _by_name("--fixed", map(_pin, given.fixed)) or None,
+        "fixed": _unique("--fixed", map(_parse_fixed, given.fixed)) or None,
     }
     chosen = {
         "remat": settings.get("remat") if given.remat is None else given.remat,
-        "accumulation": given.accumulation,
+        "microbatches": given.microbatches,
     }
     step, *shapes = workload_variants(work)
     if given.explain:
-        _check_asked(given.explain, partial(step, remat="none", accumulation=1), shapes, options["mesh"], given.plan)
+        _check_explain(given.explain, partial(step, remat="none", microbatches=1), shapes, options["mesh"], given.plan)
     plan = autoshard.plan(
         step,
         *shapes,
@@ -145,14 +157,21 @@ def _run_named(arguments: Sequence[str]) -> int:
     return show(plan, given.json, given.html, given.explain)
 
 
-def _check_asked(
-    asked: Sequence[str], step: Any, shapes: Sequence[Any], mesh: Mapping[str, int] | None, words: str | None
+def _check_explain(
+    requested: Sequence[str], step: Any, shapes: Sequence[Any], mesh: Mapping[str, int] | None, strategy: str | None
 ) -> None:
-    """Refuses, before the search, what cannot be explained.
+    """Refuse values of `--explain` that no plan can explain, before the search starts.
+
+    Args:
+        requested: the values of `--explain`.
+        step: the train step.
+        shapes: its arguments.
+        mesh: the requested mesh, if any.
+        strategy: the requested plan, if any.
 
     Raises:
-        PlanError: a path that neither an input nor a result of the step has; a sharding of a result.
-        ConfigError: a mesh axis that no plan has.
+        PlanError: a path is neither an input nor a result of the step, or a sharding is given for a result.
+        ConfigError: a mesh axis exists in no plan.
     """
     import jax
 
@@ -166,21 +185,21 @@ def _check_asked(
         [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         for tree in (tuple(shapes), jax.eval_shape(step, *shapes))
     )
-    for text in asked:
-        path, *wish = _wish(text)
+    for text in requested:
+        path, *spec = _parse_path_spec(text)
         check_path(path, [*inputs, *outputs])
-        if not wish:
+        if not spec:
             continue
         check_fixable(path, inputs)
-        over = axes_of(from_partition_spec(wish[0], len(wish[0])))
-        unknown = [axis for axis in over if not may_name(axis, mesh, words)]
+        named = axes_of(from_partition_spec(spec[0], len(spec[0])))
+        unknown = [axis for axis in named if not may_name(axis, mesh, strategy)]
         if unknown:
-            there = f"--mesh has {', '.join(mesh)}" if mesh else f"axes are called {', '.join(KINDS)} without --mesh"
-            raise ConfigError(f"--explain {text!r}: no plan has a mesh axis {unknown[0]!r}; {there}")
+            known = f"--mesh has {', '.join(mesh)}" if mesh else f"without --mesh, axes are named {', '.join(KINDS)}"
+            raise ConfigError(f"--explain {text!r}: no plan has a mesh axis {unknown[0]!r}; {known}")
 
 
-def _by_name(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """What an option that may be given more than once says; each name once."""
+def _unique(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Collect the values of a repeatable option by name; a name that is given twice is an error."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -189,8 +208,8 @@ def _by_name(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _wish(text: str) -> tuple[str, Any] | tuple[str]:
-    """`0/params/w` alone, or with a sharding as in `0/params/w=-,fsdp+tp`: for each dimension mesh axes, or none."""
+def _parse_path_spec(text: str) -> tuple[str, Any] | tuple[str]:
+    """Parse `0/params/w`, or `0/params/w=-,fsdp+tp` with the mesh axes of each dimension (`-` for none)."""
     from jax.sharding import PartitionSpec
 
     path, equals, spec = text.partition("=")
@@ -200,19 +219,23 @@ def _wish(text: str) -> tuple[str, Any] | tuple[str]:
     return path, PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
 
 
-def _pin(text: str) -> tuple[str, Any]:
-    """What `--fixed` says: a path or a pattern, and its sharding."""
-    found = _wish(text)
+def _parse_fixed(text: str) -> tuple[str, Any]:
+    """Parse a value of `--fixed`: a path or a pattern, and its sharding."""
+    found = _parse_path_spec(text)
     if len(found) == 1:
-        raise ConfigError(f"--fixed {text!r}: write a path and its mesh axes by dimension, such as '0/params/w=-,fsdp'")
+        raise ConfigError(
+            f"--fixed {text!r} has no sharding: write a path and the mesh axes of each dimension, "
+            "such as '0/params/w=-,fsdp'"
+        )
     return found
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """`layers=4` as a field of a model's config and its value."""
+def _parse_setting(text: str) -> tuple[str, Any]:
+    """Parse a value of `--set`, such as `layers=4`: a field of the model's config and its value."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {text!r}: write a field of the model's config and its value, such as layers=4")
+        raise ConfigError(f"--set {text!r} has no value: write a field of the model's config and its value, such as "
+                          "layers=4")  # fmt: skip
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -220,49 +243,47 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(
+    options = parser(
         "plan MODEL",
-        "Show the plan of a named model's train step (AdamW, clipped gradients), for this machine or another.",
+        "Show the plan of a named model's train step (AdamW, clipped gradients) for this machine or another.",
         "autoshard plan mixtral-8x7b --target v5p:4x4x4 --batch-size 128 --verify 2 --html plan.html",
     )
-    made.add_argument("model", help="name of a model; an unknown one lists those that there are")
-    made.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, a .toml file")
-    made.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")
-    made.add_argument("--plan", help="plan to use, such as 'fsdp:8 tp:4 seq'")
-    made.add_argument("--memory-limit-bytes", type=float, help="memory that the plan may use on each device")
-    made.add_argument("--batch-size", type=int, help="rows of a batch")
-    made.add_argument("--context", type=int, help="tokens in a row")
-    made.add_argument(
-        "--accumulation", type=int, help="microbatches that a batch is processed in; default: the best of 1, 2, 4"
-    )
-    made.add_argument(
+    options.add_argument("model", help="name of a model; an unknown name lists the known ones")
+    options.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, or a .toml file")
+    options.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")
+    options.add_argument("--plan", help="plan to use, such as 'fsdp:8 tp:4 seq'")
+    options.add_argument("--memory-limit-bytes", type=float, help="memory limit of the plan, in bytes per device")
+    options.add_argument("--batch-size", type=int, help="sequences or images per batch")
+    options.add_argument("--context", type=int, help="tokens per sequence")
+    options.add_argument("--microbatches", type=int, help="microbatches per batch; default: the best of 1, 2, 4")
+    options.add_argument(
         "--remat",
-        help="what a layer keeps for its backward pass; default: the best of none, dots, full, or two of them for "
-        "layers in turn, such as dots,full",
+        help="remat policy of the layers: none, dots, full, or a list that repeats over the layers, such as dots,full; "
+        "default: the best of these",
     )
-    made.add_argument(
+    options.add_argument(
         "--allow-numerics", action="store_true",
-        help="search microbatches where they change the numbers too: batch statistics, routers, expert capacity",
+        help="search microbatches even if they change the numbers: batch statistics, routers, expert capacity",
     )  # fmt: skip
-    made.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="another field of the model's config"
+    options.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="set another field of the model's config"
     )
-    made.add_argument(
+    options.add_argument(
         "--verify", type=int, nargs="?", const=1, default=0, metavar="K",
-        help="compile the K best plans (1) for the target and show what the compiler made of them",
+        help="compile the K best plans (default: 1) for the target and show the compiler's findings",
     )  # fmt: skip
-    made.add_argument(
+    options.add_argument(
         "--measure", type=int, default=0, metavar="K",
         help="run the K best plans for some steps on the attached devices and take the fastest",
     )  # fmt: skip
-    made.add_argument(
+    options.add_argument(
         "--explain", action="append", default=[], metavar="PATH[=AXES]",
-        help="why a tensor is sharded so; with mesh axes for each dimension (-,fsdp+tp) what that would cost",
+        help="explain a tensor's sharding; with mesh axes for each dimension (-,fsdp+tp), price that sharding",
     )  # fmt: skip
-    made.add_argument(
+    options.add_argument(
         "--fixed", action="append", default=[], metavar="PATH=AXES",
-        help="pin tensors, by path or pattern, to mesh axes for each dimension: '*/wq=-,fsdp,tp,-'",
+        help="fix the sharding of tensors, by path or pattern: mesh axes for each dimension, '*/wq=-,fsdp,tp,-'",
     )  # fmt: skip
-    made.add_argument("--json", type=Path, help="file to write the plan to, as JSON; - prints it")
-    made.add_argument("--html", type=Path, help="file to write the plan to, as a page")
-    return made
+    options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
+    options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")
+    return options

@@ -12,11 +12,11 @@ _EXAMPLES = """autoshard rules dot_general
          autoshard rules --operators layer_norm
          autoshard rules --coverage train:example   # example() returns (train_step, (state, batch))
 
-exit codes: 0; with --coverage, 1 where a primitive has no rule; 2 where the command was used wrongly"""
+exit codes: 0 for success; 1 with --coverage if a primitive has no rule; 2 for wrong arguments"""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """List the rules; see `autoshard rules --help`."""
+    """List rules; see `autoshard rules --help`."""
     given = _parser().parse_args(arguments)
     if given.coverage:
         return _coverage(given)
@@ -24,8 +24,8 @@ def run(arguments: Sequence[str]) -> int:
 
     found = rules_pages.find(given.name or "", operators=given.operators, everything=given.json or given.markdown)
     if not found:
-        raise ConfigError(f"nothing's name or family contains {given.name!r}: `autoshard rules` lists primitives, "
-                          "`autoshard rules --operators` named operators")  # fmt: skip
+        raise ConfigError(f"no operator or family has a name that contains {given.name!r}: `autoshard rules` lists "
+                          "the primitives, `autoshard rules --operators` the named operators")  # fmt: skip
     if given.json:
         print(found.to_json())
     elif given.markdown:
@@ -38,25 +38,26 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     options = parser(
         "rules",
-        "List what is known about each operator: how the sharding of its operands passes through it.",
+        "List the sharding rule of each operator: how the sharding of its operands determines that of its results.",
         _EXAMPLES,
     )
-    options.add_argument("name", nargs="?", help="show only operators and families whose name contains this")
+    options.add_argument("name", nargs="?", help="show only operators and families whose name contains this text")
     options.add_argument("--operators", action="store_true",
-                         help="named operators and their gradients, with the rules derived from their primitives "
+                         help="list named operators and their gradients, with rules derived from their primitives "
                          "(takes a minute)")  # fmt: skip
     form = options.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print primitives and named operators as JSON")
-    form.add_argument("--markdown", action="store_true", help="print them as Markdown; docs/rules.md is this")
+    form.add_argument("--markdown", action="store_true", help="print both as Markdown; docs/rules.md is this output")
     form.add_argument("--coverage", metavar="MODULE:FUNCTION",
-                      help="say which primitives of a function have no rule; FUNCTION takes no arguments and returns "
-                      "(fn, args), args being arrays or shapes; the working directory is searched first")  # fmt: skip
+                      help="list the primitives of a function that have no rule. FUNCTION takes no arguments and "
+                      "returns (fn, args), where args are arrays or shapes. The working directory is searched "
+                      "first.")  # fmt: skip
     return options
 
 
 def _coverage(given: argparse.Namespace) -> int:
     if given.name or given.operators:
-        raise ConfigError("--coverage goes alone: it lists the primitives of one function")
+        raise ConfigError("--coverage cannot be combined with a name or --operators: it checks one function")
     from autoshard.commands.rules_coverage import coverage_of
 
     found = coverage_of(given.coverage)

@@ -1,4 +1,4 @@
-"""`autoshard rules --coverage`: which primitives of a user's function have no rule."""
+"""`autoshard rules --coverage`: list the primitives of a user's function that have no rule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autoshard.errors import ConfigError
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a function is made of.
+    """The primitives of a function, and those of them that have no rule.
 
     Attributes:
-        target: what the user called it.
-        primitives: how many different primitives it has.
-        missing: those without a rule, with the lines that they stand on.
+        target: the function as the user named it, `module:function`.
+        primitives: number of different primitives.
+        missing: source lines by primitive without a rule, one line for each use.
     """
 
     target: str
@@ -30,9 +30,9 @@ class Coverage:
         if not self.missing:
             return f"{self.target}: {self.primitives} primitives, each with a rule"
         head = f"{self.target}: {self.primitives} primitives, {len(self.missing)} without a rule (replicated in a plan)"
-        return "\n".join([head, *(self._told(name, lines) for name, lines in sorted(self.missing.items()))])
+        return "\n".join([head, *(self._describe(name, lines) for name, lines in sorted(self.missing.items()))])
 
-    def _told(self, name: str, lines: list[str]) -> str:
+    def _describe(self, name: str, lines: list[str]) -> str:
         from autoshard.spmdrules.reference.coverage import EXEMPT, NO_RULE
 
         reason = NO_RULE.get(name) or EXEMPT.get(name, "")
@@ -42,20 +42,20 @@ class Coverage:
 
 
 def coverage_of(target: str) -> Coverage:
-    """Traces the function that `target` leads to and looks for primitives without a rule.
+    """Trace a function and find its primitives without a rule.
 
     Args:
-        target: `module:function`; the function takes no arguments and returns `(fn, args)`.
+        target: `module:function` of a function that takes no arguments and returns `(fn, args)`; `fn(*args)` is traced.
 
     Raises:
-        ConfigError: it leads to nothing that can be traced.
+        ConfigError: the function cannot be imported, called or traced.
     """
     fn, args = _example(target)
     import jax
 
     from autoshard.spmdrules.ir import program
 
-    closed = _tried(target, "the function cannot be traced", lambda: jax.make_jaxpr(fn)(*args))
+    closed = _attempt(target, "the function cannot be traced", lambda: jax.make_jaxpr(fn)(*args))
     found = program.build(closed)
     return Coverage(target, len({op.name for op in found.ops()}), found.unknown)
 
@@ -67,26 +67,29 @@ def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    module = _tried(target, f"module '{module_name}' cannot be imported", lambda: importlib.import_module(module_name))
+    module = _attempt(
+        target, f"module '{module_name}' cannot be imported", lambda: importlib.import_module(module_name)
+    )
     if not callable(function := getattr(module, name, None)):
         raise ConfigError(f"--coverage {target!r}: module '{module_name}' has no function '{name}'")
-    made = _tried(target, f"'{name}' cannot be called without arguments", function)
+    made = _attempt(target, f"'{name}' cannot be called without arguments", function)
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (tuple, list))):
-        raise ConfigError(f"--coverage {target!r}: '{name}' returns {_brief(made)}; it should return (fn, args), a "
+        raise ConfigError(f"--coverage {target!r}: '{name}' returns {_type_text(made)}; it should return (fn, args), a "
                           "function and the tuple of its arguments")  # fmt: skip
     return made[0], tuple(made[1])
 
 
-def _tried(target: str, what: str, attempt: Callable[[], Any]) -> Any:
+def _attempt(target: str, failure: str, action: Callable[[], Any]) -> Any:
+    """Run an action on the user's code; any error becomes a one-line `ConfigError` that starts with `failure`."""
     try:
-        return attempt()
-    except (Exception, SystemExit) as error:  # whatever a user's module raises is told in one line
+        return action()
+    except (Exception, SystemExit) as error:
         lines = str(error).strip().splitlines()
         raise ConfigError(
-            f"--coverage {target!r}: {what}: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+            f"--coverage {target!r}: {failure}: {type(error).__name__}: {lines[0] if lines else 'no message'}"
         ) from error
 
 
-def _brief(value: Any) -> str:
+def _type_text(value: Any) -> str:
     kind = type(value).__name__
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else kind

@@ -1,4 +1,4 @@
-"""What `autoshard rules` shows, as tables, as JSON and as the page docs/rules.md."""
+"""The output of `autoshard rules`: tables, JSON, and the page docs/rules.md."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from autoshard.spmdrules.reference.coverage import NO_RULE, UNRUN
 from autoshard.spmdrules.reference.operator_table import OperatorRow, operator_table
 from autoshard.spmdrules.reference.rule_table import TableRow
 
-_OWN = {family.__name__.rpartition(".")[2] for family in FAMILIES}
+_OUR_FAMILIES = {family.__name__.rpartition(".")[2] for family in FAMILIES}
 _INTRODUCTION = """# Rules
 
-What is known about each operator: how the sharding of its operands passes through it. This page is what
-`autoshard rules --markdown` prints with jax {version}; how to add a rule is in [writing-rules.md](writing-rules.md).
+The sharding rule of each operator: how the sharding of its operands determines that of its results. This page is the
+output of `autoshard rules --markdown` with jax {version}. [writing-rules.md](writing-rules.md) shows how to add a rule.
 
-A rule gives each dimension of each operand and result the factors that it is made of, major to minor: `(a b)` is a
-dimension made of two, `1` one of size 1, `[]` an array without dimensions. A factor that stands in two places is cut in
-both in the same way. What the clauses say of a factor:
+A rule gives the factors of each dimension of each operand and result, from major to minor. `(a b)` is a dimension with
+two factors, `1` is a dimension of size 1, and `[]` is an array without dimensions. A factor that occurs more than once
+is sharded in the same way everywhere. The clauses say what happens when a factor is sharded:
 
-| clause | cutting the factor |
+| clause | when the factor is sharded |
 |---|---|
-| (none) | passes through: results that have it are cut in the same way |
-| `reduce k`, `reduce k:max` | results that lack it are partial sums (maxima, ...) until they are reduced |
-| `inside k`, `inside k:max+sum` | partial terms are reduced inside the operator; what has the factor stays cut |
-| `index k` | the dimension is addressed by values: masked locally, partial sums where the result lacks it |
-| `offset k` | the shard needs to know where it starts |
-| `halo k` | neighbours exchange borders |
-| `whole k` | is not possible: the operator needs the whole dimension |
-| `linear 0 1` | operands in which the operator is jointly linear: if they are partial sums, so are the results |
-| `moves 0` | operands whose elements are only moved: partials of any kind pass through |
-| `where k=4` | sizes of parts of a dimension |
+| (none) | it passes through: results that have it are sharded in the same way |
+| `reduce k`, `reduce k:max` | results without it are partial sums (maxima, ...) until they are reduced |
+| `inside k`, `inside k:max+sum` | partial terms are reduced inside the operator; arrays with the factor stay sharded |
+| `index k` | the dimension is addressed by values: each shard masks; results without the factor are partial sums |
+| `offset k` | each shard needs its start position |
+| `halo k` | neighbouring shards exchange their borders |
+| `whole k` | not possible: the operator needs the whole dimension |
+| `linear 0 1` | (operands) the operator is jointly linear in them: if they are partial sums, so are the results |
+| `moves 0` | (operands) their elements are only moved: partials of every kind pass through |
+| `where k=4` | (sizes) the sizes of factors of a dimension |
 
-`reduce b:sum[1] b:max[2]` says which results are partial under what. The rules of primitives are declared, each by a
-function that sees shapes and parameters, and shown here by an example. Those of named operators and of their gradients
-(`layer_norm_grad`: the arguments and the cotangents of the results, to the gradients of the arguments) are derived from
-the primitives that they are made of. Where it says *checked*, a rule is checked by execution: each equation is run on
-the shards that its rule declares, and the results, put together as it declares, are compared with the whole. So are the
-equations of the forward derivatives (`jax.jvp`), which have no rows of their own.
+`reduce b:sum[1] b:max[2]` gives the reduction for each result by number. Rules of primitives are declared: a function
+of the shapes and parameters makes the rule, and each row shows an example. Rules of named operators and of their
+gradients are derived from their primitives. The gradient `layer_norm_grad` maps the arguments and the cotangents of
+the results to the gradients of the arguments. *Checked* rules are tested by execution: each equation runs on the shards
+that its rule declares, and the results, combined as the rule declares, are compared with the unsharded operator. The
+equations of the forward derivatives (`jax.jvp`) are checked too, but have no rows.
 """
 
 
@@ -53,8 +53,8 @@ class Pages:
 
     Attributes:
         primitives: rows of primitives.
-        without: primitives that have no rule, and why.
-        operators: rows of named operators and gradients.
+        without: reason by primitive without a rule.
+        operators: rows of named operators and their gradients.
     """
 
     primitives: Sequence[TableRow]
@@ -65,16 +65,16 @@ class Pages:
         return bool(self.primitives or self.without or self.operators)
 
     @property
-    def counted(self) -> str:
-        """How many named operators, gradients and forward derivatives there are."""
+    def summary(self) -> str:
+        """The number of named operators, gradients and forward derivatives."""
         gradients = sum(row.name.endswith("_grad") for row in self.operators)
         unchecked = sum(not row.checked for row in self.operators)
         checked = f"all but {unchecked} checked" if unchecked else "all checked"
         named = f"{len(self.operators) - gradients} named operators and {gradients} gradients, {checked} by execution"
-        return f"{named}, as are the equations of {gradients} forward derivatives"
+        return f"{named}, and so are the equations of {gradients} forward derivatives"
 
     def print_tables(self) -> None:
-        """Prints the tables to the terminal."""
+        """Print the tables to the terminal."""
         from rich.console import Console
         from rich.table import Table
 
@@ -85,10 +85,10 @@ class Pages:
                 table.add_row(*row)
             console.print(table)
         if self.operators:
-            console.print(self.counted)
+            console.print(self.summary)
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Return the selection as JSON."""
         found: dict[str, Any] = {}
         if self.primitives or self.without:
             found["primitives"] = [
@@ -107,7 +107,7 @@ class Pages:
         return json.dumps(found, indent=1)
 
     def to_markdown(self) -> str:
-        """The page."""
+        """Return the selection as a Markdown page."""
         parts = [_INTRODUCTION.replace("{version}", version("jax"))]
         if self.primitives:
             rows = [(f"`{r.primitive}`", r.family, _code(r.text), _checked(r), r.note) for r in self.primitives]
@@ -116,7 +116,7 @@ class Pages:
             rows = [(f"`{name}`", reason) for name, reason in self.without.items()]
             parts.append("## Primitives without a rule\n\n" + _markdown(_WITHOUT, rows))
         if self.operators:
-            parts.append(f"## Named operators\n\n{self.counted}.\n")
+            parts.append(f"## Named operators\n\n{self.summary}.\n")
         for family, group in itertools.groupby(self.operators, key=lambda row: row.family):
             rows = [(f"`{r.name}`", _code(r.rule.text), _yes(r.checked), r.note) for r in group]
             parts.append(f"### {family}\n\n" + _markdown(_OPERATOR[1:], rows))
@@ -133,9 +133,9 @@ class Pages:
 
 
 def _checked(row: TableRow) -> str:
-    """Whether the rule of a primitive is run by tests, and why not."""
-    if row.family not in _OWN:
-        return "no: not ours"
+    """`yes` if tests check the primitive's rule by execution, else `no` with the reason."""
+    if row.family not in _OUR_FAMILIES:
+        return "no: not part of autoshard"
     return f"no: {UNRUN[row.primitive]}" if row.primitive in UNRUN else "yes"
 
 
@@ -145,12 +145,12 @@ _OPERATOR = ("family", "operator", "rule", "checked", "note")
 
 
 def find(name: str, *, operators: bool = False, everything: bool = False) -> Pages:
-    """The rules of what has `name` in its own name or its family's.
+    """Find the rules of the operators whose name, or whose family's name, contains `name`.
 
     Args:
-        name: a part of a name; "" finds all.
-        operators: named operators instead of primitives.
-        everything: both.
+        name: part of a name; "" matches all.
+        operators: find named operators instead of primitives.
+        everything: find both.
     """
     primitives: list[TableRow] = []
     without: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What the subcommands that take the settings of a run have in common."""
+"""Read the settings of a run, for the subcommands that accept them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from autoshard.train.run.distributed import set_virtual_devices
 
 
 def read_settings(arguments: Sequence[str], kind: type[Command], command: str, description: str) -> Command:
-    """The config that a subcommand's arguments ask for; the CPU is split into as many devices as it says.
+    """Parse a subcommand's arguments into a config, and split the CPU into the virtual devices that it requests.
 
     Args:
-        arguments: What follows the subcommand.
-        kind: `TrainConfig`, or a subclass with options of its own.
-        command: The subcommand.
-        description: What its help says first.
+        arguments: The arguments after the subcommand.
+        kind: `TrainConfig`, or a subclass with additional options.
+        command: Name of the subcommand.
+        description: First paragraph of its help.
 
     Raises:
-        ConfigError: Something in the arguments that cannot be used.
+        ConfigError: An option is unknown or has an invalid value.
     """
     config = parse_config(arguments, kind, f"autoshard {command}", description)
     named = any(argument.replace("_", "-").startswith("--virtual-devices") for argument in arguments)

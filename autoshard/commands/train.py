@@ -11,30 +11,31 @@ _DESCRIPTION = """Train a model on text, under a plan.
 
 example: autoshard train --preset quick --data FILE.txt --steps 500 --plan fsdp:8 --run-dir runs/mine
 
-A run that SIGTERM stopped is saved, and exits with code 75: start it again with --resume.
+On SIGTERM the run saves a checkpoint and exits with code 75: start it again with --resume.
 
-Settings come from --preset, then --config FILE.toml, then the options."""
+Settings come from --preset, then from --config FILE.toml, then from the options; later ones take precedence."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Train; see `autoshard train --help`.
 
     Returns:
-        0; 75 where SIGTERM stopped it or another process was lost: start it again with --resume; 130 after Ctrl-C.
+        0 after the last step; 130 after Ctrl-C; 75 after SIGTERM or if another process was lost. After 75 the run can
+        be started again with --resume.
     """
     config = read_settings(arguments, TrainConfig, "train", _DESCRIPTION)
     import jax
 
     from autoshard._processes import MissingProcessError
     from autoshard.train.run.loop import train
-    from autoshard.train.run.watchdog import RESTART, give_up, is_lost_peer
+    from autoshard.train.run.watchdog import EXIT_RESTART, exit_for_restart, is_lost_peer
 
     try:
         stopped_by = train(config).interrupted_by
     except MissingProcessError as error:
-        give_up(str(error))
+        exit_for_restart(str(error))
     except jax.errors.JaxRuntimeError as error:
         if not is_lost_peer(error):
             raise
-        give_up(f"another process was lost: {str(error).splitlines()[0][:300]}")
-    return 0 if stopped_by is None else RESTART if "SIGTERM" in stopped_by else 130
+        exit_for_restart(f"another process was lost: {str(error).splitlines()[0][:300]}")
+    return 0 if stopped_by is None else EXIT_RESTART if "SIGTERM" in stopped_by else 130

@@ -1,1 +1,1 @@
-"""The trainer: a config, text or your own data, a model, a plan, and everything a run leaves behind."""
+"""The trainer: its config, data, model, plan and training loop, and the files of a run."""

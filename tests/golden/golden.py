@@ -92,7 +92,7 @@ def variant_rows(name: str) -> dict[str, str]:
     made, rows = searched(name), {}
     for variant, words, time, peak in made.variants:
         fits = f"{words}: {time_text(time)}, {bytes_text(peak)}"
-        rows[f"{variant['remat']} {variant['accumulation']}"] = fits if peak <= made.limit_bytes else "does not fit"
+        rows[f"{variant['remat']} {variant['microbatches']}"] = fits if peak <= made.limit_bytes else "does not fit"
     return rows
 
 
@@ -107,7 +107,7 @@ def searched(name: str) -> Plan:
 def best_variant(name: str) -> tuple[str, int]:
     """Returns the variant of the chosen plan: the fastest that fits, and the first of a tie."""
     found = searched(name).variant
-    return found["remat"], found["accumulation"]
+    return found["remat"], found["microbatches"]
 
 
 def stored(name: str) -> dict[str, Any]:

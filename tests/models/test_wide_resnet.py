@@ -155,7 +155,7 @@ def test_microbatches_move_the_averages_one_after_the_other():
     """The trainer's step passes the statistics from microbatch to microbatch: two microbatches update them twice."""
     program = make_program(of(SMALL), optax.sgd(0.0))
     state = jax.jit(program.create_state)(jax.random.key(0))
-    step = jax.jit(make_train_step(program, optax.constant_schedule(0.0), accumulation=2))
+    step = jax.jit(make_train_step(program, optax.constant_schedule(0.0), microbatches=2))
     after, _ = step(state, batch(8))
     expected = state.variables["stem_norm"]["mean"]
     model = program.model(state.params, state.frozen, state.variables, None)

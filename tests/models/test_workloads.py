@@ -71,7 +71,7 @@ def test_the_trainers_step_takes_it(name):
     """Traced at full size: the step returns a state with the shapes and dtypes of its argument."""
     found = workload(name)
     program = make_program(found.build, optax.adamw(1e-3))
-    step = make_train_step(program, optax.constant_schedule(1e-3), accumulation=2)
+    step = make_train_step(program, optax.constant_schedule(1e-3), microbatches=2)
     state = program.abstract_state()
     after, metrics = jax.eval_shape(step, state, found.batch())
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)

@@ -25,7 +25,7 @@ class Case:
     """A model and how it is trained."""
 
     changes: tuple[tuple[str, Any], ...] = ()
-    accumulation: int = 1
+    microbatches: int = 1
 
     @property
     def config(self) -> GPTConfig:
@@ -71,7 +71,7 @@ def _train(case: Case, optimizer: Any, transform: Any) -> tuple[list[Any], Any, 
         return GPT(case.config, rngs=rngs)
 
     program = make_program(build, make_optimizer(settings, STEPS))
-    step = transform(make_train_step(program, schedule, case.accumulation))
+    step = transform(make_train_step(program, schedule, case.microbatches))
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
         key = jax.random.fold_in(as_key(state.key), state.step)

@@ -14,7 +14,7 @@ ALWAYS = (None, "dp:2 tp:4 seq")  # the other plans run on one version of JAX
 VARIANTS = {
     "unrolled": Case((("scan_layers", False),)),
     "grouped-queries": Case((("kv_heads", 2),)),
-    "accumulation": Case(accumulation=2),
+    "microbatches": Case(microbatches=2),
     "remat-full": Case((("remat", "full"),)),
     "remat-dots": Case((("remat", "dots"),)),
     "remat-alternating": Case((("remat", "none,dots"), ("layers", 4))),
@@ -25,7 +25,7 @@ VARIANTS = {
     "untied": Case((("tie_head", False),)),
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("unrolled", "grouped-queries", "accumulation", "dropout-remat", "remat-alternating", "gpt2")
+QUICK = ("unrolled", "grouped-queries", "microbatches", "dropout-remat", "remat-alternating", "gpt2")
 
 
 def compare(case: Case, plan: str | None) -> None:

@@ -1,4 +1,4 @@
-"""A small text and the settings of a run that takes a second."""
+"""Fixtures: a small text, and the settings of a run that takes a second."""
 
 import string
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from autoshard.train.step.optimizer import OptimizerConfig
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 6 kB of words."""
+    """A file with about 6 kB of words."""
     words = np.random.default_rng(0).choice(["the", "cat", "sat", "on", "a", "mat", *string.ascii_lowercase], 2400)
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(" ".join(words))
@@ -24,7 +24,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(text_file: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """`make_config(steps=3, gpt=dict(layers=2))`: a tiny run in a fresh folder."""
+    """Make the config of a tiny run in a new folder: `make_config(steps=3, gpt=dict(layers=2))`."""
 
     def make(gpt: dict | None = None, optimizer: dict | None = None, **changes) -> TrainConfig:
         shape: dict[str, Any] = dict(vocab=256, layers=1, heads=2, width=16, context=16) | (gpt or {})

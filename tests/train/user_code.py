@@ -1,4 +1,4 @@
-"""A model and data as a user of `--model` and `--data` would write them."""
+"""Models and data as users of `--model` and `--data` write them, valid and invalid ones."""
 
 import numpy as np
 from flax import nnx
@@ -7,7 +7,7 @@ from autoshard.models import GPTConfig, MoE, MoEConfig
 
 
 class Bigram(nnx.Module):
-    """Predicts a token from the one before."""
+    """Predicts a token from the previous one."""
 
     def __init__(self, vocab: int, rngs: nnx.Rngs) -> None:
         self.table = nnx.Embed(vocab, vocab, rngs=rngs)
@@ -17,26 +17,26 @@ class Bigram(nnx.Module):
 
 
 def factory(*, vocab, rngs):
-    """A model, given two of the three arguments that there are."""
+    """A model factory that accepts two of the three possible arguments."""
     return Bigram(vocab, rngs)
 
 
 def experts(*, vocab, context, rngs):
-    """One of the package's own models, in a shape that no option of the command line asks for."""
+    """A factory of a built-in model that no command-line option selects."""
     gpt = GPTConfig(vocab=vocab, layers=1, heads=2, width=16, context=context)
     return MoE(MoEConfig(gpt, experts=4), rngs=rngs)
 
 
 def not_a_model():
-    """Nothing that could be trained."""
+    """Return something that is not a model."""
     return 3
 
 
 def counting(config):
-    """Tokens that follow each other: a bigram model can learn them."""
+    """Cyclic tokens, which a bigram model can learn."""
     return np.arange(4000) % 7, np.arange(400) % 7
 
 
 def words(config):
-    """Not tokens."""
+    """Return something that is not token arrays."""
     return "once", "upon"

@@ -1,4 +1,4 @@
-"""Command line arguments into a config: preset, then the stored run or TOML file, then the options."""
+"""Parse command-line arguments into a config: a preset or a stored run, then the TOML file, then the options."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ import tyro
 
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config import run_directory
+from autoshard.train.config.old_names import current_options
 from autoshard.train.config.presets import preset
-from autoshard.train.config.train_config import TrainConfig, from_dict, load_toml, near, replaced
+from autoshard.train.config.train_config import TrainConfig, from_dict, load_toml, replaced, suggestion
 
 Command = TypeVar("Command", bound=TrainConfig)
 
 
 def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, description: str) -> Command:
-    """The config that arguments ask for.
+    """Parse arguments into a config.
 
     Args:
-        arguments: What follows the subcommand.
-        kind: `TrainConfig`, or a subclass with options of its own.
-        prog: What help calls the command.
-        description: What help says first.
+        arguments: The arguments after the subcommand.
+        kind: `TrainConfig`, or a subclass with additional options.
+        prog: The command's name in its help.
+        description: First paragraph of the help.
 
     Raises:
-        ConfigError: An unknown option, preset or setting, or values that cannot be used.
-        SystemExit: `--help`.
+        ConfigError: An option, preset or setting is unknown, or a value is invalid.
+        SystemExit: `--help` was given.
     """
+    arguments = current_options(arguments)
     base = kind(**_shallow(_starting_point(arguments)))
     _refuse_unknown(arguments, base)
-    complaint = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(errors):
             config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
             return _fit_warmup(config, arguments)
     except SystemExit as end:
         if end.code:
-            raise ConfigError(in_our_words(_one_line(complaint.getvalue()))) from end
+            raise ConfigError(plain_message(_one_line(errors.getvalue()))) from end
         raise
 
 
-# How argparse and tyro complain of text where a number belongs.
-_NO_NUMBER = (
+# The messages of argparse and tyro about text in place of a number.
+_NOT_A_NUMBER = (
     r"argument (?P<name>\S+): invalid (?P<kind>int|float) value: (?P<value>.*)",
     r"Error parsing (?P<name>\S+): invalid literal for (?P<kind>int)\(\) with base 10: (?P<value>.*)",
     r"Error parsing (?P<name>\S+): could not convert string to (?P<kind>float): (?P<value>.*)",
@@ -59,19 +61,20 @@ _NO_NUMBER = (
 )
 
 
-def in_our_words(complaint: str) -> str:
-    """What a parser says of an option, so that people understand it who do not know Python."""
-    for pattern in _NO_NUMBER:
-        if found := re.fullmatch(pattern, complaint):
+def plain_message(message: str) -> str:
+    """Rewrite a parser's message about an option for readers who do not know Python."""
+    for pattern in _NOT_A_NUMBER:
+        if found := re.fullmatch(pattern, message):
             kind = "a whole number" if found["kind"].lower() == "int" else "a number"
             return f"{found['name']} is {found['value']}, it must be {kind}"
-    return re.sub(r"^Error parsing [\w.]+: ", "", complaint)  # of a whole config, which says itself what is wrong
+    # A config's own message already says what is wrong.
+    return re.sub(r"^Error parsing [\w.]+: ", "", message)
 
 
 def _one_line(box: str) -> str:
-    """What a box of tyro's says in its first section below the title, where its complaint is.
+    """Extract the message from an error box of tyro's: the first section below the title.
 
-    The title is in the box's upper border, or a line of its own where the output is not UTF-8.
+    The title is in the box's upper border, or on a line of its own if the output is not UTF-8.
     """
     lines = [line.strip("│ ").rstrip() for line in box.splitlines()[1:]]
     ruled = itertools.dropwhile(_is_rule, lines)
@@ -87,7 +90,7 @@ def _shallow(config: TrainConfig) -> dict[str, Any]:
 
 
 def _starting_point(arguments: Sequence[str]) -> TrainConfig:
-    """What the options are applied to; it is decided by four of them, read ahead of the others."""
+    """Return the config that the options are applied to. Four options select it and are parsed first."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     ahead.add_argument("--preset")
     ahead.add_argument("--config", type=Path)
@@ -98,7 +101,7 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
     if known.resume:
-        run_dir = known.run_dir or run_directory.newest(known.preset or "*")
+        run_dir = known.run_dir or run_directory.newest_run_dir(known.preset or "*")
         base = preset(known.preset) if known.preset else from_dict(run_directory.read_config(run_dir), str(run_dir))
         base = dataclasses.replace(base, run_dir=run_dir)
     else:
@@ -107,22 +110,25 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
-    """A preset's warm-up as the same share of a run that is not longer than it; one that was asked for stays."""
+    """Shorten a preset's warm-up to the same fraction of the run if the run is not longer than it.
+
+    A warm-up set by an option or a file stays.
+    """
     warmup, steps = config.optimizer.warmup_steps, config.steps
-    if config.resume or not warmup >= steps > 0 or _asks_for_warmup(config, arguments):
+    if config.resume or not warmup >= steps > 0 or _sets_warmup(config, arguments):
         return config
     fitting = warmup * steps // preset(config.preset).steps
     warnings.warn(
-        f"the warm-up of preset {config.preset}, {warmup} steps, does not fit a run of {steps}: it is {fitting} here. "
-        "--optimizer.warmup-steps sets it",
+        f"the warm-up of preset {config.preset} is {warmup} steps, but the run has {steps}: it is shortened to "
+        f"{fitting}. Set --optimizer.warmup-steps to choose it",
         AutoshardWarning,
         stacklevel=3,
     )
     return replaced(config, "optimizer", optimizer=replaced(config.optimizer, "optimizer", warmup_steps=fitting))
 
 
-def _asks_for_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
-    """Whether the warm-up comes from an option or a file, not from the preset."""
+def _sets_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
+    """Whether an option or a file sets the warm-up, rather than the preset."""
     if any(a.partition("=")[0].replace("_", "-") == "--optimizer.warmup-steps" for a in arguments):
         return True
     settings = tomllib.loads(config.config.read_text()) if config.config else {}
@@ -136,11 +142,11 @@ def _refuse_unknown(arguments: Sequence[str], config: TrainConfig) -> None:
             return
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in known:
-            raise ConfigError(f"unknown option {name}{near(name, known)}")
+            raise ConfigError(f"unknown option {name}{suggestion(name, known)}")
 
 
 def _options(config: Any, prefix: str) -> list[str]:
-    """Every option of a config, `--gpt.layers` for a nested one."""
+    """List the options of a config; a nested setting's is `--gpt.layers`."""
     names = []
     for entry in dataclasses.fields(config):
         value, name = getattr(config, entry.name), entry.name.replace("_", "-")

@@ -7,12 +7,12 @@ from types import MappingProxyType
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
-from autoshard.train.config.train_config import TrainConfig, near
+from autoshard.train.config.train_config import TrainConfig, suggestion
 from autoshard.train.step.optimizer import OptimizerConfig
 
 
 def _gpt2(name: str, layers: int, heads: int, width: int) -> TrainConfig:
-    """Shapes of GPT-2 (Radford et al. 2019), with the optimizer of nanoGPT."""
+    """Shapes of GPT-2 (Radford et al. 2019) with the optimizer settings of nanoGPT."""
     return TrainConfig(
         preset=name,
         gpt=GPTConfig(
@@ -30,7 +30,7 @@ def _gpt2(name: str, layers: int, heads: int, width: int) -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=2000),
         steps=100_000,
         batch_size=512,
-        accumulation=8,
+        microbatches=8,
         eval_every=1000,
         checkpoint_every=1000,
     )
@@ -38,7 +38,7 @@ def _gpt2(name: str, layers: int, heads: int, width: int) -> TrainConfig:
 
 PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
     {
-        # A first run: minutes on two cores, split into eight virtual devices.
+        # For a first run: it takes minutes on two CPU cores, split into eight virtual devices.
         "quick": TrainConfig(
             gpt=GPTConfig(layers=4, heads=4, width=128, context=128),
             optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=25, beta2=0.99),
@@ -50,7 +50,7 @@ PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
             checkpoint_every=125,
             prompt="def ",
         ),
-        # The CPU budget that nanoGPT publishes for Shakespeare's characters.
+        # nanoGPT's published CPU settings for its character-level Shakespeare example.
         "shakespeare": TrainConfig(
             preset="shakespeare",
             gpt=GPTConfig(layers=4, heads=4, width=128, context=64),
@@ -82,7 +82,7 @@ PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
             optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
             steps=100_000,
             batch_size=512,
-            accumulation=2,
+            microbatches=2,
             eval_every=1000,
             checkpoint_every=1000,
         ),
@@ -91,11 +91,11 @@ PRESETS: Mapping[str, TrainConfig] = MappingProxyType(
 
 
 def preset(name: str) -> TrainConfig:
-    """The settings of a preset.
+    """Return the settings of a preset.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: The preset is unknown.
     """
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}{near(name, PRESETS)}")
+        raise ConfigError(f"unknown preset {name!r}{suggestion(name, PRESETS)}")
     return PRESETS[name]

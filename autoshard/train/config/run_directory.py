@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, whose it is, and that nothing in it is lost."""
+"""The folder of a run: its files, and checks that protect what is already in it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ PLAN_TEXT = "plan.txt"
 PLAN_JSON = "plan.json"
 PLOT = "loss.png"
 SAMPLE = "sample.txt"
-_PROBE = ".autoshard-probe-"  # a folder that is made and removed, to see whether another can be made
+_PROBE = ".autoshard-probe-"  # prefix of the temporary folder that tests whether a folder can be written to
 
 
-def fresh(preset: str, seconds: int) -> Path:
-    """The folder of a new run of a preset; the time is given, so that all processes agree on it."""
+def new_run_dir(preset: str, seconds: int) -> Path:
+    """Name the folder of a new run of a preset.
+
+    Args:
+        preset: Name of the preset.
+        seconds: Start time, in seconds since the epoch. It is passed in so that all processes use the same.
+    """
     return RUNS / f"{preset}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}"
 
 
-def newest(preset: str) -> Path:
-    """The newest run of a preset in the working folder.
+def newest_run_dir(preset: str) -> Path:
+    """Find the newest run of a preset below the working folder.
 
     Raises:
         ConfigError: There is none.
     """
     found = sorted(RUNS.glob(f"{preset}-*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise ConfigError(f"--resume: no run in {str(RUNS)!r}: give its folder by --run-dir")
+        raise ConfigError(f"--resume: there is no run in {str(RUNS)!r}: give its folder with --run-dir")
     return found[-1].parent
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """The folder of checkpoints: a run's, or the given one.
+    """Find the folder of checkpoints: that of a run, or the given folder itself.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: The folder does not exist.
     """
     inside = folder / CHECKPOINTS
     if not folder.exists():
@@ -55,27 +60,27 @@ def checkpoints_in(folder: Path) -> Path:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The settings of a run, as they were written.
+    """Read the stored settings of a run.
 
     Raises:
-        ConfigError: The folder holds no run, or its settings are damaged.
+        ConfigError: The folder has no run, or its settings are damaged.
     """
     try:
         config = json.loads((run_dir / CONFIG).read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(run_dir)!r} holds no run: {CONFIG} is missing there") from error
+        raise ConfigError(f"{str(run_dir)!r} is not a run: {CONFIG} is missing") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(run_dir / CONFIG)!r} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{str(run_dir / CONFIG)!r} cannot be read: it holds no table of settings")
+        raise ConfigError(f"{str(run_dir / CONFIG)!r} cannot be read: it is not a table of settings")
     return config
 
 
 def is_taken(run_dir: Path) -> bool:
-    """Whether anything is in the folder already.
+    """Whether the path is a file, or a folder that is not empty.
 
     Raises:
-        ConfigError: That cannot be seen.
+        ConfigError: The folder cannot be read.
     """
     with _writing(run_dir):
         return run_dir.exists() and (
@@ -84,42 +89,41 @@ def is_taken(run_dir: Path) -> bool:
 
 
 def check_free(run_dir: Path) -> None:
-    """Refuse a folder for a new run that is none, or that holds something.
+    """Refuse a folder for a new run that is a file or is not empty.
 
     Raises:
-        ConfigError: Naming what is there.
+        ConfigError: The folder is taken; the message says by what.
     """
     if not is_taken(run_dir):
         return
     if not run_dir.is_dir():
-        raise ConfigError(f"{str(run_dir)!r} is a file: give a folder that is new or empty by --run-dir")
+        raise ConfigError(f"{str(run_dir)!r} is a file: give a new or empty folder with --run-dir")
     if (run_dir / CONFIG).exists():
         raise ConfigError(
             f"{str(run_dir)!r} is not empty: add --resume to continue the run in it, or give another --run-dir"
         )
-    raise ConfigError(
-        f"{str(run_dir)!r} is not empty and holds no run: give a folder that is new or empty by --run-dir"
-    )
+    raise ConfigError(f"{str(run_dir)!r} is not empty and has no run: give a new or empty folder with --run-dir")
 
 
 def check_writable(run_dir: Path) -> None:
-    """Refuse a folder that cannot be made or written to; leaves nothing behind.
+    """Refuse a folder that cannot be created or written to. Nothing is left behind.
 
     Raises:
-        ConfigError: Naming the folder and the reason.
+        ConfigError: The folder cannot be written to; the message gives the reason.
     """
     with _writing(run_dir):
-        place = run_dir
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        # No test of permissions tells what a file system allows; a name of its own meets no other process.
-        with tempfile.TemporaryDirectory(prefix=_PROBE, dir=place):
+        existing = run_dir
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        # Permission bits do not tell what a file system allows, so a folder is really created. Its unique name cannot
+        # collide with that of another process.
+        with tempfile.TemporaryDirectory(prefix=_PROBE, dir=existing):
             pass
 
 
 @contextlib.contextmanager
 def _writing(run_dir: Path) -> Iterator[None]:
-    """Turns what the system says of a folder into an error that names it."""
+    """Turn an `OSError` into a `ConfigError` that names the folder."""
     try:
         yield
     except OSError as error:
@@ -129,7 +133,7 @@ def _writing(run_dir: Path) -> Iterator[None]:
 
 
 def write_plan(run_dir: Path, plan: Any, step: int) -> None:
-    """Write the plan for people and for `Plan.from_json`; one that is there stays, and another gets the step's name."""
+    """Write the plan as text and as JSON. Files of an earlier plan stay; a different plan gets the step in its name."""
     for name, content in ((PLAN_TEXT, f"{plan}\n"), (PLAN_JSON, plan.to_json() + "\n")):
         stem, _, suffix = name.partition(".")
         names = itertools.chain(
@@ -146,7 +150,7 @@ def write_config(run_dir: Path, config: Mapping[str, Any]) -> None:
     """Create the folder and write the settings of the run.
 
     Raises:
-        ConfigError: It cannot be made or written to.
+        ConfigError: The folder cannot be created or written to.
     """
     with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The trainer's settings: typed, from a preset, a TOML file and the command line, the later ones first."""
+"""The trainer's typed settings: from a preset, then a TOML file, then the command line; later ones take precedence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from autoshard._shown import shown
 from autoshard._typed import fit
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
+from autoshard.train.config.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
@@ -22,57 +24,58 @@ RESUMABLE_CHANGES = frozenset(
     "eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens "
     "prompt prefetch use_ema deadline_seconds allow_other_data".split()
 )
-"""Settings that may differ between a run and its resumption; all others say what is trained, and on what."""
+"""Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
 
 @shown
+@accepts_old_fields
 @dataclass(frozen=True)
 class TrainConfig:
-    """What is trained, on what, how, where, and what is kept of it."""
+    """The settings of a training run: model, data, optimizer, plan, evaluation and checkpoints."""
 
     preset: str = "quick"
-    """Named settings to start from; unknown names list the known ones."""
+    """Named settings to start from. An unknown name lists the known ones."""
     config: Path | None = None
-    """TOML file whose settings replace the preset's; the command line replaces both."""
+    """TOML file. Its settings override the preset's, and the command line overrides both."""
     run_dir: Path | None = None
-    """Folder of the run: metrics, checkpoints, plot, sample. Default: a new one, runs/PRESET-TIME."""
+    """Folder of the run: metrics, checkpoints, plot, sample. Default: a new folder, runs/PRESET-TIME."""
     resume: bool = False
     """Continue the run in --run-dir (default: the newest of this preset) from its last checkpoint."""
     allow_other_data: bool = False
-    """With --resume: go on although the data are not those that the run was trained on."""
+    """With --resume: continue even if the data differ from those that the run was trained on."""
 
     model: str = "gpt"
-    """`gpt` (see --gpt.*), or package.module:factory. It is called with those of rngs, vocab and context that
-    it takes, and returns an nnx.Module that maps tokens [batch, seq] to logits, or has a method loss(batch)
-    that returns the sum of losses and its weight."""
+    """`gpt` (see --gpt.*), or package.module:factory. The factory is called with those of rngs, vocab and context
+    that it accepts. It returns an nnx.Module that maps tokens [batch, seq] to logits, or that has a method
+    loss(batch) which returns the sum of the losses and the sum of their weights."""
     data: str | None = None
-    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. It is
-    called with the config and returns (training tokens, held-out tokens) as integer arrays, or an
+    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. The function
+    is called with the config. It returns (training tokens, held-out tokens) as integer arrays, or an
     autoshard.train.data.text_data.Source."""
     tokenizer: Path | None = None
-    """`tokenizers` JSON file. Default: a token is a byte."""
+    """`tokenizers` JSON file. Default: each byte is a token."""
 
     steps: int = 1000
-    """Length of the run."""
+    """Training steps of the run."""
     batch_size: int = 64
-    """Sequences in a step, over all devices and microbatches."""
-    accumulation: int = 1
-    """Microbatches that a step's batch is processed in, one after the other."""
+    """Sequences per step, over all devices and microbatches."""
+    microbatches: int = 1
+    """Microbatches per step. A batch is split into them and their gradients are accumulated."""
     seed: int = 0
-    """Decides initial parameters, batches and dropout."""
+    """Seed of the initial parameters, the batches and dropout."""
     freeze: tuple[str, ...] = ()
-    """Globs over /-joined parameter paths, such as 'embed' 'blocks/*': these parameters are not trained."""
+    """Globs over /-joined parameter paths, such as 'embed' 'blocks/*'. Matching parameters are not trained."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the parameters; 0 for none."""
+    """Decay of the moving average of the parameters per update; 0 turns the average off."""
     ema_every: int = 1
     """Steps between updates of the moving average."""
     ema_spike: float = 2.0
-    """The moving average leaves out a step whose loss is more than so many times its recent mean; 0 for none such.
-    One whose loss is not finite is always left out."""
+    """The moving average skips a step whose loss exceeds this many times the recent mean loss; 0 turns this off.
+    Steps with a non-finite loss are always skipped."""
     use_ema: bool = True
-    """Evaluate and sample the moving average, where there is one."""
+    """Evaluate and sample with the moving average, if there is one."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
-    """The built-in model. gpt.context is the length of sequences for any model."""
+    """The built-in model. gpt.context is the sequence length for every model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
 
@@ -81,46 +84,46 @@ class TrainConfig:
     mesh: str | None = None
     """Mesh to plan for, such as 'data=4,model=2'. Default: the planner chooses."""
     target: str | None = None
-    """Machine to plan for, such as 'cpu:8' or 'h100:8'. Default: this one."""
+    """Machine to plan for, such as 'cpu:8' or 'h100:8'. Default: this machine."""
     memory_limit_bytes: int | None = None
-    """Memory that the plan may use on each device. Default: what the device has."""
+    """Memory limit of the plan, in bytes per device. Default: the device's memory."""
     measure: int = 0
-    """Plans to run for some steps before the first, to take the fastest; 0 takes the best by the estimate."""
+    """Candidate plans to time on the devices before training; the fastest is used. 0 uses the best estimate."""
     variants: Literal["given", "search"] = "given"
-    """Whether --gpt.remat and --accumulation are as given, or the planner chooses them too. A run that is resumed
-    keeps what it has."""
+    """`given` uses --gpt.remat and --microbatches as they are; `search` lets the planner choose them. A resumed run
+    keeps its choice."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 
     log_every: int = 10
     """Steps between lines of metrics."""
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates at the end only."""
+    """Steps between evaluations; 0 evaluates only at the end."""
     eval_batches: int = 0
-    """Held-out batches of the evaluations before the last one; 0 for all. The last one always takes all."""
+    """Held-out batches per evaluation; 0 uses all. The evaluation at the end always uses all."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 writes one at the end only."""
+    """Steps between checkpoints; 0 writes one only at the end."""
     checkpoint_minutes: float = 0.0
-    """Minutes after which a checkpoint is written, whatever the step; 0 for no such rule."""
+    """Minutes between checkpoints, in addition to --checkpoint-every; 0 turns this off."""
     keep_checkpoints: int = 3
-    """Newest checkpoints kept; 0 for all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: int = 0
-    """Checkpoints kept beside them: those of the smallest held-out loss, of steps that were evaluated."""
+    """Number of checkpoints with the smallest held-out loss to keep as well. Only evaluated steps count."""
     keep_every: int = 0
-    """Checkpoints kept for ever: of steps that this divides; 0 for none."""
+    """Checkpoints whose step is a multiple of this are never removed; 0 turns this off."""
     sample_tokens: int = 200
     """Tokens of text sampled at the end; 0 for none."""
     prompt: str = "\n"
     """Text that the sample continues."""
     prefetch: int = 2
-    """Batches put on the devices ahead of their use."""
+    """Batches loaded onto the devices ahead of their use."""
     deadline_seconds: float = 900.0
-    """Of several processes: time that a step may take, its compilation too, before the run takes another process for
-    lost, says which, and exits with code 75, by which launchers know to start it again."""
+    """With several processes: maximum time of a step, compilation included. After that the run reports which process
+    it takes for lost and exits with code 75, which tells launchers to start it again."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be used, all at once."""
-        positive = ("batch_size", "accumulation", "log_every", "prefetch", "ema_every")
+        """Refuse invalid values, and report all of them at once."""
+        positive = ("batch_size", "microbatches", "log_every", "prefetch", "ema_every")
         problems = [
             f"{name} is {getattr(self, name)}, it must be at least 1" for name in positive if getattr(self, name) < 1
         ]
@@ -143,16 +146,16 @@ class TrainConfig:
             for name in counts
             if not getattr(self, name) >= 0
         ]
-        if self.accumulation >= 1 and self.batch_size % self.accumulation:
-            problems.append(f"batch_size {self.batch_size} does not divide into accumulation {self.accumulation}")
+        if self.microbatches >= 1 and self.batch_size % self.microbatches:
+            problems.append(f"batch_size {self.batch_size} does not divide into {self.microbatches} microbatches")
         if not self.deadline_seconds > 0:
             problems.append(f"deadline_seconds is {self.deadline_seconds}, it must be positive")
         if not 0 <= self.ema_decay < 1:
             problems.append(f"ema_decay is {self.ema_decay}, it must be at least 0 and below 1")
         if self.allow_other_data and not self.resume:
-            problems.append("allow_other_data is for a run that goes on: give --resume, or leave it out")
+            problems.append("allow_other_data is only for resumed runs: add --resume, or leave it out")
         if self.sample_tokens and not self.prompt:
-            problems.append("prompt is empty, and a sample continues it: give at least one character")
+            problems.append("prompt is empty, but a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:
             problems.append(f"virtual_devices is {self.virtual_devices}, it must be at least 1")
         if problems:
@@ -160,32 +163,42 @@ class TrainConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences in a microbatch; evaluation batches have this size too."""
-        return self.batch_size // self.accumulation
+        """Sequences per microbatch; evaluation batches have this size too."""
+        return self.batch_size // self.microbatches
+
+    @property
+    def accumulation(self) -> int:
+        """Old name of `microbatches`."""
+        warnings.warn(
+            "TrainConfig.accumulation is now TrainConfig.microbatches; the old name is removed in 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.microbatches
 
 
 def merge(config: Any, changes: Mapping[str, Any], where: str) -> Any:
-    """A config with some settings replaced, nested tables included.
+    """Return a config with some settings replaced, nested tables included.
 
     Args:
         config: A config dataclass.
-        changes: Setting to value, as TOML and JSON have them.
-        where: Names the place that the changes come from, for errors.
+        changes: Setting to value, as read from TOML or JSON. Old names of settings are accepted.
+        where: Names the source of the changes, for messages.
 
     Raises:
-        ConfigError: An unknown setting, or a value that does not fit it.
+        ConfigError: A setting is unknown, or a value does not fit its type.
     """
     known = [entry.name for entry in dataclasses.fields(config)]
     types = get_type_hints(type(config))
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for name, value in changes.items():
+    for name, value in (current_settings(changes, where) if isinstance(config, TrainConfig) else changes).items():
         if name not in known:
-            raise ConfigError(f"{where}: unknown setting {name!r}{near(name, known)}")
+            raise ConfigError(f"{where}: unknown setting {name!r}{suggestion(name, known)}")
         current = getattr(config, name)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}: {name} is a table of settings, not {value!r}: write [{name}]")
+                raise ConfigError(f"{where}: {name} is {value!r}, but it is a table of settings: write [{name}]")
             values[name] = merge(current, value, f"{where}: [{name}]")
         else:
             values[name] = fit(value, types[name], name, problems)
@@ -195,25 +208,25 @@ def merge(config: Any, changes: Mapping[str, Any], where: str) -> Any:
 
 
 def replaced(config: Any, where: str, /, **values: Any) -> Any:
-    """`dataclasses.replace` whose complaints say where the values come from."""
+    """`dataclasses.replace` with errors that name the source of the values."""
     try:
         return dataclasses.replace(config, **values)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the near ones, or else all."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """End of a message about an unknown name: the similar known names, or all of them if none is similar."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3)
     return f": did you mean {' or '.join(close)}?" if close else f": known are {', '.join(known)}"
 
 
 def load_toml(config: TrainConfig, path: Path) -> TrainConfig:
-    """A config with the settings of a TOML file.
+    """Return a config with the settings of a TOML file.
 
     Raises:
-        ConfigError: The file is missing, is not TOML, or has an unknown setting.
+        ConfigError: The file cannot be read, is not TOML, or has an unknown setting.
     """
     try:
         changes = tomllib.loads(path.read_text())
@@ -225,31 +238,31 @@ def load_toml(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON values."""
+    """Return the config as JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def from_dict(values: Mapping[str, Any], where: str) -> TrainConfig:
-    """The config that `to_dict` wrote."""
+    """Return the config that `to_dict` wrote."""
     return merge(TrainConfig(), values, where)
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
-    """The settings that a run and its resumption must share."""
+    """Return the settings that must not change when a run is resumed."""
     return {name: value for name, value in to_dict(config).items() if name not in RESUMABLE_CHANGES}
 
 
 def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
-    """What is kept with a checkpoint: the section `model` must agree when it is read, `run` is for people."""
+    """Return the config stored in a checkpoint: `model` must match on restore, `run` is for people."""
     values = identity(config)
     return {"model": {"name": values["model"], **values["gpt"]}, "run": values}
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Each setting that two configs disagree about, as `name: a, now b`."""
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """List the settings in which two configs differ, as `name: a, now b`."""
     found = []
-    for name in sorted({*one, *other}):
-        a, b = one.get(name), other.get(name)
+    for name in sorted({*before, *now}):
+        a, b = before.get(name), now.get(name)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differences(a, b, f"{prefix}{name}.")
         elif a != b:

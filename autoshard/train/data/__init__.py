@@ -1,1 +1,1 @@
-"""Text, tokens, and batches loaded ahead of their use."""
+"""Text data, tokenizers, and batches loaded ahead of their use."""

@@ -1,4 +1,4 @@
-"""Batches put on the devices ahead of their use, by a background thread."""
+"""Load batches onto the devices ahead of their use, in a background thread."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Shardings = Mapping[str, jax.sharding.Sharding]
 
 
 def place_batch(rows_of: Rows, shapes: Shapes, shardings: Shardings) -> dict[str, jax.Array]:
-    """Make one global batch; this host makes only the rows that its own devices hold.
+    """Make one global batch. Each host makes only the rows that its own devices hold.
 
     Args:
-        rows_of: Gives the named arrays of a range of rows of the global batch.
+        rows_of: Returns the named arrays for a range of rows of the global batch.
         shapes: Global shape and dtype of each array.
-        shardings: Where each array goes.
+        shardings: Sharding of each array.
     """
     made: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
 
@@ -30,7 +30,7 @@ def place_batch(rows_of: Rows, shapes: Shapes, shardings: Shardings) -> dict[str
         if (start, stop) not in made:
             made[start, stop] = rows_of(range(start, stop))
         part = made[start, stop][name][(slice(None), *index[1:])]
-        # A copy of our own: on CPU the array may alias the buffer, and its maker may write into it again.
+        # Copy: on CPU the JAX array may alias the buffer, and `rows_of` may reuse that for the next batch.
         return np.array(part, dtype=shapes[name].dtype)
 
     return {
@@ -44,19 +44,19 @@ def place_batch(rows_of: Rows, shapes: Shapes, shardings: Shardings) -> dict[str
 
 
 class Prefetcher:
-    """Iterates over `make(item)` for each item, made by a thread up to `depth` ahead.
+    """Iterate over `make(item)` for each item; a thread makes up to `depth` of them ahead.
 
-    An exception in the thread is raised at the place in the iteration where its batch would have been.
-    Leaving the `with` block ends the thread, whether or not everything was consumed.
+    If `make` raises, the iteration raises the exception in place of that batch. Leaving the `with` block ends the
+    thread, even if batches are left.
     """
 
     def __init__(self, items: Iterable[Any], make: Callable[[Any], Any], depth: int = 2) -> None:
         """Start the thread.
 
         Args:
-            items: What to make batches of, such as step numbers.
+            items: Arguments of `make`, such as step numbers.
             make: Makes one batch; called in the thread.
-            depth: Batches that wait, made but not used.
+            depth: Maximum number of batches that wait in the queue.
         """
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=max(depth, 1))
         self._stop = threading.Event()
@@ -69,7 +69,7 @@ class Prefetcher:
                 if self._stop.is_set() or not self._put(("batch", make(item))):
                     return
             self._put(("end", None))
-        except BaseException as error:  # forwarded whatever it is: the consumer decides
+        except BaseException as error:  # every exception is passed on to the consumer
             self._put(("error", error))
 
     def _put(self, message: tuple[str, Any]) -> bool:
@@ -82,7 +82,7 @@ class Prefetcher:
         return False
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches in order."""
+        """Yield the batches in order."""
         while True:
             kind, value = self._ready.get()
             if kind == "error":
@@ -92,12 +92,12 @@ class Prefetcher:
             yield value
 
     def close(self) -> None:
-        """End the thread and forget what it made."""
+        """End the thread and drop the batches in the queue."""
         self._stop.set()
         self._thread.join()
 
     def __enter__(self) -> Prefetcher:
-        """The prefetcher itself."""
+        """Return the prefetcher itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""Text as token windows: which files are read, which are held out, and what the batch of a step is.
+"""Text as windows of tokens: which files are read, which are held out, and the batch of each step.
 
-A batch is a pure function of (seed, step): it needs no iterator state, so a run resumes on the same stream on
-any number of devices and hosts, and each host makes only the rows that its own devices hold.
+A batch is a pure function of (seed, step) without iterator state. A run therefore resumes with the same stream on any
+number of devices and hosts, and each host makes only the rows that its own devices hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoshard.train.data.tokenizer import load_codec
 Batch = Mapping[str, np.ndarray]
 
 HELD_OUT_ONE_IN = 20
-"""Of a folder's files, about one in this many is held out."""
+"""About one in this many files of a folder is held out. Chosen, not measured."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 _SKIPPED_STDLIB_FOLDERS = {"test", "tests", "idle_test"}
@@ -33,12 +33,13 @@ _SKIPPED_STDLIB_FOLDERS = {"test", "tests", "idle_test"}
 
 @runtime_checkable
 class Source(Protocol):
-    """What the trainer asks of data; `--data package.module:function` may return one.
+    """The interface of training data; `--data package.module:function` may return one.
 
-    A batch is `{"inputs", "targets": int32, "mask": float32}`, each `[rows, context]`; the mask is 0 where a
-    target is padding. Rows are a range of the global batch, so that a host makes only its own.
+    A batch is `{"inputs", "targets": int32, "mask": float32}`, each `[rows, context]`. The mask is 0 where a target is
+    padding. Methods take a range of rows of the global batch, so that each host makes only its own rows.
 
-    It may have a `digest` as well, a text that is another for other data: a run goes on with the same alone.
+    A source may also have an attribute `digest`, a string that identifies the data. A run resumes only with data of the
+    same digest.
     """
 
     @property
@@ -48,20 +49,20 @@ class Source(Protocol):
 
     @property
     def held_out_batches(self) -> int:
-        """Batches that cover the held-out set once."""
+        """Number of batches that cover the held-out set once."""
         ...
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Of the held-out text, to tell bits per byte; None where unknown."""
+        """Bytes per token of the held-out text, to compute bits per byte; None if unknown."""
         ...
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Rows of the training batch of a step."""
+        """Return rows of a step's training batch."""
         ...
 
     def held_out_batch(self, index: int, rows: range) -> Batch:
-        """Rows of one batch of the held-out set, padded and masked where the set has ended."""
+        """Return rows of a held-out batch; rows beyond the end of the set are padding with mask 0."""
         ...
 
 
@@ -77,8 +78,8 @@ class TokenSource:
         context: Tokens per window.
         batch_size: Rows of a training batch.
         eval_batch_size: Rows of an evaluation batch.
-        seed: With the step it decides a training batch.
-        bytes_per_token: Of the held-out text, to tell bits per byte; None where unknown.
+        seed: Random seed; a training batch depends on it and the step.
+        bytes_per_token: Bytes per token of the held-out text, to compute bits per byte; None if unknown.
     """
 
     train: np.ndarray
@@ -91,7 +92,7 @@ class TokenSource:
     bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse token arrays too short to make one window."""
+        """Refuse token arrays that are too short for one window."""
         for name, tokens, needed in (
             ("training", self.train, self.context + 1),
             ("held-out", self.held_out, 2),
@@ -104,23 +105,23 @@ class TokenSource:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all tokens."""
-        found = hashlib.sha256()
+        """SHA-256 of all tokens."""
+        digest = hashlib.sha256()
         for tokens in (self.train, self.held_out):
-            found.update(f"{tokens.dtype} {tokens.shape}".encode())
-            found.update(np.ascontiguousarray(tokens).data)
-        return found.hexdigest()
+            digest.update(f"{tokens.dtype} {tokens.shape}".encode())
+            digest.update(np.ascontiguousarray(tokens).data)
+        return digest.hexdigest()
 
     @property
     def held_out_batches(self) -> int:
-        """Batches that cover the held-out tokens once."""
+        """Number of batches that cover the held-out tokens once."""
         windows = math.ceil((len(self.held_out) - 1) / self.context)
         return math.ceil(windows / self.eval_batch_size)
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Rows of the training batch of a step: windows at pseudo-random starts."""
+        """Return rows of a step's training batch: windows at pseudo-random starts."""
         generator = np.random.Philox(key=self.seed, counter=[0, 0, step, 0])
-        # Raw words are the part of numpy's random streams that is promised never to change.
+        # NumPy guarantees the stream of raw words across versions, not that of its distributions.
         words = generator.random_raw(self.batch_size)[rows.start : rows.stop]
         starts = (words % np.uint64(len(self.train) - self.context)).astype(np.int64)
         windows = self.train[starts[:, None] + np.arange(self.context + 1)].astype(np.int32)
@@ -131,7 +132,7 @@ class TokenSource:
         }
 
     def held_out_batch(self, index: int, rows: range) -> Batch:
-        """Rows of one batch of consecutive held-out windows; each token but the first is a target once."""
+        """Return rows of a batch of consecutive held-out windows; each token except the first is a target once."""
         first = index * self.eval_batch_size
         starts = (first + np.arange(rows.start, rows.stop)) * self.context
         positions = starts[:, None] + np.arange(self.context + 1)
@@ -144,7 +145,7 @@ class TokenSource:
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's standard library source."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -157,18 +158,18 @@ def text_source(
     seed: int,
     tokenizer: str | os.PathLike | None = None,
 ) -> TokenSource:
-    """Make a source of a UTF-8 file, of a folder of them, or of the standard library's own source.
+    """Make a source from a UTF-8 file, from a folder of them, or from the source code of the standard library.
 
     Args:
         path: File or folder; None for the Python standard library.
         context: Tokens per window.
         batch_size: Rows of a training batch.
         eval_batch_size: Rows of an evaluation batch.
-        seed: With the step it decides a training batch.
+        seed: Random seed; a training batch depends on it and the step.
         tokenizer: A `tokenizers` JSON file; None for bytes.
 
     Raises:
-        DataError: The path is missing, empty, or has no text.
+        DataError: The path does not exist, is empty, or has no text.
     """
     codec = load_codec(tokenizer)
     train_text, held_out_text = read_split(path)
@@ -186,7 +187,7 @@ def text_source(
 
 
 def read_split(path: str | os.PathLike | None) -> tuple[str, str]:
-    """Training and held-out text of a file (its last tenth) or a folder (files by a hash of their name)."""
+    """Read the training text and the held-out text: of a file, the last tenth is held out; of a folder, some files."""
     if path is None:
         return _read_folder(standard_library(), suffix=".py", skipped=_SKIPPED_STDLIB_FOLDERS)
     root = Path(path)
@@ -194,33 +195,33 @@ def read_split(path: str | os.PathLike | None) -> tuple[str, str]:
         return _read_folder(root)
     if not root.exists():
         raise DataError(f"data {str(root)!r} does not exist: give a UTF-8 text file or a folder of them")
-    return _split_text(_read_one(root))
+    return _split_text(_read_file(root))
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a folder's file is held out: by its relative path alone, so that it never changes sides."""
+    """Whether a file of a folder is held out. This depends only on its relative path, so that it never changes."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def _split_text(text: str) -> tuple[str, str]:
-    cut = len(text) - len(text) // 10
-    return text[:cut], text[cut:]
+    end = len(text) - len(text) // 10
+    return text[:end], text[end:]
 
 
-def _read_one(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         text = _decode(path.read_bytes())
     except OSError as error:
         raise DataError(f"data {str(path)!r} cannot be read: {error.strerror}") from error
     if text is None:
-        raise DataError(f"data {str(path)!r} is not UTF-8 text: give a text file, or a folder that has some")
+        raise DataError(f"data {str(path)!r} is not UTF-8 text: give a text file, or a folder of text files")
     if not text.strip():
         raise DataError(f"data {str(path)!r} is empty: give a file with text in it")
     return text
 
 
 def _decode(content: bytes) -> str | None:
-    """The text of a file, or None where it is binary."""
+    """Decode a file as UTF-8; None if it is binary or not UTF-8."""
     if b"\0" in content:
         return None
     try:
@@ -232,11 +233,11 @@ def _decode(content: bytes) -> str | None:
 def _read_folder(root: Path, suffix: str = "", skipped: frozenset[str] | set[str] = frozenset()) -> tuple[str, str]:
     texts = dict(_folder_texts(root, suffix, skipped))
     if not texts:
-        raise DataError(f"data folder {str(root)!r} holds no UTF-8 text file: give a folder that has some")
+        raise DataError(f"data folder {str(root)!r} has no UTF-8 text file: give a folder of text files")
     if len(texts) == 1:
         return _split_text(next(iter(texts.values())))
     held_out = [name for name in texts if is_held_out(name)]
-    # A small folder may have no such file, or nothing else: then one file, always the same, is held out.
+    # In a small folder none of the files or all of them may be held out. Then one fixed file is held out instead.
     if len(held_out) in (0, len(texts)):
         held_out = [min(texts, key=lambda name: hashlib.sha256(name.encode()).digest())]
     train = [text for name, text in texts.items() if name not in set(held_out)]
@@ -244,7 +245,7 @@ def _read_folder(root: Path, suffix: str = "", skipped: frozenset[str] | set[str
 
 
 def _folder_texts(root: Path, suffix: str, skipped: frozenset[str] | set[str]) -> Iterator[tuple[str, str]]:
-    """Relative name and text of each text file, in order; hidden files and installed packages are skipped."""
+    """Yield the relative name and the text of each text file, without hidden files and installed packages."""
     skipped = _SKIPPED_FOLDERS | skipped
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a `tokenizers` JSON file."""
+"""Encode text as token ids and decode them: as bytes, or with a `tokenizers` JSON file."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from autoshard.errors import DataError
 
 
 class Codec(Protocol):
-    """Encodes text as token ids, `[n]`, and decodes them."""
+    """The interface of a tokenizer."""
 
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, `[n]`."""
+        """Encode a text as token ids, `[n]`."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of token ids, `[n]`."""
+        """Decode token ids, `[n]`, to text."""
         ...
 
 
 class ByteCodec:
-    """A token is a byte of the UTF-8 text."""
+    """A tokenizer whose tokens are the bytes of the UTF-8 text."""
 
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text, uint8 `[n]`."""
+        """Encode a text as its bytes, uint8 `[n]`."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of bytes; what is not UTF-8 (a model may write anything) becomes a replacement character."""
+        """Decode bytes to text. A model may generate invalid UTF-8, which becomes replacement characters."""
         return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class TokenizerCodec:
-    """A vocabulary from a `tokenizers` JSON file."""
+    """A tokenizer from a `tokenizers` JSON file."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Load the file.
 
         Raises:
-            DataError: It is missing or not a tokenizer.
+            DataError: The file does not exist or is not a tokenizer.
         """
         from tokenizers import Tokenizer
 
@@ -55,23 +55,25 @@ class TokenizerCodec:
             raise DataError(f"tokenizer {str(path)!r} does not exist: give a `tokenizers` JSON file")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        # The library raises the bare class for anything that it cannot parse.
-        except Exception as error:
+        except Exception as error:  # the library raises a plain Exception for files that it cannot parse
             raise DataError(f"tokenizer {str(path)!r} is not a `tokenizers` JSON file: {error}") from error
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, uint32 `[n]`."""
+        """Encode a text as token ids, uint32 `[n]`."""
         encoded = self._tokenizer.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
         return np.concatenate([np.zeros(0, np.uint32), *(np.asarray(piece.ids, np.uint32) for piece in encoded)])
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of token ids."""
+        """Decode token ids to text."""
         return self._tokenizer.decode([int(token) for token in tokens])
 
 
 def _pieces(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """A text cut after a line's end about every `size` characters: tokenizers work on pieces in parallel."""
+    """Split a text at line ends into pieces of about `size` characters, which the tokenizer encodes in parallel.
+
+    The default size is chosen, not measured.
+    """
     start = 0
     while start < len(text):
         end = text.find("\n", start + size) + 1 or len(text)
@@ -80,5 +82,5 @@ def _pieces(text: str, size: int = 1 << 16) -> Iterator[str]:
 
 
 def load_codec(path: str | os.PathLike | None) -> Codec:
-    """The codec of a tokenizer file, or bytes where there is none."""
+    """Load the tokenizer of a file; None for bytes."""
     return ByteCodec() if path is None else TokenizerCodec(path)

@@ -1,1 +1,1 @@
-"""Read a trained model back and generate with it."""
+"""Load a trained model and generate text with it."""

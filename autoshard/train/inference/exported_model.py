@@ -1,10 +1,10 @@
-"""What another program needs to rebuild a model from a folder of checkpoints, and to write text with it.
+"""Rebuild a model from a folder of checkpoints alone, and generate text with it.
 
-DIR/inference.json     the model's class and architecture, dtype, longest sequence, how text is sampled, the tokenizer
-DIR/tokenizer.json     a copy of the tokenizer's file, where tokens are not bytes
+DIR/inference.json     the model's class and architecture, its dtype, maximum length, sampling defaults and tokenizer
+DIR/tokenizer.json     a copy of the tokenizer's file, unless tokens are bytes
 
-Nothing else of a run is read: no training config, no script. Nothing is imported that the file names: only models of
-`MODELS` are rebuilt.
+No other file of a run is read, neither its config nor a script. Nothing that the file names is imported: only the
+models in `MODELS` are rebuilt.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from autoshard.train.step.train_state import Program
 FILE, FORMAT = INFERENCE, INFERENCE_FORMAT
 
 
-def _moe_config(*, gpt: Mapping[str, Any], **told: Any) -> MoEConfig:
-    return MoEConfig(GPTConfig(**gpt), **told)
+def _moe_config(*, gpt: Mapping[str, Any], **fields: Any) -> MoEConfig:
+    return MoEConfig(GPTConfig(**gpt), **fields)
 
 
 MODELS: Mapping[str, tuple[type[nnx.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),
     "moe": (MoE, _moe_config),
 }
-"""The models that are rebuilt, by the name that `inference.json` has for them."""
+"""Class and config of each model that can be rebuilt, by its name in `inference.json`."""
 
 
 @shown
 @dataclass(frozen=True)
 class Inference:
-    """What `inference.json` says.
+    """The content of `inference.json`.
 
     Attributes:
-        model: a name in `MODELS`, or what the trainer was given: `package.module:factory`.
-        config: its architecture.
-        dtype: what it computes in.
-        max_length: its longest sequence.
-        generation: `temperature`, `top_k`, and `use_ema`: whether the moving average of the parameters writes.
+        model: a name in `MODELS`, or the trainer's `package.module:factory`.
+        config: fields of the model's config.
+        dtype: dtype of the computation.
+        max_length: maximum sequence length, in tokens.
+        generation: the defaults `temperature`, `top_k`, and `use_ema` (whether to use the parameters' moving average).
         tokenizer: `{"kind": "bytes"}`, or `{"kind": "file", "file": ..., "sha256": ...}`.
-        format: of the file.
+        format: version of the file format.
     """
 
     model: str
@@ -78,13 +78,13 @@ class Inference:
 
 
 def inference_of(config: TrainConfig, program: Program) -> Inference:
-    """What a run's model needs to be rebuilt: one of `MODELS`, whoever's function made it."""
+    """Describe a run's model. A model made by a user's factory is described by name if its class is in `MODELS`."""
     tokenizer: dict[str, Any] = {"kind": "bytes"}
     if config.tokenizer is not None:
         digest = hashlib.sha256(config.tokenizer.read_bytes()).hexdigest()
         tokenizer = {"kind": "file", "file": TOKENIZER, "sha256": digest}
     name, cfg = config.model, config.gpt
-    if name not in MODELS:  # a function's, which may return one of them
+    if name not in MODELS:  # a user's factory, which may return one of these models
         model = nnx.eval_shape(lambda: program.build(nnx.Rngs(0)))
         name = next((name for name, (kind, _) in MODELS.items() if type(model) is kind), name)
         cfg = cast(Any, model).cfg if name in MODELS else cfg
@@ -99,20 +99,20 @@ def inference_of(config: TrainConfig, program: Program) -> Inference:
 
 
 def write_inference(folder: Path, config: TrainConfig, program: Program) -> None:
-    """Puts `inference.json`, and the tokenizer, beside a run's checkpoints; a file that is the same stays.
+    """Write `inference.json` and the tokenizer next to a run's checkpoints. Files that are up to date stay.
 
     Raises:
-        ConfigError: They cannot be written.
+        ConfigError: A file cannot be written.
     """
     try:
         if config.tokenizer is not None:
-            _put(folder / TOKENIZER, config.tokenizer.read_bytes())
-        _put(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
+            _write_if_changed(folder / TOKENIZER, config.tokenizer.read_bytes())
+        _write_if_changed(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be written: {error}") from error
 
 
-def _put(file: Path, content: bytes) -> None:
+def _write_if_changed(file: Path, content: bytes) -> None:
     if file.exists() and file.read_bytes() == content:
         return
     draft = file.with_name(f".{file.name}.{os.getpid()}")
@@ -121,32 +121,34 @@ def _put(file: Path, content: bytes) -> None:
 
 
 def read_inference(folder: Path) -> Inference:
-    """What a folder of checkpoints says of its model.
+    """Read the description of the model in a folder of checkpoints.
 
     Raises:
-        ConfigError: It says nothing, or what it says is damaged or of a newer version.
+        ConfigError: The file is missing, damaged, or of a newer format.
     """
     file = folder / FILE
     try:
         data = json.loads(file.read_text())
         if data["format"] > FORMAT:
-            raise ConfigError(f"{file} has format {data['format']}, this version reads up to {FORMAT}: upgrade")
-        wrong = _wrong(data)
-        if wrong:
-            raise ConfigError(f"{file} is not as it was written: {'; '.join(wrong)}")
-        return Inference(**{one.name: data[one.name] for one in fields(Inference)})
+            raise ConfigError(
+                f"{file} has format {data['format']}, but this version reads formats up to {FORMAT}: upgrade autoshard"
+            )
+        problems = _problems(data)
+        if problems:
+            raise ConfigError(f"{file} is damaged: {'; '.join(problems)}")
+        return Inference(**{entry.name: data[entry.name] for entry in fields(Inference)})
     except ConfigError:
         raise
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(folder)!r} has no {FILE}: it holds no model that text can be written with") from error
+        raise ConfigError(f"{str(folder)!r} has no {FILE}, so there is no model to generate text with") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not as it was written: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _wrong(data: Mapping[str, Any]) -> list[str]:
-    """What of the file nothing can be made of."""
+def _problems(data: Mapping[str, Any]) -> list[str]:
+    """List the invalid values of the file."""
     if not all(isinstance(data[part], dict) for part in ("config", "generation", "tokenizer")):
-        return ["config, generation and tokenizer are tables"]
+        return ["config, generation and tokenizer must be tables"]
     generation, tokenizer = data["generation"], data["tokenizer"]
     temperature, top_k, use_ema = (generation.get(name) for name in ("temperature", "top_k", "use_ema"))
     kind, digest = tokenizer.get("kind"), tokenizer.get("sha256")
@@ -160,22 +162,23 @@ def _wrong(data: Mapping[str, Any]) -> list[str]:
         (kind in ("bytes", "file"), f"the tokenizer's kind is {kind!r}, it must be 'bytes' or 'file'"),
         (kind != "file" or isinstance(digest, str), f"the tokenizer's sha256 is {digest!r}, it must be a text"),
     )
-    return [said for fits, said in checks if not fits]
+    return [message for valid, message in checks if not valid]
 
 
 @shown
 @dataclass(frozen=True)
-class Writer:
-    """A model that writes text, planned for the devices that are there.
+class TextGenerator:
+    """A model that generates text on the attached devices.
 
     Attributes:
-        model: its static part.
-        inference: what was said of it.
-        codec: between text and tokens.
-        checkpoints: where its parameters are.
-        step: which of them; None for the newest that is intact.
-        use_ema: whether the moving average of the parameters writes.
-        or_parameters: whether before its first update they do themselves, as in the run's evaluations.
+        model: the model, with shapes in place of arrays.
+        inference: its description.
+        codec: encodes and decodes text.
+        checkpoints: the checkpoints with its parameters.
+        step: step to load; None for the newest intact one.
+        use_ema: whether to use the moving average of the parameters.
+        or_parameters: whether to use the parameters themselves before the average's first update, as the run's
+            evaluations do.
     """
 
     model: Any
@@ -186,20 +189,23 @@ class Writer:
     use_ema: bool
     or_parameters: bool = False
 
-    def write(
+    def generate(
         self, prompt: str, tokens: int, *, seed: int = 0, temperature: float | None = None, top_k: int | None = None
     ) -> tuple[str, Any]:
-        """Continue a prompt; and the plan that it was done under.
+        """Continue a prompt.
 
         Args:
             prompt: text to continue.
-            tokens: how many tokens to add.
-            seed: decides the choices.
-            temperature: what logits are divided by; 0 takes the likeliest token; as the file says by default.
-            top_k: choose among so many likeliest tokens; as the file says by default.
+            tokens: number of tokens to add.
+            seed: random seed.
+            temperature: divisor of the logits; 0 always takes the most likely token. Default: the file's.
+            top_k: sample from this many of the most likely tokens. Default: the file's.
+
+        Returns:
+            The text, and the plan that it was generated under.
 
         Raises:
-            ConfigError: an empty prompt, or more likeliest tokens than the vocabulary has.
+            ConfigError: the prompt is empty, or `top_k` exceeds the vocabulary.
         """
         temperature = self.inference.generation["temperature"] if temperature is None else temperature
         top_k = self.inference.generation.get("top_k") if top_k is None else top_k
@@ -208,7 +214,9 @@ class Writer:
             raise ConfigError("the prompt is empty: give at least one character")
         vocab = self.model.cfg.vocab
         if top_k is not None and top_k > vocab:
-            raise ConfigError(f"top-k is {top_k}, the model's vocabulary has {vocab} tokens: take at most as many")
+            raise ConfigError(
+                f"top-k is {top_k}, but the model's vocabulary has {vocab} tokens: give at most that number"
+            )
         graph, abstract = nnx.split(self.model)
         greedy = temperature == 0.0
 
@@ -229,60 +237,60 @@ class Writer:
         return self.codec.decode(found), plan
 
     def _parameters(self, like: Any) -> Any:
-        """The parameters, straight onto their shardings."""
+        """Load the parameters with the shardings of `like`; if no step was chosen, skip damaged ones."""
         read = partial(averaged_parameters, or_parameters=self.or_parameters) if self.use_ema else parameters
         if self.step is not None:
             return read(self.checkpoints, self.step, like)
-        passed: set[int] = set()
-        while steps := sorted({*self.checkpoints.steps()} - passed):
+        skipped: set[int] = set()
+        while steps := sorted({*self.checkpoints.steps()} - skipped):
             try:
                 return read(self.checkpoints, steps[-1], like)
             except DamagedCheckpointError as error:
                 if len(steps) == 1:
                     raise
-                warnings.warn(f"{error}\nAn earlier step is taken instead.", CheckpointWarning, stacklevel=2)
+                warnings.warn(f"{error}\nAn earlier step is used instead.", CheckpointWarning, stacklevel=2)
             except CheckpointError:
-                if steps[-1] in self.checkpoints.steps():  # else a run that goes on has removed it
+                if steps[-1] in self.checkpoints.steps():  # otherwise a run in progress has removed it
                     raise
-            passed.add(steps[-1])
-        raise ConfigError(f"all steps in {self.checkpoints.directory} were removed while they were read")
+            skipped.add(steps[-1])
+        raise ConfigError(f"all steps in {self.checkpoints.directory} were removed while they were read: try again")
 
 
 def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
-    """A step's parameters, on the shardings of `like`, whatever part of the train state they are in.
+    """Load a step's parameters, frozen parameters and variables, with the shardings of `like`.
 
     Raises:
-        CheckpointError: They are not those of the model, or are damaged.
+        CheckpointError: The parameters do not match the model, or are damaged.
     """
-    told = checkpoints.describe(step)
-    return checkpoints.restore(step, {"params": like}, partial=True, rename=_others(told))["params"]
+    description = checkpoints.describe(step)
+    return checkpoints.restore(step, {"params": like}, partial=True, rename=_other_parts(description))["params"]
 
 
 def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any, *, or_parameters: bool = False) -> Any:
-    """The moving average of a step's parameters, in the dtypes and on the shardings of `like`.
+    """Load the moving average of a step's parameters, with the dtypes and shardings of `like`.
 
     Args:
-        checkpoints: where the step is.
-        step: which.
+        checkpoints: the checkpoints.
+        step: the step to load.
         like: the parameters' shapes, dtypes and shardings.
-        or_parameters: take the parameters themselves before the average's first update.
+        or_parameters: load the parameters themselves if the average has no update yet.
 
     Raises:
-        ConfigError: The step has none.
+        ConfigError: The step has no moving average.
     """
-    told = checkpoints.describe(step)
-    if not _has(told, "ema/mean"):
+    description = checkpoints.describe(step)
+    if not _has(description, "ema/mean"):
         raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average: leave out --use-ema")
     rename = {"ema/mean": "params", "ema/weight": "weight", "params": "unread"}
-    rename |= _others(told)
-    names = {leaf.name.removeprefix("ema/mean/") for leaf in told.leaves if leaf.name.startswith("ema/mean/")}
+    rename |= _other_parts(description)
+    names = {leaf.name.removeprefix("ema/mean/") for leaf in description.leaves if leaf.name.startswith("ema/mean/")}
 
     def mean_like(path: Any, leaf: Any) -> Any:
         averages = jax.tree_util.keystr(path, simple=True, separator="/") in names
         return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if averages else leaf.dtype, sharding=leaf.sharding)
 
-    wanted = {"params": jax.tree_util.tree_map_with_path(mean_like, like), "weight": jnp.float32(0)}
-    state = checkpoints.restore(step, wanted, partial=True, rename=rename)
+    template = {"params": jax.tree_util.tree_map_with_path(mean_like, like), "weight": jnp.float32(0)}
+    state = checkpoints.restore(step, template, partial=True, rename=rename)
     weight = state["weight"]
     if not float(weight) > 0 and or_parameters:
         return parameters(checkpoints, step, like)
@@ -296,54 +304,54 @@ def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any, *, or_p
     return jax.tree_util.tree_map_with_path(corrected, state["params"], like)
 
 
-def open_writer(folder: Path, step: int | None = None, *, use_ema: bool | None = None) -> Writer:
-    """The model of a folder of checkpoints.
+def open_generator(folder: Path, step: int | None = None, *, use_ema: bool | None = None) -> TextGenerator:
+    """Open the model of a folder of checkpoints.
 
     Args:
-        folder: of checkpoints, or of a run that has them.
-        step: which, the newest that is intact by default.
-        use_ema: whether the moving average of the parameters writes; as the file says by default.
+        folder: folder of checkpoints, or of a run that has them.
+        step: step to load; by default the newest intact one.
+        use_ema: whether to use the moving average of the parameters; by default as the file says.
 
     Raises:
-        AutoshardError: There is no model, it is of no kind that can write, or there is no such step.
+        AutoshardError: There is no model, it cannot generate text, or the step does not exist.
     """
     folder = checkpoints_in(folder)
-    told = read_inference(folder)
-    if told.model not in MODELS:
+    inference = read_inference(folder)
+    if inference.model not in MODELS:
         raise ConfigError(
-            f"the model in {str(folder)!r} is {told.model!r}, which is not a built-in one: it cannot be sampled"
+            f"the model in {str(folder)!r} is {inference.model!r}, which is not built in: it cannot be sampled"
         )
-    kind, config_kind = MODELS[told.model]
+    kind, config_kind = MODELS[inference.model]
     try:
-        config = config_kind(**told.config)
+        config = config_kind(**inference.config)
         model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))  # pyright: ignore[reportCallIssue]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: the architecture does not fit this version: {error}") from error
     checkpoints = Checkpointer(folder, keep=None)
     if not checkpoints.steps():
-        raise ConfigError(f"{str(folder)!r} holds no checkpoint yet")
+        raise ConfigError(f"{str(folder)!r} has no checkpoint yet")
     if step is not None:
         checkpoints.describe(step)
-    as_told = bool(told.generation.get("use_ema"))
-    codec, averages = _codec(folder, told), as_told if use_ema is None else use_ema
-    return Writer(model, told, codec, checkpoints, step, averages, or_parameters=use_ema is None)
+    default = bool(inference.generation.get("use_ema"))
+    codec, averages = _codec(folder, inference), default if use_ema is None else use_ema
+    return TextGenerator(model, inference, codec, checkpoints, step, averages, or_parameters=use_ema is None)
 
 
-def _codec(folder: Path, told: Inference) -> Codec:
-    if told.tokenizer["kind"] == "bytes":
+def _codec(folder: Path, inference: Inference) -> Codec:
+    if inference.tokenizer["kind"] == "bytes":
         return load_codec(None)
-    file = folder / TOKENIZER  # not what the file names
+    file = folder / TOKENIZER  # a fixed name, not a path from the file, which need not be trusted
     codec = load_codec(file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    if digest != told.tokenizer["sha256"]:
+    if digest != inference.tokenizer["sha256"]:
         raise ConfigError(f"{file} is not the tokenizer that the model was trained with: its SHA-256 is {digest}")
     return codec
 
 
-def _others(told: Description) -> dict[str, str]:
-    """Renamings of the parts of a train state that are the model's beside its trained parameters."""
-    return {part: "params" for part in PARAMETERS if part != "params" and _has(told, part)}
+def _other_parts(description: Description) -> dict[str, str]:
+    """Map the other parts of the train state that belong to the model (`frozen`, `variables`) to `params`."""
+    return {part: "params" for part in PARAMETERS if part != "params" and _has(description, part)}
 
 
-def _has(told: Description, part: str) -> bool:
-    return any(leaf.name.startswith(f"{part}/") for leaf in told.leaves)
+def _has(description: Description, part: str) -> bool:
+    return any(leaf.name.startswith(f"{part}/") for leaf in description.leaves)

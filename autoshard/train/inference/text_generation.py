@@ -1,4 +1,4 @@
-"""Text written by a model."""
+"""Sample text from a model in a running program."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def sample_text(
     top_k: int | None = None,
     use_ema: bool = True,
 ) -> str | None:
-    """Continue a prompt; None for a model that is not a built-in one that writes.
+    """Continue a prompt. Returns None if the model is not a built-in language model.
 
     Args:
         program: The model.
         state: Its arrays.
-        codec: Between text and tokens.
+        codec: Encodes and decodes text.
         prompt: Text to continue.
-        tokens: How many tokens to add.
-        seed: Decides the choices.
-        temperature: What logits are divided by; 0 takes the likeliest token.
-        top_k: Choose among so many likeliest tokens; all where None.
-        use_ema: Take the moving average of the parameters, where there is one.
+        tokens: Number of tokens to add.
+        seed: Random seed.
+        temperature: Divisor of the logits; 0 always takes the most likely token.
+        top_k: Sample from this many of the most likely tokens; None samples from all.
+        use_ema: Use the moving average of the parameters, if there is one.
 
     Raises:
-        ConfigError: An empty prompt, or more likeliest tokens than the vocabulary has.
+        ConfigError: The prompt is empty, or `top_k` exceeds the vocabulary.
     """
     model = program.model(eval_params(state, use_ema), state.frozen, state.variables, None)
     if not isinstance(model, GPT | MoE):
@@ -49,9 +49,9 @@ def sample_text(
         raise ConfigError("the prompt is empty: give at least one character")
     if top_k is not None and top_k > model.cfg.vocab:
         raise ConfigError(
-            f"top-k is {top_k}, the model's vocabulary has {model.cfg.vocab} tokens: take at most as many"
+            f"top-k is {top_k}, but the model's vocabulary has {model.cfg.vocab} tokens: give at most that number"
         )
-    written = generate(
+    generated = generate(
         model,
         jnp.asarray(start[None]),
         tokens,
@@ -59,4 +59,4 @@ def sample_text(
         temperature=temperature,
         top_k=top_k,
     )
-    return codec.decode(np.asarray(jax.device_get(written))[0])
+    return codec.decode(np.asarray(jax.device_get(generated))[0])

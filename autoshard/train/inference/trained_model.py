@@ -1,4 +1,4 @@
-"""A trained model from the folder of its run."""
+"""Load a trained model from the folder of its run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autoshard.train.step.train_state import Program, TrainState
 @shown
 @dataclass(frozen=True)
 class Trained:
-    """A run's model at one of its checkpoints.
+    """The model of a run at one of its checkpoints.
 
     Attributes:
         config: Settings of the run.
-        program: Its model, without arrays.
+        program: The model, without arrays.
         state: The arrays, on one device.
-        step: Steps that it was trained for.
+        step: Step of the checkpoint.
     """
 
     config: TrainConfig
@@ -34,23 +34,23 @@ class Trained:
 
 
 def open_checkpoints(run_dir: Path) -> Checkpointer:
-    """The checkpoints of a run, to be read.
+    """Open the checkpoints of a run for reading.
 
     Raises:
-        ConfigError: The folder holds no run, or a run without checkpoints.
+        ConfigError: The folder has no run, or the run has no checkpoint.
     """
     run_directory.read_config(run_dir)
     checkpoints = Checkpointer(run_dir / run_directory.CHECKPOINTS, keep=None)
     if checkpoints.latest() is None:
-        raise ConfigError(f"{str(run_dir)!r} holds no checkpoint yet")
+        raise ConfigError(f"{str(run_dir)!r} has no checkpoint yet")
     return checkpoints
 
 
 def load_trained(run_dir: Path, step: int | None = None) -> Trained:
-    """Restore a run's state onto the first device, the newest checkpoint by default.
+    """Restore a run's state onto the first device, by default from the newest checkpoint.
 
     Raises:
-        AutoshardError: There is no run, no such step, or it is damaged.
+        AutoshardError: The run or the step does not exist, or the checkpoint is damaged.
     """
     config = from_dict(run_directory.read_config(run_dir), str(run_dir))
     program = make_program_of(config)

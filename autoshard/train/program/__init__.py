@@ -1,1 +1,1 @@
-"""From names to a model and data; the step under its plan; evaluation and timing."""
+"""Build the model and the data, plan the train step, evaluate and time it."""

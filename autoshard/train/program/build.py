@@ -1,4 +1,4 @@
-"""From names in the config to a model and data: built in, or the user's own."""
+"""Build the model, the train step and the data that a config names: built-in ones, or the user's own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
+from autoshard.train.config.old_names import accepts_old_keywords
 from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec
@@ -30,20 +31,22 @@ from autoshard.train.step.train_state import Program, TrainState, make_program
 from autoshard.train.step.train_step import TrainStep, make_train_step
 
 REMATS = ("none", "dots", "full")
-"""What layers keep for their backward pass, of which the best is searched."""
+"""The remat policies that a search tries, from the one that keeps most values to the one that keeps fewest."""
 
 MICROBATCHES = (1, 2, 4)
-"""In how many parts a batch is processed, of which the best is searched."""
+"""The numbers of microbatches that a search tries. Chosen, not measured."""
 
-MIXES = ((3, 4), (1, 2), (1, 4))
-"""How many layers of how many take a lighter policy than the others."""
+MIXED_REMAT = ((3, 4), (1, 2), (1, 4))
+"""Mixed remat policies that a search tries: `(n, m)` gives n of every m layers the lighter policy.
+Chosen, not measured."""
 
 VOCAB_MULTIPLE = 64
-"""A vocabulary that the data makes larger than the config's becomes a multiple of this, which shards well."""
+"""A vocabulary that grows to hold the data's is rounded up to a multiple of this, so that it can be sharded.
+Chosen, not measured."""
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    """The config with a vocabulary that holds the data's."""
+    """Return the config with a vocabulary of at least `vocab_size`."""
     if vocab_size <= config.gpt.vocab:
         return config
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -51,23 +54,24 @@ def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
 
 
 def fit_tokenizer(config: TrainConfig) -> TrainConfig:
-    """The config with a vocabulary that holds its tokenizer's: what a run has, from no data."""
+    """Return the config with a vocabulary that holds its tokenizer's; no data is read."""
     return fit_vocab(config, load_codec(config.tokenizer).vocab_size)
 
 
 def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
-    """What makes the model from random streams.
+    """Return the function that makes the model from random streams.
 
     Raises:
-        ConfigError: The factory cannot be found, or does not return an `nnx.Module` or a `GPTConfig`.
+        ConfigError: The factory cannot be found. The returned function raises it if the factory does not return an
+            `nnx.Module` or a `GPTConfig`.
     """
     if config.model == "gpt":
         return lambda rngs: GPT(config.gpt, rngs=rngs)
     factory = load_function(config.model, "--model")
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
-        given = {"rngs": rngs, "vocab": config.gpt.vocab, "context": config.gpt.context}
-        model = factory(**_taken(factory, given))
+        available = {"rngs": rngs, "vocab": config.gpt.vocab, "context": config.gpt.context}
+        model = factory(**_accepted(factory, available))
         if isinstance(model, GPTConfig):
             model = GPT(model, rngs=rngs)
         if not isinstance(model, nnx.Module):
@@ -78,10 +82,10 @@ def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
 
 
 def make_program_of(config: TrainConfig) -> Program:
-    """The model and the optimizer of a run.
+    """Make the model and the optimizer of a run.
 
     Raises:
-        ConfigError: An unknown factory, a glob that matches nothing, or a warm-up longer than the run.
+        ConfigError: The factory is unknown, a glob matches nothing, or the warm-up is longer than the run.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
@@ -89,62 +93,64 @@ def make_program_of(config: TrainConfig) -> Program:
 
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
-    """The train step of a run."""
-    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.accumulation)
+    """Make the train step of a run."""
+    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.microbatches)
 
 
-def workload_step(work: Workload, accumulation: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
-    """The train step of a named workload, and the shapes of its state and of its batch.
+@accepts_old_keywords
+def workload_step(work: Workload, microbatches: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+    """Make the train step of a named workload, and the shapes of its state and of its batch.
 
     Args:
         work: The model and its batch.
-        accumulation: Microbatches that a batch is processed in.
+        microbatches: Microbatches per batch.
 
     Raises:
         ConfigError: The batch does not divide into them.
     """
-    if accumulation < 1 or work.batch_size % accumulation:
-        raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {accumulation} microbatches")
+    if microbatches < 1 or work.batch_size % microbatches:
+        raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {microbatches} microbatches")
     settings = OptimizerConfig()
     program = make_program(work.build, make_optimizer(settings, 1000))
-    step = make_train_step(program, learning_rate_schedule(settings, 1000), accumulation)
+    step = make_train_step(program, learning_rate_schedule(settings, 1000), microbatches)
     return step, program.abstract_state(), work.batch()
 
 
 def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:
-    """The same as one step with static keywords: `step(state, batch, *, remat, accumulation)`.
+    """Make a workload's step with static keywords, `step(state, batch, *, remat, microbatches)`, and its shapes.
 
-    Raises:
-        AutoshardError: A remat policy that the workload's model does not know, once it is asked for.
+    The step raises an `AutoshardError` if the workload's model does not know the remat policy.
     """
     steps: dict[Any, TrainStep] = {}
 
-    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
-        if (remat, accumulation) not in steps:
-            steps[remat, accumulation] = workload_step(work.with_(remat=remat), accumulation)[0]
-        return steps[remat, accumulation](state, batch)
+    # Plans saved before the rename have the variant `accumulation`, which the step also accepts.
+    @accepts_old_keywords
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
+        if (remat, microbatches) not in steps:
+            steps[remat, microbatches] = workload_step(work.with_(remat=remat), microbatches)[0]
+        return steps[remat, microbatches](state, batch)
 
     _, state, batch = workload_step(work)
     return train_step, state, batch
 
 
 def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any]]:
-    """The variants of a workload's step that compute the same numbers.
+    """List the variants of a workload's step, by static keyword.
 
-    Microbatches are such only where no part of the loss looks at a whole batch, as batch statistics and the losses of
-    a router do; and what an expert has room for is counted by microbatch.
+    Microbatches change the numbers if part of the loss depends on the whole batch, as batch statistics and router
+    losses do. An expert's capacity also counts per microbatch.
 
     Args:
         work: The workload.
-        numerics: Whether to list those as well that compute other numbers.
+        numerics: Whether to include variants that change the numbers.
     """
     whole = isinstance(work.config, MoEConfig | WideResNetConfig) and not numerics
     parts = [n for n in MICROBATCHES if not work.batch_size % n]
-    return {"remat": list(REMATS), "accumulation": [1] if whole else parts}
+    return {"remat": list(REMATS), "microbatches": [1] if whole else parts}
 
 
 def layers_of(config: Any) -> int:
-    """How many layers a model's `remat` is for: with experts groups of layers, of a residual network its blocks."""
+    """Count the units that a model's `remat` applies to: layers, groups of layers with experts, or residual blocks."""
     if isinstance(config, MoEConfig):
         return config.gpt.layers // config.moe_every
     return sum(config.stages) if isinstance(config, WideResNetConfig) else config.layers
@@ -153,18 +159,18 @@ def layers_of(config: Any) -> int:
 def search_of(
     variants: Mapping[str, Sequence[Any]], layers: int
 ) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
-    """The variants to plan, as `autoshard.plan` takes them: all that are named, then remat by layers in turn.
+    """Make the function that `autoshard.plan` takes as `variants`: all combinations first, then mixed remat policies.
 
-    Where a policy does not fit and the next stricter one does, as many layers take the first as there is room for: one,
-    two or three of four. If that many do not fit after all, fewer are tried.
+    If one policy does not fit and the next stricter one does, the next round mixes them: three, two or one of every
+    four layers take the lighter policy, as many as the memory estimate allows. If a mix does not fit, fewer are tried.
 
     Args:
         variants: The values of `remat` and of other keywords.
-        layers: How many layers there are.
+        layers: Number of layers.
     """
     names = list(variants)
 
-    def following(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+    def next_variants(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
         if not attempts:
             return [dict(zip(names, values, strict=True)) for values in itertools.product(*variants.values())]
         known = {tuple(each.keywords[name] for name in names): each for each in attempts}
@@ -173,37 +179,48 @@ def search_of(
         for values in itertools.product(*(variants[name] for name in rest)):
             others = dict(zip(rest, values, strict=True))
 
-            def of(remat: str, others: dict[str, Any] = others) -> Attempt | None:
+            def attempt_with(remat: str, others: dict[str, Any] = others) -> Attempt | None:
                 return known.get(tuple({**others, "remat": remat}[name] for name in names))
 
-            remat = _mixed(of, [r for r in REMATS if r in variants["remat"]], layers)
+            remat = _mixed(attempt_with, [r for r in REMATS if r in variants["remat"]], layers)
             found += [{**others, "remat": remat}] if remat else []
         return found
 
-    return following if "remat" in names else lambda attempts: [] if attempts else following(attempts)
+    return next_variants if "remat" in names else lambda attempts: [] if attempts else next_variants(attempts)
 
 
-def _mixed(of: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
-    """The next policies in turn to try, between the last that does not fit and the first that does."""
+def _mixed(attempt_with: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
+    """Return the next mix to try, of a policy that does not fit and the next stricter one, which fits; None if none.
+
+    Args:
+        attempt_with: Returns the attempt with a given remat policy and fixed other keywords; None if it was not tried.
+        remats: Policies, the lightest first.
+        layers: Number of layers.
+    """
     for light, strict in itertools.pairwise(remats):
-        one, other = of(light), of(strict)
-        if one is None or other is None or one.fits or not other.fits or math.isinf(one.peak_memory_bytes):
+        lighter, stricter = attempt_with(light), attempt_with(strict)
+        if lighter is None or stricter is None or lighter.fits or not stricter.fits:
             continue
-        room = (other.limit_bytes - other.peak_memory_bytes) / (one.peak_memory_bytes - other.peak_memory_bytes)
-        for count, of_layers in MIXES:
-            mixed = ",".join([light] * count + [strict] * (of_layers - count))
-            if layers > of_layers and not layers % of_layers and count <= room * of_layers:
-                found = of(mixed)
+        if math.isinf(lighter.peak_memory_bytes):
+            continue
+        # Fraction of the layers that can take the lighter policy if memory grows linearly with their number.
+        room = (stricter.limit_bytes - stricter.peak_memory_bytes) / (
+            lighter.peak_memory_bytes - stricter.peak_memory_bytes
+        )
+        for count, period in MIXED_REMAT:
+            mixed = ",".join([light] * count + [strict] * (period - count))
+            if layers > period and not layers % period and count <= room * period:
+                found = attempt_with(mixed)
                 if found is None or found.fits:
                     return mixed if found is None else None
     return None
 
 
 def make_source(config: TrainConfig) -> Source:
-    """The data of a run.
+    """Open the data of a run.
 
     Raises:
-        DataError: Missing, empty or binary data.
+        DataError: The data are missing, empty or binary.
         ConfigError: The function cannot be found, or returns neither token arrays nor a source.
     """
     batch = {"batch_size": config.batch_size, "eval_batch_size": config.microbatch_size}
@@ -226,7 +243,7 @@ def make_source(config: TrainConfig) -> Source:
 
 
 def is_function(name: str | None) -> bool:
-    """Whether a name is package.module:function and not a path that exists."""
+    """Whether a name has the form package.module:function and is not an existing path."""
     if name is None or ":" not in name or Path(name).exists():
         return False
     module, _, function = name.partition(":")
@@ -234,10 +251,10 @@ def is_function(name: str | None) -> bool:
 
 
 def load_function(name: str, option: str) -> Callable[..., Any]:
-    """The function that package.module:function names; modules in the working folder are found too.
+    """Import the function that package.module:function names. Modules in the working folder are found too.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The name has another form, or the module or function does not exist.
     """
     if not is_function(name):
         raise ConfigError(
@@ -250,16 +267,16 @@ def load_function(name: str, option: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{option} {name}: no module named {error.name!r}; is its folder on PYTHONPATH?") from error
+        raise ConfigError(f"{option} {name}: no module named {error.name!r}. Is its folder on PYTHONPATH?") from error
     if not callable(getattr(module, function, None)):
         raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
     return getattr(module, function)
 
 
-def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments that a function takes."""
+def _accepted(function: Callable[..., Any], available: dict[str, Any]) -> dict[str, Any]:
+    """Select the keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return given
+        return available
     names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in available.items() if name in names}

@@ -18,12 +18,12 @@ from autoshard.train.step.train_state import Tree
 @shown
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured on the held-out set.
+    """The loss on the held-out set.
 
     Attributes:
-        loss: Mean over its tokens, in nats.
-        tokens: How many there were.
-        bits_per_byte: The same per byte of text; None where the text is not known.
+        loss: Mean over its tokens, in nats per token.
+        tokens: Number of tokens.
+        bits_per_byte: The loss in bits per byte of text; None if the text is unknown.
     """
 
     loss: float
@@ -31,7 +31,7 @@ class Evaluation:
     bits_per_byte: float | None
 
     def metrics(self) -> dict[str, float]:
-        """As it is written to the metrics."""
+        """Return the values that are written to the metrics."""
         values = {"val_loss": self.loss}
         return values if self.bits_per_byte is None else values | {"val_bits_per_byte": self.bits_per_byte}
 
@@ -45,15 +45,15 @@ def evaluate(
     prefetch: int = 2,
     after_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Measure the loss over held-out batches; sums are added up in double precision on the host.
+    """Measure the loss over held-out batches. The sums are accumulated in double precision on the host.
 
     Args:
         placed: The evaluation step.
         state_parts: Parameters, frozen parameters and variables of the train state.
-        source: Where batches come from.
-        batches: How many to take; 0 for all.
-        prefetch: Batches made ahead.
-        after_batch: Called when one was evaluated.
+        source: The data.
+        batches: Number of batches; 0 for all.
+        prefetch: Batches loaded ahead.
+        after_batch: Called after each batch.
     """
 
     def make(index: int) -> dict[str, jax.Array]:

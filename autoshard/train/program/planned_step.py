@@ -1,4 +1,4 @@
-"""Where the trainer meets the planner: its steps, sharded, and where state and batches lie on the devices."""
+"""Plan the train step and the evaluation step, and give the shardings of the train state and the batches."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PlacedStep:
 
     Attributes:
         step: The sharded step; it donates its state.
-        plan: What was planned for it.
+        plan: Its plan.
         state_shapes: Shapes, dtypes and shardings of the state.
         batch_shapes: Shapes and dtypes of a batch.
-        batch_shardings: Where a batch goes.
+        batch_shardings: Shardings of a batch.
     """
 
     step: Any
@@ -44,7 +44,13 @@ class PlacedStep:
 @shown
 @dataclass(frozen=True)
 class PlacedEvalStep:
-    """An evaluation step that reads the train state where it lies."""
+    """An evaluation step that takes the train state with its shardings as they are.
+
+    Attributes:
+        step: The sharded step.
+        batch_shapes: Shapes and dtypes of a batch.
+        batch_shardings: Shardings of a batch.
+    """
 
     step: Any
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
@@ -52,7 +58,7 @@ class PlacedEvalStep:
 
 
 def plan_options(config: TrainConfig) -> dict[str, Any]:
-    """What the config says to the planner."""
+    """Return the keywords of `autoshard.plan` that the config sets."""
     options = {
         "mesh": parse_mesh(config.mesh),
         "target": config.target,
@@ -64,10 +70,10 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def parse_mesh(text: str | None) -> dict[str, int] | None:
-    """`data=4,model=2` as axis names and sizes.
+    """Parse a mesh such as `data=4,model=2` into axis names and sizes.
 
     Raises:
-        ConfigError: It is not written so.
+        ConfigError: The text has another form.
     """
     if text is None:
         return None
@@ -75,13 +81,13 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
     for part in text.replace(" ", ",").split(","):
         name, _, size = part.partition("=")
         if not (name.isidentifier() and size.isdigit() and int(size) > 0) or name in axes:
-            raise ConfigError(f"--mesh {text!r}: write axis names and sizes, such as data=4,model=2")
+            raise ConfigError(f"--mesh {text!r} is not a mesh: write axis names and sizes, such as data=4,model=2")
         axes[name] = int(size)
     return axes
 
 
 def place_step(train_step: TrainStep, program: Program, config: TrainConfig, plan: Plan | None = None) -> PlacedStep:
-    """Plan the train step, or take a plan that was made for it, and say where everything goes; makes no array."""
+    """Plan the train step, or bind a given plan to it, and collect its shardings. No array is allocated."""
     _check_devices(config)
     options: dict[str, Any] = plan_options(config) | ({"plan": plan, "measure": 0} if plan is not None else {})
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
@@ -97,53 +103,62 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig, pla
 
 
 def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
-    """The config with remat and microbatches of the fastest step that fits, and its plan with all that were searched.
+    """Search the remat policy and the number of microbatches of the fastest step that fits.
 
-    Dropout draws its masks for each microbatch, so that with it their number stays what it is.
+    Dropout masks are drawn per microbatch. With dropout, the number of microbatches therefore stays as configured.
+
+    Args:
+        config: The run.
+        verify: Number of best plans to compile.
+
+    Returns:
+        The config with the best variant, and its plan, which lists all variants.
 
     Raises:
         ConfigError: The model is not the built-in one.
-        AutoshardError: No variant can be planned as the config asks.
+        AutoshardError: No variant can be planned with the config's plan, mesh and limit.
     """
     if config.model != "gpt":
-        raise ConfigError(f"--variants search knows the remat of the built-in model alone, not that of {config.model}")
+        raise ConfigError(
+            f"--variants search supports only the built-in model, not {config.model}: leave out --variants"
+        )
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)
-    parts = {config.accumulation, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
+    counts = {config.microbatches, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
 
-    def varied(remat: str, accumulation: int) -> TrainConfig:
-        return replace(config, accumulation=accumulation, gpt=replace(config.gpt, remat=remat))
+    def variant(remat: str, microbatches: int) -> TrainConfig:
+        return replace(config, microbatches=microbatches, gpt=replace(config.gpt, remat=remat))
 
-    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, accumulation: int) -> Any:
-        if (remat, accumulation) not in steps:
-            chosen = varied(remat, accumulation)
-            steps[remat, accumulation] = train_step_of(chosen, make_program_of(chosen))
-        return steps[remat, accumulation](state, batch)
+    def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
+        if (remat, microbatches) not in steps:
+            chosen = variant(remat, microbatches)
+            steps[remat, microbatches] = train_step_of(chosen, make_program_of(chosen))
+        return steps[remat, microbatches](state, batch)
 
     plan = autoshard.plan(
         train_step,
         program.abstract_state(),
         batch_shapes(config.batch_size, config.gpt.context),
-        variants=search_of({"remat": REMATS, "accumulation": sorted(parts)}, config.gpt.layers),
+        variants=search_of({"remat": REMATS, "microbatches": sorted(counts)}, config.gpt.layers),
         donate_argnums=0,
         verify=verify,
         **plan_options(config),
     )
-    return varied(**plan.variant), plan
+    return variant(**plan.variant), plan
 
 
 def _check_devices(config: TrainConfig) -> None:
-    """Refuse a mesh that this machine is too small for, before anything is planned for it."""
-    wanted, attached = math.prod((parse_mesh(config.mesh) or {}).values()), jax.device_count()
-    if wanted > attached:
+    """Refuse a mesh that is larger than this machine, before planning."""
+    requested, attached = math.prod((parse_mesh(config.mesh) or {}).values()), jax.device_count()
+    if requested > attached:
         raise ConfigError(
-            f"--mesh {config.mesh} has {wanted} devices, this machine has {attached}: give a smaller mesh, or on CPU "
-            f"--virtual-devices {wanted}"
+            f"--mesh {config.mesh} has {requested} devices, this machine has {attached}: give a smaller mesh, or on "
+            f"CPU --virtual-devices {requested}"
         )
 
 
 def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
-    """Plan the evaluation step around the train state's arrays, which stay where they are."""
+    """Plan the evaluation step on the mesh of the train state's arrays, which are not moved."""
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
     step = autoshard.auto_shard(eval_step, mesh=mesh)
     batch = batch_shapes(config.microbatch_size, config.gpt.context)
@@ -152,7 +167,11 @@ def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], c
 
 
 def shardings(plan: Any, mesh: Mesh | None = None) -> tuple[Any, ...]:
-    """The plan's shardings of each argument, over a mesh of devices: its own over this machine's by default.
+    """Return the plan's shardings of each argument.
+
+    Args:
+        plan: The plan.
+        mesh: Mesh of devices; the plan's mesh over this machine's devices by default.
 
     Raises:
         PlanError: The plan's mesh has more devices than this machine.

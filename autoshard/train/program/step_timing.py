@@ -1,4 +1,4 @@
-"""A train step under its plan, timed against the same step under a hand-written `jax.jit`."""
+"""Time a train step under its plan against the same step under a hand-written `jax.jit`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from autoshard.train.program.planned_step import place_step
 @shown
 @dataclass(frozen=True)
 class Timing:
-    """Median times of a step in seconds, and their paired ratio.
+    """Median step times and the median of their paired ratios.
 
     Attributes:
-        planned_seconds: Through `auto_shard`.
-        by_hand_seconds: Through `jax.jit` with the same input and state shardings, and no constraint inside.
-        ratio: Median over pairs of planned by by-hand.
-        tokens: Tokens in a step.
+        planned_seconds: Step time under `auto_shard`, in seconds.
+        by_hand_seconds: Step time under `jax.jit` with the same input and state shardings and no constraint inside,
+            in seconds.
+        ratio: Median over pairs of planned time divided by by-hand time.
+        tokens: Tokens per step.
         plan: Name of the plan.
     """
 
@@ -37,18 +38,18 @@ class Timing:
     plan: str
 
     def __str__(self) -> str:
-        """One line for each way."""
+        """Return a table with one line for each of the two steps."""
         lines = (("auto_shard", self.planned_seconds), ("jax.jit by hand", self.by_hand_seconds))
-        rows = [f"{name:<16}{1e3 * s:10.2f} ms a step{self.tokens / s:14,.0f} tokens/s" for name, s in lines]
+        rows = [f"{name:<16}{1e3 * s:10.2f} ms per step{self.tokens / s:14,.0f} tokens/s" for name, s in lines]
         return "\n".join([f"plan: {self.plan}", *rows, f"ratio (median of pairs): {self.ratio:.3f}"])
 
 
 def time_steps(config: TrainConfig, rounds: int) -> Timing:
-    """Time both in turn, so that what else the machine does meets both alike.
+    """Time both steps in alternation, so that other load on the machine affects both equally.
 
     Args:
         config: The run whose step is timed.
-        rounds: Pairs of steps.
+        rounds: Number of pairs of steps.
     """
     config = fit_tokenizer(config)
     program = make_program_of(config)
@@ -64,7 +65,7 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
     tokens = np.random.default_rng(config.seed).integers(0, config.gpt.vocab, (config.batch_size, config.gpt.context))
     rows = {"inputs": tokens, "targets": tokens, "mask": np.ones(tokens.shape)}
     batch = place_batch(
-        lambda wanted: {name: rows[name][wanted.start : wanted.stop] for name in rows},
+        lambda part: {name: rows[name][part.start : part.stop] for name in rows},
         placed.batch_shapes,
         placed.batch_shardings,
     )
@@ -83,21 +84,21 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
 
 
 class Loop:
-    """A step function and the state that it goes on from."""
+    """A step function with its current state and a batch."""
 
     def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
-        """Nothing is run yet."""
+        """Store the arguments; no step is run."""
         self.step, self.state, self.batch = step, state, batch
 
     def once(self) -> float:
-        """Seconds of one step, with everything that it started."""
+        """Run one step to completion and return its time in seconds."""
         begin = time.perf_counter()
         metrics = self.metrics()
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - begin
 
     def metrics(self) -> Any:
-        """What one step reports."""
+        """Run one step and return its metrics, without waiting for its completion."""
         self.state, metrics = self.step(self.state, self.batch)
         return metrics
 
@@ -105,13 +106,16 @@ class Loop:
 def paired(
     first: Callable[[], float], second: Callable[[], float], *, rounds: int, warm_up: int = 3
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Times of two things measured in turn, first and second swapped each round: drift meets both alike.
+    """Time two actions in alternation. Their order is swapped each round, so that drift affects both equally.
 
     Args:
-        first: Does one of them once and returns its seconds.
-        second: The same of the other.
-        rounds: Pairs.
-        warm_up: Pairs that do not count.
+        first: Runs the first action once and returns its time in seconds.
+        second: Runs the second action once and returns its time in seconds.
+        rounds: Number of timed pairs.
+        warm_up: Number of untimed pairs before them.
+
+    Returns:
+        The times of the first and of the second action in seconds, each `[rounds]`.
     """
     times = []
     for number in range(warm_up + rounds):

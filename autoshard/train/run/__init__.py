@@ -1,1 +1,1 @@
-"""The training loop and what watches over it: metrics, throughput, interrupts, watchdog, processes."""
+"""The training loop, its metrics and throughput, and the handling of signals and of several processes."""

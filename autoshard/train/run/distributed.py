@@ -1,4 +1,4 @@
-"""Several processes as one run: started from the environment, where there is one."""
+"""Run several processes as one training run: start them from the environment, and let them agree on values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from autoshard._processes import DEADLINE_S, exchange, named
 from autoshard.errors import ConfigError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# JAX ends processes itself where one is silent for so long; ours end them first, and say which one it was.
+# JAX ends all processes if one is silent for this time, in seconds. Our own deadline is half of it, so that ours comes
+# first and reports which process is silent.
 _HEARTBEAT_S = int(2 * DEADLINE_S)
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
 def set_virtual_devices(count: int | None, explicit: bool) -> None:
-    """Split the CPU into devices; takes effect only before JAX first looks at its devices.
+    """Split the CPU into virtual devices. This has an effect only before JAX initializes its devices.
 
     Args:
         count: Number of devices; None leaves the environment as it is.
-        explicit: Whether the user asked for the number, which then replaces one in the environment.
+        explicit: Whether the user gave the number. It then overrides one in the environment.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if count is None or (_DEVICE_FLAG in flags and not explicit):
@@ -34,13 +35,13 @@ def set_virtual_devices(count: int | None, explicit: bool) -> None:
 
 
 def initialize() -> None:
-    """Start `jax.distributed` where the environment describes more than one process.
+    """Start `jax.distributed` if the environment describes several processes.
 
-    That is `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or a cluster that JAX knows
-    by itself (Slurm, Open MPI, a TPU pod).
+    The environment does so by `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or by a launcher
+    that JAX detects itself (Slurm, Open MPI, a TPU pod).
 
     Raises:
-        ConfigError: Some of the three variables are set, but not all, or they are not numbers.
+        ConfigError: Only some of the three variables are set, or a number is invalid.
     """
     if jax.distributed.is_initialized():
         return
@@ -64,35 +65,44 @@ def initialize() -> None:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Whether this is the main process, which prints and writes files."""
     return jax.process_index() == 0
 
 
 def agree(value: int) -> int:
-    """The main process's value, in every process."""
+    """Return the main process's value in every process."""
     return int(exchange("agree on a value", str(int(value)))[0])
 
 
 def check_same(what: str, value: str) -> None:
-    """Wait until every process has come here, with the same value.
+    """Wait until every process gets here, and check that all have the same value.
+
+    Args:
+        what: Names the value, for messages.
+        value: This process's value.
 
     Raises:
-        ConfigError: In every process, where one has another.
+        ConfigError: The values differ; raised in every process.
     """
-    found = exchange(what, value)
-    others = [process for process, one in enumerate(found) if one != found[0]]
+    values = exchange(what, value)
+    others = [process for process, other in enumerate(values) if other != values[0]]
     if others:
-        raise ConfigError(f"{what}: not the same in {named(others)} as in process 0")
+        raise ConfigError(f"{what}: not the same in {named(others)} as in process 0. Give every process the same")
 
 
 def largest(what: str, values: Sequence[float]) -> list[float]:
-    """The largest of each value over all processes; every process must ask at the same step."""
-    found = exchange(what, json.dumps(list(values)))
-    return [max(each) for each in zip(*map(json.loads, found), strict=True)]
+    """Return the maximum of each value over all processes. Every process must call this at the same step.
+
+    Args:
+        what: Names the exchange, for messages.
+        values: This process's values.
+    """
+    gathered = exchange(what, json.dumps(list(values)))
+    return [max(each) for each in zip(*map(json.loads, gathered), strict=True)]
 
 
 def _silence() -> None:
-    """Nothing more on this process's standard output, not even from the libraries that write there by themselves."""
+    """Discard this process's standard output, including that of libraries written in other languages."""
     sys.stdout.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -100,12 +110,12 @@ def _silence() -> None:
 
 
 def _in_cluster() -> bool:
-    """Whether the environment of a launcher says that there are more processes than this one."""
+    """Whether a launcher's environment variables describe more than one process."""
     sizes = (os.environ.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
     return any(size.isdigit() and int(size) > 1 for size in sizes) or len(hosts) > 1
 
 
 def _use_cpu_collectives() -> None:
-    # Only says what CPU devices of several processes would talk over; other platforms do not read it.
+    # Selects the collectives between CPU devices of several processes. Other platforms ignore it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish to stop after the current step, of one process or of all together."""
+"""Stop a run after the current step on SIGTERM or Ctrl-C, all processes after the same step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import jax
 
 from autoshard.train.run import distributed
 
-HEARD_WITHIN_S = 2.0  # or one step, where that takes longer
+STOP_LATENCY_S = 2.0  # seconds within which processes notice a signal to one of them; at least one step; chosen
 
 
 class Interrupts:
-    """While in the `with` block, the first signal is remembered; a second Ctrl-C stops at once."""
+    """Record the first signal in the `with` block instead of stopping; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
-        """Nothing is caught yet."""
+        """Start without catching signals."""
         self.received: str | None = None
         self._previous: dict[int, Any] = {}
 
     @property
     def number(self) -> int:
-        """Of the signal that this process received; 0 where there was none."""
+        """Number of the signal that this process received; 0 if none."""
         known = signal.Signals.__members__
         return int(known[self.received]) if self.received is not None and self.received in known else 0
 
@@ -35,44 +35,49 @@ class Interrupts:
         self.received = signal.Signals(number).name
 
     def __enter__(self) -> Interrupts:
-        """Catch the signals; Python lets only the main thread do so."""
+        """Install the signal handlers; Python allows this only in the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put back what was there before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
 
-class Stopping:
-    """Whether all processes stop after a step: because of a signal to any of them, and all after the same one."""
+class StopAgreement:
+    """Decide whether all processes stop after a step, because any of them received a signal."""
 
     def __init__(self, interrupts: Interrupts, step: int, at_least_every: int) -> None:
-        """Start.
+        """Start at a step.
 
         Args:
             interrupts: Signals to this process.
-            step: Steps that are done.
-            at_least_every: Steps after which the processes ask each other, however short they are.
+            step: Steps already done.
+            at_least_every: Maximum number of steps between two exchanges of the processes.
         """
         self._interrupts, self._every = interrupts, at_least_every
-        self._asked, self._next, self._since = step, step + 1, time.perf_counter()
+        self._exchanged, self._next, self._since = step, step + 1, time.perf_counter()
 
     def after(self, step: int, last: bool) -> bool:
-        """Whether to stop after a step; every process asks after every step.
+        """Whether to stop after a step. Every process must call this after every step.
 
-        As asking costs a round trip, the next time that they do is decided by the pace of the slowest.
+        An exchange costs a round trip. The step time of the slowest process therefore determines the step of the next
+        exchange, so that a signal is noticed within about `STOP_LATENCY_S`.
+
+        Args:
+            step: Steps done.
+            last: Whether it is the last step of the run.
         """
         if jax.process_count() > 1 and step < self._next and not last:
             return False
-        pace = (time.perf_counter() - self._since) / max(step - self._asked, 1)
-        mine = self._interrupts.number
-        number, slowest = distributed.largest(f"step {step}: whether to stop", (mine, pace))
-        if number and not mine:
+        step_seconds = (time.perf_counter() - self._since) / max(step - self._exchanged, 1)
+        own = self._interrupts.number
+        number, slowest = distributed.largest(f"step {step}: whether to stop", (own, step_seconds))
+        if number and not own:
             self._interrupts.received = f"{signal.Signals(int(number)).name} in another process"
-        self._asked, self._since = step, time.perf_counter()
-        self._next = step + min(self._every, max(int(HEARD_WITHIN_S / max(slowest, 1e-6)), 1))
+        self._exchanged, self._since = step, time.perf_counter()
+        self._next = step + min(self._every, max(int(STOP_LATENCY_S / max(slowest, 1e-6)), 1))
         return number > 0

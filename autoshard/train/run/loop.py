@@ -1,4 +1,4 @@
-"""A training run from its config to its last checkpoint."""
+"""Train from a config to the last checkpoint of the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from autoshard.train.program.planned_step import (
     search_variants,
 )
 from autoshard.train.run import distributed
-from autoshard.train.run.interrupt import Interrupts, Stopping
+from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
 from autoshard.train.run.throughput import Clock
@@ -60,8 +60,8 @@ class Result:
     Attributes:
         run_dir: Folder of the run.
         step: Steps done.
-        evaluation: The last evaluation; None where the run was interrupted.
-        interrupted_by: Name of the signal that stopped it; None where none did.
+        evaluation: The last evaluation; None if the run was interrupted.
+        interrupted_by: Name of the signal that stopped the run; None if it finished.
     """
 
     run_dir: Path
@@ -71,13 +71,13 @@ class Result:
 
 
 class Trainer:
-    """One run; `run()` does it all."""
+    """A training run; `run()` trains to the end."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Read the data, claim the run's folder and plan the steps.
+        """Read the data, plan the steps and claim the run's folder.
 
         Raises:
-            AutoshardError: Something in the config, the data or the folder that cannot be used.
+            AutoshardError: The config, the data or the folder cannot be used.
         """
         self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
@@ -96,19 +96,19 @@ class Trainer:
         self.run_dir = self._claim_run_dir()
 
     def run(self) -> Result:
-        """Train to the last step, or until a signal asks to stop."""
-        checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=keep_of(self.config))
+        """Train to the last step, or until a signal requests a stop."""
+        checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=retention_policy(self.config))
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
-            checkpoints.claim()  # before anything of the folder changes: another process may be training in it
+            checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
             state = self._first_state(checkpoints)
             start = int(state.step)
             reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
             stack.callback(reporter.close)
-            self._introduce(reporter, start, checkpoints.restored)
+            self._report_start(reporter, start, checkpoints.restored)
             interrupts = stack.enter_context(Interrupts())
             self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
             step, state, stopped = self._steps(state, start, checkpoints, reporter, interrupts)
-            # A signal that comes later ends nothing: the other processes would go on to what this one leaves out.
+            # A signal after the last step is ignored: the other processes evaluate and sample, and need this one.
             interrupted_by = interrupts.received if stopped else None
             evaluation = None
             if not stopped:
@@ -121,7 +121,7 @@ class Trainer:
         return Result(self.run_dir, step, evaluation, interrupted_by)
 
     def _check_run_dir(self) -> None:
-        """Refuse a folder that holds another run; nothing is written before everything is known to fit."""
+        """Refuse a folder that has another run. Nothing is written before all checks pass."""
         run_dir, config = self.config.run_dir, self.config
         if run_dir is not None and not config.resume:
             run_directory.check_free(run_dir)
@@ -129,21 +129,27 @@ class Trainer:
         if not config.resume:
             return
         if run_dir is None or not run_directory.is_taken(run_dir):
-            raise ConfigError(f"--resume: {str(run_dir)!r} holds no run")
+            raise ConfigError(f"--resume: {str(run_dir)!r} is not a run: give the folder of a run with --run-dir")
         stored = identity(from_dict(run_directory.read_config(run_dir), str(run_dir)))
         changed = differences(stored, identity(config))
         if changed:
             raise ConfigError(
-                f"{str(run_dir)!r} holds another run ({'; '.join(changed)}): give its settings, or another --run-dir"
+                f"{str(run_dir)!r} has a run with other settings ({'; '.join(changed)}): give its settings, or another "
+                "--run-dir"
             )
 
     def _claim_run_dir(self) -> Path:
-        run_dir = self.config.run_dir or run_directory.fresh(self.config.preset, distributed.agree(int(time.time())))
-        # Every process has checked the folder by now, and found it as the others did.
+        run_dir = self.config.run_dir or run_directory.new_run_dir(
+            self.config.preset, distributed.agree(int(time.time()))
+        )
+        # Waits for all processes, so that each has checked the folder before the main process writes to it.
         distributed.check_same("the data", self._data_digest or "")
         if distributed.is_main() and not self.config.resume:
             self._write_config(run_dir)
         return run_dir
+
+    def _new_run_dir(self) -> Path:
+        return run_directory.new_run_dir(self.config.preset, distributed.agree(int(time.time())))
 
     def _write_config(self, run_dir: Path) -> None:
         kept = replace(self.config, run_dir=run_dir, resume=False, allow_other_data=False)
@@ -158,43 +164,48 @@ class Trainer:
             return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
         state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
         assert checkpoints.restored is not None
-        self._check_goes_on(checkpoints.restored.step, checkpoints.config(checkpoints.restored.step))
+        self._check_resumable(checkpoints.restored.step, checkpoints.config(checkpoints.restored.step))
         return state
 
-    def _check_goes_on(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Refuse to go on with other data, or to an earlier step.
+    def _check_resumable(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Refuse to resume with other data, or from a step beyond the last.
+
+        Args:
+            step: Step of the restored checkpoint.
+            saved: Its config.
 
         Raises:
-            ConfigError: Naming all that does not fit.
+            ConfigError: The run cannot be resumed; the message lists all reasons.
         """
         config, digest, problems = self.config, saved.get("data"), []
         other = None not in (digest, self._data_digest) and digest != self._data_digest
         if other and not config.allow_other_data:
             problems.append(
-                f"it was trained on other data than {config.data or 'the standard library'!r} holds now "
-                "(--allow-other-data goes on with these)"
+                f"it was trained on other data than {config.data or 'the standard library'!r} has now "
+                "(--allow-other-data accepts these)"
             )
         if step > config.steps:
-            problems.append(f"it is at step {step}, and --steps is {config.steps}")
+            problems.append(f"it is at step {step}, but --steps is {config.steps}")
         if problems:
             raise ConfigError(
-                f"{str(config.run_dir)!r} cannot go on: {'; '.join(problems)}. Give what it had, or another --run-dir"
+                f"{str(config.run_dir)!r} cannot be resumed: {'; '.join(problems)}. Restore its data and settings, or "
+                "give another --run-dir"
             )
 
-    def _introduce(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
-        reporter.say(str(self.placed.plan))
+    def _report_start(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
+        reporter.print(str(self.placed.plan))
         parameters = sum(
             leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
         )
         origin = f"continues from step {start}" if self.config.resume else "starts"
         if restored is not None:
-            reporter.say(f"restored {restored}")
-        reporter.say(
+            reporter.print(f"restored {restored}")
+        reporter.print(
             f"{parameters:,} parameters on {self.placed.plan.mesh.size} {jax.devices()[0].platform} devices; "
             f"the run {origin} in {self.run_dir}"
         )
         if distributed.is_main():
-            self._write_config(self.run_dir)  # of a run that goes on only now: its state could be read
+            self._write_config(self.run_dir)  # a resumed run's config changes only after its state was restored
             run_directory.write_plan(self.run_dir, self.placed.plan, start)
 
     def _batches(self, start: int) -> Prefetcher:
@@ -214,9 +225,13 @@ class Trainer:
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> tuple[int, TrainState, bool]:
-        """Train; how many steps are done, the state after them, and whether all processes stop because of a signal."""
+        """Train until the last step or a signal.
+
+        Returns:
+            The number of steps done, the state after them, and whether a signal stopped all processes.
+        """
         config, done, last_loss, stopped = self.config, start, None, False
-        self._metrics: dict[str, jax.Array] = {}  # of the last step
+        self._metrics: dict[str, jax.Array] = {}  # metrics of the last step
         every = SaveEvery(
             config.checkpoint_every,
             config.checkpoint_minutes,
@@ -224,13 +239,13 @@ class Trainer:
             asked_every=config.log_every if jax.process_count() > 1 else 1,
         )
         clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
-        stopping = Stopping(interrupts, start, at_least_every=config.log_every)
+        stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
         reporter.start()
         with self._batches(start) as batches:
             for step, batch in batches:
                 state, metrics = self.placed.step(state, batch)
                 self._metrics = metrics
-                # One step is in flight while the next is dispatched, and no more: a signal is heard at once.
+                # At most one step is in flight while the next is dispatched, so that a signal takes effect soon.
                 jax.block_until_ready(last_loss)
                 self._watchdog.beat(done)
                 done, last_loss = step + 1, metrics["loss"]
@@ -245,7 +260,7 @@ class Trainer:
                     with clock.paused(), self._watchdog.paused():
                         self._save(checkpoints, done, state, evaluation)
                     every.saved()
-                stopped = stopping.after(done, last=done >= config.steps)
+                stopped = stop_agreement.after(done, last=done >= config.steps)
                 if stopped:
                     break
         return done, state, stopped
@@ -276,12 +291,12 @@ class Trainer:
         reporter.record(step, values | clock.rates(step, self.config.steps))
 
     def _check_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Ends a run that went astray, before its state takes the place of one that is well.
+        """Stop a run that has diverged, before its state is saved and replaces an earlier checkpoint.
 
         Raises:
-            AutoshardError: The loss or the gradient of the last step is not finite.
+            AutoshardError: The loss or the gradient norm of the last step is not finite.
         """
-        for name, what in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
+        for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
             if not math.isfinite(value := float(metrics.get(name, 0.0))):
                 raise AutoshardError(
                     f"the {what} is {value} at step {step}: try a lower --optimizer.learning-rate "
@@ -292,7 +307,7 @@ class Trainer:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
             self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
-        found = evaluate(
+        evaluation = evaluate(
             self._eval_step,
             parts,
             self.source,
@@ -300,8 +315,8 @@ class Trainer:
             prefetch=self.config.prefetch,
             after_batch=self._watchdog.beat,
         )
-        reporter.record(step, found.metrics())
-        return found
+        reporter.record(step, evaluation.metrics())
+        return evaluation
 
     def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
         if interrupted_by is None and self.config.sample_tokens:
@@ -313,14 +328,14 @@ class Trainer:
                 self.config.sample_tokens,
                 use_ema=self.config.use_ema,
             )
-            reporter.say(f"Sample:\n{text}" if text is not None else "No sample: --model is not the built-in one.")
+            reporter.print(f"Sample:\n{text}" if text is not None else "No sample: --model is not a built-in model.")
             if text is not None and distributed.is_main():
                 (self.run_dir / run_directory.SAMPLE).write_text(text)
         if distributed.is_main():
             plot_loss(read_metrics(self.run_dir / run_directory.METRICS), self.run_dir / run_directory.PLOT)
         ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
-        more = f"; continue by --run-dir {self.run_dir} --resume" if interrupted_by else ""
-        reporter.say(
+        more = f"; continue with --run-dir {self.run_dir} --resume" if interrupted_by else ""
+        reporter.print(
             f"{ended} at step {step}/{self.config.steps}. Checkpoint, metrics and {run_directory.PLOT} are in "
             f"{self.run_dir}{more}"
         )
@@ -329,7 +344,7 @@ class Trainer:
         return self.config.batch_size * self.config.gpt.context
 
     def _peak_seconds_per_step(self) -> float | None:
-        """Time of a step at the devices' peak; None where that or the model's FLOPs are not known."""
+        """Time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the model's FLOPs are unknown."""
         peak = peak_flops(jax.devices()[0].device_kind)
         if peak is None or self.config.model != "gpt":
             return None
@@ -337,37 +352,37 @@ class Trainer:
 
 
 def saved_plan(config: TrainConfig) -> Plan | None:
-    """The plan of the newest readable checkpoint of a run that goes on where it was: on such a machine, asked the same.
+    """Return the plan of the newest readable checkpoint if a run resumes on the same kind of machine, else None.
 
-    A run that is resumed with another mesh, target, limit or plan is planned for anew.
+    A run that is resumed with a given mesh, target, memory limit or plan is planned again.
     """
-    asked = (config.plan, config.mesh, config.target, config.memory_limit_bytes)
-    if not config.resume or config.run_dir is None or any(one is not None for one in asked):
+    requested = (config.plan, config.mesh, config.target, config.memory_limit_bytes)
+    if not config.resume or config.run_dir is None or any(option is not None for option in requested):
         return None
     checkpoints = Checkpointer(config.run_dir / run_directory.CHECKPOINTS, keep=None)
     for step in reversed(checkpoints.steps()):
         try:
             kept = checkpoints.describe(step).plan
             plan = None if kept is None else Plan.from_json(json.dumps(kept))
-        except (CheckpointError, PlanError):  # damaged, or of another version
+        except (CheckpointError, PlanError):  # damaged, or written by another version
             continue
         here = target_for(jax.devices(), jax.device_count()).name
         return plan if plan is not None and plan.target == here and plan.mesh.size == jax.device_count() else None
     return None
 
 
-def keep_of(config: TrainConfig) -> RetentionPolicy:
-    """Which checkpoints of a run stay."""
+def retention_policy(config: TrainConfig) -> RetentionPolicy:
+    """Return the policy that decides which checkpoints of a run are kept."""
     return RetentionPolicy(
         config.keep_checkpoints or None, best=config.keep_best, metric="val_loss", every=config.keep_every
     )
 
 
 def train(config: TrainConfig) -> Result:
-    """Train as the config says.
+    """Train as a config describes.
 
     Raises:
-        AutoshardError: Something in the config, the data or the run's folder that cannot be used.
+        AutoshardError: The config, the data or the run's folder cannot be used.
     """
     distributed.initialize()
     return Trainer(config).run()

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture."""
+"""Plot the loss of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw training loss (raw and smoothed) and validation loss over steps, in nats per token.
+    """Plot training loss (raw and smoothed) and validation loss over steps, in nats per token.
 
     Args:
         metrics: Lines of a metrics file.
@@ -35,7 +35,7 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """The mean over a window around each value, a twentieth of the run wide: it lags behind neither end."""
+    """Average each value over a centred window of a twentieth of the run. The width is chosen, not measured."""
     half = len(values) // 40
     windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]

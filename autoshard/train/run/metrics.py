@@ -1,4 +1,4 @@
-"""What a run says: a progress bar, JSON lines and TensorBoard; only the main process says anything."""
+"""Report a run: a progress bar, JSON lines and TensorBoard. Only the main process reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autoshard.train.config import run_directory
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak FLOP/s of a device in bf16; None where it is not known, as for CPUs."""
+    """Return a device's peak bf16 FLOP/s; None if it is unknown, as for CPUs."""
     chip = chip_name(device_kind)
     return None if chip is None else CHIPS[chip].flops
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a line cut short by a crash ends it."""
+    """Read the lines of a metrics file, up to a line that a crash left incomplete."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -34,19 +34,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Says and records what happens in a run.
+    """Print and record the progress of a run.
 
-    Every method is silent where `enabled` is false, as in all processes but the main one.
+    If `enabled` is false, as in all processes except the main one, every method does nothing.
     """
 
     def __init__(self, run_dir: Path, *, steps: int, start: int, enabled: bool) -> None:
-        """Open the records, after the step that the run continues from.
+        """Open the metrics files, and drop the lines of steps after `start`.
 
         Args:
             run_dir: Folder of the run.
-            steps: Length of the run.
-            start: Steps that are already done; records of later ones, lost in a crash, are dropped.
-            enabled: Whether this process says anything.
+            steps: Steps of the run.
+            start: Step that the run continues from. Later steps were lost in a crash, and their metrics are dropped.
+            enabled: Whether this process reports.
         """
         self.enabled = enabled
         self._steps = steps
@@ -72,8 +72,8 @@ class Reporter:
         )
         self._task = self._bar.add_task("train", total=steps, completed=start, figures="")
 
-    def say(self, text: str) -> None:
-        """Print a text as it is."""
+    def print(self, text: str) -> None:
+        """Print a text without markup."""
         if self.enabled:
             self._console.print(Text(text), soft_wrap=True)
 
@@ -83,12 +83,12 @@ class Reporter:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """Move the progress bar."""
+        """Advance the progress bar to a step."""
         if self.enabled:
             self._bar.update(self._task, completed=step)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Write metrics of a step to the records, and show them."""
+        """Write the metrics of a step to the files, and show them."""
         if not self.enabled:
             return
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
@@ -97,10 +97,10 @@ class Reporter:
         figures = _figures(values)
         self._bar.update(self._task, completed=step, figures=figures)
         if "val_loss" in values or not self._console.is_terminal:
-            self.say(f"step {step}/{self._steps}  {figures}")
+            self.print(f"step {step}/{self._steps}  {figures}")
 
     def close(self) -> None:
-        """End the progress bar and close the records."""
+        """Stop the progress bar and close the files."""
         if self.enabled and not self._lines.closed:
             self._bar.stop()
             self._lines.close()
@@ -108,8 +108,8 @@ class Reporter:
 
 
 def _figures(values: Mapping[str, float]) -> str:
-    """Metrics as a short text."""
-    forms = {
+    """Format metrics as a short text."""
+    formats = {
         "loss": "loss {:.4f}",
         "tokens_per_second": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
@@ -117,4 +117,4 @@ def _figures(values: Mapping[str, float]) -> str:
         "val_loss": "validation loss {:.4f} nats per token",
         "val_bits_per_byte": "{:.4f} bits per byte",
     }
-    return "  ".join(form.format(values[name]) for name, form in forms.items() if name in values)
+    return "  ".join(text.format(values[name]) for name, text in formats.items() if name in values)

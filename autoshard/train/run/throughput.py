@@ -1,4 +1,4 @@
-"""How fast a run is."""
+"""Measure the throughput of a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Rates since the last time they were asked for, pauses not counted."""
+    """Measure rates between two calls of `rates`, without pauses."""
 
     def __init__(self, tokens_per_step: int, peak_seconds_per_step: float | None) -> None:
-        """Start.
+        """Start the clock.
 
         Args:
             tokens_per_step: Tokens in a step's batch.
-            peak_seconds_per_step: Time of a step at the devices' peak; None where it is not known.
+            peak_seconds_per_step: Time of a step at the devices' peak FLOP/s, in seconds; None if unknown.
         """
         self._tokens = tokens_per_step
         self._peak_seconds = peak_seconds_per_step
@@ -24,13 +24,20 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in the `with` block is not counted."""
+        """Leave out the time spent in the `with` block."""
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - before
 
     def rates(self, step: int, steps: int) -> dict[str, float]:
-        """Tokens per second, MFU where known, and ETA; nothing for the first step, which was compiled too."""
+        """Return tokens per second, ETA in seconds, and MFU if the peak is known.
+
+        The first call returns nothing, because its time includes the compilation.
+
+        Args:
+            step: Steps done.
+            steps: Steps of the run.
+        """
         now, first = time.perf_counter(), self._step is None
         seconds = (now - self._since) / max(step - (self._step or 0), 1)
         self._since, self._step = now, step

@@ -1,9 +1,9 @@
-"""An end to waiting for a process that does not come.
+"""Detect lost processes and exit for a restart.
 
-A step waits for the other processes inside of a collective, which has no deadline. Beside it a thread of each process
-tells the others that it is alive and at which step, and ends its process where a step takes too long: it says which
-process is silent or behind, dumps the stacks of all threads, and exits with the code that launchers read as "start me
-again".
+A step waits for the other processes inside a collective, which has no deadline. Each process therefore has two
+background threads. One sends heartbeats with the current step. The other ends the process if a step takes too long: it
+reports which process is silent or behind, dumps the stacks of all threads, and exits with the code that tells launchers
+to start the process again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import jax
 from autoshard import _compat
 from autoshard._processes import named
 
-RESTART = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the command, run it again
+EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again
 _PREFIX = "autoshard/beat/"
 _BROKEN = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|UNAVAILABLE|heartbeat|coordination", re.I)
 
 
 class Watchdog:
-    """Ends the process where `beat` is not called for `deadline_s` in the `with` block; idle in a lone process.
+    """End the process if `beat` is not called for `deadline_s` within the `with` block.
 
-    While it is `paused`, only where another process has been silent as well.
+    While it is `paused`, the process ends only if another process is silent too. A run of one process is not watched.
     """
 
     def __init__(self, deadline_s: float, *, leave: Callable[[int], None] = os._exit) -> None:
-        """Not watching yet.
+        """Store the settings; watching starts with the `with` block.
 
         Args:
-            deadline_s: seconds that a step may take.
-            leave: ends the process.
+            deadline_s: maximum time of a step, in seconds.
+            leave: ends the process with an exit code.
         """
         self.deadline_s = deadline_s
         self._leave = leave
@@ -51,17 +51,21 @@ class Watchdog:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two signs of life."""
+        """Seconds between two heartbeats: an eighth of the deadline, at most 5 s. Chosen, not measured."""
         return min(5.0, self.deadline_s / 8)
 
     def beat(self, step: int | None = None) -> None:
-        """Something was done: the deadline starts anew."""
+        """Restart the deadline, because the run made progress.
+
+        Args:
+            step: Steps done; None leaves the number as it is.
+        """
         self._step = self._step if step is None else step
         self._since = time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done in the `with` block may take longer, as long as the other processes are there."""
+        """Suspend the deadline in the `with` block as long as no other process is silent."""
         self._paused += 1
         try:
             yield
@@ -70,11 +74,11 @@ class Watchdog:
             self.beat()
 
     def __enter__(self) -> Watchdog:
-        """Start to watch."""
+        """Start watching."""
         self.beat()
         if jax.process_count() > 1:
-            # Apart: telling waits for the process that coordinates the others, which may be the one that stands still.
-            for work in (self._tell, self._watch):
+            # Two threads, because sending a heartbeat blocks if the coordinating process is the one that hangs.
+            for work in (self._send_heartbeats, self._watch):
                 threading.Thread(target=work, name=f"autoshard-watchdog{work.__name__}", daemon=True).start()
         return self
 
@@ -87,25 +91,31 @@ class Watchdog:
             if time.monotonic() - self._since <= self.deadline_s:
                 continue
             if not self._paused:
-                give_up(
+                exit_for_restart(
                     f"step {self._step + 1} did not end within {self.deadline_s:g} s: {self.suspects()}", self._leave
                 )
-            # A disk may be slow for longer; a process that is gone does not come back. One silence may be a long call.
+            # In a pause, a slow disk may take longer than the deadline, but a lost process does not come back. One
+            # silent interval may be a long call, so three are required.
             if all(self._silent() for _ in range(3)) and self._paused:
-                give_up(f"waiting after step {self._step}: {self.suspects()}", self._leave)
+                exit_for_restart(f"waiting after step {self._step}: {self.suspects()}", self._leave)
 
-    def _tell(self) -> None:
+    def _send_heartbeats(self) -> None:
         for beat in itertools.count():
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone: the deadline will tell
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is lost: the deadline reports it
                 _compat.tell_processes(f"{_PREFIX}{jax.process_index()}", f"{beat} {self._step}", again=True)
             if self._ended.wait(self.interval_s):
                 return
 
     def _listen(self) -> tuple[list[int], dict[int, tuple[int, int]] | None]:
-        """The other processes that are silent for a while, and what was heard; None where nobody answers."""
-        first = _heard(self.interval_s)
+        """Compare the heartbeats before and after a wait of two and a half intervals.
+
+        Returns:
+            The other processes without a new heartbeat, and the last heartbeats; process 0 and None if the coordinator
+            does not answer.
+        """
+        first = _heartbeats(self.interval_s)
         time.sleep(2.5 * self.interval_s)
-        second = _heard(self.interval_s)
+        second = _heartbeats(self.interval_s)
         if first is None or second is None:
             return [0], None
         others = [p for p in range(jax.process_count()) if p != jax.process_index()]
@@ -115,31 +125,35 @@ class Watchdog:
         return self._listen()[0]
 
     def suspects(self) -> str:
-        """Which processes are silent, or else behind, as far as can be told."""
+        """Describe which processes are silent or, if none is, which are behind."""
         silent, second = self._listen()
         if second is None:
             return "process 0, which coordinates the others, does not answer"
         others = [p for p in range(jax.process_count()) if p != jax.process_index()]
         if silent:
-            seen = ", ".join(f"{p} at step {second[p][1]}" for p in silent if p in second)
-            return f"{named(silent)} gave no sign of life{f' (last seen: {seen})' if seen else ''}"
+            last = ", ".join(f"{p} at step {second[p][1]}" for p in silent if p in second)
+            return f"{named(silent)} sends no heartbeat{f' (last: {last})' if last else ''}"
         behind = [p for p in others if second[p][1] < self._step]
         if behind:
-            return f"{named(behind)} is alive and behind, at step {min(second[p][1] for p in behind)}"
-        return "all processes are alive and at that step: it is slow, or they wait for each other"
+            return f"{named(behind)} is alive but behind, at step {min(second[p][1] for p in behind)}"
+        return "all processes are alive and at that step: the step is slow, or they wait for each other"
 
 
-def _heard(seconds: float) -> dict[int, tuple[int, int]] | None:
-    """Each process's count of signs of life, and its step; None where the coordinator does not answer."""
+def _heartbeats(seconds: float) -> dict[int, tuple[int, int]] | None:
+    """Return the number of heartbeats and the step of each process; None if the coordinator does not answer.
+
+    Args:
+        seconds: maximum time to wait for the answer; at least one second.
+    """
     answer: list[dict[str, str]] = []
 
-    def ask() -> None:
+    def read() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             answer.append(_compat.told_below(_PREFIX))
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(max(seconds, 1.0))
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(max(seconds, 1.0))
     if not answer:
         return None
     parts = {int(process): text.split() for process, text in answer[0].items()}
@@ -147,23 +161,23 @@ def _heard(seconds: float) -> dict[int, tuple[int, int]] | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of the runtime is another process's end: its connections break, in words of their own."""
+    """Whether a runtime error means that another process was lost, judged by words of broken connections."""
     return jax.process_count() > 1 and _BROKEN.search(str(error)) is not None
 
 
-def give_up(message: str, leave: Callable[[int], None] = os._exit) -> NoReturn:
-    """Ends this process at once: what other threads and exit handlers wait for will not come.
+def exit_for_restart(message: str, leave: Callable[[int], None] = os._exit) -> NoReturn:
+    """End this process at once with exit code 75, without waiting for other threads or exit handlers, which may hang.
 
     Args:
-        message: why.
-        leave: ends the process.
+        message: the reason.
+        leave: ends the process with an exit code.
     """
     print(f"autoshard: process {jax.process_index()} gives up: {message}", file=sys.stderr)
     faulthandler.dump_traceback(all_threads=True)
     sys.stderr.flush()
     sys.stdout.flush()
     if jax.process_index() == 0:
-        # The others ask this process which one is missing, and are ended by JAX as soon as it is gone.
+        # Process 0 answers the others, who ask which process is silent. JAX ends them once it is gone. 5 s are chosen.
         time.sleep(5.0)
-    leave(RESTART)
-    raise SystemExit(RESTART)
+    leave(EXIT_RESTART)
+    raise SystemExit(EXIT_RESTART)

@@ -1,1 +1,1 @@
-"""Optimizer, train state, moving average of the weights, and the step as a function of arrays."""
+"""The optimizer, the train state, the moving average of the parameters, and the train step as a function of arrays."""

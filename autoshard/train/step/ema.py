@@ -1,14 +1,14 @@
-r"""An exponential moving average of the parameters, kept in the train state, sharded as they are.
+r"""An exponential moving average of the parameters, stored in the train state and sharded like the parameters.
 
-With decay :math:`d`, over the updates :math:`i` that count, and parameters :math:`p_i` in float32,
+With decay :math:`d` and float32 parameters :math:`p_i` after the counted update :math:`i`,
 
 .. math:: m_i = d\,m_{i-1} + (1 - d)\,p_i,\quad w_i = d\,w_{i-1} + (1 - d),\quad m_0 = w_0 = 0,
     \qquad \bar p = m / w
 
-so that the mean is one of the parameters alone from the first update on, and no initial value has a share in it
-(Kingma and Ba, arXiv:1412.6980, section 3). An update counts at every k-th step, unless the step's loss or gradient is
-not finite, or the loss is more than `spike` times its own mean over the steps before, which are averaged in the same
-way with a decay of 0.99.
+The division corrects the bias towards the initial value (Kingma and Ba, arXiv:1412.6980, section 3): from the first
+update on, :math:`\bar p` is a weighted mean of parameters only. The average is updated every k-th step. A step is
+skipped if its loss or gradient is not finite, or if its loss exceeds `spike` times the mean loss of the steps before,
+which is a moving average of the same form with a decay of 0.99.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard._shown import shown
 
 Tree = Any
 
-LOSS_DECAY = 0.99  # of the mean that a spike is told by: about the last hundred steps
+LOSS_DECAY = 0.99  # decay of the mean loss: it covers about the last 1 / (1 - 0.99) = 100 steps; chosen, not measured
 
 
 @shown
@@ -32,9 +32,9 @@ class EmaConfig:
     """How parameters are averaged.
 
     Attributes:
-        decay: of the mean at one update; 0 for no average.
+        decay: decay of the mean per update; 0 for no average.
         every: steps between updates.
-        spike: times the recent mean of the loss, above which a step is left out; 0 for no such limit.
+        spike: a step is skipped if its loss exceeds this many times the recent mean loss; 0 for no such limit.
     """
 
     decay: float = 0.0
@@ -49,13 +49,13 @@ NO_AVERAGE = EmaConfig()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Average:
-    """The moving average of parameters; see the head of this module.
+    """The moving average of the parameters; see the module's docstring.
 
     Attributes:
         mean: m, float32, in the structure of the parameters.
         weight: w, float32 `[]`; 0 before the first update.
-        loss: The same mean of the loss, float32 `[]`.
-        loss_weight: Its weight, float32 `[]`.
+        loss: m of the loss, float32 `[]`.
+        loss_weight: w of the loss, float32 `[]`.
     """
 
     mean: Tree
@@ -65,50 +65,50 @@ class Average:
 
 
 def start(params: Tree) -> Average:
-    """An average of nothing yet."""
-    # Four arrays: two leaves that share a buffer could not both be donated.
+    """Make an average without any update."""
+    # Each scalar is its own array: two leaves that share a buffer cannot both be donated.
     mean = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
     return Average(mean, *(jnp.zeros((), jnp.float32) for _ in range(3)))
 
 
 def updated(average: Average, params: Tree, loss: jax.Array, sound: jax.Array, step: jax.Array, how: EmaConfig) -> Any:
-    """The average after a step.
+    """Return the average after a step.
 
     Args:
-        average: before it.
-        params: after it.
-        loss: of the step, float32 `[]`.
-        sound: whether what the step computed is finite, bool `[]`.
-        step: how many steps were done, this one included, int32 `[]`.
+        average: the average before the step.
+        params: the parameters after the step.
+        loss: the step's loss, float32 `[]`.
+        sound: whether the step's gradient is finite, bool `[]`.
+        step: number of steps done, this one included, int32 `[]`.
         how: the settings.
     """
     counts = sound & jnp.isfinite(loss)
     if how.spike:
         typical = average.loss / jnp.maximum(average.loss_weight, 1e-30)
-        # A loss below zero is no reason to call everything a spike.
+        # With a negative mean loss, `spike * typical` would be below `typical`, and every loss would be a spike.
         limit = typical + (how.spike - 1.0) * jnp.abs(typical)
         counts &= (average.loss_weight == 0) | (loss <= limit)
-    moves = counts & (step % how.every == 0)
+    updates = counts & (step % how.every == 0)
 
     def mix(mean: jax.Array, value: jax.Array, decay: float, when: jax.Array) -> jax.Array:
-        # Chosen, not multiplied by zero, which would keep what is not finite.
+        # `where`, because multiplication by zero would keep values that are not finite.
         return jnp.where(when, mean * decay + value.astype(jnp.float32) * (1.0 - decay), mean)
 
     one = jnp.ones((), jnp.float32)
     return Average(
-        jax.tree.map(lambda mean, leaf: mix(mean, leaf, how.decay, moves), average.mean, params),
-        mix(average.weight, one, how.decay, moves),
+        jax.tree.map(lambda mean, leaf: mix(mean, leaf, how.decay, updates), average.mean, params),
+        mix(average.weight, one, how.decay, updates),
         mix(average.loss, loss, LOSS_DECAY, counts),
         mix(average.loss_weight, one, LOSS_DECAY, counts),
     )
 
 
 def averaged(average: Average, params: Tree) -> Tree:
-    """The mean in the parameters' dtypes; the parameters themselves before the first update."""
-    some = average.weight > 0
-    scale = 1.0 / jnp.where(some, average.weight, 1.0)
+    """Return the mean in the parameters' dtypes, or the parameters themselves before the first update."""
+    started = average.weight > 0
+    scale = 1.0 / jnp.where(started, average.weight, 1.0)
 
     def corrected(mean: jax.Array, leaf: jax.Array) -> jax.Array:
-        return jnp.where(some, (mean * scale).astype(leaf.dtype), leaf)
+        return jnp.where(started, (mean * scale).astype(leaf.dtype), leaf)
 
     return jax.tree.map(corrected, average.mean, params)

@@ -1,4 +1,4 @@
-"""The optimizer: clipping by the global norm, AdamW or SGD, warm-up and cosine decay."""
+"""The optimizer: clipping by global norm, AdamW or SGD, and a schedule of linear warm-up and cosine decay."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class OptimizerConfig:
     """How parameters are updated."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """Which optimizer."""
+    """The optimizer."""
     learning_rate: float = 1e-3
-    """Peak learning rate, reached after the warm-up."""
+    """Peak learning rate, at the end of the warm-up."""
     min_learning_rate: float = 1e-4
-    """Learning rate at the last step, where the cosine decay ends."""
+    """Learning rate at the last step, at the end of the cosine decay."""
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     beta1: float = 0.9
@@ -33,16 +33,16 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     """AdamW: added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """AdamW: decoupled weight decay, of matrices only."""
+    """AdamW: decoupled weight decay; only matrices are decayed."""
     no_decay: tuple[str, ...] = ("*bias", "*scale", "*norm*", "*/b[qkvo]", "*/b_*")
-    """Globs over parameter paths that are not decayed (vectors never are)."""
+    """Globs over /-joined paths of parameters that are not decayed. Vectors never are."""
     momentum: float = 0.0
     """SGD: momentum."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    """Gradients with a larger global norm are scaled down to this norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no optimizer can use, all at once."""
+        """Refuse negative and non-finite numbers, all in one error."""
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
         if wrong := {name: value for name, value in numbers.items() if not 0 <= value < math.inf}:
             raise ConfigError(
@@ -51,20 +51,22 @@ class OptimizerConfig:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A pytree key path as `layers/0/attention/kernel`."""
+    """Write a pytree key path as `layers/0/attention/kernel`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path matches one of the globs; `*` matches across `/` too."""
+    """Whether a path matches one of the globs. `*` also matches `/`."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine to the minimum at the last step; never zero.
+    """Make the schedule: linear warm-up to the peak, then cosine decay to the minimum at the last step.
+
+    The first step's rate is above zero.
 
     Raises:
-        ConfigError: The warm-up is as long as the run.
+        ConfigError: The warm-up is as long as the run or longer.
     """
     if config.warmup_steps >= steps > 0:
         raise ConfigError(
@@ -80,10 +82,10 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def decay_mask(params: Any, no_decay: Sequence[str]) -> Any:
-    """True for each parameter that is decayed: matrices whose path matches none of the globs.
+    """Return True for each parameter that is decayed: arrays of rank 2 or more whose path matches none of the globs.
 
-    The globs are what tells stacked vectors (a norm's scale of every scanned layer, `[layers, embed]`) from
-    matrices.
+    Stacked vectors also have rank 2, such as the norm scales of scanned layers, `[layers, embed]`. The globs exclude
+    them.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim >= 2 and not matches(path_name(path), no_decay), params
@@ -91,14 +93,14 @@ def decay_mask(params: Any, no_decay: Sequence[str]) -> Any:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The chain of transformations that turns gradients into updates.
+    """Make the gradient transformation: clipping, then AdamW or SGD with the learning rate schedule.
 
     Args:
-        config: What to use.
-        steps: Length of the run, where the learning rate's decay ends.
+        config: The settings.
+        steps: Steps of the run; the learning rate decays until the last one.
 
     Raises:
-        ConfigError: The warm-up is longer than the run.
+        ConfigError: The warm-up is as long as the run or longer.
     """
     schedule = learning_rate_schedule(config, steps)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()

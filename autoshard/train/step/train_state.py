@@ -1,8 +1,8 @@
 """The train state as a pytree of arrays, and the program that turns it into a model and back.
 
-A Flax NNX module is split once: what is static (its graph) stays in `Program`, what is an array goes into
-`TrainState`. Random streams are not state: they are derived from the run's key and the step, so that dropout
-masks are a pure function of both, whatever the mesh.
+A Flax NNX module is split once. Its static part, the graph, stays in `Program`; its arrays go into `TrainState`. Random
+streams are not part of the state. They are derived from the run's key and the step, so that dropout masks are a pure
+function of both and do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes or reads; what a checkpoint holds.
+    """All arrays that a step reads or changes, and that a checkpoint stores.
 
     Attributes:
         step: Steps done, int32 `[]`.
         params: Trained parameters, nested dictionaries.
-        frozen: Parameters that never change.
+        frozen: Parameters that are not trained.
         variables: The model's other variables, such as batch statistics.
         opt_state: The optimizer's state.
-        ema: Moving average of `params` (`train.ema.Average`); None where there is none.
+        ema: Moving average of `params` (`ema.Average`); None if the program has none.
         key: Data of the run's random key, uint32 `[2]`.
     """
 
@@ -59,8 +59,8 @@ class Program:
         build: Makes the model from random streams.
         optimizer: Updates its parameters.
         graph: The model's static part.
-        streams: Shapes of the model's random streams, which each step fills anew.
-        freeze: Globs over parameter paths that are frozen.
+        streams: Shapes of the model's random streams, which each step fills again.
+        freeze: Globs over the paths of frozen parameters.
         ema: How the parameters are averaged.
     """
 
@@ -72,7 +72,7 @@ class Program:
     ema: EmaConfig = NO_AVERAGE
 
     def create_state(self, key: jax.Array) -> TrainState:
-        """A fresh state from a random key; pure, so that it can be made sharded."""
+        """Make a new state from a random key. The function is pure, so that it can run under `jit` with shardings."""
         key = as_key(key)
         build_key, run_key = jax.random.split(key)
         _, params, frozen, _, variables = _split(self.build(nnx.Rngs(build_key)), self.freeze)
@@ -87,28 +87,28 @@ class Program:
         )
 
     def abstract_state(self) -> TrainState:
-        """Shapes and dtypes of a state."""
+        """Return the shapes and dtypes of a state."""
         return jax.eval_shape(self.create_state, jax.random.key(0))
 
     def model(self, params: Tree, frozen: Tree, variables: Tree, key: jax.Array | None) -> Any:
-        """The model with these arrays, to train with streams from `key`, or to evaluate where it is None."""
+        """Return the model with these arrays: to train with random streams from `key`, or to evaluate if it is None."""
         streams = fill_streams(self.streams, jax.random.key(0) if key is None else key)
         model = cast(nnx.Module, nnx.merge(self.graph, params, frozen, streams, variables))
         model.eval() if key is None else model.train()
         return model
 
     def variables(self, model: nnx.Module) -> Tree:
-        """The model's variables after a call, such as updated batch statistics."""
+        """Return the model's variables after a call, such as updated batch statistics."""
         return _split(model, self.freeze)[4]
 
 
 def as_key(key: jax.Array) -> jax.Array:
-    """A typed random key, from one or from its data."""
+    """Return a typed random key, given one or its data."""
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def fill_streams(streams: Tree, key: jax.Array) -> Tree:
-    """Random streams that start at `key`: each stream's key is folded with its path, each count is zero."""
+    """Make random streams: each stream's key is `key` folded with the stream's path, each count is zero."""
 
     def fill(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
         if not jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
@@ -126,12 +126,12 @@ def make_program(
     freeze: tuple[str, ...] = (),
     ema: EmaConfig = NO_AVERAGE,
 ) -> Program:
-    """Split a model into a program, without making its arrays.
+    """Make a program from a model and an optimizer. No array is allocated.
 
     Args:
         build: Makes the model from random streams.
         optimizer: Updates its parameters.
-        freeze: Globs over `/`-joined parameter paths; those parameters never change.
+        freeze: Globs over `/`-joined parameter paths; matching parameters are not trained.
         ema: How the parameters are averaged; by default they are not.
 
     Raises:
@@ -144,7 +144,7 @@ def make_program(
 
 
 def _split(model: nnx.Module, freeze: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:
-    """Graph, parameters, frozen parameters, random streams and variables: the same filters for graph and state."""
+    """Split a model into its graph, parameters, frozen parameters, random streams and variables."""
     is_frozen = nnx.All(nnx.Param, lambda path, _: matches("/".join(map(str, path)), freeze))
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
     frozen, params, streams, _, variables = (nnx.to_pure_dict(state) for state in states)
@@ -160,4 +160,4 @@ def _check_freeze(model: nnx.Module, freeze: tuple[str, ...]) -> None:
             f"--freeze {' '.join(unmatched)}: no parameter matches. The model's parameters are: {', '.join(names)}"
         )
     if all(matches(name, freeze) for name in names):
-        raise ConfigError(f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some to train")
+        raise ConfigError(f"--freeze {' '.join(freeze)} freezes all {len(names)} parameters: leave some of them out")

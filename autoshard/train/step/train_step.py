@@ -1,4 +1,4 @@
-"""The train step and the evaluation step, as functions of arrays."""
+"""The train step and the evaluation step as functions of arrays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import cross_entropy
+from autoshard.train.config.old_names import accepts_old_keywords
 from autoshard.train.step.ema import averaged, updated
 from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 
@@ -25,18 +26,18 @@ EvalStep = Callable[[Tree, Tree, Tree, Batch], tuple[jax.Array, jax.Array]]
 
 
 def batch_shapes(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch: tokens, what follows them, and 1 where a prediction counts, each `[batch, seq]`."""
+    """Shapes of a batch, each `[batch, seq]`: input tokens, target tokens, and a mask of the targets that count."""
     shape = (batch_size, context)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     return {"inputs": tokens, "targets": tokens, "mask": weights}
 
 
 def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Sum of the losses of a batch and the weight that it stands for, both float32 `[]`.
+    """Compute the sum of a batch's losses and the sum of its weights, both float32 `[]`.
 
-    A model with a method `loss(batch)` that returns this pair decides itself; any other maps inputs to logits
-    `[batch, seq, vocab]`, and its loss is their cross-entropy with the targets, in nats. A method that takes
-    `deterministic` or `rngs` is told whether this is training, and given its random streams.
+    A model with a method `loss(batch)` returns this pair itself. Any other model maps inputs to logits
+    `[batch, seq, vocab]`; its loss is their cross-entropy with the targets, in nats. A method that accepts
+    `deterministic` or `rngs` gets them: whether this is evaluation, and the random streams.
 
     Args:
         model: The model, with its arrays.
@@ -45,23 +46,24 @@ def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[ja
     """
     method = model.loss if hasattr(model, "loss") else model
     given = {"deterministic": key is None, "rngs": None if key is None else nnx.Rngs(key)}
-    taken = inspect.signature(method).parameters
-    options = {name: value for name, value in given.items() if name in taken}
+    accepted = inspect.signature(method).parameters
+    options = {name: value for name, value in given.items() if name in accepted}
     if hasattr(model, "loss"):
         return method(batch, **options)
     return cross_entropy(method(batch["inputs"], **options), batch["targets"], batch["mask"])
 
 
-def make_train_step(program: Program, schedule: optax.Schedule, accumulation: int = 1) -> TrainStep:
-    """The function `(state, batch) -> (state, metrics)`.
+@accepts_old_keywords
+def make_train_step(program: Program, schedule: optax.Schedule, microbatches: int = 1) -> TrainStep:
+    """Make the function `(state, batch) -> (state, metrics)`.
 
-    Its gradient is that of the token-weighted mean of the whole batch, however many microbatches it is made
-    of: sums of losses, of gradients and of weights are accumulated, and divided once.
+    The gradient is that of the token-weighted mean over the whole batch, for any number of microbatches: the sums of
+    losses, gradients and weights are accumulated over the microbatches and divided once.
 
     Args:
         program: The model and its optimizer.
-        schedule: Learning rate of a step, for the metrics.
-        accumulation: Microbatches per batch.
+        schedule: Learning rate by step, for the metrics.
+        microbatches: Microbatches per batch.
     """
 
     def loss_sum(params: Tree, frozen: Tree, variables: Tree, batch: Batch, key: jax.Array):
@@ -73,7 +75,7 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Tree, Tree]:
         key = jax.random.fold_in(as_key(state.key), state.step)
-        if accumulation == 1:
+        if microbatches == 1:
             (loss, (weight, variables)), gradients = gradients_of(
                 state.params, state.frozen, state.variables, batch, jax.random.fold_in(key, 0)
             )
@@ -90,8 +92,8 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
 
         zero = jnp.zeros((), jnp.float32)
         start = (zero, zero, state.variables, jax.tree.map(jnp.zeros_like, state.params))
-        micros = jax.tree.map(functools.partial(_microbatches, count=accumulation), dict(batch))
-        return jax.lax.scan(add, start, (jnp.arange(accumulation), micros))[0]
+        micros = jax.tree.map(functools.partial(_microbatches, count=microbatches), dict(batch))
+        return jax.lax.scan(add, start, (jnp.arange(microbatches), micros))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, weight, variables, gradients = sums(state, batch)
@@ -122,7 +124,7 @@ def make_train_step(program: Program, schedule: optax.Schedule, accumulation: in
 
 
 def make_eval_step(program: Program) -> EvalStep:
-    """The function `(params, frozen, variables, batch) -> (sum of losses, weight)`, without dropout."""
+    """Make the function `(params, frozen, variables, batch) -> (sum of losses, weight)`, without dropout."""
 
     def eval_step(params: Tree, frozen: Tree, variables: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss_and_weight(program.model(params, frozen, variables, None), batch, None)
@@ -131,15 +133,16 @@ def make_eval_step(program: Program) -> EvalStep:
 
 
 def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
-    """What is evaluated: the moving average where there is one and it is wanted."""
+    """Return the parameters to evaluate: their moving average if there is one and `use_ema` is set."""
     return averaged(state.ema, state.params) if use_ema and state.ema is not None else state.params
 
 
 def _microbatches(leaf: jax.Array, count: int) -> jax.Array:
-    """`[batch, ...]` as `[count, batch / count, ...]`, microbatch i made of rows i, i + count, ...
+    """Reshape `[batch, ...]` to `[count, batch / count, ...]`; microbatch i has the rows i, i + count, ...
 
-    Each is then spread over devices just as the batch is: consecutive rows would lie on a few of them.
+    With strided rows each microbatch is sharded over devices as the batch is. Consecutive rows would be on a few
+    devices only.
     """
     if leaf.shape[0] % count:
-        raise ConfigError(f"a batch of {leaf.shape[0]} does not divide into {count} microbatches (accumulation)")
+        raise ConfigError(f"a batch of {leaf.shape[0]} does not divide into {count} microbatches")
     return jnp.swapaxes(leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:]), 0, 1)

@@ -156,11 +156,11 @@ def test_of_variants_the_leanest_is_named():
 
 def test_the_command_says_so_and_fails(tmp_path, capsys):
     target = machine(tmp_path, 1000.0, hosts=4)
-    options = ["--remat", "full", "--accumulation", "1"]
+    options = ["--remat", "full", "--microbatches", "1"]
     assert main(["plan", "gpt-tiny", "--target", target, *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("autoshard plan: error: auto_shard(train_step): no plan fits 1000 B a device on ")
-    assert re.search(r"remat=full, accumulation=1\) needs .* too much \(.*activations .*\)\. ", error)
+    assert re.search(r"remat=full, microbatches=1\) needs .* too much \(.*activations .*\)\. ", error)
     assert len(error.splitlines()) == 1
 
 

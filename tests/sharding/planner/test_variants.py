@@ -51,7 +51,7 @@ def test_a_function_says_what_is_tried_next():
 
     def following(attempts):
         asked.append([(each.keywords["remat"], each.step_time_us > 0 and each.fits) for each in attempts])
-        return [{"remat": "full", "accumulation": 1}, *([{"remat": "dots", "accumulation": 1}] if attempts else [])]
+        return [{"remat": "full", "microbatches": 1}, *([{"remat": "dots", "microbatches": 1}] if attempts else [])]
 
     made = tiny(variants=following)
     assert asked == [[], [("full", True)], [("full", True), ("dots", True)]]
@@ -72,7 +72,7 @@ def test_what_a_function_does_to_its_attempts_changes_nothing():
     def following(attempts):
         for each in attempts:
             each.keywords["remat"] = "none"
-        return [{"remat": "full", "accumulation": 1}]
+        return [{"remat": "full", "microbatches": 1}]
 
     assert [v["remat"] for v, *_ in tiny(variants=following).variants] == ["full"]
 
@@ -80,7 +80,7 @@ def test_what_a_function_does_to_its_attempts_changes_nothing():
 def test_as_many_layers_as_fit_take_the_lighter_policy():
     """Between a policy that does not fit and one that does, layers in turn are searched, and the plan keeps to it."""
     work = workload("gpt-350m")
-    search = search_of({"remat": ["none", "dots", "full"], "accumulation": [1]}, work.config.layers)
+    search = search_of({"remat": ["none", "dots", "full"], "microbatches": [1]}, work.config.layers)
 
     def found(limit: int | None = None) -> Plan:
         return plan(*workload_variants(work), target="v5e:2x4", plan="fsdp:8", variants=search,
@@ -170,11 +170,11 @@ def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
         return Audit(executable.plan)
 
     monkeypatch.setattr(compiled_time, "verify", verify)
-    made = tiny(verify=4, variants=variants_of(TINY) | {"accumulation": [1]})
+    made = tiny(verify=4, variants=variants_of(TINY) | {"microbatches": [1]})
     assert len(asked) == 4 == len({(*variant.values(), words) for variant, words in asked})
     assert made.variant["remat"] == ("none" if any(v["remat"] == "none" for v, _ in asked) else asked[0][0]["remat"])
     assert len(made.audits) == 4 and made.notes[-1].startswith("the fastest of 4 compiled for cpu:8: ")
-    ranked = sorted(us for _, _, us, _ in tiny(variants=variants_of(TINY) | {"accumulation": [1]}).variants)
+    ranked = sorted(us for _, _, us, _ in tiny(variants=variants_of(TINY) | {"microbatches": [1]}).variants)
     assert made.estimate.step_time_us >= ranked[0]
 
 
@@ -193,7 +193,7 @@ def test_what_hardly_does_not_fit():
 @pytest.mark.parametrize("compiled", [0.9, 1.1])
 def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
     """XLA computes again what does not fit: a variant that is faster may do all the same, or not."""
-    variants = {"remat": ["none", "full"], "accumulation": [1]}
+    variants = {"remat": ["none", "full"], "microbatches": [1]}
     peaks = {choice["remat"]: peak for choice, _, _, peak in tiny(variants=variants).variants}
     limit = peaks["none"] / 1.1
     assert peaks["full"] < limit
@@ -232,16 +232,16 @@ def test_a_variant_can_be_called():
 
 def test_what_changes_numbers_is_no_variant():
     for name in ("moe-tiny", "mixtral-tiny", "wide-resnet-tiny"):
-        assert variants_of(workload(name))["accumulation"] == [1]
-        assert variants_of(workload(name), numerics=True)["accumulation"] == [1, 2, 4]
-    assert variants_of(workload("gpt-tiny").with_(batch_size=6))["accumulation"] == [1, 2]
+        assert variants_of(workload(name))["microbatches"] == [1]
+        assert variants_of(workload(name), numerics=True)["microbatches"] == [1, 2, 4]
+    assert variants_of(workload("gpt-tiny").with_(batch_size=6))["microbatches"] == [1, 2]
 
 
 def test_the_command_searches_what_is_not_given(capsys):
     assert command.run(["gpt-tiny", "--target", "cpu:8"]) == 0
     assert ", of 9" in capsys.readouterr().out
-    assert command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots", "--accumulation", "2"]) == 0
-    assert "variant: remat=dots, accumulation=2, of 1" in capsys.readouterr().out
+    assert command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots", "--microbatches", "2"]) == 0
+    assert "variant: remat=dots, microbatches=2, of 1" in capsys.readouterr().out
     assert command.run(["moe-tiny", "--target", "cpu:8"]) == command.run(
         ["moe-tiny", "--target", "cpu:8", "--allow-numerics"]
     )
@@ -258,4 +258,4 @@ def test_the_command_searches_what_is_not_given(capsys):
     with pytest.raises(ConfigError, match="remat is 'some'"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "some"])
     with pytest.raises(AutoshardError, match="does not divide into 3"):
-        command.run(["gpt-tiny", "--target", "cpu:8", "--accumulation", "3"])
+        command.run(["gpt-tiny", "--target", "cpu:8", "--microbatches", "3"])

@@ -1,4 +1,4 @@
-"""Where settings come from, and how mistakes in them are told."""
+"""Where settings come from, and how mistakes in them are reported."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def test_presets_know_their_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--preset", "quik"], "unknown preset 'quik': did you mean quick"),
         (["--preset"], "preset"),
@@ -57,43 +57,43 @@ def test_presets_know_their_names(name: str) -> None:
         (["--memory-limit-bytes", "4GB"], "^--memory-limit-bytes is '4GB', it must be a whole number$"),
         (["--steps", "-1"], "steps is -1"),
         (["--gpt.heads", "3"], "width 128 is not a multiple of heads 3"),
-        (["--accumulation", "3"], "batch_size 64 does not divide"),
-        (["--allow-other-data"], "allow_other_data is for a run that goes on: give --resume"),
+        (["--microbatches", "3"], "batch_size 64 does not divide into 3 microbatches"),
+        (["--allow-other-data"], "allow_other_data is only for resumed runs: add --resume"),
         (["stray"], "stray"),
         (["--config", "nowhere.toml"], "'nowhere.toml' cannot be read"),
-        (["--resume", "--run-dir", "nowhere"], "'nowhere' holds no run"),
+        (["--resume", "--run-dir", "nowhere"], "'nowhere' is not a run: config.json is missing"),
     ],
 )
-def test_wrong_options_are_told_in_one_line(arguments: list[str], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as raised:
+def test_wrong_options_are_reported_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         parse(*arguments)
     assert "\n" not in str(raised.value)
 
 
 def test_the_warm_up_of_a_preset_fits_a_shorter_run() -> None:
     with pytest.warns(
-        AutoshardWarning, match="warm-up of preset quick, 25 steps, does not fit a run of 20: it is 2 here"
+        AutoshardWarning, match="warm-up of preset quick is 25 steps, but the run has 20: it is shortened to 2. Set "
     ):
         short = parse("--steps", "20")
     assert short.optimizer == dataclasses.replace(PRESETS["quick"].optimizer, warmup_steps=2)
     assert learning_rate_schedule(short.optimizer, short.steps)(2) == pytest.approx(short.optimizer.learning_rate)
-    with pytest.warns(AutoshardWarning, match="it is 0 here"):
+    with pytest.warns(AutoshardWarning, match="it is shortened to 0"):
         assert parse("--steps", "4").optimizer.warmup_steps == 0
     assert parse("--steps", "26").optimizer.warmup_steps == 25 and parse("--steps", "0").optimizer.warmup_steps == 25
 
 
-def test_a_warm_up_that_was_asked_for_stays(tmp_path: Path) -> None:
+def test_a_warm_up_that_was_set_stays(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("steps = 20\n[optimizer]\nwarmup_steps = 25\n")
     for arguments in (["--optimizer.warmup-steps=25"], ["--optimizer.warmup_steps", "25"], ["--config", str(path)]):
         assert parse("--steps", "20", *arguments).optimizer.warmup_steps == 25
     (tmp_path / "config.json").write_text(json.dumps(to_dict(PRESETS["quick"])))
-    resumed = parse("--resume", "--run-dir", str(tmp_path), "--steps", "20")  # a run is resumed with its own settings
+    resumed = parse("--resume", "--run-dir", str(tmp_path), "--steps", "20")  # a resumed run keeps its settings
     assert resumed.optimizer.warmup_steps == 25
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
         ("stps = 3", "unknown setting 'stps': did you mean steps"),
         ("[gpt]\nlayer = 3", r"\[gpt\]: unknown setting 'layer': did you mean layers"),
@@ -108,10 +108,10 @@ def test_a_warm_up_that_was_asked_for_stays(tmp_path: Path) -> None:
         ("steps = ", "is not a TOML file"),
     ],
 )
-def test_mistakes_in_toml_are_told_with_the_file(tmp_path: Path, text: str, complaint: str) -> None:
+def test_mistakes_in_toml_are_reported_with_the_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=complaint) as raised:
+    with pytest.raises(ConfigError, match=message) as raised:
         parse("--config", str(path))
     assert str(path) in str(raised.value)
 
@@ -121,18 +121,18 @@ def test_a_config_round_trips_through_json() -> None:
     assert from_dict(to_dict(config), "here") == config
 
 
-def test_what_is_trained_may_not_change_when_a_run_is_resumed() -> None:
+def test_settings_of_the_training_may_not_change_on_resume() -> None:
     config = TrainConfig()
     longer = merge(config, {"steps": 5, "plan": "fsdp:8", "log_every": 1}, "here")
     assert identity(longer) == identity(config)
     other = merge(config, {"seed": 1, "gpt": {"layers": 3}}, "here")
     assert differences(identity(config), identity(other)) == ["gpt.layers: 4, now 3", "seed: 0, now 1"]
-    trained = {"model", "data", "tokenizer", "batch_size", "accumulation", "seed", "freeze", "gpt"}
+    trained = {"model", "data", "tokenizer", "batch_size", "microbatches", "seed", "freeze", "gpt"}
     averaged = {"ema_decay", "ema_every", "ema_spike"}
     assert identity(config).keys() == trained | averaged | {"optimizer"}
 
 
-def test_a_sample_continues_something() -> None:
-    with pytest.raises(ConfigError, match="prompt is empty, and a sample continues it"):
+def test_a_sample_needs_a_prompt() -> None:
+    with pytest.raises(ConfigError, match="prompt is empty, but a sample continues it"):
         TrainConfig(prompt="")
     assert TrainConfig(prompt="", sample_tokens=0).prompt == ""

@@ -1,4 +1,4 @@
-"""Batches on the devices: in order, errors and all, each its own copy."""
+"""Prefetched batches come in order, pass on errors, and are copies."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_the_thread_ends_with_a_run_that_stops_early() -> None:
     assert not prefetch_threads()
 
 
-def test_no_more_is_made_than_may_wait() -> None:
+def test_no_more_batches_are_made_than_fit_the_queue() -> None:
     made: list[int] = []
     waiting = threading.Event()
 
@@ -41,7 +41,7 @@ def test_no_more_is_made_than_may_wait() -> None:
     with Prefetcher(range(100), make, depth=2) as ready:
         assert next(iter(ready)) == 0
         waiting.wait(5)
-    # One was taken, two wait, one more was made and has no place yet.
+    # One was taken, two are in the queue, and one more was made but has no place in the queue yet.
     assert len(made) <= 4
 
 
@@ -51,18 +51,18 @@ def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
             raise OSError("disk on fire")
         return n
 
-    seen = []
+    received = []
     with Prefetcher(range(5), make) as ready, pytest.raises(OSError, match="disk on fire"):
         for batch in ready:
-            seen.append(batch)
-    assert seen == [0, 1] and not prefetch_threads()
+            received.append(batch)
+    assert received == [0, 1] and not prefetch_threads()
 
 
 @pytest.mark.parametrize(
     "spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(("data", "model")), PartitionSpec("data", "model")]
 )
-def test_a_batch_is_a_copy_of_what_was_handed_over(mesh8: Mesh, spec: PartitionSpec) -> None:
-    """`device_put` on CPU can alias an aligned NumPy buffer: the next batch may be written into the same one."""
+def test_a_batch_is_a_copy_of_its_rows(mesh8: Mesh, spec: PartitionSpec) -> None:
+    """On CPU `device_put` can alias an aligned NumPy buffer, which the next batch may overwrite."""
     buffer = np.zeros(8 * 64 + 16, np.int32)
     start = (-buffer.ctypes.data % 64) // 4
     rows = buffer[start : start + 8 * 64].reshape(8, 64)
@@ -75,14 +75,14 @@ def test_a_batch_is_a_copy_of_what_was_handed_over(mesh8: Mesh, spec: PartitionS
     assert placed["x"].sharding == NamedSharding(mesh8, spec)
 
 
-def test_only_the_rows_that_are_needed_are_made(mesh_of: Callable[..., Mesh]) -> None:
-    asked: list[range] = []
+def test_only_rows_of_local_devices_are_made(mesh_of: Callable[..., Mesh]) -> None:
+    requested: list[range] = []
 
-    def rows(wanted: range) -> dict[str, np.ndarray]:
-        asked.append(wanted)
-        return {"x": np.zeros((len(wanted), 4)), "y": np.zeros((len(wanted), 4))}
+    def rows(part: range) -> dict[str, np.ndarray]:
+        requested.append(part)
+        return {"x": np.zeros((len(part), 4)), "y": np.zeros((len(part), 4))}
 
     sharding = NamedSharding(mesh_of(data=4), PartitionSpec("data"))
     shapes = dict.fromkeys("xy", jax.ShapeDtypeStruct((8, 4), np.float32))
     place_batch(rows, shapes, dict.fromkeys("xy", sharding))
-    assert sorted((r.start, r.stop) for r in asked) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert sorted((r.start, r.stop) for r in requested) == [(0, 2), (2, 4), (4, 6), (6, 8)]

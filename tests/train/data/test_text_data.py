@@ -1,4 +1,4 @@
-"""What text becomes: who is held out, what a batch is, and what is refused."""
+"""Text data: the held-out split, the batches, and the inputs that are refused."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ def source(train: int = 500, held_out: int = 101, context: int = 8, rows: int = 
     )
 
 
-@given(step=st.integers(0, 10**9), cut=st.integers(0, 4))
-def test_a_batch_is_a_function_of_the_step_and_can_be_made_in_parts(step: int, cut: int) -> None:
+@given(step=st.integers(0, 10**9), split=st.integers(0, 4))
+def test_a_batch_is_a_function_of_the_step_and_can_be_made_in_parts(step: int, split: int) -> None:
     whole = source().batch(step, range(4))
-    parts = [source().batch(step, range(cut)), source().batch(step, range(cut, 4))]
+    parts = [source().batch(step, range(split)), source().batch(step, range(split, 4))]
     for name, value in whole.items():
         np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
 
@@ -47,7 +47,7 @@ def test_steps_and_seeds_give_other_batches() -> None:
 
 
 def test_the_stream_never_changes() -> None:
-    """A run that is resumed by a later version must see what it would have seen."""
+    """A run resumed by a later version must get the same batches."""
     assert source().batch(7, range(4))["inputs"][:, 0].tolist() == [174, 177, 154, 246]
 
 
@@ -98,7 +98,7 @@ def test_the_standard_library_is_real_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (None, "does not exist"),
         (b"", "is empty"),
@@ -107,11 +107,11 @@ def test_the_standard_library_is_real_text() -> None:
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, content: bytes | None, complaint: str) -> None:
+def test_files_that_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "data"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=complaint) as raised:
+    with pytest.raises(DataError, match=message) as raised:
         read_split(path)
     assert str(path) in str(raised.value)
 
@@ -147,7 +147,7 @@ def test_a_tokenizer_file(tmp_path: Path, text_file: Path) -> None:
     codec = load_codec(tmp_path / "tokenizer.json")
     assert made.vocab_size == codec.vocab_size == tokenizer.get_vocab_size()
     assert made.bytes_per_token is not None and made.bytes_per_token > 1.5
-    text = "the cat\n" * 20_000  # more than one piece
+    text = "the cat\n" * 20_000  # long enough to be split into several pieces
     assert codec.encode(text).tolist() == tokenizer.encode(text).ids
 
 

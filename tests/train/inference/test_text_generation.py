@@ -1,4 +1,4 @@
-"""Text written by a trained model: by the average of its parameters where there is one."""
+"""Text sampled from a trained model: by default from the moving average of its parameters."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from autoshard.train.step.train_state import make_program
 SHAPE = GPTConfig(vocab=256, layers=1, heads=2, width=8, context=8, tie_head=False)
 
 
-def test_the_moving_average_writes() -> None:
+def test_the_moving_average_is_sampled() -> None:
     program = make_program(lambda rngs: GPT(SHAPE, rngs=rngs), optax.sgd(1.0), ema=EmaConfig(0.5))
     one, other = (jax.jit(program.create_state)(jax.random.key(seed)) for seed in (0, 1))
     means = updated(one.ema, other.params, jnp.float32(1), jnp.array(True), jnp.int32(1), program.ema)
@@ -29,11 +29,11 @@ def test_the_moving_average_writes() -> None:
     assert sample_text(program, states[2], ByteCodec(), "the ", 6, temperature=0.0, use_ema=False) == first
     with pytest.raises(ConfigError, match="the prompt is empty"):
         sample_text(program, one, ByteCodec(), "", 6)
-    with pytest.raises(ConfigError, match="top-k is 257, the model's vocabulary has 256 tokens"):
+    with pytest.raises(ConfigError, match="top-k is 257, but the model's vocabulary has 256 tokens"):
         sample_text(program, one, ByteCodec(), "the ", 6, top_k=257)
 
 
-def test_somebody_elses_model_writes_nothing() -> None:
+def test_a_model_that_is_not_built_in_is_not_sampled() -> None:
     program = make_program(lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(1.0))
     state = program.create_state(jax.random.key(0))
     assert sample_text(program, state, ByteCodec(), "the ", 6) is None

@@ -1,4 +1,4 @@
-"""The held-out loss: every token weighs the same, however full its batch is."""
+"""The held-out loss: every token has the same weight, also in a padded batch."""
 
 import math
 from typing import Any
@@ -13,12 +13,12 @@ from autoshard.train.program.evaluation import evaluate
 from autoshard.train.program.planned_step import PlacedEvalStep
 from autoshard.train.step.train_step import batch_shapes
 
-# 19 targets in windows of 4, two a batch: the last batch has three of its eight.
+# 19 targets in windows of 4, two windows per batch: the last batch has three targets instead of eight.
 HELD_OUT = np.arange(20) ** 2 % 23
 
 
 def measure(batches: int = 0, bytes_per_token: float | None = 2.5) -> Any:
-    """An evaluation whose loss at a token is the token itself."""
+    """Evaluate with a step whose loss at a token is the token's id."""
     source = TokenSource(HELD_OUT, HELD_OUT, 23, 4, 2, 2, seed=0, bytes_per_token=bytes_per_token)
     shapes = batch_shapes(2, 4)
     place: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
@@ -38,7 +38,7 @@ def test_the_loss_is_the_mean_over_tokens_and_not_over_batches() -> None:
     assert found.metrics() == {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
 
 
-def test_as_many_batches_as_asked_for_and_no_more_than_there_are() -> None:
+def test_the_number_of_batches_is_limited_by_the_data() -> None:
     first = measure(batches=1)
     assert first.tokens == 8 and first.loss == pytest.approx(HELD_OUT[1:9].mean())
     assert measure(batches=100) == measure()

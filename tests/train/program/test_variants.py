@@ -1,4 +1,4 @@
-"""A run whose remat and microbatches the planner chooses."""
+"""Runs whose remat policy and microbatches the planner chooses."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,38 +27,38 @@ def losses(run_dir: Path | None) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
 
 
-def test_the_search_takes_what_fits_and_is_the_fastest(make_config: MakeConfig) -> None:
+def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig) -> None:
     free, plan = search_variants(make_config(**SHAPE))
     assert plan_train_step(make_config(**SHAPE)).variants == plan.variants
-    assert (free.gpt.remat, free.accumulation) == ("none", 1) and len(plan.variants) == 9
+    assert (free.gpt.remat, free.microbatches) == ("none", 1) and len(plan.variants) == 9
     least = min(peak for *_, peak in plan.variants)
     tight, plan = search_variants(make_config(memory_limit_bytes=int(least * 1.02), **SHAPE))
-    assert dict(plan.variant) == {"remat": tight.gpt.remat, "accumulation": tight.accumulation}
+    assert dict(plan.variant) == {"remat": tight.gpt.remat, "microbatches": tight.microbatches}
     assert plan.fits and tight.gpt.remat != "none"
 
 
-def test_a_run_is_that_of_what_was_chosen(make_config: MakeConfig, tmp_path: Path) -> None:
-    """It reports the table, keeps the choice, computes what one device does, and goes on with it."""
+def test_a_run_uses_the_chosen_variant(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The run prints the table, stores the choice, has the losses of one device, and resumes with the same variant."""
     given = make_config(run_dir=tmp_path / "run", memory_limit_bytes=1_500_000, **SHAPE)
     trainer = Trainer(given)
     chosen = trainer.config
     assert len(trainer.placed.plan.variants) == 9 and "variant: remat=" in str(trainer.placed.plan)
-    assert (chosen.gpt.remat, chosen.accumulation) != (given.gpt.remat, given.accumulation)
+    assert (chosen.gpt.remat, chosen.microbatches) != (given.gpt.remat, given.microbatches)
     trainer.run()
     stored = run_directory.read_config(tmp_path / "run")
-    assert (stored["gpt"]["remat"], stored["accumulation"]) == (chosen.gpt.remat, chosen.accumulation)
+    assert (stored["gpt"]["remat"], stored["microbatches"]) == (chosen.gpt.remat, chosen.microbatches)
     train(make_config(run_dir=tmp_path / "alone", mesh="data=1", **SHAPE | {"variants": "given"}))
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "alone"), rtol=1e-5)
     again = Trainer(replace(chosen, resume=True, steps=4, memory_limit_bytes=None))
     assert again.config.gpt.remat == chosen.gpt.remat and again.placed.plan.variant == trainer.placed.plan.variant
 
 
-def test_dropout_keeps_its_microbatches(make_config: MakeConfig) -> None:
-    shape = SHAPE | {"gpt": SHAPE["gpt"] | {"dropout": 0.1}, "accumulation": 2}
+def test_with_dropout_the_number_of_microbatches_stays(make_config: MakeConfig) -> None:
+    shape = SHAPE | {"gpt": SHAPE["gpt"] | {"dropout": 0.1}, "microbatches": 2}
     _, plan = search_variants(make_config(**shape))
-    assert [each["accumulation"] for each, *_ in plan.variants] == [2, 2, 2]
+    assert [each["microbatches"] for each, *_ in plan.variants] == [2, 2, 2]
 
 
-def test_the_remat_of_other_models_is_not_known(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="built-in model alone, not that of some:model"):
+def test_only_the_built_in_model_has_variants(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="supports only the built-in model, not some:model"):
         search_variants(make_config(model="some:model", **SHAPE))

@@ -1,4 +1,4 @@
-"""Two processes of which one is told to stop, stands still or dies: the other says so, and both ask to be restarted."""
+"""One of two processes is stopped, hangs or dies: the other reports it, and both exit for a restart."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ from autoshard import _compat
 from autoshard.ckpt import Checkpointer
 from autoshard.train.run import watchdog
 from autoshard.train.run.metrics import read_metrics
-from autoshard.train.run.watchdog import RESTART, Watchdog, is_lost_peer
+from autoshard.train.run.watchdog import EXIT_RESTART, Watchdog, is_lost_peer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 12.0
 
 pytestmark = pytest.mark.multiprocess
@@ -32,7 +32,7 @@ Start = Callable[..., list[subprocess.Popen[str]]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a long run in two processes, each with two devices, and kills what is left of it."""
+    """Start a long run in two processes with two devices each, and kill those that are left after the test."""
     started: list[subprocess.Popen[str]] = []
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 100)
@@ -71,7 +71,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def until_steps(run_dir: Path, processes: list[subprocess.Popen[str]], lines: int = 3) -> None:
     end = time.monotonic() + 120
     while len(read_metrics(run_dir / "metrics.jsonl")) < lines:
-        assert time.monotonic() < end and all(one.poll() is None for one in processes)
+        assert time.monotonic() < end and all(process.poll() is None for process in processes)
         time.sleep(0.05)
 
 
@@ -85,7 +85,7 @@ def test_sigterm_in_one_process_saves_the_same_step_in_all(start: Start, tmp_pat
     other.send_signal(signal.SIGTERM)
     out, errors = one.communicate(timeout=60)
     other.communicate(timeout=60)
-    assert (one.returncode, other.returncode) == (RESTART, RESTART), errors
+    assert (one.returncode, other.returncode) == (EXIT_RESTART, EXIT_RESTART), errors
     assert "SIGTERM in another process: saved and stopped at step" in out
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
         [step] = checkpoints.steps()
@@ -95,31 +95,31 @@ def test_sigterm_in_one_process_saves_the_same_step_in_all(start: Start, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_process_that_stands_still_is_named(start: Start, tmp_path: Path, stopped: int) -> None:
+def test_a_process_that_hangs_is_named(start: Start, tmp_path: Path, stopped: int) -> None:
     started = start(*LONG)
     until_steps(tmp_path / "run", started)
     started[stopped].send_signal(signal.SIGSTOP)
     begun = time.monotonic()
     _, errors = started[1 - stopped].communicate(timeout=10 * DEADLINE_S)
-    assert started[1 - stopped].returncode == RESTART, errors
+    assert started[1 - stopped].returncode == EXIT_RESTART, errors
     assert time.monotonic() - begun < 4 * DEADLINE_S
     message = next(line for line in errors.splitlines() if "gives up" in line)
     assert f"process {1 - stopped} gives up: step " in message and f"process {stopped}" in message, message
-    assert "Thread 0x" in errors  # the stacks
+    assert "Thread 0x" in errors  # the stacks of the threads
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_takes_the_other_with_it(start: Start, tmp_path: Path) -> None:
+def test_the_other_process_exits_when_one_dies(start: Start, tmp_path: Path) -> None:
     one, other = started = start(*LONG)
     until_steps(tmp_path / "run", started)
     other.kill()
     _, errors = one.communicate(timeout=10 * DEADLINE_S)
-    assert one.returncode == RESTART, errors[-3000:]
+    assert one.returncode == EXIT_RESTART, errors[-3000:]
     assert "gives up" in errors
 
 
-def test_what_ends_a_watch() -> None:
-    """Only where there are several processes is there somebody to wait for."""
+def test_a_single_process_is_not_watched() -> None:
+    """Without other processes there is nothing to wait for, and the deadline is ignored."""
     left: list[int] = []
     with Watchdog(0.01, leave=left.append) as watchdog:
         time.sleep(0.1)
@@ -127,27 +127,33 @@ def test_what_ends_a_watch() -> None:
     assert left == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # what ends it, were it a process
-def test_a_slow_disk_is_waited_for_and_a_process_that_is_gone_is_not(
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit in the thread
+def test_a_pause_waits_for_a_slow_disk_but_not_for_a_lost_process(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """In a pause, as while a checkpoint is written."""
+    """The watchdog is paused while a checkpoint is written, for example."""
     left: list[int] = []
-    signs, there = itertools.count(), threading.Event()
-    there.set()
+    heartbeats, alive = itertools.count(), threading.Event()
+    alive.set()
+
+    def read(seconds: float) -> dict[int, tuple[int, int]]:
+        return {0: (next(heartbeats) if alive.is_set() else -1, 3), 1: (0, 3)}
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(_compat, "tell_processes", lambda *_, **__: None)
-    monkeypatch.setattr(watchdog, "_heard", lambda _: {0: (next(signs) if there.is_set() else -1, 3), 1: (0, 3)})
+    monkeypatch.setattr(
+        watchdog, "_heartbeats", lambda _: {0: (next(heartbeats) if alive.is_set() else -1, 3), 1: (0, 3)}
+    )
     with Watchdog(0.2, leave=left.append) as watching, watching.paused():
         time.sleep(1.5)
         assert left == []
-        there.clear()
+        alive.clear()
         end = time.monotonic() + 60
         while not left and time.monotonic() < end:
             time.sleep(0.05)
-    assert left[0] == RESTART
-    assert "process 1 gives up: waiting after step 0: process 0 gave no sign of life" in capfd.readouterr().err
+    assert left[0] == EXIT_RESTART
+    assert "process 1 gives up: waiting after step 0: process 0 sends no heartbeat" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

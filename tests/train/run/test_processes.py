@@ -1,4 +1,4 @@
-"""Two processes of four devices each train as one."""
+"""Several processes train as one run."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from autoshard.train.run.distributed import initialize, set_virtual_devices
 from autoshard.train.run.loop import train
 from autoshard.train.run.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def free_port() -> int:
@@ -32,13 +32,13 @@ def free_port() -> int:
 TRAINING = """
 import json, sys
 from dataclasses import replace
-from autoshard.train import distributed
+from autoshard.train.run import distributed
 from autoshard.train.config.train_config import from_dict
 from autoshard.train.run.loop import Trainer
 distributed.initialize()
 with open(sys.argv[1]) as file:
     trainer = Trainer(from_dict(json.load(file), "settings"))
-if len(sys.argv) > 2:  # the schedule stays that of all steps
+if len(sys.argv) > 2:  # stop early, with the schedule of the whole run
     trainer.config = replace(trainer.config, steps=int(sys.argv[2]))
 trainer.run()
 """
@@ -47,7 +47,7 @@ trainer.run()
 def run_together(
     config: TrainConfig, folder: Path, *, count: int, devices: int, until: int | None = None
 ) -> list[tuple[str, str]]:
-    """A run in so many processes of so many devices each: what each wrote to its standard output and error."""
+    """Run in `count` processes of `devices` devices each; return each one's standard output and standard error."""
     settings = folder / "settings.json"
     settings.write_text(json.dumps(to_dict(config)))
     port = free_port()
@@ -74,15 +74,15 @@ def run_together(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    """Each goes on from the checkpoint of fewer processes, on another mesh, and the losses are those of one run."""
+    """Each run resumes from the checkpoint of fewer processes on another mesh. The losses are those of one run."""
     shape = dict(gpt=dict(dropout=0.1, heads=4, width=32), ema_decay=0.5, steps=18, sample_tokens=0)
     whole = make_config(run_dir=tmp_path / "whole", **shape)
     train(whole)
     parts = make_config(run_dir=tmp_path / "parts", **shape)
     for count, plan, until in ((1, "fsdp:4", 6), (2, "dp:2 fsdp:2", 12), (4, "fsdp:2 tp:2", 18)):
         config = replace(parts, plan=plan, resume=count > 1)
-        told, _ = run_together(config, tmp_path, count=count, devices=4 // count, until=until)[0]
-        assert f"finished at step {until}/{until}" in told
+        output, _ = run_together(config, tmp_path, count=count, devices=4 // count, until=until)[0]
+        assert f"finished at step {until}/{until}" in output
         with Checkpointer(tmp_path / "parts" / "checkpoints", keep=None) as checkpoints:
             assert checkpoints.latest() == until and checkpoints.verify() == []
             by = checkpoints.describe().written_by
@@ -121,7 +121,7 @@ def test_data_that_differs_between_processes_is_refused(monkeypatch: pytest.Monk
         distributed.check_same("the data", "one")
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES, JAX_PROCESS_ID is not: set all three or none"):
         initialize()

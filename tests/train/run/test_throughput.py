@@ -1,4 +1,4 @@
-"""Rates of a run: by the steps between two lines, pauses and compilation not counted."""
+"""Rates of a run: they cover the steps between two calls, without pauses and compilation."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 from autoshard.train.run.throughput import Clock
 
 
-def test_rates_are_those_of_the_steps_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_cover_the_steps_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = Clock(tokens_per_step=64, peak_seconds_per_step=0.5)
@@ -22,7 +22,7 @@ def test_rates_are_those_of_the_steps_since_the_last_line(monkeypatch: pytest.Mo
     assert clock.rates(8, 20)["tokens_per_second"] == pytest.approx(64.0)
 
 
-def test_where_the_peak_is_not_known_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_known_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = Clock(tokens_per_step=64, peak_seconds_per_step=None)

@@ -1,4 +1,4 @@
-"""The moving average of parameters: what it is a mean of, when it moves, and what it leaves out."""
+"""The moving average of the parameters: its weights, when it is updated, and which steps it skips."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ def params(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
 
 
 def after(how: EmaConfig, losses: list[float], sound: list[bool] | None = None, dtype: Any = jnp.float32) -> Average:
-    """The average after a step for each loss; the parameters after step i are `params(i)`, i from 1."""
+    """Return the average after one step per loss. The parameters after step i are `params(i)`, with i from 1."""
     average = start(params(0, dtype))
     for step, loss in enumerate(losses, 1):
-        fine = jnp.asarray(True if sound is None else sound[step - 1])
+        is_finite = jnp.asarray(True if sound is None else sound[step - 1])
         average = jax.jit(updated, static_argnames="how")(
-            average, params(step, dtype), jnp.float32(loss), fine, jnp.int32(step), how=how
+            average, params(step, dtype), jnp.float32(loss), is_finite, jnp.int32(step), how=how
         )
     return average
 
 
 def mean_of(steps: list[int], decay: float, dtype: Any = jnp.float32) -> dict[str, np.ndarray]:
-    """The weighted mean that the average must be, in double precision."""
+    """Compute the expected weighted mean in double precision."""
     weights = np.array([decay ** (len(steps) - 1 - i) for i in range(len(steps))])
     return {
         name: sum(w * np.asarray(params(s, dtype)[name], np.float64) for w, s in zip(weights, steps, strict=True))
@@ -39,44 +39,44 @@ def mean_of(steps: list[int], decay: float, dtype: Any = jnp.float32) -> dict[st
 
 
 def check(average: Average, steps: list[int], decay: float, dtype: Any = jnp.float32, rtol: float = 1e-6) -> None:
-    for name, want in mean_of(steps, decay, dtype).items():
+    for name, expected in mean_of(steps, decay, dtype).items():
         found = averaged(average, params(0, dtype))[name]
         assert found.dtype == dtype
-        np.testing.assert_allclose(np.asarray(found, np.float64), want, rtol=rtol, atol=rtol)
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=rtol)
 
 
 def test_it_is_the_weighted_mean_of_the_parameters_alone() -> None:
-    """No initial value has a share in it, from the first update on."""
+    """The initial value has no weight, from the first update on."""
     check(after(EmaConfig(0.9), [1.0]), [1], 0.9)
     check(after(EmaConfig(0.9), [1.0] * 7), [1, 2, 3, 4, 5, 6, 7], 0.9)
 
 
-def test_it_moves_at_every_kth_step() -> None:
+def test_it_is_updated_every_kth_step() -> None:
     check(after(EmaConfig(0.5, every=3), [1.0] * 8), [3, 6], 0.5)
 
 
-def test_before_the_first_update_it_is_the_parameters() -> None:
+def test_before_the_first_update_it_equals_the_parameters() -> None:
     average = after(EmaConfig(0.5, every=3), [1.0] * 2)
     jax.tree.map(np.testing.assert_array_equal, averaged(average, params(2)), params(2))
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf, -np.inf])
-def test_a_loss_that_is_not_finite_is_left_out(loss: float) -> None:
+def test_a_step_with_a_non_finite_loss_is_skipped(loss: float) -> None:
     check(after(EmaConfig(0.5), [1.0, loss, 1.0]), [1, 3], 0.5)
 
 
-def test_a_gradient_that_is_not_finite_is_left_out() -> None:
+def test_a_step_with_a_non_finite_gradient_is_skipped() -> None:
     check(after(EmaConfig(0.5, spike=0.0), [1.0] * 3, [True, False, True]), [1, 3], 0.5)
 
 
-def test_parameters_that_are_not_finite_leave_no_trace() -> None:
+def test_non_finite_parameters_do_not_enter_the_mean() -> None:
     average = after(EmaConfig(0.5), [1.0])
     broken = jax.tree.map(lambda leaf: leaf * jnp.nan, params(2))
     average = updated(average, broken, jnp.float32(1), jnp.array(False), jnp.int32(2), EmaConfig(0.5))
     check(average, [1], 0.5)
 
 
-def test_a_spike_is_left_out_of_the_mean_and_of_what_is_usual() -> None:
+def test_a_spike_enters_neither_the_mean_nor_the_mean_loss() -> None:
     losses = [1.0, 1.2, 2.5, 2.5, 1.1]
     average = after(EmaConfig(0.5, spike=2.0), losses)
     check(average, [1, 2, 5], 0.5)
@@ -84,12 +84,12 @@ def test_a_spike_is_left_out_of_the_mean_and_of_what_is_usual() -> None:
     check(after(EmaConfig(0.5, spike=0.0), losses), [1, 2, 3, 4, 5], 0.5)
 
 
-def test_losses_below_zero_are_no_spikes() -> None:
+def test_negative_losses_are_not_spikes() -> None:
     check(after(EmaConfig(0.5, spike=2.0), [-1.0, -1.1, -0.9, 5.0]), [1, 2, 3], 0.5)
 
 
 def test_it_is_kept_in_float32() -> None:
-    """A hundred small changes in bfloat16 would be rounded away."""
+    """In bfloat16 a hundred small updates would be rounded away."""
     average = after(EmaConfig(0.99), [1.0] * 100, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(average)} == {jnp.dtype(jnp.float32)}
     check(average, list(range(1, 101)), 0.99, jnp.bfloat16, rtol=1e-2)

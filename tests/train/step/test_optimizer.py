@@ -1,4 +1,4 @@
-"""The learning rate over a run, what is decayed, and what is clipped."""
+"""The learning rate schedule, weight decay, gradient clipping and the update formulas."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_matrices_are_decayed_and_nothing_else(scan_layers: bool) -> None:
+def test_only_matrices_are_decayed(scan_layers: bool) -> None:
     shape = GPTConfig(
         layers=2, width=8, heads=2, norm="layernorm", bias=True, positions="learned", scan_layers=scan_layers
     )
@@ -58,8 +58,8 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
     np.testing.assert_allclose(float(optax.tree.norm(updates)), 1.0, rtol=1e-6)
 
 
-def test_adamw_is_its_formula_with_every_setting() -> None:
-    """Clipped gradients, both moments without their bias, decay of matrices beside them and not through them."""
+def test_adamw_matches_its_formula_with_every_setting() -> None:
+    """Gradients are clipped, both moments are bias-corrected, and the weight decay of matrices is decoupled."""
     config = OptimizerConfig(
         learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, beta1=0.8, beta2=0.6, epsilon=1e-2,
         weight_decay=0.3, clip_norm=0.5,
@@ -83,11 +83,11 @@ def test_adamw_is_its_formula_with_every_setting() -> None:
             moments[name] = first, second
             whole = first / (1 - 0.8 ** (step + 1)), second / (1 - 0.6 ** (step + 1))
             decay = 0.3 * leaf if name == "matrix" else 0.0
-            wanted = -rate(step) * (whole[0] / (np.sqrt(whole[1]) + 1e-2) + decay)
-            np.testing.assert_allclose(updates[name], wanted, rtol=1e-5)
+            expected = -rate(step) * (whole[0] / (np.sqrt(whole[1]) + 1e-2) + decay)
+            np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
 
 
-def test_sgd_has_momentum_where_asked_for() -> None:
+def test_sgd_uses_its_momentum() -> None:
     config = OptimizerConfig(name="sgd", learning_rate=1.0, min_learning_rate=1.0, warmup_steps=0, clip_norm=0.0)
     gradients = {"a": jnp.array([3.0, 4.0])}
     for momentum, second in ((0.0, 1.0), (0.5, 1.5)):

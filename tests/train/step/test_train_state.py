@@ -1,4 +1,4 @@
-"""A model as arrays and back: frozen parameters, random streams, variables, the moving average."""
+"""Splitting a model into arrays and rebuilding it: frozen parameters, random streams, variables, moving average."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def tokens(step: int = 0) -> dict[str, jax.Array]:
 
 
 def run(program: Program, steps: int = 3) -> tuple[TrainState, TrainState, list[dict[str, float]]]:
-    """First state, last state, metrics."""
+    """Train and return the first state, the last state and the metrics."""
     first = state = jax.jit(program.create_state)(jax.random.key(0))
     step = jax.jit(make_train_step(program, optax.constant_schedule(1e-2)))
     log = []
@@ -56,14 +56,14 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
     jax.tree.map(np.testing.assert_array_equal, first.frozen, last.frozen)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), first.params, last.params)
     assert all(jax.tree.leaves(changed))
-    # No moments and no average of them anywhere, and nothing of them among what is trained.
+    # They have no moments and no average, and are not among the trained parameters.
     kept = names(first.opt_state) | names(first.ema) | names(first.params)
     assert not any(name.endswith(tuple(frozen)) for name in kept)
 
 
 @pytest.mark.whole
-def test_frozen_parameters_have_no_share_of_the_gradient_norm() -> None:
-    """The norm is that of the gradient of what is trained, computed here with everything trained."""
+def test_frozen_parameters_do_not_count_in_the_gradient_norm() -> None:
+    """The norm is that of the trained parameters' gradient, which is computed here with all parameters trained."""
     whole, part = gpt(), gpt(("embed",))
     state = jax.jit(whole.create_state)(jax.random.key(0))
 
@@ -97,7 +97,7 @@ def test_a_glob_that_matches_nothing_is_refused() -> None:
         gpt(("*",))
 
 
-def test_the_moving_average_is_one() -> None:
+def test_one_update_of_the_moving_average_equals_the_parameters() -> None:
     first, last, _ = run(gpt(ema_decay=0.75), steps=1)
     jax.tree.map(
         lambda mean, p: np.testing.assert_allclose(mean, p, rtol=1e-5, atol=1e-7),
@@ -107,7 +107,7 @@ def test_the_moving_average_is_one() -> None:
 
 
 class Foreign(nnx.Module):
-    """Somebody's own model: batch norm, dropout with its own streams, a tied head."""
+    """A user's model with batch norm, dropout with its own random streams, and a tied head."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(32, 8, rngs=rngs)
@@ -123,7 +123,7 @@ def foreign() -> Program:
     return make_program(lambda rngs: Foreign(rngs=rngs), ADAMW)
 
 
-def test_variables_follow_the_steps_and_streams_are_not_state(foreign: Program) -> None:
+def test_variables_are_updated_and_random_streams_are_not_state(foreign: Program) -> None:
     first, last, _ = run(foreign, steps=1)
     assert names(first.params) == {"embed/embedding", "norm/scale", "norm/bias"}
     assert names(first.variables) == {"norm/mean", "norm/var"}
@@ -131,7 +131,7 @@ def test_variables_follow_the_steps_and_streams_are_not_state(foreign: Program) 
     np.testing.assert_allclose(last.variables["norm"]["mean"], embedded.mean((0, 1)) / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_variables_follow_each_microbatch(foreign: Program) -> None:
+def test_variables_are_updated_by_each_microbatch(foreign: Program) -> None:
     state = jax.jit(foreign.create_state)(jax.random.key(0))
     after, _ = jax.jit(make_train_step(foreign, optax.constant_schedule(1e-2), 2))(state, tokens())
     embedded = state.params["embed"]["embedding"][tokens()["inputs"]]
@@ -139,7 +139,7 @@ def test_variables_follow_each_microbatch(foreign: Program) -> None:
     np.testing.assert_allclose(after.variables["norm"]["mean"], first / 4 + second / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_evaluation_drops_nothing_and_changes_nothing(foreign: Program) -> None:
+def test_evaluation_has_no_dropout_and_does_not_change_variables(foreign: Program) -> None:
     state = jax.jit(foreign.create_state)(jax.random.key(0))
     parts = state.params, state.frozen, state.variables
     model = foreign.model(*parts, None)
@@ -147,7 +147,7 @@ def test_evaluation_drops_nothing_and_changes_nothing(foreign: Program) -> None:
     jax.tree.map(np.testing.assert_array_equal, foreign.variables(model), state.variables)
 
 
-def test_each_stream_has_its_own_key_and_starts_at_nothing() -> None:
+def test_each_stream_has_its_own_key_and_starts_at_count_zero() -> None:
     key = jax.eval_shape(lambda: jax.random.key(0))
     count = jax.ShapeDtypeStruct((), jnp.uint32)
     many = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
@@ -158,7 +158,7 @@ def test_each_stream_has_its_own_key_and_starts_at_nothing() -> None:
     assert len({tuple(row) for part in keys for row in jax.random.key_data(part).tolist()}) == 5
 
 
-def test_streams_depend_on_the_key_and_on_nothing_else(foreign: Program) -> None:
+def test_streams_depend_only_on_the_key(foreign: Program) -> None:
     state = jax.jit(foreign.create_state)(jax.random.key(0))
 
     def out(seed: int) -> jax.Array:

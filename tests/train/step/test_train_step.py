@@ -1,4 +1,4 @@
-"""One train step: what it minimises, in how many parts, with which masks."""
+"""One train step: its gradient, its microbatches and its dropout masks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ def gpt(**shape: Any) -> Program:
 
 
 def batch() -> dict[str, jax.Array]:
-    """Eight rows, of which some count less."""
+    """A batch of eight rows in which some tokens are masked."""
     random = np.random.default_rng(0)
     found, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
     mask[3] = 0
@@ -37,8 +37,8 @@ def batch() -> dict[str, jax.Array]:
     }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 8])
-def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_the_gradient_is_that_of_the_token_weighted_mean(microbatches: int) -> None:
     program = gpt()
     state = jax.jit(program.create_state)(jax.random.key(0))
 
@@ -48,8 +48,8 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> N
         return total / weight
 
     loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(state.params)
-    after, metrics = jax.jit(make_train_step(program, RATE, accumulation))(state, batch())
-    found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with rate 1
+    after, metrics = jax.jit(make_train_step(program, RATE, microbatches))(state, batch())
+    found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with learning rate 1
     error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
     assert error < 1e-5 * optax.tree.norm(gradient)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
@@ -57,25 +57,25 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(accumulation: int) -> N
     assert metrics["weight"] == batch()["mask"].sum() and int(after.step) == 1
 
 
-def test_accumulation_keeps_the_numerics_strict(strict_numerics: None) -> None:
-    """Our own part of the step mixes no dtypes and no ranks; SGD's part does not either."""
+def test_microbatches_keep_the_numerics_strict(strict_numerics: None) -> None:
+    """Our part of the step, and that of SGD, promotes no dtype and no rank implicitly."""
     program = gpt()
     jax.eval_shape(make_train_step(program, RATE, 2), program.abstract_state(), batch())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_dropout_is_the_same_on_every_mesh_and_another_at_every_step(
-    accumulation: int, mesh_of: Callable[..., Mesh]
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(
+    microbatches: int, mesh_of: Callable[..., Mesh]
 ) -> None:
     program = gpt(dropout=0.3)
     state = jax.jit(program.create_state)(jax.random.key(0))
-    step = make_train_step(program, RATE, accumulation)
+    step = make_train_step(program, RATE, microbatches)
     alone = jax.jit(step)(state, batch())[1]["loss"]
     spread = NamedSharding(mesh_of(data=4, model=2), PartitionSpec("data", "model"))
     sharded = jax.jit(step)(state, jax.device_put(batch(), spread))[1]["loss"]
     np.testing.assert_allclose(sharded, alone, rtol=1e-5)
     later = jax.jit(step)(replace(state, step=state.step + 1), batch())[1]["loss"]
-    plain = jax.jit(make_train_step(gpt(), RATE, accumulation))(state, batch())[1]["loss"]
+    plain = jax.jit(make_train_step(gpt(), RATE, microbatches))(state, batch())[1]["loss"]
     assert len({float(alone), float(later), float(plain)}) == 3
 
 
@@ -87,21 +87,21 @@ def test_evaluation_has_no_dropout() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_the_rate_that_is_told_is_the_one_that_was_used() -> None:
+def test_the_reported_learning_rate_is_the_one_used() -> None:
     rate = optax.linear_schedule(1.0, 0.0, 10)
     program = make_program(lambda rngs: GPT(GPTConfig(**SHAPE), rngs=rngs), optax.sgd(rate))
     step, state = jax.jit(make_train_step(program, rate)), jax.jit(program.create_state)(jax.random.key(0))
-    for wanted in (1.0, 0.9, 0.8):
+    for expected in (1.0, 0.9, 0.8):
         after, metrics = step(state, batch())
         moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
-        np.testing.assert_allclose(metrics["learning_rate"], wanted, rtol=1e-6)
-        np.testing.assert_allclose(moved, wanted * metrics["grad_norm"], rtol=1e-4)
+        np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-6)
+        np.testing.assert_allclose(moved, expected * metrics["grad_norm"], rtol=1e-4)
         state = after
 
 
 @pytest.mark.whole
 def test_each_microbatch_has_its_own_dropout() -> None:
-    """Two microbatches of the same rows: their loss is that of one of them only where nothing is dropped."""
+    """Two microbatches of the same rows have the loss of one of them only without dropout."""
     half = jax.tree.map(lambda rows: rows[:4], batch())
     twice = jax.tree.map(lambda rows: jnp.repeat(rows, 2, axis=0), half)  # row i goes to microbatch i % 2
     for dropout, same in ((0.0, True), (0.3, False)):
