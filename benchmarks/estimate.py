@@ -33,11 +33,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from estimate_report import table
+from estimate_result import Estimate, Row, Traffic
 from hlo import Instruction, read
 from hlo_collectives import Collective
 from hlo_cost import Cost, opaque
@@ -60,102 +61,6 @@ CHIPS: Mapping[str, Chip] = {
     "v6e": Chip(1.75e9, 918e12, 1640e9, 31.25 * GiB, 100e9, 32e9, torus=2, wraps_at=16),
     "h100": Chip(0.0, 989e12, 3350e9, 80e9, 450e9, 55e9, network=50e9),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """An instruction of the schedule: how often it runs, and what all its runs take.
-
-    `seconds` are by measure, and `exposed` what of a collective or a copy is not hidden, by measure.
-    """
-
-    name: str
-    what: str
-    trips: float
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    exposed: Mapping[str, float] = field(default_factory=dict)
-    op_name: str = ""
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """A collective, how often it runs, how long its wire takes once, over which links, and what is exposed in all."""
-
-    collective: Collective
-    trips: float
-    seconds: float
-    over: str
-    exposed: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A step on a target. Times are by measure: `cycles` (not on a GPU) and `roofline`."""
-
-    target: str
-    partitions: int
-    compute: Mapping[str, float]
-    exposed: Mapping[str, float]
-    copies: Mapping[str, float]
-    flops: float
-    hbm_bytes: float
-    rows: list[Row] = field(repr=False)
-    traffic: list[Traffic] = field(repr=False)
-    memory_bytes: float | None
-    peak_bytes: float | None
-    memory_limit: float
-    without_cycles: int
-    without_cycles_seconds: float
-    unknown_loops: list[str]
-    opaque: list[str]
-
-    @property
-    def step(self) -> dict[str, float]:
-        """Seconds of a step."""
-        return {name: self.compute[name] + self.exposed[name] + self.copies[name] for name in self.compute}
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits the device's memory, where that is known; a TPU's compiler refuses what does not."""
-        needed = [size for size in (self.memory_bytes, self.peak_bytes) if size is not None]
-        return min(needed) <= self.memory_limit if needed else None
-
-    @property
-    def wire_bytes(self) -> float:
-        """What leaves a device."""
-        return sum(each.trips * each.collective.wire_bytes for each in self.traffic)
-
-    def split(self, groups: Mapping[str, str]) -> dict[str, dict[str, float]]:
-        """Compute seconds by the first pattern that an instruction's `op_name` contains; the rest under `other`."""
-        found: dict[str, dict[str, float]] = {name: dict.fromkeys(self.compute, 0.0) for name in (*groups, "other")}
-        for row in self.rows:
-            if row.what == "compute":
-                name = next((name for name, pattern in groups.items() if re.search(pattern, row.op_name)), "other")
-                for measure, seconds in row.seconds.items():
-                    found[name][measure] += seconds
-        return found
-
-    def top(self, count: int = 15, measure: str = "roofline") -> list[Row]:
-        """The instructions that take longest."""
-        return sorted(self.rows, key=lambda row: -row.seconds.get(measure, 0.0) - row.exposed.get(measure, 0.0))[:count]
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON takes it; a collective's groups by their number and size."""
-        data = asdict(replace(self, traffic=[])) | {"step": self.step, "wire_bytes": self.wire_bytes}
-        data["traffic"] = [
-            {key: value for key, value in asdict(each.collective).items() if key != "groups"}
-            | {"groups": len(each.collective.groups), "size": each.collective.size, "over": each.over}
-            | {"wire_bytes": each.collective.wire_bytes, "trips": each.trips, "seconds": each.seconds}
-            | {"exposed": dict(each.exposed)}
-            for each in self.traffic
-        ]
-        return data
-
-    def __str__(self) -> str:
-        return table(self)
 
 
 def find_target(name: str) -> Target:
@@ -307,7 +212,7 @@ def main(path: str, target: str, result: str = "") -> None:
     data = Path(path).read_bytes()
     text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
     known = json.loads(Path(result).read_text()) if result else {}
-    print(estimate(text, target, known.get("coordinates"), known.get("memory")))
+    print(table(estimate(text, target, known.get("coordinates"), known.get("memory"))))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""The table that `print(estimate)` shows."""
+"""The table that `estimate.py` prints."""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
+from estimate_result import Estimate
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from estimate import Estimate
 
 SHOWN = 12
 WIDTH = 160

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS
-from estimate import Estimate, estimate
+from estimate import estimate
+from estimate_result import Estimate
 
 from autoshard.sharding.audit import CompileJob, build
 from autoshard.sharding.audit.aot_compile import Compiled

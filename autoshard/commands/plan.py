@@ -105,7 +105,7 @@ def plan_train_step(config: TrainConfig):
 
 
 def _run_named(arguments: Sequence[str]) -> int:
-    from autoshard.train.config.old_names import current_options
+    from autoshard.train.old_names import current_options
 
     given = _parser().parse_args(current_options(arguments))
     _check_files(given.json, given.html)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from estimate import estimate
+from estimate_report import table
 
 US = 1e-6
 MEMORY, FLOPS = 0.8 * 819e9, 0.95 * 197e12
@@ -177,7 +178,7 @@ def test_memory_report_and_json():
     data = json.loads(json.dumps(found.to_json()))
     assert data["step"]["cycles"] == pytest.approx(WIRE + 10 * US)
     assert data["traffic"][0]["kind"] == "all-gather" and data["traffic"][0]["wire_bytes"] == 4.5e6
-    assert "all-gather" in str(found) and "18.00 GiB" in str(found)
+    assert "all-gather" in table(found) and "18.00 GiB" in table(found)
 
 
 def test_split_by_where_it_comes_from():
@@ -206,4 +207,4 @@ def test_nothing_of_autoshard_is_imported():
         found |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(module.split(".")[0] == "autoshard" for module in found), name
         left += [module for module in found - seen if (folder / f"{module}.py").exists()]
-    assert {"hlo", "hlo_schedule", "links", "estimate_report"} <= seen
+    assert {"hlo", "hlo_schedule", "links", "estimate_report", "estimate_result"} <= seen

@@ -18,9 +18,9 @@ import tyro
 
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config import run_directory
-from autoshard.train.config.old_names import current_options
 from autoshard.train.config.presets import preset
 from autoshard.train.config.train_config import TrainConfig, from_dict, load_toml, replaced, suggestion
+from autoshard.train.old_names import current_options
 
 Command = TypeVar("Command", bound=TrainConfig)
 

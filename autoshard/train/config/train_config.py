@@ -16,7 +16,7 @@ from autoshard._shown import shown
 from autoshard._typed import fit
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
-from autoshard.train.config.old_names import accepts_old_fields, current_settings
+from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(

@@ -21,10 +21,10 @@ from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
-from autoshard.train.config.old_names import accepts_old_keywords
 from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec
+from autoshard.train.old_names import accepts_old_keywords
 from autoshard.train.step.ema import EmaConfig
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
 from autoshard.train.step.train_state import Program, TrainState, make_program

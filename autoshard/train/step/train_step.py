@@ -15,7 +15,7 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import cross_entropy
-from autoshard.train.config.old_names import accepts_old_keywords
+from autoshard.train.old_names import accepts_old_keywords
 from autoshard.train.step.ema import averaged, updated
 from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 

@@ -1,0 +1,103 @@
+"""What `estimate.py` finds out about a compiled step: its times, traffic and memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hlo_collectives import Collective
+
+
+@dataclass(frozen=True)
+class Row:
+    """An instruction of the schedule: how often it runs, and what all its runs take.
+
+    `seconds` are by measure, and `exposed` what of a collective or a copy is not hidden, by measure.
+    """
+
+    name: str
+    what: str
+    trips: float
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    op_name: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A collective, how often it runs, how long its wire takes once, over which links, and what is exposed in all."""
+
+    collective: Collective
+    trips: float
+    seconds: float
+    over: str
+    exposed: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step on a target. Times are by measure: `cycles` (not on a GPU) and `roofline`."""
+
+    target: str
+    partitions: int
+    compute: Mapping[str, float]
+    exposed: Mapping[str, float]
+    copies: Mapping[str, float]
+    flops: float
+    hbm_bytes: float
+    rows: list[Row] = field(repr=False)
+    traffic: list[Traffic] = field(repr=False)
+    memory_bytes: float | None
+    peak_bytes: float | None
+    memory_limit: float
+    without_cycles: int
+    without_cycles_seconds: float
+    unknown_loops: list[str]
+    opaque: list[str]
+
+    @property
+    def step(self) -> dict[str, float]:
+        """Seconds of a step."""
+        return {name: self.compute[name] + self.exposed[name] + self.copies[name] for name in self.compute}
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the device's memory, where that is known; a TPU's compiler refuses what does not."""
+        needed = [size for size in (self.memory_bytes, self.peak_bytes) if size is not None]
+        return min(needed) <= self.memory_limit if needed else None
+
+    @property
+    def wire_bytes(self) -> float:
+        """What leaves a device."""
+        return sum(each.trips * each.collective.wire_bytes for each in self.traffic)
+
+    def split(self, groups: Mapping[str, str]) -> dict[str, dict[str, float]]:
+        """Compute seconds by the first pattern that an instruction's `op_name` contains; the rest under `other`."""
+        found: dict[str, dict[str, float]] = {name: dict.fromkeys(self.compute, 0.0) for name in (*groups, "other")}
+        for row in self.rows:
+            if row.what == "compute":
+                name = next((name for name, pattern in groups.items() if re.search(pattern, row.op_name)), "other")
+                for measure, seconds in row.seconds.items():
+                    found[name][measure] += seconds
+        return found
+
+    def top(self, count: int = 15, measure: str = "roofline") -> list[Row]:
+        """The instructions that take longest."""
+        return sorted(self.rows, key=lambda row: -row.seconds.get(measure, 0.0) - row.exposed.get(measure, 0.0))[:count]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON takes it; a collective's groups by their number and size."""
+        data = asdict(replace(self, traffic=[])) | {"step": self.step, "wire_bytes": self.wire_bytes}
+        data["traffic"] = [
+            {key: value for key, value in asdict(each.collective).items() if key != "groups"}
+            | {"groups": len(each.collective.groups), "size": each.collective.size, "over": each.over}
+            | {"wire_bytes": each.collective.wire_bytes, "trips": each.trips, "seconds": each.seconds}
+            | {"exposed": dict(each.exposed)}
+            for each in self.traffic
+        ]
+        return data
