@@ -57,8 +57,8 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / below))
     with pytest.warns(AutoshardWarning, match=f"cannot be cached in .*{below} .*Set AUTOSHARD_CACHE"):
-        found = planned().verify()
-    assert found.ok and found.step_time_us
+        audit = planned().verify()
+    assert audit.ok and audit.step_time_us
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ def test_cache_key_covers_the_environment_of_the_compiler(monkeypatch):
 def test_compiler_that_is_killed(empty_cache, tmp_path, monkeypatch):
     code = "import os, signal, sys\nsys.stderr.write('last words\\n')\nsys.stderr.flush()\n"
     replace_compiler(monkeypatch, tmp_path, code + "os.kill(os.getpid(), signal.SIGKILL)")
-    found = planned().verify()
-    assert (found.kind, found.ok) == ("crash", False)
-    assert str(-signal.SIGKILL) in found.message and "last words" in found.message
-    assert "the compiler crashed" in str(found)
-    assert found.predicted_step_time_us and found.step_time_us is None
+    audit = planned().verify()
+    assert (audit.kind, audit.ok) == ("crash", False)
+    assert str(-signal.SIGKILL) in audit.message and "last words" in audit.message
+    assert "the compiler crashed" in str(audit)
+    assert audit.predicted_step_time_us and audit.step_time_us is None
     assert not list(empty_cache.iterdir())  # crashes are not cached
 
 
 def test_compiler_that_takes_too_long(empty_cache):
-    found = planned().verify(timeout_s=0.05)
-    assert (found.kind, found.seconds) == ("timeout", 0.05)
-    assert "stopped after 0.05 s" in found.message and "took too long" in str(found)
+    audit = planned().verify(timeout_s=0.05)
+    assert (audit.kind, audit.seconds) == ("timeout", 0.05)
+    assert "stopped after 0.05 s" in audit.message and "took too long" in str(audit)
     assert not list(empty_cache.iterdir())
 
 
@@ -102,21 +102,21 @@ def test_program_that_does_not_fit(empty_cache, tmp_path, monkeypatch):
               "needed_bytes": 20 << 30, "limit_bytes": 1 << 34, "seconds": 1.5}  # fmt: skip
     code = f"pathlib.Path(sys.argv[2], 'result.json').write_text('''{json.dumps(result)}''')"
     replace_compiler(monkeypatch, tmp_path, f"import pathlib, sys\n{code}")
-    found = planned().verify()
-    assert (found.kind, found.peak_bytes, found.collectives) == ("oom", 20 << 30, ())
-    assert "does not fit" in str(found) and "20.0 GiB" in str(found)
+    audit = planned().verify()
+    assert (audit.kind, audit.peak_bytes, audit.collectives) == ("oom", 20 << 30, ())
+    assert "does not fit" in str(audit) and "20.0 GiB" in str(audit)
     assert planned().verify().cached  # a result like any other
 
 
 def test_option_that_the_compiler_does_not_know():
-    found = planned().verify(options={"xla_no_such_option": "1"})
-    assert found.ok and found.dropped == ("xla_no_such_option",)
-    assert "options that this compiler does not know: xla_no_such_option" in str(found)
+    audit = planned().verify(options={"xla_no_such_option": "1"})
+    assert audit.ok and audit.dropped == ("xla_no_such_option",)
+    assert "options that this compiler does not know: xla_no_such_option" in str(audit)
 
 
 def test_option_value_that_the_compiler_rejects(empty_cache):
-    found = planned().verify(options={"xla_cpu_enable_fast_math": "perhaps"})
-    assert found.kind == "error" and "perhaps" in found.message
+    audit = planned().verify(options={"xla_cpu_enable_fast_math": "perhaps"})
+    assert audit.kind == "error" and "perhaps" in audit.message
     assert not list(empty_cache.iterdir())
 
 
@@ -163,9 +163,9 @@ def test_function_that_cannot_be_exported():
 
     with pytest.warns(AutoshardWarning, match="pure_callback"):
         made = plan(calls_python, jax.ShapeDtypeStruct((64, 8), "float32"), target="cpu:8", plan="dp:8")
-    found = made.verify()
-    assert found.kind == "error" and found.message.startswith("JAX cannot export the program for cpu: ")
-    assert "the compiler rejected the program" in str(found)
+    audit = made.verify()
+    assert audit.kind == "error" and audit.message.startswith("JAX cannot export the program for cpu: ")
+    assert "the compiler rejected the program" in str(audit)
 
 
 def test_exported_bytes_do_not_depend_on_the_callers():

@@ -44,42 +44,42 @@ def with_input_spec(made, path, spec):
 @pytest.mark.parametrize("strategy", ["dp:8", "tp:8"])
 def test_compiled_traffic_equals_the_planned(strategy):
     made = planned(strategy)
-    found = made.verify()
-    assert found.ok and found.message == ""
-    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert (found.unplanned, found.missing, found.replicated, found.remarks) == ((), (), (), ())
-    assert {(f.kind, f.axes) for f in found.collectives} == {("all-reduce", tuple(made.mesh.axis_names))}
-    assert all(f.line.startswith(f"{programs.__file__}:") for f in found.collectives)
+    audit = made.verify()
+    assert audit.ok and audit.message == ""
+    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert (audit.unplanned, audit.missing, audit.replicated, audit.remarks) == ((), (), (), ())
+    assert {(f.kind, f.axes) for f in audit.collectives} == {("all-reduce", tuple(made.mesh.axis_names))}
+    assert all(f.line.startswith(f"{programs.__file__}:") for f in audit.collectives)
 
 
 def test_sharded_state_is_reduced_by_all_reduces_on_a_cpu():
     """XLA:CPU has no reduce-scatters. All other traffic is as planned."""
     made = planned("fsdp:8")
-    found = made.verify()
-    assert {u.cause for u in found.unplanned} == {"an all-reduce instead of a reduce-scatter"}
-    assert {u.kind for u in found.unplanned} == {"all-reduce"}
-    assert found.wire_bytes is not None
-    assert found.wire_bytes - found.unplanned_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert {f.kind for f in found.collectives} == {"all-gather", "all-reduce"}
-    assert not found.replicated
+    audit = made.verify()
+    assert {u.cause for u in audit.unplanned} == {"an all-reduce instead of a reduce-scatter"}
+    assert {u.kind for u in audit.unplanned} == {"all-reduce"}
+    assert audit.wire_bytes is not None
+    assert audit.wire_bytes - audit.unplanned_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert {f.kind for f in audit.collectives} == {"all-gather", "all-reduce"}
+    assert not audit.replicated
 
 
 def test_times_and_memory_add_up():
     made = planned("dp:8")
-    found = made.verify()
-    assert found.compute_us is not None and found.exposed_us is not None
-    assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
-    assert found.compute_us == found.compute_us_roofline
-    assert (found.cycles, found.compute_us_cycles) == (None, None)
-    assert found.comm_us == pytest.approx(sum(f.wire_us for f in found.collectives))
-    assert found.exposed_us == pytest.approx(found.comm_us)  # XLA:CPU hides none
-    kinds = found.memory
+    audit = made.verify()
+    assert audit.compute_us is not None and audit.exposed_us is not None
+    assert audit.step_time_us == pytest.approx(audit.compute_us + audit.exposed_us)
+    assert audit.compute_us == audit.compute_us_roofline
+    assert (audit.cycles, audit.compute_us_cycles) == (None, None)
+    assert audit.comm_us == pytest.approx(sum(f.wire_us for f in audit.collectives))
+    assert audit.exposed_us == pytest.approx(audit.comm_us)  # XLA:CPU hides none
+    kinds = audit.memory
     together = kinds["argument"] + kinds["output"] - kinds["alias"] + kinds["temp"]  # not all are alive at once
-    assert kinds["argument"] < (found.peak_bytes or 0) == (kinds["peak"] or together) <= together
+    assert kinds["argument"] < (audit.peak_bytes or 0) == (kinds["peak"] or together) <= together
     assert kinds["alias"] > 0.9 * kinds["output"]  # the state is donated
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_state()))
     assert kinds["argument"] == pytest.approx(3 * whole + ROWS * 64 * 4 / 8, rel=0.01)
-    assert found.predicted_peak_bytes == made.estimate.peak_memory_bytes
+    assert audit.predicted_peak_bytes == made.estimate.peak_memory_bytes
 
 
 def test_collectives_in_loops_count_per_trip():
@@ -88,42 +88,42 @@ def test_collectives_in_loops_count_per_trip():
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 32), (32, 128), (128, 32))]
     made = plan(fn, *args, target="cpu:8", plan="tp:8")
-    (found,) = made.verify().collectives
-    assert (found.kind, found.axes, found.trips) == ("all-reduce", ("tp",), 6)
-    assert (found.payload_bytes, found.wire_bytes) == (64 * 32 * 4, 2 * 7 / 8 * 64 * 32 * 4)
-    assert found.step_bytes == pytest.approx(made.estimate.comm_bytes)
+    (collective,) = made.verify().collectives
+    assert (collective.kind, collective.axes, collective.trips) == ("all-reduce", ("tp",), 6)
+    assert (collective.payload_bytes, collective.wire_bytes) == (64 * 32 * 4, 2 * 7 / 8 * 64 * 32 * 4)
+    assert collective.step_bytes == pytest.approx(made.estimate.comm_bytes)
 
 
 def test_unplanned_traffic_has_its_line_and_cost():
-    found = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
-    gathers = [u for u in found.unplanned if u.kind == "all-gather"]
-    assert gathers and len(gathers) == len(found.unplanned)
+    audit = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
+    gathers = [u for u in audit.unplanned if u.kind == "all-gather"]
+    assert gathers and len(gathers) == len(audit.unplanned)
     inside = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
     assert [u.axes for u in inside] == [("dp",)]
     assert inside[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
     assert inside[0].us > 0 and "replicates" in inside[0].cause
-    assert found.wire_bytes is not None and found.predicted_wire_bytes is not None
-    assert found.unplanned_bytes == pytest.approx(found.wire_bytes - found.predicted_wire_bytes, rel=0.01)
-    assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(found))
+    assert audit.wire_bytes is not None and audit.predicted_wire_bytes is not None
+    assert audit.unplanned_bytes == pytest.approx(audit.wire_bytes - audit.predicted_wire_bytes, rel=0.01)
+    assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(audit))
 
 
 def test_full_rematerialization_has_its_cost_and_cause():
-    found = with_input_spec(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))).verify()
-    assert found.remarks
-    remark = found.remarks[0]
+    audit = with_input_spec(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))).verify()
+    assert audit.remarks
+    remark = audit.remarks[0]
     assert (remark.array, remark.bytes, remark.wire_bytes) == ("f32[8,128]", 64 * 128 * 4, 7 * 8 * 128 * 4)
     assert remark.us > 0 and "cannot reshard from" in remark.cause
-    assert any("full rematerialization" in u.cause for u in found.unplanned)
-    assert "involuntary full rematerializations: " in str(found)
-    assert [w.shape for w in found.replicated] == ["f32[64,128]"]
+    assert any("full rematerialization" in u.cause for u in audit.unplanned)
+    assert "involuntary full rematerializations: " in str(audit)
+    assert [w.shape for w in audit.replicated] == ["f32[64,128]"]
 
 
 def test_audit_as_json():
-    found = planned("dp:8").verify()
-    data = json.loads(found.to_json())
+    audit = planned("dp:8").verify()
+    data = json.loads(audit.to_json())
     assert data["kind"] == "ok" and data["unplanned_bytes"] == 0
     assert data["collectives"][0]["kind"] == "all-reduce"
-    assert data["memory"] == dict(found.memory)
+    assert data["memory"] == dict(audit.memory)
     assert set(data["versions"]) == {"jax", "jaxlib"}
 
 
@@ -166,17 +166,16 @@ def test_program_text_that_cannot_be_parsed(tmp_path):
     path = tmp_path / "program.hlo.gz"
     path.write_bytes(gzip.compress(b"something else"))
     made, memory = planned("dp:8"), {"argument": 3, "output": 2, "alias": 1, "temp": 4}
-    found = verification.audit(
+    audit = verification.audit(
         bound_or_error(made.bound).executable,
         verification.compile_target("cpu:8"),
         Compiled("ok", memory=memory, path=path),
     )
-    assert (found.kind, found.ok, found.peak_bytes) == ("error", False, 8)
-    assert "cannot be parsed: ValueError" in found.message and "cannot be parsed" in str(found)
+    assert (audit.kind, audit.ok, audit.peak_bytes) == ("error", False, 8)
+    assert "cannot be parsed: ValueError" in audit.message and "cannot be parsed" in str(audit)
 
 
 def test_topology_names_for_the_compiler():
     names = {"v5e:4x4": "v5e:4x4", "v5litepod:2x4": "v5e:2x4", "v5p:2x2x4*2": "v5p:2x2x4*2", "a100:8": "a100-80:1x8",
              "h100:4x8": "h100:4x8", "ironwood:2x2x1": "tpu7x:2x2x1", "cpu:8": "cpu:1x8"}  # fmt: skip
-    found = {name: topology_name(verification.compile_target(name)) for name in names}
-    assert found == names
+    assert {name: topology_name(verification.compile_target(name)) for name in names} == names

@@ -35,37 +35,37 @@ def layers_planned(strategy, target):
     return plan(layers_step, params, x, target=target, plan=strategy, donate_argnums=0)
 
 
-def large_collectives(found):
+def large_collectives(audit):
     """Check that an audit's times and memory are plausible, and return its collectives of activations."""
-    assert found.ok, found.message
-    assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
-    assert 0 <= found.exposed_us <= found.comm_us * 2
-    assert found.peak_bytes > 0
-    return [f for f in found.collectives if f.payload_bytes > 1024]
+    assert audit.ok, audit.message
+    assert audit.step_time_us == pytest.approx(audit.compute_us + audit.exposed_us)
+    assert 0 <= audit.exposed_us <= audit.comm_us * 2
+    assert audit.peak_bytes > 0
+    return [f for f in audit.collectives if f.payload_bytes > 1024]
 
 
 @pytest.mark.tpu_compile
 def test_tensor_parallel_layers_for_a_tpu():
     """Each layer has one all-reduce of activations in the forward and one in the backward pass, and nothing else."""
     made = layers_planned("tp:4", "v5e:2x2")
-    found = made.verify()
-    sums = large_collectives(found)
+    audit = made.verify()
+    sums = large_collectives(audit)
     assert {(f.kind, f.axes, f.payload_bytes) for f in sums} == {("all-reduce", ("tp",), ROWS * WIDTH * 2)}
     assert sum(f.trips for f in sums) == 2 * LAYERS
     assert all("test_compilers.py" in f.line for f in sums)
-    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert found.unplanned == found.replicated == ()
-    assert found.cycles and found.compute_us_cycles == pytest.approx(found.cycles / 1.5e9 * 1e6)
-    assert set(found.versions) == {"jax", "jaxlib", "libtpu"}
+    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.unplanned == audit.replicated == ()
+    assert audit.cycles and audit.compute_us_cycles == pytest.approx(audit.cycles / 1.5e9 * 1e6)
+    assert set(audit.versions) == {"jax", "jaxlib", "libtpu"}
 
 
 @pytest.mark.tpu_compile
 def test_device_order_of_a_tpu_is_that_of_the_plan():
     made = planned("fsdp:4 tp:2", "v5e:2x4")
     target = compile_target(made.target)
-    found = build(export_plan(bound_or_error(made.bound).executable))
+    compiled = build(export_plan(bound_or_error(made.bound).executable))
     sizes = {d.name: d.size for d in target.topology.dims}
-    numbers = [y * sizes["x"] + x for x, y, *_ in found.coordinates]
+    numbers = [y * sizes["x"] + x for x, y, *_ in compiled.coordinates]
     assert tuple(numbers) == made.device_order
     assert export_plan(bound_or_error(made.bound).executable).devices == made.device_order
 
@@ -76,21 +76,21 @@ def test_remarks_of_the_tpu_compiler():
 
     from tests.sharding.audit.test_audit import with_input_spec
 
-    found = with_input_spec(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))).verify()
-    assert found.remarks and found.unplanned
+    audit = with_input_spec(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))).verify()
+    assert audit.remarks and audit.unplanned
 
 
 @pytest.mark.cuda_compile
 def test_tensor_parallel_layers_for_a_gpu():
     made = layers_planned("tp:8", "h100:8")
-    found = made.verify()
-    sums = large_collectives(found)
+    audit = made.verify()
+    sums = large_collectives(audit)
     assert {f.kind for f in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
     assert {f.axes for f in sums} == {("tp",)}
-    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert found.unplanned == ()
-    assert (found.cycles, found.compute_us_cycles) == (None, None)
-    assert json.loads(found.to_json())["versions"]["jax-cuda13-pjrt"]
+    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.unplanned == ()
+    assert (audit.cycles, audit.compute_us_cycles) == (None, None)
+    assert json.loads(audit.to_json())["versions"]["jax-cuda13-pjrt"]
 
 
 @pytest.mark.slow
