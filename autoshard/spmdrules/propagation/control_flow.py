@@ -151,7 +151,10 @@ def _start(state: WalkState, carry: Carry) -> Placement:
 
 
 def _next_carry(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
-    """The placement of a carry after an iteration: partial only over axes where its start is partial (zeros may be)."""
+    """The placement of a carry after an iteration.
+
+    It is partial only over axes over which the initial value is partial, too. Zeros are partial sums over any axis.
+    """
     if carry.out in state.zeros:
         return partial_placement(out.spec, start.partial)
     zero = state.is_zero(op, carry.operand)
