@@ -18,7 +18,7 @@ OUTPUTS = {
     "flax_linen": PLANNED,
     "equinox_model": PLANNED,
     "own_kernel": PLANNED,
-    "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "other choices", "-> fsdp:8 tp:8"),
+    "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "alternatives (all else", "-> fsdp:8 tp:8"),
 }
 
 

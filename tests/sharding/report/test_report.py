@@ -1,4 +1,4 @@
-"""Plans for people: what the table, the reasons, the differences and the page say, and that they never fail."""
+"""Reports of plans: table, explanations, differences and page are correct, and never fail."""
 
 import copy
 import math
@@ -72,7 +72,7 @@ def test_times_have_a_unit_and_three_digits(us, text):
     assert time_text(us) == text
 
 
-def test_ratios_and_shares_of_nothing():
+def test_ratios_and_percentages_handle_zero():
     assert ratio_text(3, 2) == "1.50x" and ratio_text(1002, 1000) == "1.002x"
     assert ratio_text(1, 0) == "-" == percent_text(1, 0)
     assert percent_text(1, 1000) == "<1 %" and percent_text(0, 10) == "0 %" and percent_text(1, 3) == "33 %"
@@ -105,18 +105,18 @@ def test_source_lines_are_shortened(line, text):
         ([""], "(the argument)"),
     ],
 )
-def test_labels_of_several_paths(paths, text):
+def test_label_of_several_paths(paths, text):
     assert label(paths) == text
 
 
-def test_axes_named_after_paths_stay_apart_when_shortened():
+def test_short_axis_names_are_distinct():
     leaf = Leaf("x", (2, 2, 2, 2), "float32", P(), ("a/k:0", "b/k:0", "c/q:1", "heads*c/q:2"))
     names = AxisNames(half_built(inputs=(leaf,)))
     assert names.list(leaf.axes) == "[a/k:0, b/k:0, q:1, heads*q:2]"
     assert len({names.short(name) for name in names.all}) == len(names.all)
 
 
-def test_long_names_are_cut_in_the_middle_and_stay_apart():
+def test_long_axis_names_are_shortened_in_the_middle_and_stay_distinct():
     long = "MultiHeadDotProductAttention_0/relative_position_bias"
     leaf = Leaf("x", (2, 2, 2), "float32", P(), (f"{long}:0", f"{long}:1.0*{long}:1.1", "heads"))
     names = AxisNames(half_built(inputs=(leaf,)))
@@ -127,9 +127,9 @@ def test_long_names_are_cut_in_the_middle_and_stay_apart():
     names = AxisNames(half_built(inputs=(leaf,)))
     short = "very_very_very_v..._very_long/kernel:0"
     assert names.list(leaf.axes) == f"[a/{short}, b/{short}]"
-    alike = tuple(f"{'very_' * 8}long_{c}_{'very_' * 8}long/kernel:0" for c in "ab")  # would be one if they were cut
-    names = AxisNames(half_built(inputs=(Leaf("x", (2, 2), "float32", P(), alike),)))
-    assert names.list(alike) == f"[{alike[0]}, {alike[1]}]"
+    long = tuple(f"{'very_' * 8}long_{c}_{'very_' * 8}long/kernel:0" for c in "ab")  # equal if shortened
+    names = AxisNames(half_built(inputs=(Leaf("x", (2, 2), "float32", P(), long),)))
+    assert names.list(long) == f"[{long[0]}, {long[1]}]"
 
 
 def test_the_table_keeps_the_ends_of_long_paths():
@@ -148,7 +148,7 @@ def test_table_is_plain_text_of_a_page_width(words):
     assert not re.search(r"\d[eE][+-]?\d|nan|inf\b", text)
 
 
-def test_table_says_what_was_chosen_and_what_lost():
+def test_table_names_the_chosen_plan_and_the_next_best():
     plan = planned(None)
     text = str(plan)
     assert text.startswith(f"train_step on cpu:8: {mesh_text(plan)}\nplan: {plan.chosen}, the fastest of ")
@@ -156,51 +156,51 @@ def test_table_says_what_was_chosen_and_what_lost():
     distinct = sorted({(us, peak): name for name, us, peak in reversed(plan.candidates) if name != plan.chosen}.items())
     for (us, _), name in distinct[:3]:
         assert f"{name} {ratio_text(us, plan.estimate.step_time_us)}" in text
-    assert "fsdp:2 tp:4 seq, as asked" in str(planned())
+    assert "fsdp:2 tp:4 seq, as requested" in str(planned())
 
 
-def test_table_says_which_candidates_did_not_fit():
+def test_verdict_counts_the_candidates_that_fit():
     plan = half_built(
         chosen="b", candidates=(("a", 1.0, 99.0), ("b", 2.0, 5.0), ("c", 3.0, 5.0)), limit_bytes=10.0,
         estimate=Estimate(2.0, 2.0, 0.0, 0.0, 5.0),
     )  # fmt: skip
-    assert verdict(plan).sentence == "b, the fastest of the 2 that fit 10 B, of 3"
+    assert verdict(plan).sentence == "b, the fastest of 2 plans that fit 10 B (of 3)"
     assert [name for name, _, _ in verdict(plan).rivals] == ["c"]
     large = Estimate(2.0, 2.0, 0.0, 0.0, 11.0)
     none = plan.where(estimate=large, candidates=(("a", 1.0, 99.0), ("b", 2.0, 11.0)))
     assert verdict(none).sentence == "b, the smallest of 2 plans: none fits 10 B"
     assert verdict(plan.where(estimate=large)).sentence == "b, which does not fit 10 B"
-    assert verdict(plan.where(estimate=large, candidates=())).sentence == "b, as asked; it does not fit 10 B"
+    assert verdict(plan.where(estimate=large, candidates=())).sentence == "b, as requested; it does not fit 10 B"
 
 
-def test_table_has_axes_with_sizes_in_order():
+def test_table_lists_mesh_axes_and_logical_axes_with_sizes():
     lines = str(planned()).splitlines()
     fsdp = next(line for line in lines if line.startswith("fsdp "))
     tp = next(line for line in lines if line.startswith("tp "))
     assert fsdp.split()[1] == "2" and "parameter, optimizer" in fsdp and fsdp.endswith("batch 16")
     assert tp.split()[1] == "4" and tp.index("ffn 128") < tp.index("heads 8") < tp.index("seq 16")
-    assert any(line.startswith("whole in compute: ") and "embed 32" in line for line in lines)
+    assert any(line.startswith("not sharded in compute: ") and "embed 32" in line for line in lines)
 
 
-def test_table_groups_state_with_sizes_and_specs():
+def test_table_groups_inputs_with_sizes_and_specs():
     text = str(planned())
     line = next(line for line in text.splitlines() if "attention/{wk,wq}" in line)
-    assert "x2" in line and "8.00 KiB  -> 1.00 KiB" in line  # two of 32 x 8 x 4 float32, in eight parts
+    assert "x2" in line and "8.00 KiB  -> 1.00 KiB" in line  # two of 32 x 8 x 4 float32, sharded 8 ways
     assert re.search(r"\[embed, heads, \S+\] -> P\('fsdp', 'tp'\)$", line)
-    assert "optimizer: 8 arrays, 56.1 KiB -> 7.06 KiB a device, stored like the parameters" in text
+    assert "optimizer: 8 arrays, 56.1 KiB -> 7.06 KiB per device, sharded like the parameters" in text
     zero1 = str(planned("zero1:8"))
-    assert "stored like the parameters" not in zero1  # the moments are cut, the parameters are not
+    assert "sharded like the parameters" not in zero1  # only the moments are sharded
     assert re.search(r"parameter: 8 arrays, 56\.1 KiB -> 56\.1 KiB", zero1)
 
 
 def test_every_input_is_in_one_group():
     plan = planned()
     assert sorted(x.path for g in groups(plan, plan.inputs) for x in g.leaves) == sorted(x.path for x in plan.inputs)
-    alike = [{(x.axes, x.spec, x.role, x.shape, x.dtype) for x in g.leaves} for g in groups(plan, plan.inputs)]
-    assert all(len(kinds) == 1 for kinds in alike) and len({next(iter(k)) for k in alike}) == len(alike)
+    kinds = [{(x.axes, x.spec, x.role, x.shape, x.dtype) for x in g.leaves} for g in groups(plan, plan.inputs)]
+    assert all(len(kind) == 1 for kind in kinds) and len({next(iter(kind)) for kind in kinds}) == len(kinds)
 
 
-def test_table_has_the_estimates_beside_one_device():
+def test_table_compares_the_estimates_with_one_device():
     plan = planned()
     alone = plan.alone
     assert alone is not None
@@ -210,27 +210,27 @@ def test_table_has_the_estimates_beside_one_device():
     )
     assert re.search(rf"step +{time_text(plan.estimate.step_time_us)} +{time_text(alone.step_time_us)} ", text)
     exposed = plan.estimate.step_time_us - plan.estimate.compute_us
-    assert f"{time_text(exposed)} of it not hidden behind compute" in text
-    assert "of the limit, 4.00 GiB" in text
+    assert f"{time_text(exposed)} not hidden by compute" in text
+    assert "of the limit of 4.00 GiB" in text
 
 
-def test_table_has_traffic_with_the_users_lines():
+def test_table_lists_traffic_with_source_lines():
     plan = planned()
     text = str(plan)
-    assert f"{bytes_text(plan.estimate.comm_bytes)} leave each device" in text
+    assert f"each device sends {bytes_text(plan.estimate.comm_bytes)}" in text
     assert "sharding/example_step.py:" in text and "(loss_of)" in text and "/tests/" not in text
-    shown = text[text.index("traffic of a step") :].splitlines()[1:]
+    shown = text[text.index("traffic per step:") :].splitlines()[1:]
     assert len(shown) <= 9 and re.match(r" +and \d+ smaller ones", shown[-1])
     assert "traffic: none" in str(autoshard.plan(train_step, *shapes(), target="cpu:1"))
 
 
-def test_table_names_unknown_primitives_and_notes():
+def test_table_lists_unknown_primitives_and_notes():
     plan = planned().where(unknown={"cholesky": ("/a/b/c.py:7:1 (f)",)}, notes=("seven is not divisible",))
     assert "no rule for primitive 'cholesky', at b/c.py:7 (f)" in str(plan)
     assert str(plan).endswith("note: seven is not divisible")
 
 
-def test_unrolled_layers_are_one_line():
+def test_unrolled_layers_share_one_line():
     def step(layers, x):
         for layer in layers:
             x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
@@ -242,58 +242,60 @@ def test_unrolled_layers_are_one_line():
     assert re.search(r"^  up +x9 +36\.0 KiB", text, re.M), text
 
 
-# why
+# explain
 
 
-def test_explain_gives_the_rule_that_won_and_where_it_is_stored():
+def test_explain_gives_the_logical_axis_and_the_storage():
     text = planned().explain("0/params/attention/wq")
-    assert "parameter, float32[32, 8, 4], 4.00 KiB; 512 B on each device" in text
+    assert "parameter, float32[32, 8, 4], 4.00 KiB; 512 B per device" in text
     assert "-> P('fsdp', 'tp')" in text
     flat = re.sub(r"\s+", " ", text)
-    assert "fsdp: cuts dimension 0, embed, into 2: between steps only (ZeRO)" in flat
+    assert "fsdp: shards dimension 0 (embed) 2 ways in storage only (ZeRO)" in flat
     assert re.search(
-        r"tp: cuts dimension 1, heads, into 4: the first of \([^)]*heads[^)]*\) that this tensor has", flat
+        r"tp: shards dimension 1 \(heads\) 4 ways: the first of \([^)]*heads[^)]*\) that this tensor has", flat
     )
-    assert "stored over fsdp: gathered to P(None, 'tp') for each use" in flat
+    assert "stored over fsdp: cast to the compute dtype and gathered to P(None, 'tp') for each use" in flat
 
 
-def test_explain_names_the_axis_that_lost():
+def test_explain_names_the_logical_axes_that_come_later():
     table = {"a": ["batch"], "b": ["heads", "embed"]}
     plan = autoshard.plan(train_step, *shapes(), mesh={"a": 2, "b": 4}, plan=table)
     flat = re.sub(r"\s+", " ", plan.explain("params/attention/wq"))
     assert (
-        "b: cuts dimension 1, heads, into 4: the first of (heads, embed) that this tensor has; embed, which it has as "
-        "well, comes later" in flat
+        "b: shards dimension 1 (heads) 4 ways: the first of (heads, embed) that this tensor has; embed comes later"
+        in flat
     )
-    assert "a: shards batch, which this tensor lacks" in flat
+    assert "a: not used: it shards batch, which this tensor lacks" in flat
     assert "none of which this tensor has" in plan.explain("loss")
 
 
 def test_explain_names_the_size_that_does_not_divide():
     state, batch = shapes(batch=12, seq=16)
     both = autoshard.plan(train_step, state, batch, mesh={"a": 8}, plan={"a": ["batch", "seq"]})
-    assert "a: cuts dimension 1, seq, into 8: of (batch, seq), batch has 12, not divisible by 8" in both.explain("1/x")
+    assert (
+        "a: shards dimension 1 (seq) 8 ways: of (batch, seq), batch has size 12, not divisible by 8" in both.explain("1/x")
+    )
     with pytest.warns(AutoshardWarning, match="nothing is sharded"):
         one = autoshard.plan(train_step, state, batch, mesh={"a": 8}, plan={"a": ["batch"]})
-    assert "a: is not used: batch has 12, not divisible by 8" in one.explain("1/x")
+    assert "a: not used: batch has size 12, not divisible by 8" in one.explain("1/x")
     assert "batch (12) is not divisible by mesh axes a (8)" in re.sub(r"\s+", " ", str(one))
 
 
-def test_explain_tells_what_is_fixed():
+def test_explain_names_fixed_shardings():
     plan = autoshard.plan(
         train_step, *shapes(), mesh={"a": 8}, plan={"a": ["batch"]}, fixed={"0/*/mlp/up": P("a")}, target="cpu:8"
     )
     flat = re.sub(r"\s+", " ", plan.explain("params/mlp/up"))
-    assert "a: cuts dimension 0, embed, into 8: as it was fixed, or as the array was already placed" in flat
+    assert "a: shards dimension 0 (embed) 8 ways: fixed by the user, or as the array was already sharded" in flat
 
 
-def test_explain_takes_ends_and_globs():
+def test_explain_takes_ends_of_paths_and_globs():
     plan = planned()
-    assert plan.explain("wq").startswith("0/params/attention/wq\n")  # of several, the parameter is meant
+    assert plan.explain("wq").startswith("0/params/attention/wq\n")  # the parameter takes precedence
     assert plan.explain("/moments/attention/wq").startswith("0/moments/attention/wq\n")
     text = plan.explain("*/mlp/*")
     assert all(f"{tree}/mlp/{name}" in text for tree in ("params", "moments") for name in ("up", "down"))
-    assert plan.explain("*/attention/w[kq]").count("like it:") == 2  # parameters, moments
+    assert plan.explain("*/attention/w[kq]").count("the same for 1 more: ") == 2  # parameters, moments
     assert plan.explain("1/loss").startswith("1/loss\n  result, float32[]")
 
 
@@ -306,28 +308,28 @@ def test_explain_takes_ends_and_globs():
         ("", "no input or result is called ''"),
     ],
 )
-def test_explain_of_nothing_names_what_is_near(path, message):
+def test_explain_suggests_similar_paths(path, message):
     with pytest.raises(PlanError, match=message):
         planned().explain(path)
 
 
-def test_explain_refuses_an_end_of_several_paths():
+def test_explain_rejects_an_ambiguous_end_of_a_path():
     leaves = tuple(Leaf(f"{k}/scale", (4,), "float32", P(), ("embed",), "parameter") for k in "abc")
-    with pytest.raises(PlanError, match="'scale' is the end of 3 paths: a/scale, b/scale, c/scale. Give more of it"):
+    with pytest.raises(PlanError, match="'scale' is the end of 3 paths: a/scale, b/scale, c/scale. Give a longer path"):
         half_built(inputs=leaves).explain("scale")
 
 
-def test_explain_shows_traffic_where_the_function_is_known():
-    assert "all-gather of it over fsdp" in planned().explain("mlp/up")
+def test_explain_shows_traffic_if_the_function_is_known():
+    assert "all-gather of the tensor over fsdp" in planned().explain("mlp/up")
     assert "bind the plan to its function" in unbound().explain("mlp/up")
-    assert "all-gather of it over dp" not in planned("dp:8").explain("mlp/up")
+    assert "all-gather of the tensor over dp" not in planned("dp:8").explain("mlp/up")
     assert re.search(r"(all-reduce|reduce-scatter) of its gradient over dp", planned("dp:8").explain("mlp/up"))
-    assert re.search(r"all-gather of it over zero1, 14\.0 KiB, once updated", planned("zero1:8").explain("mlp/up"))
+    assert re.search(r"all-gather of the tensor over zero1, 14\.0 KiB, once updated", planned("zero1:8").explain("mlp/up"))
 
 
 @pytest.mark.parametrize("words", ["dp:8", "zero1:8", "fsdp:8"])
-def test_traffic_of_all_parameters_is_that_of_the_plan(words):
-    """Under data parallelism, nearly nothing but parameters and gradients moves, each accounted for once."""
+def test_traffic_of_parameters_sums_to_the_traffic_of_the_plan(words):
+    """Under data parallelism, nearly all traffic is of parameters and gradients, each counted once."""
     plan = planned(words)
     own = sum(
         sum(traffic_of(bound_or_error(plan.bound), i).values())
@@ -337,7 +339,7 @@ def test_traffic_of_all_parameters_is_that_of_the_plan(words):
     assert 0.97 * plan.estimate.comm_bytes <= own <= plan.estimate.comm_bytes * 1.0001
 
 
-# what differs
+# diff
 
 
 def test_diff_of_the_same_plan():
@@ -345,22 +347,22 @@ def test_diff_of_the_same_plan():
     assert planned().diff(planned()) == "the same plan"
 
 
-def test_diff_says_what_changed_with_ratios():
+def test_diff_lists_changes_with_ratios():
     a, b = planned("dp:8"), planned("fsdp:2 tp:4 seq")
     text = a.diff(b)
     assert text.startswith("dp:8 -> fsdp:2 tp:4 seq\n")
     flat = re.sub(r" +", " ", text)
     assert "mesh dp 8 = 8 devices -> fsdp 2 x tp 4 = 8 devices" in flat
-    assert "rules of dp batch -> -" in flat and "rules of fsdp - -> batch" in flat
+    assert "rule of dp batch -> -" in flat and "rule of fsdp - -> batch" in flat
     assert "storage of parameter - -> fsdp" in flat
     assert "input {x,y} x2: P('dp') -> P('fsdp', 'tp')" in flat
     assert "input attention/wk +3 x8: P() -> P('fsdp', 'tp')" in flat  # wq, wk, wv, mlp/up and their moments
     ratio = ratio_text(b.estimate.peak_memory_bytes, a.estimate.peak_memory_bytes)
     assert re.search(rf"peak memory .* -> .* {re.escape(ratio)}$", flat, re.M)
-    assert "result" not in flat  # state comes back as it went in; the loss is whole in both
+    assert "result" not in flat  # returned state is sharded like its input; the loss is replicated in both
 
 
-def test_diff_of_one_thing_is_one_line():
+def test_one_difference_is_one_line():
     plan = planned()
     changed = [x if x.path != "1/x" else Leaf(x.path, x.shape, x.dtype, P("tp"), x.axes, x.role) for x in plan.inputs]
     lines = plan.diff(plan.where(inputs=tuple(changed))).splitlines()[1:]
@@ -369,7 +371,7 @@ def test_diff_of_one_thing_is_one_line():
     assert [line.split() for line in lines] == [["target", "cpu:8", "->", "v5e:2x4"]]
 
 
-def test_diff_of_other_programs():
+def test_diff_of_different_programs():
     wide = autoshard.plan(train_step, *shapes(width=64), plan="fsdp:2 tp:4 seq", target="cpu:8")
     assert "input mlp/up x2: float32[32, 128] -> float32[64, 128]" in planned().diff(wide)
     other = autoshard.plan(
@@ -379,11 +381,11 @@ def test_diff_of_other_programs():
     assert "inputs only in the first: 0/count" in text and "inputs only in the second: 0, 1" in text
 
 
-# the page
+# page
 
 
 class Reader(HTMLParser):
-    """Checks that tags are balanced, and keeps text and attributes."""
+    """Check that tags are balanced, and collect text and attributes."""
 
     VOID = frozenset({"meta", "rect", "path", "br", "input", "link", "img"})
 
@@ -422,7 +424,7 @@ def read(html):
 
 
 @pytest.mark.parametrize("words", REQUESTS)
-def test_page_holds_every_input_group_and_axis(tmp_path, words):
+def test_page_lists_every_input_and_axis(tmp_path, words):
     plan = planned(words)
     plan.to_html(tmp_path / "plan.html")
     found = read((tmp_path / "plan.html").read_text(encoding="utf-8"))
@@ -435,27 +437,27 @@ def test_page_holds_every_input_group_and_axis(tmp_path, words):
     assert {names.short(name) for name in names.all} <= text
     assert {f"{a} {n}" for a, n in mesh_sizes(plan).items()} | {t[0] for t in plan.traffic} <= text
     assert {bytes_text(plan.estimate.peak_memory_bytes), time_text(plan.estimate.step_time_us)} <= text
-    assert {"Memory of a device", "Time of a step", "Collectives of a step"} <= text
+    assert {"Memory per device", "Step time", "Collectives per step"} <= text
     assert ("Search" in text) == (words is None)
 
 
-def test_page_takes_nothing_from_anywhere():
+def test_page_makes_no_external_request():
     html = page(planned(None))
     found = read(html)
     assert not found.tags & {"link", "img", "iframe", "object", "embed", "base"}
     assert not [value for name, value in found.attributes if name in ("src", "srcset") or name.startswith("on")]
     assert all(value.startswith("#") for name, value in found.attributes if name == "href")
     assert not re.search(r"https?:|url\(|@import", html)
-    assert html.count("<script") == 1 and html.count(DIGEST) == 1  # no other script may run
+    assert html.count("<script") == 1 and html.count(DIGEST) == 1  # the policy allows no other script
     assert len(html) < 200_000
 
 
 def test_style_sheet_is_well_formed():
     assert STYLE.count("{") == STYLE.count("}") > 40
-    assert all(line.count('"') % 2 == 0 for line in STYLE.splitlines())  # a string over two lines voids what follows
+    assert all(line.count('"') % 2 == 0 for line in STYLE.splitlines())  # a string over two lines disables all that follows
     defined, used = set(re.findall(r"(--[a-z]+):", STYLE)), set(re.findall(r"var\((--[a-z]+)\)", STYLE))
     html = page(planned(None))
-    assert used == defined and {"--h", "--s"} <= used  # hue and strength are those of an axis
+    assert used == defined and {"--h", "--s"} <= used  # set for each axis
     classes = {name for value in re.findall(r'class="([^"]+)"', html) for name in value.split()}
     style = html[: html.index("</style>")]
     assert {name for name in classes if not re.search(rf"\.{name}\b", style)} <= {"tensor", "v0", "fit"}
@@ -486,14 +488,14 @@ def test_page_escapes_names_from_programs():
     assert evil in "".join(found.text)
 
 
-def test_page_marks_what_does_not_fit():
+def test_page_marks_a_plan_that_does_not_fit():
     plan = planned(None)
-    assert "too much" not in page(plan)
+    assert "over the limit" not in page(plan)
     small = plan.where(limit_bytes=plan.estimate.peak_memory_bytes - 1)
-    assert "1 B too much" in "".join(read(page(small)).text)
+    assert "1 B over the limit" in "".join(read(page(small)).text)
 
 
-# nothing fails, whatever the plan
+# robustness
 
 
 def half_built(**fields):
@@ -513,7 +515,7 @@ def all_of(plan):
 
 @pytest.mark.parametrize("words", REQUESTS)
 @pytest.mark.parametrize("make", [planned, unbound])
-def test_every_report_of_real_plans(words, make):
+def test_all_reports_of_real_plans(words, make):
     all_of(make(words))
 
 
@@ -585,6 +587,6 @@ def odd_plans(draw):
 
 
 @given(odd_plans())
-def test_no_plan_is_too_odd_to_be_shown(plan):
+def test_all_reports_of_random_plans(plan):
     all_of(plan)
     read(page(plan))
