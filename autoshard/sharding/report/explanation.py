@@ -183,7 +183,8 @@ def _refusal(plan: ShardingPlan, leaf: Leaf, axis: str, name: str, names: AxisNa
     others = [a for a in (spec[place] if place < len(spec) else ()) if a != axis]
     taken = math.prod(sizes.get(a, 1) for a in others)
     if taken > 1 and size % (taken * n):
-        return f"{' and '.join(others)} shards {short} {taken} ways, and its size {size} is not divisible by {taken * n}"
+        over = " and ".join(others)
+        return f"{short} is sharded {taken} ways over {over}, and its size {size} is not divisible by {taken * n}"
     if parts.index(name):
         major = " and ".join(map(names.short, parts[: parts.index(name)]))
         return f"{short} comes after {major} in dimension {place}"

@@ -205,7 +205,8 @@ def verdict(plan: ShardingPlan) -> Verdict:
     others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
     limit = plan.limit_bytes or math.inf
     compiled = any(audit.ok and (audit.peak_bytes or 0) <= limit for audit in plan.audits)
-    misfit = f"fits {bytes_text(limit)} as compiled, not by the estimate" if compiled else f"does not fit {bytes_text(limit)}"
+    size = bytes_text(limit)
+    misfit = f"fits {size} as compiled, not by the estimate" if compiled else f"does not fit {size}"
     if not others:
         sentence = f"{name}, as requested" if plan.chosen else name
         return Verdict(sentence if plan.fits else f"{sentence}; it {misfit}", ())
@@ -214,10 +215,10 @@ def verdict(plan: ShardingPlan) -> Verdict:
     best = sorted(different.values(), key=lambda c: c[1])[:RIVALS_SHOWN]
     rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
     if not plan.fits:
-        smallest = f"the smallest of {count} plans: none fits {bytes_text(limit)}"
+        smallest = f"the smallest of {count} plans: none fits {size}"
         return Verdict(f"{name}, {f'which {misfit}' if fitting or compiled else smallest}", rivals)
     too_large = count - len(fitting) - 1
-    among = f"{count - too_large} plans that fit {bytes_text(limit)} (of {count})" if too_large else f"{count} plans"
+    among = f"{count - too_large} plans that fit {size} (of {count})" if too_large else f"{count} plans"
     return Verdict(f"{name}, the fastest of {among}", rivals)
 
 

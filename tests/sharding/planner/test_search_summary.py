@@ -132,13 +132,13 @@ def test_links_say_how_devices_are_joined():
 LOSERS = [
     (PricedPlan("a", 9.0, 12.0), "does not fit: 2 B over the limit"),
     (PricedPlan("a", 110.0, 9.0, 80.0), "20.0 us more compute"),
-    (PricedPlan("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "10.0 us more exposed communication, mostly all-gather"),
+    (PricedPlan("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "10.0 us more exposed communication (mostly all-gather)"),
     (PricedPlan("a", 130.0, 9.0, 65.0, "all-gather", 40.0),
-     "25.0 us more exposed communication, mostly all-gather, and 5.00 us more compute"),
+     "25.0 us more exposed communication (mostly all-gather) and 5.00 us more compute"),
     (PricedPlan("a", 100.0001, 9.0, 60.0), "equally fast, within 0.01 %"),
     (PricedPlan("a", 90.0, 9.0, 60.0), "faster by the estimate"),
     (PricedPlan("a", 90.0, 9.0, 60.0, changed=True),
-     "faster, but repeats work or gains too little over a known plan"),
+     "faster, but repeats work or gains too little over the known plans"),
     (PricedPlan("a", 110.0, 9.0), "slower"),
     (PricedPlan("a", math.inf, 9.0), "slower"),
 ]  # fmt: skip

@@ -272,9 +272,8 @@ def test_explain_names_the_logical_axes_that_come_later():
 def test_explain_names_the_size_that_does_not_divide():
     state, batch = shapes(batch=12, seq=16)
     both = autoshard.plan(train_step, state, batch, mesh={"a": 8}, plan={"a": ["batch", "seq"]})
-    assert (
-        "a: shards dimension 1 (seq) 8 ways: of (batch, seq), batch has size 12, not divisible by 8" in both.explain("1/x")
-    )
+    text = both.explain("1/x")
+    assert "a: shards dimension 1 (seq) 8 ways: of (batch, seq), batch has size 12, not divisible by 8" in text
     with pytest.warns(AutoshardWarning, match="nothing is sharded"):
         one = autoshard.plan(train_step, state, batch, mesh={"a": 8}, plan={"a": ["batch"]})
     assert "a: not used: batch has size 12, not divisible by 8" in one.explain("1/x")
@@ -324,7 +323,8 @@ def test_explain_shows_traffic_if_the_function_is_known():
     assert "bind the plan to its function" in unbound().explain("mlp/up")
     assert "all-gather of the tensor over dp" not in planned("dp:8").explain("mlp/up")
     assert re.search(r"(all-reduce|reduce-scatter) of its gradient over dp", planned("dp:8").explain("mlp/up"))
-    assert re.search(r"all-gather of the tensor over zero1, 14\.0 KiB, once updated", planned("zero1:8").explain("mlp/up"))
+    zero1 = planned("zero1:8").explain("mlp/up")
+    assert re.search(r"all-gather of the tensor over zero1, 14\.0 KiB, once updated", zero1)
 
 
 @pytest.mark.parametrize("words", ["dp:8", "zero1:8", "fsdp:8"])
@@ -454,7 +454,7 @@ def test_page_makes_no_external_request():
 
 def test_style_sheet_is_well_formed():
     assert STYLE.count("{") == STYLE.count("}") > 40
-    assert all(line.count('"') % 2 == 0 for line in STYLE.splitlines())  # a string over two lines disables all that follows
+    assert all(line.count('"') % 2 == 0 for line in STYLE.splitlines())  # a multi-line string disables the rest
     defined, used = set(re.findall(r"(--[a-z]+):", STYLE)), set(re.findall(r"var\((--[a-z]+)\)", STYLE))
     html = page(planned(None))
     assert used == defined and {"--h", "--s"} <= used  # set for each axis

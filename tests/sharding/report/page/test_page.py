@@ -1,4 +1,4 @@
-"""A plan's page in a real browser: what is drawn has the sizes, colours and places of the plan's numbers."""
+"""A plan's page in a real browser: sizes, colours and positions match the plan's numbers."""
 
 import itertools
 import json
@@ -25,30 +25,32 @@ EVIL = "<script>window.evil = 1</script>&\"'"
 
 
 def step(state, batch, *, twice=False):
-    """The example's step, once or twice."""
+    """Run the example's step once or twice."""
     state, metrics = train_step(state, batch)
     return train_step(state, batch) if twice else (state, metrics)
 
 
 @cache
 def searched() -> Plan:
-    """The best of many plans of two variants on a torus, of which some do not fit."""
+    """Search the plans of two variants on a torus, some of which do not fit."""
     plan = autoshard.plan(step, *shapes(), target="v5e:2x4", donate_argnums=0, variants={"twice": [False, True]})
     peaks = sorted(t.peak_bytes for each in plan.history for t in each.tried)
     return plan.where(limit_bytes=max(peaks[len(peaks) * 2 // 3], plan.estimate.peak_memory_bytes))
 
 
 @cache
-def asked() -> Plan:
-    """A plan with two mesh axes that cut parameters, activations and storage."""
+def requested() -> Plan:
+    """Request a plan with two mesh axes that shard parameters, activations and storage."""
     plan = autoshard.plan(train_step, *shapes(), plan="fsdp:2 tp:4 seq", target="v5p:2x2x2", donate_argnums=0)
-    return plan.where(placing={"fsdp": (("x", 2, 1),), "tp": (("y", 2, 1), ("z", 2, 1))})  # not in the devices' order
+    return plan.where(
+        placing={"fsdp": (("x", 2, 1),), "tp": (("y", 2, 1), ("z", 2, 1))}
+    )  # not in the order of the devices
 
 
 @cache
 def large() -> Plan:
-    """Eighty layers unrolled, and names that want to be more than names."""
-    plan = asked()
+    """Make a plan of 80 unrolled layers, with names that are HTML."""
+    plan = requested()
     layers = [
         replace(leaf, path=f"{tree}/layers/{n}/{leaf.path}", role=role)
         for tree, role in (("params", "parameter"), ("mu", "optimizer"), ("nu", "optimizer"))
@@ -69,7 +71,7 @@ def large() -> Plan:
                       function=EVIL, chosen=EVIL, notes=(EVIL,))  # fmt: skip
 
 
-PLANS = {"searched": searched, "asked": asked, "large": large}
+PLANS = {"searched": searched, "requested": requested, "large": large}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def show(browser, tmp_path_factory):
-    """Opens a plan's page: `show(plan, width, dark=True)`."""
+    """Return a function that opens a plan's page: `show(plan, width, dark=True)`."""
     folder, number = tmp_path_factory.mktemp("pages"), itertools.count()
 
     def opened(plan: Plan, width: int = WIDE, dark: bool = False):
@@ -96,12 +98,12 @@ def show(browser, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shown(show):
-    """A page of each plan that no test changes."""
+    """Return the page of a plan by name, shared by tests that do not change it."""
     return cache(lambda name: show(PLANS[name]()))
 
 
 def boxes(page, selector, *more):
-    """The boxes of all elements of a selector, `[x, y, width, height, ...]`, and further expressions of `e`."""
+    """Return `[x, y, width, height, ...]` of all elements of a selector, with further expressions of `e`."""
     parts = ", ".join(["r.x", "r.y", "r.width", "r.height", *more])
     return page.run(
         f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => {{ const r = e.getBoundingClientRect(); "
@@ -114,18 +116,18 @@ def texts(page, selector):
 
 
 def visible_rows(page, selector):
-    """The texts of rows that are not hidden, folded ones included."""
+    """Return the texts of rows that are not hidden, including folded ones."""
     return page.run(
         f"[...document.querySelectorAll({json.dumps(selector)})].filter((e) => !e.hidden).map((e) => e.textContent)"
     )
 
 
-# nothing from anywhere, nothing amiss, nothing over the edge
+# requests, errors, width
 
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("name", PLANS)
-def test_the_page_is_quiet_and_inside_the_window(show, name, width):
+def test_the_page_makes_no_request_and_fits_the_window(show, name, width):
     page = show(PLANS[name](), width)
     assert len(page.requests) == 1 and page.requests[0].startswith("file:")
     page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
@@ -140,13 +142,13 @@ def test_the_page_is_quiet_and_inside_the_window(show, name, width):
         "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
         ".map((e) => e.textContent.slice(0, 100))"
     )
-    assert clipped == []  # no table has to be moved to be read
+    assert clipped == []  # no table needs scrolling
     assert page.console == page.errors == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_stands_out_from_what_is_behind_it(show, dark):
-    """The contrast of every text is at least 4.5, as WCAG asks of small text."""
+def test_text_has_enough_contrast(show, dark):
+    """All text has a contrast of at least 4.5, as WCAG requires for small text."""
     page = show(searched(), WIDE, dark)
     page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
     assert page.run(CONTRAST) == []
@@ -180,8 +182,8 @@ CONTRAST = """(() => {
 })()"""
 
 
-def test_what_people_cannot_see_has_words(shown):
-    """No control and no drawing without a name in the accessibility tree."""
+def test_controls_and_drawings_have_accessible_names(shown):
+    """Every control and drawing has a name in the accessibility tree."""
     page = shown("searched")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     named = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n["ignored"]]
@@ -189,11 +191,11 @@ def test_what_people_cannot_see_has_words(shown):
     assert [role for role, name in named if role in kinds and not name] == []
     assert {"button", "link", "image", "searchbox", "combobox", "heading", "region"} <= {role for role, _ in named}
     labels = [name for role, name in named if role == "image"]
-    assert any(label.startswith("memory of a device: ") for label in labels)
+    assert any(label.startswith("memory per device: ") for label in labels)
     assert sum(label.startswith("mesh axis ") for label in labels) == len(searched().mesh.axis_names)
 
 
-def test_names_from_programs_stay_names(show):
+def test_names_from_programs_cannot_run_as_scripts(show):
     page = show(large())
     assert page.run("window.evil === undefined && document.scripts.length === 1")
     assert EVIL in page.run("document.title") and EVIL in texts(page, "h1")[0]
@@ -201,14 +203,14 @@ def test_names_from_programs_stay_names(show):
     assert any(EVIL in row for row in visible_rows(page, "#tensors-list tbody tr"))
     page.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.evil = 1\">')")
     page.run("new Promise((done) => setTimeout(done, 50))")
-    assert page.run("window.evil === undefined")  # even a name that was not escaped could do nothing
+    assert page.run("window.evil === undefined")  # the policy blocks even an unescaped name
     assert page.requests[1:] == page.blocked != []
 
 
-# the mesh
+# mesh
 
 
-@pytest.mark.parametrize("name", ["searched", "asked"])
+@pytest.mark.parametrize("name", ["searched", "requested"])
 def test_each_mesh_axis_is_drawn_on_the_machine(shown, name):
     plan, page = PLANS[name](), shown(name)
     sizes = mesh_sizes(plan)
@@ -217,15 +219,15 @@ def test_each_mesh_axis_is_drawn_on_the_machine(shown, name):
         panel = f".panel:nth-of-type({number})"
         found = boxes(page, f"{panel} rect[data-d]", "+e.dataset.d", "e.dataset.g", "e.classList.contains('on')")
         assert len(found) == plan.mesh.size and all(w > 10 and h > 10 for _, _, w, h, *_ in found)
-        assert len({(x, y) for x, y, *_ in found}) == plan.mesh.size  # none lies on another
+        assert len({(x, y) for x, y, *_ in found}) == plan.mesh.size  # no two overlap
         group = {d: g for *_, d, g, _ in found}
         assert [d for *_, d, _, on in found if on] == [d for d in group if group[d] == group[0]]
         assert set(map(list(group.values()).count, group.values())) == {size}
         places = dict(zip(plan.device_order, itertools.product(*map(range, sizes.values())), strict=True))
         k = list(sizes).index(axis)
-        for a, b in itertools.combinations(group, 2):  # one group: the same place on every other axis
-            alike = places[a][:k] + places[a][k + 1 :] == places[b][:k] + places[b][k + 1 :]
-            assert (group[a] == group[b]) == alike
+        for a, b in itertools.combinations(group, 2):  # in one group: equal coordinates on every other axis
+            same = places[a][:k] + places[a][k + 1 :] == places[b][:k] + places[b][k + 1 :]
+            assert (group[a] == group[b]) == same
         numbers = texts_of(page, f"{panel} .plane text")
         assert [int(n) for n in numbers] == [places[d][k] for *_, d, _, _ in found]
 
@@ -234,19 +236,19 @@ def texts_of(page, selector):
     return page.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
 
 
-def test_devices_lie_as_in_the_topology(shown):
-    plan, page = asked(), shown("asked")  # z, y, x of 2 each
+def test_devices_are_drawn_as_in_the_topology(shown):
+    plan, page = requested(), shown("requested")  # z, y, x of 2 each
     assert [size for _, size in plan.topology] == [2, 2, 2]
     found = {d: (x, y) for x, y, _, _, d in boxes(page, ".panel:first-of-type rect[data-d]", "+e.dataset.d")}
     assert found[1][0] > found[0][0] and found[1][1] == found[0][1]  # x runs to the right
-    assert found[2][1] > found[0][1] and found[2][0] == found[0][0]  # y downwards
-    assert found[4][0] > found[1][0] + 20  # the next plane of z is beside
+    assert found[2][1] > found[0][1] and found[2][0] == found[0][0]  # y runs down
+    assert found[4][0] > found[1][0] + 20  # the next plane of z is to the right
     assert texts(page, ".panel:first-of-type .plane > span") == ["z 0", "z 1"]
     assert len(boxes(page, ".panel:first-of-type .plane path")) == 2 * (2 + 2)  # links along x and y of both planes
 
 
-def test_pointing_at_a_device_shows_whom_it_works_with(show):
-    plan, page = asked(), show(asked())
+def test_hovering_over_a_device_shows_its_groups(show):
+    plan, page = requested(), show(requested())
     page.point('.panel:nth-of-type(2) rect[data-d="6"]')
     order, sizes = plan.device_order, list(mesh_sizes(plan).values())
     places = list(itertools.product(*map(range, sizes)))
@@ -255,14 +257,14 @@ def test_pointing_at_a_device_shows_whom_it_works_with(show):
         group = {order[i] for i, p in enumerate(places) if p[:k] + p[k + 1 :] == mine[:k] + mine[k + 1 :]}
         found = boxes(page, f".panel:nth-of-type({k + 1}) rect.on", "+e.dataset.d")
         assert {d for *_, d in found} == group, axis
-    assert "Device 6 works with" in texts(page, "#device")[0]
+    assert "Groups of device 6: " in texts(page, "#device")[0]
 
 
 # logical axes
 
 
 def colours(page, selector):
-    """Logical axis -> the colours of its text where it stands."""
+    """Return the text colours of each logical axis."""
     found = page.run(
         f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => [e.title, getComputedStyle(e).color])"
     )
@@ -273,11 +275,11 @@ def colours(page, selector):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_an_axis_has_one_colour_everywhere_and_no_other_has_it(shown, name):
+def test_each_axis_has_its_own_colour(shown, name):
     page = shown(name)
     legend = colours(page, "#axes-list button")
     assert all(len(found) == 1 for found in legend.values())
-    if name != "large":  # of hundreds of axes some must be near each other
+    if name != "large":  # hundreds of axes cannot all have distinct colours
         assert len({min(found) for found in legend.values()}) == len(legend)
     named = [legend[axis] for axis in ("batch", "seq", "heads", "ffn", "vocab", "embed")]
     assert len({min(found) for found in named}) == 6
@@ -287,8 +289,8 @@ def test_an_axis_has_one_colour_everywhere_and_no_other_has_it(shown, name):
         assert len(found) >= 4 and all(legend[axis] == used for axis, used in found.items())
 
 
-def test_what_is_cut_is_filled_with_its_mesh_axis_beside_it(shown):
-    page = shown("asked")
+def test_sharded_dimensions_are_filled_and_name_their_mesh_axis(shown):
+    page = shown("requested")
     rows = page.run(
         "[...document.querySelectorAll('#tensors-list > details:first-of-type tbody tr')].map((e) => "
         "[e.querySelector('code').textContent, [...e.querySelectorAll('.dim')].map((d) => "
@@ -303,7 +305,7 @@ def test_what_is_cut_is_filled_with_its_mesh_axis_beside_it(shown):
 # memory and time
 
 
-def test_memory_is_drawn_to_scale_against_the_limit(shown):
+def test_memory_is_drawn_to_scale_with_the_limit(shown):
     plan, page = searched(), shown("searched")
     kinds = {k: v for k, v in plan.estimate.memory_bytes.items() if v}
     whole = boxes(page, "#memory .bar")[0]
@@ -317,15 +319,15 @@ def test_memory_is_drawn_to_scale_against_the_limit(shown):
     assert bytes_text(plan.limit_bytes) in text and bytes_text(plan.estimate.peak_memory_bytes) in text
 
 
-def test_a_plan_that_does_not_fit_runs_over_its_mark(show):
-    plan = asked()
+def test_memory_of_a_plan_that_does_not_fit_exceeds_the_mark(show):
+    plan = requested()
     page = show(plan.where(limit_bytes=plan.estimate.peak_memory_bytes / 2))
     (x, _, width, _), mark = boxes(page, "#memory .bar")[0], boxes(page, "#memory .mark")[0]
     assert mark[0] == pytest.approx(x + width / 2, abs=2)
-    assert "too much" in texts(page, "#memory .bad")[0]
+    assert "over the limit" in texts(page, "#memory .bad")[0]
 
 
-@pytest.mark.parametrize("name", ["searched", "asked"])
+@pytest.mark.parametrize("name", ["searched", "requested"])
 def test_time_is_drawn_to_scale_by_kind(shown, name):
     plan, page = PLANS[name](), shown(name)
     estimate, whole = plan.estimate, boxes(page, "#time .bar")[0]
@@ -333,21 +335,21 @@ def test_time_is_drawn_to_scale_by_kind(shown, name):
     compute = boxes(page, "#time .bar .k-compute")[0]
     assert compute[2] == pytest.approx(estimate.compute_us * per_us, abs=1.5)
     kinds = {kind for kind, *_ in plan.traffic}
-    waited = {
+    exposed = {
         k: sum(w for (kind, *_), (_, w) in zip(plan.traffic, plan.traffic_us, strict=True) if kind == k) for k in kinds
     }
-    assert sum(waited.values()) == pytest.approx(exposed_us(plan), rel=1e-6)
-    for kind, us in waited.items():
+    assert sum(exposed.values()) == pytest.approx(exposed_us(plan), rel=1e-6)
+    for kind, us in exposed.items():
         found = boxes(page, f"#time .bar .k-{kind}:not(.hid)")
         assert sum(w for _, _, w, _ in found) == pytest.approx(us * per_us, abs=1.5), kind
     last = max(x + w for x, _, w, _ in boxes(page, "#time .lanes .bar:last-of-type span"))
-    assert last == pytest.approx(whole[0] + whole[2], abs=2)  # traffic that is waited for ends with the step
+    assert last == pytest.approx(whole[0] + whole[2], abs=2)  # exposed traffic ends with the step
     rows = texts(page, "#time tbody tr")
-    assert all(any(row.startswith(kind) and time_text(us) in row for row in rows) for kind, us in waited.items())
+    assert all(any(row.startswith(kind) and time_text(us) in row for row in rows) for kind, us in exposed.items())
 
 
-def test_every_collective_is_there_with_its_line(shown):
-    plan, page = asked(), shown("asked")
+def test_every_collective_is_listed_with_its_source_line(shown):
+    plan, page = requested(), shown("requested")
     rows = visible_rows(page, "#moves-list tbody tr")
     assert len(rows) > 12
     for kind, axes, _, line in plan.traffic:
@@ -359,10 +361,10 @@ def test_every_collective_is_there_with_its_line(shown):
     assert bars[0] == pytest.approx(boxes(page, "#moves-list .bar")[0][2], abs=1) and max(shown_bytes) > 0
 
 
-# the search
+# search
 
 
-def test_the_search_shows_time_against_memory(shown):
+def test_the_chart_shows_time_against_memory(shown):
     plan, page = searched(), shown("searched")
     points = boxes(page, ".plot .pt", "e.title", "e.className")
     tried = [(n, t) for n, each in enumerate(plan.history) for t in each.tried]
@@ -389,7 +391,7 @@ def test_the_search_shows_time_against_memory(shown):
     assert all((x > limit) == (t.peak_bytes > plan.limit_bytes) for t, x, _ in placed if abs(x - limit) > 1)
 
 
-def test_the_search_says_why_the_others_lost(shown):
+def test_the_search_says_why_other_plans_were_not_chosen(shown):
     plan, page = searched(), shown("searched")
     rows = visible_rows(page, "#plans-list tbody tr")
     assert len(rows) == sum(len(each.tried) for each in plan.history)
@@ -398,22 +400,22 @@ def test_the_search_says_why_the_others_lost(shown):
         for t in each.tried:
             row = next(r for r in rows if r.startswith(t.words + variant_text(each.variant)))
             if t.peak_bytes > plan.limit_bytes:
-                assert f"does not fit: {bytes_text(t.peak_bytes - plan.limit_bytes)} too much" in row
+                assert f"does not fit: {bytes_text(t.peak_bytes - plan.limit_bytes)} over the limit" in row
             elif t.step_time_us > plan.estimate.step_time_us * 1.001:
-                assert "more compute" in row or "longer, most of all for" in row, row
+                assert "more compute" in row or "more exposed communication (mostly " in row, row
     counted = {name: sum(getattr(each, name) for each in plan.history) for name in ("proposed", "alike")}
     text = texts(page, "#search")[0]
-    assert f"of {counted['proposed']} proposed" in text and f"{counted['alike']} that lay everything out" in text
+    assert f"of {counted['proposed']} proposed" in text and f"{counted['alike']} with the layout of another" in text
     assert all(variant_text(v) in text for v, *_ in plan.variants)
 
 
-def test_pointing_at_a_plan_tells_what_it_is(show):
+def test_hovering_over_a_plan_shows_its_details(show):
     page = show(searched())
     page.point(".plot .pt.won")
     assert texts(page, "#point")[0].startswith(searched().chosen)
 
 
-def test_one_variant_can_be_looked_at_alone(show):
+def test_one_variant_can_be_selected(show):
     plan, page = searched(), show(searched())
     before = len(boxes(page, ".plot .pt:not([hidden])"))
     page.run("(() => { const e = document.querySelector('#variant'); e.value = 'v1'; "
@@ -426,8 +428,8 @@ def test_one_variant_can_be_looked_at_alone(show):
 # searching and folding
 
 
-def test_typing_leaves_what_matches(show):
-    page = show(asked())
+def test_typing_hides_rows_that_do_not_match(show):
+    page = show(requested())
     field = "input[data-for=tensors-list]"
     everything = len(visible_rows(page, "#tensors-list tbody tr"))
     folded = page.run("[...document.querySelectorAll('#tensors-list > details')].map((e) => e.open)")
@@ -439,14 +441,14 @@ def test_typing_leaves_what_matches(show):
     found = boxes(
         page, f"#tensors-list > details:nth-of-type({number + 1}) tbody tr:not([hidden])", "e.checkVisibility()"
     )
-    assert found and all(height > 10 and seen for *_, height, seen in found)  # what was folded is seen
+    assert found and all(height > 10 and seen for *_, height, seen in found)  # the folded row is visible
     page.write(field, "")
     assert len(visible_rows(page, "#tensors-list tbody tr")) == everything
     assert page.run("[...document.querySelectorAll('#tensors-list > details')].map((e) => e.open)") == folded
 
 
-def test_pressing_an_axis_shows_the_tensors_that_have_it(show):
-    page = show(asked())
+def test_clicking_an_axis_shows_the_tensors_that_have_it(show):
+    page = show(requested())
     button = "#axes-list button[title=heads]"
     everything = len(visible_rows(page, "#tensors-list tbody tr"))
     page.click(button)
@@ -457,22 +459,22 @@ def test_pressing_an_axis_shows_the_tensors_that_have_it(show):
     assert len(visible_rows(page, "#tensors-list tbody tr")) == everything
 
 
-def test_what_is_folded_opens_and_closes_by_a_click(show):
-    page = show(asked())
+def test_folded_parts_open_and_close_by_a_click(show):
+    page = show(requested())
     rest = "#moves-list details"
     for is_open in (False, True, False):
         assert boxes(page, f"{rest} tbody tr", "e.checkVisibility()")[0][4] == is_open
         page.click(f"{rest} summary")
     page.click("#tensors-list > details:first-of-type tbody tr:first-of-type summary")
     why = texts(page, "#tensors-list > details:first-of-type tbody tr:first-of-type .why")[0]
-    assert "cuts dimension" in why
+    assert "shards dimension" in why
     page.click("button[data-fold]")
     assert page.run("[...document.querySelectorAll('#tensors-list > details')].every((e) => e.open)")
     page.click("button[data-fold]")
     assert not page.run("[...document.querySelectorAll('#tensors-list > details')].some((e) => e.open)")
 
 
-def test_links_lead_to_every_part(shown):
+def test_links_lead_to_every_section(shown):
     page = shown("searched")
     ids = page.run("[...document.querySelectorAll('nav a')].map((e) => e.getAttribute('href').slice(1))")
     assert ids == page.run("[...document.querySelectorAll('main > section')].map((e) => e.id)")
