@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 MAX_LINES = 80  # chosen: two minutes of reading
 
-PLANNED = ("train_step on cpu:8", "memory of a device", "sharded:", "one device:")
+PLANNED = ("train_step on cpu:8", "memory per device", "sharded:", "one device:")
 OUTPUTS = {
     "plain_jax": PLANNED,
     "flax_nnx": (*PLANNED, "up.kernel:  NamedSharding("),
