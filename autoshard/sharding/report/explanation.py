@@ -25,12 +25,12 @@ from autoshard.sharding.report.input_traffic import traffic_of
 from autoshard.sharding.report.summary import (
     AxisNames,
     Group,
+    compute_axes,
     groups,
     leaf_bytes,
     local_bytes,
     mesh_sizes,
     padding_text,
-    ruled_axes,
     spec_of,
 )
 from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
@@ -102,7 +102,7 @@ def check_path(path: str, paths: Sequence[str]) -> None:
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
 
 
-def why(plan: ShardingPlan, group: Group, names: AxisNames) -> list[str]:
+def group_reasons(plan: ShardingPlan, group: Group, names: AxisNames) -> list[str]:
     """What each mesh axis does for a group of inputs, and how they are used; without traffic."""
     lines = [f"{axis}: {reason}" for axis in mesh_sizes(plan) for reason in _reasons(plan, group.first, axis, names)]
     return [*lines, *_use(plan, group.first)] if group.first.shape and group.first.role else []
@@ -193,7 +193,7 @@ def _refusal(plan: ShardingPlan, leaf: Leaf, axis: str, name: str, names: AxisNa
 
 def _use(plan: ShardingPlan, leaf: Leaf) -> list[str]:
     """How a tensor is used if further mesh axes shard it in storage."""
-    spec, ruled = spec_of(leaf), ruled_axes(plan, leaf)
+    spec, ruled = spec_of(leaf), compute_axes(plan, leaf)
     extra = [a for a in plan.storage.get(leaf.role, ()) if a in axes_of(spec) and a not in ruled]
     if not extra:
         return []

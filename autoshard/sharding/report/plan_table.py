@@ -93,7 +93,7 @@ def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     for line in columns(rows, right=(1, 2)):
         start = line[: len(line) - len(line.rsplit("  ", 1)[-1])]
         lines += wrap(start, line[len(start) :].split(", ")) if len(line) > WIDTH else [line]
-    if whole := [*map(names.sized, names.whole)]:
+    if whole := [*map(names.sized, names.unsharded)]:
         if len(whole) > AXES_SHOWN:
             whole[AXES_SHOWN - 1 :] = [f"{len(whole) - AXES_SHOWN + 1} more"]
         lines += wrap("not sharded in compute: ", whole)

@@ -54,7 +54,7 @@ def spec_of(leaf: Leaf) -> Spec:
     return from_partition_spec(leaf.spec, len(leaf.shape))
 
 
-def ruled_axes(plan: ShardingPlan, leaf: Leaf) -> set[str]:
+def compute_axes(plan: ShardingPlan, leaf: Leaf) -> set[str]:
     """The mesh axes that shard a leaf in compute, not only in storage."""
     ruled = set()
     for names, dim in zip(leaf.axes, spec_of(leaf), strict=False):
@@ -80,9 +80,9 @@ class AxisNames:
     """Short names of logical axes: an axis named after a path, `0/params/wq:3`, is shown as `wq:3`.
 
     Attributes:
-        sizes: the size of each axis in the program.
-        all: the plan's axes.
-        whole: the axes that no mesh axis shards in compute.
+        sizes: The size of each axis in the program.
+        all: The plan's axes.
+        unsharded: The axes that no mesh axis shards in compute.
     """
 
     def __init__(self, plan: ShardingPlan):
@@ -90,7 +90,7 @@ class AxisNames:
         ruled = [name for names in plan.axis_rules.values() for name in names]
         self.sizes = dict(plan.axis_sizes)
         self.all = tuple(name for name in dict.fromkeys([*ruled, *named, *self.sizes]) if name != "1")
-        self.whole = tuple(name for name in self.all if name not in ruled)
+        self.unsharded = tuple(name for name in self.all if name not in ruled)
         self._short: dict[str, str] = {}
         for name in self.all:
             parts, count = name.split("/"), 1

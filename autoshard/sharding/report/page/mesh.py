@@ -65,7 +65,7 @@ def mesh_section(plan: ShardingPlan, paint: Paint) -> str:
 
 def legend(paint: Paint) -> str:
     """Every logical axis as a button in its colour; a click shows the tensors that have it."""
-    sharded = [name for name in paint.number if name not in paint.names.whole and name in paint.names.all]
+    sharded = [name for name in paint.number if name not in paint.names.unsharded and name in paint.names.all]
     rest = [name for name in paint.number if name not in sharded]
     shown, more = rest[:AXES_SHOWN], rest[AXES_SHOWN:]
     rows = [("sharded in compute", sharded), ("not sharded", shown)]

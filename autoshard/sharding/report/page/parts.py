@@ -8,7 +8,7 @@ from html import escape
 
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
-from autoshard.sharding.report.summary import AxisNames, mesh_sizes, ruled_axes, spec_of
+from autoshard.sharding.report.summary import AxisNames, compute_axes, mesh_sizes, spec_of
 
 HUES = (212, 28, 142, 335, 268, 182, 52, 0, 92, 300, 238, 160)  # the most distinct hues first
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -58,7 +58,7 @@ class Paint:
 
     def tensor(self, leaf: Leaf) -> str:
         """A tensor's dimensions: filled if a mesh axis shards them, dashed if in storage only."""
-        ruled, parts = ruled_axes(self.plan, leaf), []
+        ruled, parts = compute_axes(self.plan, leaf), []
         for d, (size, over) in enumerate(zip(leaf.shape, spec_of(leaf), strict=False)):
             names = (leaf.axes[d] if d < len(leaf.axes) else "?").split("*")
             stored = [a for a in over if a not in ruled]

@@ -67,7 +67,7 @@ button.axis { cursor: pointer; margin: 0 6px 6px 0; padding: 3px 10px; white-spa
 button.axis:hover { border-color: hsl(var(--h) var(--s) 50%); }
 button.axis[aria-pressed=true] { box-shadow: 0 0 0 2px var(--ink); }
 .axes { margin: 4px 0; }
-.axes > span:first-child { color: var(--soft); font-size: 13.5px; display: inline-block; min-width: 128px; }
+.axes > span:first-child { color: var(--soft); font-size: 13.5px; display: inline-block; min-width: 140px; }
 i.sharded, i.stored { font-style: normal; font-weight: 600; font-size: 12.5px; border-radius: 4px; padding: 0 6px;
   margin-left: 6px; background: var(--ink); color: var(--card); white-space: nowrap; display: inline-block; }
 td > i.sharded:first-child, figcaption i.sharded { margin-left: 0; }

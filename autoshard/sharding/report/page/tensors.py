@@ -8,7 +8,7 @@ from html import escape
 from autoshard._units import bytes_text, line_text, spec_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Activation
-from autoshard.sharding.report.explanation import why
+from autoshard.sharding.report.explanation import group_reasons
 from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
 from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
 
@@ -46,7 +46,7 @@ def _table_of(plan: ShardingPlan, paint: Paint, name: str, some: Sequence[Group]
 def _row(plan: ShardingPlan, group: Group, paint: Paint, most: float) -> list[str]:
     leaf = group.first
     paths = "".join(f"<li>{escape(x.path)}</li>" for x in group.leaves)
-    reasons = "".join(f"<li>{escape(line)}</li>" for line in why(plan, group, paint.names))
+    reasons = "".join(f"<li>{escape(line)}</li>" for line in group_reasons(plan, group, paint.names))
     inner = f'<ul class="why">{reasons}</ul>' if reasons else ""
     spec = f'<p class="spec">{escape(leaf.dtype)} <code>{escape(spec_text(leaf.spec))}</code></p>'
     detail = f'{spec}{inner}<ul class="paths">{paths}</ul>'
