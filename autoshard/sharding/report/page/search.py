@@ -139,14 +139,14 @@ def _variants(plan: ShardingPlan, history: Sequence[SearchRecord]) -> str:
     most = max((v[2] for v in ranked), default=1.0)
     rows, classes = [], []
     for variant, words, us, peak in ranked:
-        won = dict(variant) == dict(plan.variant)
+        chosen = dict(variant) == dict(plan.variant)
         tried = _tried_of(history, variant, words) or PricedPlan(words, us, peak)
-        kind = "k-chosen" if won else "k-rival" if peak <= limit else "k-unfit"
+        kind = "k-chosen" if chosen else "k-rival" if peak <= limit else "k-unfit"
         rows.append([
             f"<b>{escape(variant_text(variant))}</b>", escape(words), bar(kind, us, most, "wide"), time_text(us),
-            ratio_text(us, here), bytes_text(peak), _outcome(plan, tried, won),
+            ratio_text(us, here), bytes_text(peak), _outcome(plan, tried, chosen),
         ])  # fmt: skip
-        classes.append("won" if won else "")
+        classes.append("won" if chosen else "")
     head = ["variant", "best plan", "step time", "", "", "memory", "outcome"]
     return f"<h3>Variants of the step</h3>{table(head, rows, (3, 4, 5), classes)}"
 
@@ -156,8 +156,8 @@ def _tried_of(history: Sequence[SearchRecord], variant: Mapping[str, Any], words
     return next((t for each in same for t in each.tried if t.words == words), None)
 
 
-def _outcome(plan: ShardingPlan, tried: PricedPlan, won: bool) -> str:
-    if won:
+def _outcome(plan: ShardingPlan, tried: PricedPlan, chosen: bool) -> str:
+    if chosen:
         return '<span class="tag">chosen</span>'
     words = lost(plan, tried)
     return f'<span class="bad">{escape(words)}</span>' if words.startswith("does not fit") else escape(words)

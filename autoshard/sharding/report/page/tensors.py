@@ -74,9 +74,9 @@ def _activations(plan: ShardingPlan, paint: Paint) -> str:
         some = [a for a in plan.activations if a.role == role]
         if not some:
             continue
-        held = sum(a.held_bytes for a in some)
+        live = sum(a.held_bytes for a in some)
         most = max((a.held_bytes for a in some), default=1.0) or 1.0
-        head = f"<b>{name}</b> {len(some)} groups{f', {bytes_text(held)} per device at peak memory' if held else ''}"
+        head = f"<b>{name}</b> {len(some)} groups{f', {bytes_text(live)} per device at peak memory' if live else ''}"
         rows = [_activation_row(a, paint, most) for a in some]
         columns = ["computed by", "per step", "dimensions", "each, per device", "live at the peak", ""]
         inner = table(columns, rows[:ACTIVATIONS_SHOWN], right=(1, 3, 4))
