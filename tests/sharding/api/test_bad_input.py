@@ -66,7 +66,7 @@ def test_a_mesh_of_more_devices_than_there_are_anywhere():
     ("use", "message"),
     [
         (lambda plan: plan.diff(None), "diff: None is no plan; give one that"),
-        (lambda plan: plan.explain(5), "explain: 5 is no path; give one as text"),
+        (lambda plan: plan.explain(5), "explain: 5 is not a path; give a string"),
         (lambda plan: plan.verify(timeout_s="x"), "verify: timeout_s is 'x', it must be a finite number"),
         (lambda plan: plan.verify(timeout_s=math.inf), "verify: timeout_s is inf, it must be a finite number"),
         (lambda plan: plan.verify(timeout_s=0), "verify: timeout_s is 0, it must be above 0"),
