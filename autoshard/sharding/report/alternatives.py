@@ -19,8 +19,8 @@ from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
+from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
 from autoshard.sharding.planner.what_if import (
-    TIE,
     Alternative,
     best_without,
     neighbouring_specs,
@@ -135,7 +135,7 @@ def _best(plan: ShardingPlan, choices: Sequence[Alternative]) -> Alternative:
 def _verdict(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
     if not _feasible(plan, choice):
         return "infeasible"
-    if abs(choice.step_time_us - before.step_time_us) <= TIE * before.step_time_us:
+    if abs(choice.step_time_us - before.step_time_us) <= ALTERNATIVE_TIE * before.step_time_us:
         return "a tie" if _changes(choice, before)[1] == "the same" else "a tie in time"
     return "slower" if choice.step_time_us > before.step_time_us else "faster"
 
@@ -162,8 +162,8 @@ def _figures(plan: ShardingPlan, choice: Alternative, before: Alternative) -> st
 
 def _changes(choice: Alternative, before: Alternative) -> tuple[str, str]:
     return (
-        change_text(choice.step_time_us, before.step_time_us, time_text, TIE),
-        change_text(choice.peak_bytes, before.peak_bytes, bytes_text, TIE),
+        change_text(choice.step_time_us, before.step_time_us, time_text, ALTERNATIVE_TIE),
+        change_text(choice.peak_bytes, before.peak_bytes, bytes_text, ALTERNATIVE_TIE),
     )
 
 

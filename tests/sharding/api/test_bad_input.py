@@ -29,7 +29,7 @@ def made():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": {}}, r"plan is {}, it must name mesh axes: give the logical axes of each mesh axis"),
+        ({"plan": {}}, r"plan is {}, but it must name mesh axes: give the logical axes of each mesh axis"),
         ({"plan": {"a": None}}, "plan 'a' is None, it must be a list"),
         ({"plan": {"a": {"batch"}}}, "plan 'a' is {'batch'}, it must be a list"),
         ({"plan": {"a": [["batch"]]}}, r"plan 'a'\[0\] is \['batch'\], it must be text"),
@@ -75,7 +75,10 @@ def test_a_mesh_of_more_devices_than_there_are_anywhere():
         (lambda plan: plan.jit(5), "devices is 5; give some of jax.devices"),
         (lambda plan: plan.jit([]), r"devices is \[\]; give some of jax.devices"),
         (lambda plan: plan.bind(None, *SHAPES), "takes a function or a Flax module class, got NoneType None"),
-        (lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}), "has 3 entries, the array"),
+        (
+            lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}),
+            "has 3 entries, but the array",
+        ),
         (lambda plan: autoshard.auto_shard(product, example=FIVE), "example is 5; give the arguments as a tuple"),
     ],
 )

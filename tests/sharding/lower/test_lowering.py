@@ -490,7 +490,7 @@ def test_a_product_is_pinned_before_it_moves(mesh_of, monkeypatch):
         return OperatorStrategy({"dp": m, "fsdp": n, "tp": k}, ())
 
     monkeypatch.setattr(lower, "strategy", strategy)
-    monkeypatch.setattr(lower, "wanted", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))
+    monkeypatch.setattr(lower, "result_spec", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))
     sharded = auto_shard(lambda x, w: x @ w + 1, mesh=mesh_of(dp=2, fsdp=2, tp=2))
     x, w = whole_numbers(0), whole_numbers(1)
     np.testing.assert_array_equal(sharded(x, w), x @ w + 1)

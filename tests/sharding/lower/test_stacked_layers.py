@@ -55,7 +55,7 @@ def arguments(stored):
 )
 def test_each_layer_is_gathered_in_the_narrower_type(stored, compute, bytes_each, unrolled, monkeypatch):
     """Whatever casts it; a stack is never gathered for one layer of it."""
-    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_BYTES", 0)
+    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     made = autoshard.plan(train_step(compute, unrolled), *arguments(stored), donate_argnums=0, plan="fsdp:8")
     assert made.axis_rules["fsdp"] == ("batch",)
     gathered = sum(nbytes for kind, *_, nbytes, _ in made.traffic if kind == "all-gather")
@@ -67,7 +67,7 @@ def test_each_layer_is_gathered_in_the_narrower_type(stored, compute, bytes_each
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize(("stored", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_it_trains_as_on_one_device(stored, tolerance, unrolled, plan, monkeypatch):
-    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_BYTES", 0)
+    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     step, (stacks, x) = train_step(jnp.float32, unrolled), arguments(stored)
     expected, expected_loss = jax.jit(step)(stacks, x)
     found, loss = autoshard.auto_shard(step, plan=plan)(stacks, x)
@@ -80,7 +80,7 @@ def test_it_trains_as_on_one_device(stored, tolerance, unrolled, plan, monkeypat
 
 
 def test_a_narrow_parameter_is_gathered_before_its_cast(monkeypatch):
-    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_BYTES", 0)
+    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     step = train_step(jnp.float32, unrolled=False)
     text = autoshard.auto_shard(step, plan="fsdp:8").lower(*arguments("bfloat16")).as_text()
     made_whole = [line for line in text.splitlines() if "sharding_constraint" in line and "[{}, {}]" in line]

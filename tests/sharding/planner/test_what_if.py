@@ -127,11 +127,11 @@ def test_a_wish_can_be_faster():
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [
-        (P(None, None, "tp", "fsdp"), "has 4 entries, the array has 3 dimensions"),
+        (P(None, None, "tp", "fsdp"), "has 4 entries, but the array has 3 dimensions"),
         (P("model"), "names mesh axis 'model'"),
         (P("tp", "tp"), "uses mesh axis 'tp' twice"),
         (P(None, None, ("tp", "fsdp")), r"dim 2 has size 4, not divisible by mesh axes \('tp', 'fsdp'\) \(8\)"),
-        (("nothing",), "is no logical axis"),
+        (("nothing",), "has no logical axis 'nothing'"),
     ],
 )
 def test_an_infeasible_wish_gives_the_reason(wish, reason):
