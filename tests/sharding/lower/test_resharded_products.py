@@ -101,9 +101,7 @@ def test_products_are_correct_under_every_computed_and_requested_sharding(mesh_o
     def run(x, y):
         left, right = map(spec, rule.operands)
         # One product for each request, because the constraints of other requests would change it.
-        products = [
-            place(x, left) @ place(y, right) for _ in wants
-        ]  # one product each, because constraints of others would change it
+        products = [place(x, left) @ place(y, right) for _ in wants]
         constrained = [p if s else place(p, computed) for s, p in zip(straight, products, strict=True)]
         return [place(p, want) for p, want in zip(constrained, wants, strict=True)]
 
