@@ -120,7 +120,9 @@ class MemoryModel:
                         self.death[v] = max(self.death[v], last)
 
     def __call__(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:
-        """Return the peak bytes on one device, and their parts: `parameter`, `optimizer`, `data`, `other`, `temporary`.
+        """Return the peak bytes on one device, in total and by kind.
+
+        The kinds are `parameter`, `optimizer`, `data`, `other`, `temporary`, and `constant` if there are constants.
 
         Args:
             layout: the layout.

@@ -124,18 +124,18 @@ def test_a_product_is_computed_before_the_loop_whose_result_is_added_to_it():
         return product + looped.T @ looped
 
     x = jax.ShapeDtypeStruct((2**16, 256), "float32")
-    held = plan(fn, x, x, x, target="v5e:1x1").estimate.memory_bytes["temporary"]
-    assert 2 * 4 * x.size <= held < 3 * 4 * x.size
+    peak = plan(fn, x, x, x, target="v5e:1x1").estimate.memory_bytes["temporary"]
+    assert 2 * 4 * x.size <= peak < 3 * 4 * x.size
 
 
 def test_a_loop_of_one_iteration_stacks_nothing():
     """It is not compiled as a loop: all layers in one group take about the memory of single layers, not twice that."""
 
-    def held(remat):
+    def peak(remat):
         step, *shapes = workload_step(workload("gpt-tiny").with_(layers=4, remat=remat, batch_size=64, context=128))
         return plan(step, *shapes, plan="dp:8", donate_argnums=0).estimate.memory_bytes["temporary"]
 
-    assert held("none,none,none,none") < 1.1 * held("none")
+    assert peak("none,none,none,none") < 1.1 * peak("none")
 
 
 def residual_peak(blocks, channels):

@@ -108,8 +108,8 @@ def test_an_activation_that_is_no_longer_sharded_is_gathered():
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
     made = plan(fn, *shapes, target="h100:8", plan="tp:8")
     found = {kind: size for kind, _, size, _ in made.traffic}
-    wanted = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
-    assert found == pytest.approx(wanted)
+    expected = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
+    assert found == pytest.approx(expected)
 
 
 def test_every_device_reads_all_of_a_replicated_weight():
