@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-from common import GPTConfig, Row, gpt_step, report, timed
+from common import Row, report, timed
+from small_gpt import GPTConfig, gpt_step
 
 from autoshard import plan
 

@@ -11,8 +11,9 @@ import gc
 from typing import Any
 
 import jax
-from common import GPTConfig, Row, gpt_step, report, timed
+from common import Row, report, timed
 from jax.sharding import PartitionSpec as P
+from small_gpt import GPTConfig, gpt_step
 
 from autoshard import propagate
 from autoshard.spmdrules.ir.program import build

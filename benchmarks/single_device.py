@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import GPTConfig, Row, measured, report
+from common import Row, measured, report
 from jax import lax
 
-from autoshard.models import flops_per_token
+from autoshard.models import GPTConfig, flops_per_token
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.planned_step import place_step

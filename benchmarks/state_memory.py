@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 import jax
-from common import GPTConfig, Row, gpt_step, report
+from common import Row, report
+from small_gpt import GPTConfig, gpt_step
 
 from autoshard import auto_shard
 

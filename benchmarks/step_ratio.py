@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common import GPT, GPTConfig, Row, gpt_step, measured, report
+from common import Row, measured, report
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from small_gpt import GPT, GPTConfig, gpt_step
 
 from autoshard import auto_shard
 from autoshard.train.program.step_timing import Loop, paired
