@@ -1,4 +1,4 @@
-"""Compares this checkout's planning, dispatch and propagation times with those of another revision.
+"""Compare this checkout's planning, dispatch and propagation times with those of another revision.
 
     python benchmarks/against.py --against REV
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: eight virtual devices, timing, a small GPT's train step, one form of result."""
+"""Shared parts of the benchmarks: eight virtual devices, timing, one format of results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jax  # noqa: E402  the devices are set up first
+import jax  # noqa: E402  after the devices are set up
 import numpy as np  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 if not os.environ.get("JAX_PLATFORMS"):
-    jax.config.update("jax_platforms", "cpu")  # not by the environment: a benchmark may have imported jax before
+    jax.config.update("jax_platforms", "cpu")  # a benchmark may import jax first, and then ignores the environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -32,7 +32,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: a median with its 95 % interval where it was measured often, and what it should not exceed."""
+    """One figure: a value, or a median with its 95 % interval, and the target that it should not exceed."""
 
     name: str
     value: float
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the target is met; `unclear` where the interval holds both answers."""
+        """Whether the target is met: `met`, `missed`, or `unclear` if the target is inside the interval."""
         if self.target is None:
             return ""
         low, high = (self.value if end is None else end for end in (self.low, self.high))
@@ -52,7 +52,7 @@ class Row:
 
 
 def summary(samples: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """The median and its 95 % interval by order statistics, which assume nothing of the distribution."""
+    """Return the median and its 95 % interval. Order statistics assume nothing about the distribution."""
     ordered = np.sort(np.asarray(samples, float))
     count = len(ordered)
     spread = 0.98 * count**0.5
@@ -63,20 +63,20 @@ def summary(samples: Sequence[float] | np.ndarray) -> tuple[float, float, float]
 def measured(
     name: str, samples: Sequence[float] | np.ndarray, unit: str, target: float | None = None, note: str = ""
 ) -> Row:
-    """A row from samples."""
+    """Make a row from samples."""
     value, low, high = summary(samples)
     return Row(name, value, unit, target, low, high, note)
 
 
 def timed(action: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-    """How many seconds a call takes, once, and its result."""
+    """Call a function once and return the seconds that it took and its result."""
     begin = time.perf_counter()
     result = action(*args, **kwargs)
     return time.perf_counter() - begin, result
 
 
 def report(name: str, rows: Sequence[Row], **context: Any) -> None:
-    """Prints a table and writes `results/NAME.json`."""
+    """Print a table and write `results/NAME.json`."""
     table = Table(title=name, title_justify="left")
     for column in ("", "median", "95 % interval", "target", "", ""):
         table.add_column(column, justify="left" if not column else "right")
