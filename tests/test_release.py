@@ -1,5 +1,6 @@
 """`make release` refuses a wrong state of the repository in one line each, and tags what it has built and run."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -49,12 +50,15 @@ def commit(root: Path, **files: str) -> None:
 
 
 @pytest.fixture
-def root(tmp_path) -> Path:
-    """A repository that may be released as 1.2.0."""
+def root(tmp_path, monkeypatch) -> Path:
+    """A repository that may be released as 1.2.0, apart from the user's git settings and any repository around it."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     root = tmp_path / "repository"
     root.mkdir()
     git(root, "init", "-q", "-b", "main")
-    for key, value in {"user.name": "A. Tester", "user.email": "a@example.org", "tag.gpgSign": "false"}.items():
+    for key, value in {"user.name": "A. Tester", "user.email": "a@example.org"}.items():
         git(root, "config", key, value)
     write(root, FILES)
     commit(root)
