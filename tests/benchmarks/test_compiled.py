@@ -6,7 +6,7 @@ import pytest
 from estimate import estimate
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.sharding.audit import CompileJob, build
+from autoshard.sharding.audit import CompileJob, compile_job
 from autoshard.sharding.audit.export import export
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 
@@ -54,7 +54,7 @@ def layers_job(kind, topology="v5e:4x4"):
 @pytest.mark.tpu_compile
 def test_fsdp_compiled():
     """In every layer each weight is gathered forward and again backward, and its gradient is reduced."""
-    result = build(layers_job("fsdp"))
+    result = compile_job(layers_job("fsdp"))
     assert (result.kind, result.dropped) == ("ok", ["xla_no_such_option"]), result.message
     found = estimate(result.text, "v5e:4x4", result.coordinates, result.memory)
     gathers = [each for each in found.traffic if each.collective.kind == "all-gather"]
@@ -75,8 +75,8 @@ def test_fsdp_compiled():
 def test_tensor_parallel_compiled():
     """Each layer all-reduces its activations once forward and once backward. Weights are not moved."""
     job = layers_job("tensor")
-    found = build(job)
-    assert build(job).cached
+    found = compile_job(job)
+    assert compile_job(job).cached
     step = estimate(found.text, "v5e:4x4", found.coordinates, found.memory)
     sums = [each for each in step.traffic if each.collective.payload_bytes > 4]
     assert {each.collective.kind for each in sums} == {"all-reduce"}
@@ -88,7 +88,7 @@ def test_tensor_parallel_compiled():
 @pytest.mark.cuda_compile
 def test_compiled_for_gpus():
     """The FSDP step on two hosts of eight GPUs uses NVLink and the network, and has no cycles."""
-    result = build(layers_job("fsdp", "h100:2x8"))
+    result = compile_job(layers_job("fsdp", "h100:2x8"))
     assert result.kind == "ok", result.message
     found = estimate(result.text, "h100:2x8", result.coordinates, result.memory)
     gathers = [each for each in found.traffic if each.collective.kind == "all-gather"]

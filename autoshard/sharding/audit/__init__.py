@@ -4,9 +4,9 @@
 on disk, `verification` compares the compiled program with the plan, `audit` stores and prints the comparison.
 """
 
-from autoshard.sharding.audit.aot_compile import Compiled, build, missing_compiler
+from autoshard.sharding.audit.aot_compile import Compiled, compile_job, missing_compiler
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.export import CompileJob, export_plan
 from autoshard.sharding.audit.verification import verify
 
-__all__ = ["Audit", "AuditError", "Compiled", "CompileJob", "build", "export_plan", "missing_compiler", "verify"]
+__all__ = ["Audit", "AuditError", "Compiled", "CompileJob", "compile_job", "export_plan", "missing_compiler", "verify"]

@@ -114,7 +114,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoshard" / "compiled"
 
 
-def build(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> Compiled:
+def compile_job(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | None = None) -> Compiled:
     """Compile a job, or read its result from the cache. Failures of the compiler are results, never exceptions.
 
     Programs that the compiler rejects are not cached, since the reason may be temporary. Damaged cache entries are

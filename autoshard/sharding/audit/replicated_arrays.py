@@ -17,7 +17,7 @@ from autoshard._shown import shown
 from autoshard.sharding.audit.constants import LARGE_TEMPORARY_SHARE
 from autoshard.sharding.audit.traffic_diff import place
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
-from autoshard.sharding.layout.operator_sharding import operand_spec, strategy
+from autoshard.sharding.layout.operator_sharding import operand_spec, strategy_in_layout
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.operator_kinds import is_decision_point
@@ -56,7 +56,9 @@ def replicated(executable: Executable, program: Program, peak_bytes: float) -> t
     plan = executable.plan
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     entry = program.entry
-    results = [a for i in ([entry.root] if entry.root.opcode != "tuple" else entry.takes(entry.root)) for a in i.arrays]
+    results = [
+        a for i in ([entry.root] if entry.root.opcode != "tuple" else entry.operands_of(entry.root)) for a in i.arrays
+    ]
     inputs = [entry.parameters[n].arrays[0] for n in sorted(entry.parameters) if entry.parameters[n].arrays]
     found = [*_leaves("input", plan.inputs, inputs, sizes), *_leaves("result", plan.outputs, results, sizes)]
     found += _temporaries(executable, program, sizes, LARGE_TEMPORARY_SHARE * peak_bytes)
@@ -133,7 +135,7 @@ def sharded_shapes(executable: Executable, sizes: Mapping[str, int]) -> dict[Sha
             if value >= 0:
                 record(value, layout.spec(value), line)
         if op.rule is not None and is_decision_point(op):
-            plan = strategy(layout, op, executable.flops_per_byte)
+            plan = strategy_in_layout(layout, op, executable.flops_per_byte)
             for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
                 record(value, plan.spec(dims), line)
     return {shape: s for shape, s in found.items() if s.shard_count > 1 and shape and shape not in shard_shapes}

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from autoshard._typed import finite, fit
 from autoshard.errors import AutoshardError
-from autoshard.sharding.audit.aot_compile import Compiled, build, missing_compiler, partitioner_remarks
+from autoshard.sharding.audit.aot_compile import Compiled, compile_job, missing_compiler, partitioner_remarks
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
@@ -24,10 +24,10 @@ from autoshard.sharding.audit.replicated_arrays import replicated
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, place
 from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.rematerializations import read_remarks
 from autoshard.sharding.hlo.replica_groups import axes_of
-from autoshard.sharding.hlo.schedule import Runs, Schedule
+from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.targets import Target, TargetError, find_target
@@ -71,7 +71,7 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
         return audit(
             executable, target, Compiled("error", f"JAX cannot export the program for {target.platform}: {error}")
         )
-    compiled = build(job, timeout_s)
+    compiled = compile_job(job, timeout_s)
     if compiled.stage == "topology" and compiled.kind == "error":
         raise AuditError(
             f"{_subject(plan)} cannot be verified: the compiler does not support the topology '{plan.target}': "
@@ -135,7 +135,7 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
 def with_program(predicted: Audit, executable: Executable, target: Target, program: parser.Program) -> Audit:
     """Add to an audit the results that come from the text of the compiled program."""
     plan = executable.plan
-    wires = Wires(target.topology, plan.device_order)
+    wires = ProgramLinks(target.topology, plan.device_order)
     schedule = Schedule(program, Kernels(program, target.chip), wires)
     collectives = tuple(_collective(runs, predicted.mesh) for runs in schedule.run())
     remarks = read_remarks((r.text for r in predicted.remarks), program, wires)
@@ -163,7 +163,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     )
 
 
-def _collective(runs: Runs, mesh: Mapping[str, int]) -> CompiledCollective:
+def _collective(runs: CollectiveRuns, mesh: Mapping[str, int]) -> CompiledCollective:
     c = runs.collective
     axes = axes_of(c.groups, mesh, c.pairs)
     wire_us = runs.once_us * runs.trips
@@ -175,7 +175,7 @@ def _collective(runs: Runs, mesh: Mapping[str, int]) -> CompiledCollective:
         wire_bytes=c.wire_bytes,
         trips=runs.trips,
         line=c.line,
-        overlapped=runs.beside and runs.exposed_us < wire_us,
+        overlapped=runs.is_asynchronous and runs.exposed_us < wire_us,
         wire_us=wire_us,
         exposed_us=runs.exposed_us,
         op_name=c.op_name,

@@ -8,7 +8,7 @@ from autoshard.sharding.autotune.measured_time import fastest_measured
 from autoshard.sharding.planner.shortlist import Shortlist
 
 
-def contest(verify: int, measure: int) -> Shortlist | None:
+def requested_shortlist(verify: int, measure: int) -> Shortlist | None:
     """Return how the options `verify=` and `measure=` compare plans; None if both are 0."""
     if measure:
         return Shortlist(measure, fastest_measured)

@@ -59,7 +59,7 @@ class LogicalAxes:
         return {v: source for v, (source, _) in self._aliases.items() if v != source}
 
     @cached_property
-    def layers(self) -> dict[int, tuple[int, ...]]:
+    def stack_positions(self) -> dict[int, tuple[int, ...]]:
         """Alias that was sliced out of a stack -> its position there, which tells the layers of one stack apart."""
         return {v: position for v, (_, position) in self._aliases.items() if position}
 

@@ -66,7 +66,7 @@ class Roles:
     classes: tuple[int, ...]
     heads: tuple[int, ...]
     gradients: frozenset[int] = frozenset()
-    turned: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *, batch: int | None = None) -> Roles:
@@ -118,7 +118,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         classes=tuple(c for c in parallel if c in _summed_up(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
         gradients=(gradients := _gradients(program, axes, batch)),
-        turned=_turned(program, gradients),
+        transposed_gradients=_turned(program, gradients),
     )
 
 

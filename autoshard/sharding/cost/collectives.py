@@ -73,7 +73,7 @@ class StepCost:
     comm_bytes: float
     collectives: tuple[Collective, ...]
     kernels_us: float = 0.0  # the part of compute_us that the program's kernels take
-    waiting: tuple[LiveBuffers, ...] = field(default=(), repr=False)
+    live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
 
 
 def collective(
@@ -111,7 +111,7 @@ def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> Step
         collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.prefetchable)
         for c in cost.collectives
     ]
-    return replace(step_cost(cost.kernels_us, moved, chip), waiting=cost.waiting)
+    return replace(step_cost(cost.kernels_us, moved, chip), waiting=cost.live_buffers)
 
 
 def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:

@@ -57,7 +57,7 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
     examples: list[int] = []
     for v in (values := list(values)):
         is_input = v in roles.inputs
-        transposed, permutation = roles.turned.get(v, (v, ()))
+        transposed, permutation = roles.transposed_gradients.get(v, (v, ()))
         source = stored[v if is_input else axes.parameter_aliases.get(v)]
         key = axes.of_value[v], is_input, source, v in roles.gradients, axes.of_value[transposed], permutation
         found.append(numbers.setdefault(key, len(numbers)))
@@ -144,7 +144,7 @@ def operator_classes(
         distinct: inputs that belong to no class of others (`distinctly_fixed`).
     """
     classes: dict[Any, OperatorClass] = {}
-    ops = list(in_loops(axes.program.block))
+    ops = list(ops_with_scopes(axes.program.block))
     inputs, avals, of_value, aliases = (
         set(axes.program.inputs),
         axes.program.avals,
@@ -183,7 +183,7 @@ def operator_classes(
 
 def _note_shared(classes: Sequence[OperatorClass], ops: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
     """Set `shared` of each class. One value in two loops counts as two, because each loop moves it again."""
-    aliases, layers = axes.parameter_aliases, axes.layers
+    aliases, layers = axes.parameter_aliases, axes.stack_positions
     users: defaultdict[Any, dict[tuple[int, int], list[int]]] = defaultdict(dict)
     for n, each in enumerate(classes):
         for number in each.numbers:
@@ -223,11 +223,11 @@ def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     return sorted(axes.of_value[value]) == sorted(after) and roles.batch in classes and len({*classes}) == len(classes)
 
 
-def in_loops(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:
+def ops_with_scopes(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:
     """Yield every operator, in the order of `Program.ops`, with the number of its innermost loop, branch or remat."""
     counter = count(1) if counter is None else counter
     for op in block.ops:
         yield op, number
         for inner in op.blocks:
             own = op.name.startswith("remat") or op.results != inner.outputs
-            yield from in_loops(inner, next(counter) if own else number, counter)
+            yield from ops_with_scopes(inner, next(counter) if own else number, counter)

@@ -23,11 +23,11 @@ class OpaqueMemory:
     """Bytes that an operator reads and writes in one run, and the peak bytes of its own values."""
 
     moved_bytes: float
-    held_bytes: float
+    peak_bytes: float
 
 
 @functools.lru_cache(maxsize=MEMORY_CACHE_ENTRIES)
-def inside(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> OpaqueMemory | None:
+def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> OpaqueMemory | None:
     """Return the memory of a function on operands of these shapes and dtypes; None if it does not accept them."""
     program = inner_program(fn, operands)
     if program is None:

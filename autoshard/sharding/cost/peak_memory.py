@@ -66,9 +66,9 @@ class MemoryModel:
         self.held_throughout = np.zeros(n, bool)
         self.held_throughout[list(inputs)] = True
         self.written[self.carried] = False
-        keep = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
-        self.keep = keep
-        self.sized = [*program.inputs, *keep.tolist()]
+        temporaries = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
+        self.keep = temporaries
+        self.sized = [*program.inputs, *temporaries.tolist()]
         self.of_role = {
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
             for role in ("parameter", "optimizer", "data", "other")
@@ -133,7 +133,8 @@ class MemoryModel:
         if self.constant_bytes:
             parts["constant"] = self.constant_bytes
         parts["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
-            float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
+            float(self.whole[v]) / layout.shard_count(axes_of(layout.spec(v)))
+            for v in layout.inputs_gathered_before_loops
         )
         return sum(parts.values()), parts
 
@@ -162,7 +163,7 @@ class MemoryModel:
 
     def _local(self, layout: Layout) -> np.ndarray:
         """Return the bytes of each value on one device."""
-        classes = self.kinds(layout)
+        classes = self.classes_of(layout)
         fractions = np.array([self._fraction(layout, v) for v in classes.examples])
         local = np.zeros_like(self.whole)
         local[classes.values] = self.whole[classes.values] * fractions[classes.numbers]
@@ -171,15 +172,15 @@ class MemoryModel:
     def _fraction(self, layout: Layout, value: int) -> float:
         """Return the bytes of a value on one device as a fraction of the whole, with padding."""
         spec, shape = operand_spec(layout, value), self.axes.program.avals[value].shape
-        fraction = 1 / layout.ways(axes_of(spec))
+        fraction = 1 / layout.shard_count(axes_of(spec))
         if not self.is_tiled or not any(self.roles.batch in dim for dim in self.axes.of_value[value]):
             return fraction  # XLA may merge the dimensions of weights
         if any(not axes and n % TPU_LANES == 0 for n, axes in zip(shape, spec, strict=True)):
             return fraction
-        local = [n // layout.ways(axes) for n, axes in zip(shape, spec, strict=True)]
+        local = [n // layout.shard_count(axes) for n, axes in zip(shape, spec, strict=True)]
         return fraction * min((-(-n // TPU_LANES) * TPU_LANES / n for n in local if n), default=1.0)
 
-    def kinds(self, layout: Layout) -> ValueClasses:
+    def classes_of(self, layout: Layout) -> ValueClasses:
         """Return the classes of the values in `sized`."""
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct not in self._classes:

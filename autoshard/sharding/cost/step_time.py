@@ -47,9 +47,9 @@ from autoshard.sharding.cost.equivalence_classes import (
     value_classes,
 )
 from autoshard.sharding.cost.fusion import Fusion, Kernel
-from autoshard.sharding.cost.opaque_memory import OpaqueMemory, inside
+from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import ONCE_UPDATED, moved_bytes, state_gathers, strategy_at
+from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.targets import Target
@@ -187,7 +187,7 @@ class CostModel:
         op, kernel, chip = op_class.op, op_class.kernel, self.target.chip
         if not is_decision_point(op):
             return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs))
-        strategy = strategy_at(op, specs, outs, moved_bytes(self.axes, op), mesh, self.target.flops_per_byte)
+        strategy = strategy_for_specs(op, specs, outs, transfer_bytes(self.axes, op), mesh, self.target.flops_per_byte)
         assert op.rule is not None
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
@@ -200,7 +200,7 @@ class CostModel:
                 shards *= filled(op.rule, strategy, mesh, chip.tile)
             busy = sum(flops / (chip.peak(size) * PEAK_REACHED) for size, flops in flops_by_size.items())
             time = max(time, busy / shards * 1e6)
-        return Price(time, strategy.moves, opaque.held_bytes if opaque else 0.0)
+        return Price(time, strategy.moves, opaque.peak_bytes if opaque else 0.0)
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard; None for other operators."""
@@ -216,7 +216,7 @@ class CostModel:
             )
             for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
         )
-        return inside(op.eqn.params["fn"], shapes, fuses_operands=self.target.platform == "tpu")
+        return trace_opaque_memory(op.eqn.params["fn"], shapes, fuses_operands=self.target.platform == "tpu")
 
     def _memory_us(
         self, kernel: Kernel | None, mesh: Mapping[str, int], memory: Sequence[Spec], resharded: Mapping[int, Spec]
@@ -281,10 +281,10 @@ class CostModel:
         updated = self._updated
         assignment, early, once = self.target.assign(layout.mesh), [], {}
         for move in state_gathers(layout, updated.examples):
-            local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.ways(move.axes))
+            local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.shard_count(move.axes))
             line = f"parameters, {move.when}"
             gather = collective(assignment, "all-gather", move.axes, local, 1.0, line, prefetchable=True)
-            if move.when == ONCE_UPDATED:
+            if move.when == AFTER_UPDATE:
                 once[move.value] = gather
             else:
                 early.append(gather)

@@ -149,7 +149,7 @@ class Collectives:
     def _ends(self, where: Computation, i: Instruction) -> list[Event]:
         start = i
         while start.opcode.endswith(("-done", "-update")) or start.opcode in FORWARDING:
-            operands = where.takes(start)
+            operands = where.operands_of(start)
             if not operands:
                 return [Event("done", key(where, i))] if i.base in (*KINDS, *SENDS) else []
             start = operands[0]
@@ -195,15 +195,15 @@ class Collectives:
         """Whether its operands were converted to 32 bits for it, as XLA:CPU does, which has no narrower collectives."""
         if "_promoted" in collective.attribute("to_apply"):  # the suffix of the reduction's name says so
             return True
-        return all(bits(a.dtype) == 32 for i in where.takes(collective) for a in i.arrays) and any(
-            self._is_narrow(where, i) for i in where.takes(collective)
+        return all(bits(a.dtype) == 32 for i in where.operands_of(collective) for a in i.arrays) and any(
+            self._is_narrow(where, i) for i in where.operands_of(collective)
         )
 
     def _is_narrow(self, where: Computation, value: Instruction) -> bool:
-        while value.opcode in FORWARDING[:-1] and where.takes(value):
-            value = where.takes(value)[0]
+        while value.opcode in FORWARDING[:-1] and where.operands_of(value):
+            value = where.operands_of(value)[0]
         if value.opcode == "convert":
-            return any(bits(a.dtype) == 16 for i in where.takes(value) for a in i.arrays)
+            return any(bits(a.dtype) == 16 for i in where.operands_of(value) for a in i.arrays)
         if value.opcode in ("fusion", "call") and value.called:
             inner = self.program.computations[value.called[0]]
             return self._is_narrow(inner, inner.root)
@@ -224,7 +224,7 @@ def _frontend_attribute(i: Instruction, name: str) -> str:
 
 def _operand_bytes(where: Computation, i: Instruction) -> float:
     """Bytes of each device's operands, of those that are sent."""
-    operands = where.takes(i)
+    operands = where.operands_of(i)
     if i.base in ("ragged-all-to-all", *SENDS):
         operands = operands[:1]
     elif i.base == "collective-permute" and i.attribute("slice_sizes"):  # sends slices of a buffer into another one
@@ -238,6 +238,8 @@ def _related(where: Computation, i: Instruction) -> Iterator[Instruction]:
     """Yields instructions that may have the source line of one that has none: its operands, theirs, and its users."""
     operands = [i]
     for _ in range(SOURCE_SEARCH_DEPTH):
-        operands = [o for value in operands for o in where.takes(value)[:SOURCE_SEARCH_DEPTH]][:SOURCE_SEARCH_DEPTH]
+        operands = [o for value in operands for o in where.operands_of(value)[:SOURCE_SEARCH_DEPTH]][
+            :SOURCE_SEARCH_DEPTH
+        ]
         yield from operands
     yield from where.users.get(i.name, ())

@@ -54,7 +54,7 @@ class Kernels:
         flops = flops_of(where, i)
         if not flops:
             return 0.0
-        item = min((bits(a.dtype) for v in where.takes(i)[:2] for a in v.arrays), default=32)
+        item = min((bits(a.dtype) for v in where.operands_of(i)[:2] for a in v.arrays), default=32)
         passes = max(PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
         return passes * flops / (self.chip.peak(max(item // 8, 1)) * PEAK_REACHED) * 1e6
 
@@ -62,7 +62,7 @@ class Kernels:
         """Bytes that an instruction reads from main memory and writes to it."""
         if is_free(i) or i.base in (*KINDS, *SENDS) or i.opcode.endswith(("-done", "-update")):
             return 0.0
-        operands = where.takes(i)
+        operands = where.operands_of(i)
         if i.base in ("copy", "slice", "dynamic-slice") and i.opcode.endswith("-start"):
             return _copied(i)
         if i.called and i.opcode != "custom-call" and i.called[0] in self.program.computations:
@@ -103,7 +103,7 @@ class Kernels:
 
     def _written(self, inner: Computation, i: Instruction) -> float:
         """Bytes of an instruction's results that its fused computation writes."""
-        roots = inner.takes(inner.root) if inner.root.opcode == "tuple" else [inner.root]
+        roots = inner.operands_of(inner.root) if inner.root.opcode == "tuple" else [inner.root]
         arrays = i.arrays if i.base == i.opcode else inner.root.arrays
         if len(roots) != len(arrays):
             return 0.0 if is_free(inner.root) else _main(arrays)
@@ -117,8 +117,10 @@ class Kernels:
         if root.opcode == "fusion" and len(root.arrays) == 1:
             deeper = self.program.computations[root.called[0]]
             return self._written_to(deeper, deeper.root, whole) if deeper.root.opcode != "tuple" else whole
-        if root.opcode in UPDATES and _unreshaped(inner, inner.takes(root)[0]).opcode == "parameter":
-            return sum(a.nbytes for a in _update(inner.takes(root), root).arrays) * (1 + (root.opcode == "scatter"))
+        if root.opcode in UPDATES and _unreshaped(inner, inner.operands_of(root)[0]).opcode == "parameter":
+            return sum(a.nbytes for a in _update(inner.operands_of(root), root).arrays) * (
+                1 + (root.opcode == "scatter")
+            )
         return whole
 
 
@@ -142,7 +144,7 @@ def flops_of(where: Computation, i: Instruction) -> float:
     """FLOPs of one product or convolution, without those of called computations; 0 for other instructions."""
     if i.opcode not in ("dot", "convolution", "custom-call"):
         return 0.0
-    operands = [a for v in where.takes(i) for a in v.arrays[:1]]
+    operands = [a for v in where.operands_of(i) for a in v.arrays[:1]]
     if i.opcode == "convolution":
         return _convolution(operands[0], operands[1], i.arrays[0], i)
     summed = i.attribute("lhs_contracting_dims")
@@ -179,7 +181,7 @@ def _output_tap_pairs(size: int, taps: int, results: int, window: dict[str, list
 def _unreshaped(where: Computation, value: Instruction) -> Instruction:
     """The instruction of whose result a value is a reshape or bitcast."""
     while value.opcode in RESHAPES:
-        value = where.takes(value)[0]
+        value = where.operands_of(value)[0]
     return value
 
 

@@ -35,7 +35,7 @@ Link = tuple[int, tuple[int, ...], int]  # dimension, coordinates of the sending
 
 
 @dataclass(frozen=True)
-class Wires:
+class ProgramLinks:
     """The links between the partitions of a program.
 
     Attributes:

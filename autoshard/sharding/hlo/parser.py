@@ -148,7 +148,7 @@ class Computation:
     instructions: list[Instruction] = field(default_factory=list)
 
     @cached_property
-    def named(self) -> dict[str, Instruction]:
+    def by_name(self) -> dict[str, Instruction]:
         """The instructions by name."""
         return {i.name: i for i in self.instructions}
 
@@ -171,9 +171,9 @@ class Computation:
                 found.setdefault(name, []).append(i)
         return found
 
-    def takes(self, instruction: Instruction) -> list[Instruction]:
+    def operands_of(self, instruction: Instruction) -> list[Instruction]:
         """The operands of an instruction of this computation."""
-        return [self.named[name] for name in instruction.operands if name in self.named]
+        return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
 
 @dataclass(eq=False)

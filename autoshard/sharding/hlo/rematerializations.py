@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import Collective
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import Program, arrays_of
 
 _REMARK = re.compile(
@@ -56,7 +56,7 @@ class Rematerialization:
 
 
 def read_remarks(
-    lines: Iterable[str], program: Program | None = None, wires: Wires | None = None
+    lines: Iterable[str], program: Program | None = None, wires: ProgramLinks | None = None
 ) -> tuple[Rematerialization, ...]:
     """Parses the remarks in a compiler's log. Returns each once, in descending order of bytes.
 
@@ -74,7 +74,7 @@ def read_remarks(
     return tuple(sorted(found.values(), key=lambda r: -r.bytes))
 
 
-def _remark(line: str, places: dict[str, str], wires: Wires | None) -> Rematerialization:
+def _remark(line: str, places: dict[str, str], wires: ProgramLinks | None) -> Rematerialization:
     text = re.sub(r"^.*?\[SPMD\] ", "", line.strip())
     name = re.search(r'op_name="([^"]*)"', text)
     op_name = name[1] if name else ""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from autoshard.sharding.hlo.collectives import SENDS, Collective, Collectives
 from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, reaches_host
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.hlo.trip_counts import Loops
 
@@ -30,7 +30,7 @@ Place = tuple[str, str, int]  # computation, instruction, index among its collec
 
 
 @dataclass
-class Runs:
+class CollectiveRuns:
     """One collective of the program and its runs in one step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Runs:
     links: frozenset[tuple[int, int]]
     trips: float = 0.0
     exposed_us: float = 0.0
-    beside: bool = False
+    is_asynchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Running:
     """A collective that is running, and the time at which it ends."""
 
     end: float
-    runs: Runs
+    runs: CollectiveRuns
 
 
 @dataclass
@@ -132,15 +132,15 @@ class Schedule:
         wires: prices its collectives.
     """
 
-    def __init__(self, program: Program, kernels: Kernels, wires: Wires):
+    def __init__(self, program: Program, kernels: Kernels, wires: ProgramLinks):
         self.program, self.kernels, self.wires = program, kernels, wires
         self.collectives, self.loops = Collectives(program, wires.cross_slice_groups), Loops(program)
-        self.runs: dict[Place, Runs] = {}
+        self.runs: dict[Place, CollectiveRuns] = {}
         self.totals = Totals()
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
 
-    def run(self) -> list[Runs]:
+    def run(self) -> list[CollectiveRuns]:
         """Simulates one step and returns its collectives in the order in which they first run."""
         self._body(Clock(), self.program.entry, 1.0)
         return [runs for runs in self.runs.values() if runs.trips]
@@ -206,7 +206,7 @@ class Schedule:
         runs = self.runs.get(place)
         if runs is None:
             time, links = self.wires.time_us(collective), self.wires.links(collective)
-            runs = self.runs[place] = Runs(collective, time, links, beside=key != SYNCHRONOUS)
+            runs = self.runs[place] = CollectiveRuns(collective, time, links, is_asynchronous=key != SYNCHRONOUS)
         begin = max([clock.now, *(clock.busy_until.get(link, 0.0) for link in runs.links)])
         clock.busy_until.update(dict.fromkeys(runs.links, begin + runs.once_us))
         clock.running[key] = Running(begin + runs.once_us, runs)

@@ -73,7 +73,7 @@ class Loops:
             return self._comparison(inner, inner.root, self._arguments(where, root, given))
         if root.opcode != "compare":
             return None
-        left, right = (self.scalar(where, i, (), given) for i in where.takes(root))
+        left, right = (self.scalar(where, i, (), given) for i in where.operands_of(root))
         direction = root.attribute("direction")
         if left and left[0] is None:
             left, right, direction = right, left, SWAPPED[direction]
@@ -91,7 +91,7 @@ class Loops:
     def before(self, where: Computation, loop: Instruction, element: tuple[Path | None, int]) -> Scalar:
         """The initial value of an element of a loop's state, plus the number that is added to it."""
         path, added = element
-        found = self.scalar(where, where.named[loop.operands[0]], path or (), self._outside(where))
+        found = self.scalar(where, where.by_name[loop.operands[0]], path or (), self._outside(where))
         return None if found is None or found[0] is not None else (None, found[1] + added)
 
     def _outside(self, where: Computation) -> Given:
@@ -107,12 +107,12 @@ class Loops:
 
     def _arguments(self, where: Computation, call: Instruction, given: Given) -> Given:
         """The values of a called computation's parameters."""
-        operands = where.takes(call)
+        operands = where.operands_of(call)
         return lambda number, path: self.scalar(where, operands[number], path, given)
 
     def scalar(self, where: Computation, value: Instruction, path: Path, given: Given) -> Scalar:
         """The scalar at a path of a value."""
-        operands = where.takes(value)
+        operands = where.operands_of(value)
         match value.opcode:
             case "parameter":
                 return given(int(value.arguments), path)

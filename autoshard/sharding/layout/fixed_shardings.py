@@ -27,7 +27,7 @@ _EITHER = (
 )
 
 
-def own_specs(op: Op) -> list[NamedSharding]:
+def program_shardings(op: Op) -> list[NamedSharding]:
     """The shardings in the program itself at an operator: of a sharding constraint or of a nested `jit`."""
     params = op.eqn.params
     if op.name == "sharding_constraint":
@@ -39,9 +39,9 @@ def own_specs(op: Op) -> list[NamedSharding]:
     return [s for s in shardings if isinstance(s, NamedSharding)]
 
 
-def own_constraints(traced: Traced) -> list[tuple[Op, NamedSharding]]:
+def program_constraints(traced: Traced) -> list[tuple[Op, NamedSharding]]:
     """All shardings in the program itself, each with its operator."""
-    return [(op, sharding) for op in traced.program.ops() for sharding in own_specs(op)]
+    return [(op, sharding) for op in traced.program.ops() for sharding in program_shardings(op)]
 
 
 def constraint_mesh(constraints: Sequence[tuple[Op, NamedSharding]]) -> Any:
@@ -88,10 +88,10 @@ class FixedError(PlanError):
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
         super().__init__(f"auto_shard({name}): {first_few(complaints, '; ')}{hint}")
-        self.name, self.complaints, self.lacks_axis = name, tuple(complaints), lacks_axis
+        self.name, self.problems, self.lacks_axis = name, tuple(complaints), lacks_axis
 
 
-def fixed_pins(
+def fixed_specs(
     traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any], word: str
 ) -> dict[int, Spec]:
     """The specs of the inputs that the user fixed, by value.
@@ -120,7 +120,7 @@ def fixed_pins(
     return pins
 
 
-def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_given: bool) -> list[Named]:
+def with_fixed_shardings(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_given: bool) -> list[Named]:
     """Write the fixed shardings into layouts, and return the layouts in which they are possible.
 
     Args:
@@ -141,11 +141,11 @@ def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_giv
             failed.append(error)
     if feasible or not failed:
         return feasible
-    nearest = min(failed, key=lambda error: len(error.complaints))
+    nearest = min(failed, key=lambda error: len(error.problems))
     if mesh_is_given or not nearest.lacks_axis:
         raise nearest
     used = ", ".join(dict.fromkeys(a for _, layout in layouts for a in layout.mesh))
-    raise FixedError(nearest.name, nearest.complaints, f". No mesh was given, and the plans tried have axes {used}")
+    raise FixedError(nearest.name, nearest.problems, f". No mesh was given, and the plans tried have axes {used}")
 
 
 def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, problems: list[str]) -> dict[int, Any]:
@@ -194,7 +194,7 @@ def same_spec(one: PartitionSpec, other: PartitionSpec, rank: int) -> bool:
     return from_partition_spec(one, rank) == from_partition_spec(other, rank)
 
 
-def disagreements(traced: Traced, axes: LogicalAxes, pins: Mapping[int, Spec]) -> list[str]:
+def fixed_conflicts(traced: Traced, axes: LogicalAxes, pins: Mapping[int, Spec]) -> list[str]:
     """Notes on logical axes that two fixed inputs shard over different mesh axes, at the cost of a reshard."""
     by_axis: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
     for value, path in zip(traced.program.inputs, traced.in_paths, strict=True):
@@ -244,7 +244,7 @@ def _fixed_spec(wish: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
     if twice := [a for a in flat if flat.count(a) > 1]:
         raise PlanError(f"{where}: {wish} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
-        n = layout.ways(dim)
+        n = layout.shard_count(dim)
         if aval.shape[d] % n:
             raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
                             f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip

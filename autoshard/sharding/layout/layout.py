@@ -52,7 +52,7 @@ class Layout:
         self._transposed: dict[Leaves, Leaves] = {}
 
     @cached_property
-    def held(self) -> Mapping[int, int]:
+    def aliased_inputs(self) -> Mapping[int, int]:
         """Value -> the input whose alias it is; empty if all inputs are stored as they are used."""
         differs = any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.fixed.items())
         return self.axes.parameter_aliases if differs else {}
@@ -100,16 +100,16 @@ class Layout:
                     break
         return None
 
-    def ways(self, axes: Iterable[str]) -> int:
+    def shard_count(self, axes: Iterable[str]) -> int:
         """The number of shards over these mesh axes."""
         return math.prod(self.mesh[a] for a in axes)
 
-    def cuts(self) -> set[int]:
+    def sharded_classes(self) -> set[int]:
         """The logical axes that this layout shards in some tensor."""
         listed = {c for classes in self.table.values() for c in classes}
-        return {c for c in listed if self.ways(self.spec_of(((c,),))[0]) > 1}
+        return {c for c in listed if self.shard_count(self.spec_of(((c,),))[0]) > 1}
 
-    def effect(self) -> tuple[Any, ...]:
+    def sharding_key(self) -> tuple[Any, ...]:
         """A key that is equal for layouts with the same shardings. Neighbouring mesh axes with one use count as one."""
         merged: list[list[Any]] = []
         for axis, size in self.mesh.items():
@@ -121,12 +121,12 @@ class Layout:
                     merged.append([size, use])
         return tuple((size, *use) for size, use in merged)
 
-    def idle(self) -> list[str]:
+    def idle_axes(self) -> list[str]:
         """The mesh axes that shard no work: all their devices do the same."""
         used = {a for classes in self.table.values() for c in classes for a in self.spec_of(((c,),))[0]}
         return [a for a, n in self.mesh.items() if n > 1 and a not in used]
 
-    def stored(self, value: int) -> Spec:
+    def stored_spec(self, value: int) -> Spec:
         """The sharding with which a program input is stored between calls."""
         if value in self.fixed:
             return self.fixed[value]
@@ -137,26 +137,26 @@ class Layout:
             spec = self._input_specs[key] = self.with_storage(*key)
         return spec
 
-    def early(self, value: int) -> bool:
+    def is_gathered_before_loop(self, value: int) -> bool:
         """Whether a value is a stored stack that is gathered once before a loop, not in every iteration.
 
         This holds for stacks of small slices, and for stacks that are sharded along the loop.
         """
-        source = value if value in self.roles.inputs else self.held.get(value)
-        if source is None or not self.held:
+        source = value if value in self.roles.inputs else self.aliased_inputs.get(value)
+        if source is None or not self.aliased_inputs:
             return False
         leaves, aval = self.axes.of_value[source], self.axes.program.avals[source]
         if not leaves or not any(c in self.axes.stacked for c in leaves[0]):
             return False
-        stored = self.stored(source)
+        stored = self.stored_spec(source)
         if stored[0]:  # the user fixed this; in each iteration, only some devices would have the slice
             return True
         return nbytes(aval) <= EARLY_GATHER_SLICE_BYTES * aval.shape[0] and stored != self.spec(source)
 
     @cached_property
-    def gathered_early(self) -> list[int]:
+    def inputs_gathered_before_loops(self) -> list[int]:
         """The program inputs that are gathered before the loops over them."""
-        return [v for v in dict.fromkeys(self.held.values()) if self.early(v)]
+        return [v for v in dict.fromkeys(self.aliased_inputs.values()) if self.is_gathered_before_loop(v)]
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, in which the storage axes of its role shard its largest dimensions.
@@ -172,16 +172,16 @@ class Layout:
         able = [d for d in range(len(shape)) if shape[d] > 1 and not any(c in self.axes.stacked for c in leaves[d])]
 
         def local(d: int) -> int:
-            return shape[d] // self.ways(out[d])
+            return shape[d] // self.shard_count(out[d])
 
         outputs = self.axes.kernels.get(leaves, 0) + len(shape)  # dimension of output features; not one if no kernel
 
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
-                divisible = [d for d in able if local(d) % self.ways(free[:count]) == 0]
+                divisible = [d for d in able if local(d) % self.shard_count(free[:count]) == 0]
                 if divisible:
                     if outputs in divisible:
-                        least = LEAST_INPUT_FEATURES * self.ways(free[:count])
+                        least = LEAST_INPUT_FEATURES * self.shard_count(free[:count])
                         divisible = [d for d in divisible if d != outputs and local(d) >= least] or divisible
                     best = max(divisible, key=lambda d: (local(d), -d))
                     out[best] += free[:count]
@@ -196,8 +196,8 @@ class Layout:
         if self._gradient_specs is None:
             self._gradient_specs = self._derive_gradient_specs()
             self._transposed = {tuple(sorted(leaves)): leaves for leaves in self._gradient_specs}
-        if value in self.roles.turned:  # do not look it up by its logical axes: another tensor may have these
-            becomes, permutation = self.roles.turned[value]
+        if value in self.roles.transposed_gradients:  # not by logical axes: another tensor may have these
+            becomes, permutation = self.roles.transposed_gradients[value]
             spec = self.gradient_spec(becomes)
             return None if spec is None else tuple(spec[permutation.index(d)] for d in range(len(permutation)))
         leaves = self.axes.of_value[value]
@@ -215,7 +215,7 @@ class Layout:
         for v, role in self.roles.inputs.items():
             if role not in roles and not (v in self.fixed and is_float(self.axes.program.avals[v])):
                 continue
-            leaves, spec = self.axes.of_value[v], self.stored(v)
+            leaves, spec = self.axes.of_value[v], self.stored_spec(v)
             slices = [(leaves, spec)]
             if leaves and any(c in self.axes.stacked for c in leaves[0]):
                 slices.append((leaves[1:], spec[1:]))  # the slice of one iteration, or one layer of a group

@@ -15,31 +15,31 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
-from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, Cut, known_fault
+from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.ir.program import Op
 
-ONCE_UPDATED = "once updated"
+AFTER_UPDATE = "once updated"
 
 
 def operand_spec(layout: Layout, value: int) -> Spec:
     """The sharding of a value before an operator uses it. Parameters, slices of them and gradients are as stored."""
     if value in layout.roles.inputs:
-        return layout.stored(value)
-    source = layout.held.get(value)
-    if source is not None and not layout.early(source):
-        spec, rank = layout.stored(source), len(layout.axes.of_value[value])
+        return layout.stored_spec(value)
+    source = layout.aliased_inputs.get(value)
+    if source is not None and not layout.is_gathered_before_loop(source):
+        spec, rank = layout.stored_spec(source), len(layout.axes.of_value[value])
         return ((),) * (rank - len(spec)) + spec[max(len(spec) - rank, 0) :]
     if value in layout.roles.gradients:
-        return beside_state(layout, value)
+        return gradient_spec_of(layout, value)
     return layout.spec(value)
 
 
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     """The wanted sharding of the result of a decision point: a gradient as its state is stored, others as computed."""
     if is_gradient(layout.axes, layout.roles, op, value):
-        return beside_state(layout, value)
+        return gradient_spec_of(layout, value)
     return layout.spec(value)
 
 
@@ -51,7 +51,7 @@ def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     return any(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands)
 
 
-def beside_state(layout: Layout, value: int) -> Spec:
+def gradient_spec_of(layout: Layout, value: int) -> Spec:
     """The sharding of a gradient: that of the state which consumes it, if the layout shards stored state."""
     spec = layout.gradient_spec(value) if layout.storage else None
     return layout.spec(value) if spec is None else spec
@@ -83,29 +83,29 @@ def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
         layout: the layout.
         updated: the inputs that the program returns updated.
     """
-    moves = [(v, layout.stored(v), layout.spec(v), "before a loop") for v in layout.gathered_early]
+    moves = [(v, layout.stored_spec(v), layout.spec(v), "before a loop") for v in layout.inputs_gathered_before_loops]
     for v in updated:
         update_spec = layout.gradient_spec(v) if layout.roles.inputs.get(v) == "parameter" else None
         if update_spec is not None:
-            moves.append((v, update_spec, layout.stored(v), ONCE_UPDATED))
+            moves.append((v, update_spec, layout.stored_spec(v), AFTER_UPDATE))
     gathers = []
     for v, before, after, when in moves:
         after_axes = set(axes_of(after))
         gathered = tuple(a for a in axes_of(before) if a not in after_axes)
-        local = nbytes(layout.axes.program.avals[v]) / layout.ways({*after_axes, *gathered})
-        if wire := bytes_sent_per_byte("all-gather", layout.ways(gathered)) * local:
+        local = nbytes(layout.axes.program.avals[v]) / layout.shard_count({*after_axes, *gathered})
+        if wire := bytes_sent_per_byte("all-gather", layout.shard_count(gathered)) * local:
             gathers.append(StateGather(v, gathered, wire, when))
     return gathers
 
 
-def strategy(layout: Layout, op: Op, flops_per_byte: float) -> OperatorStrategy:
+def strategy_in_layout(layout: Layout, op: Op, flops_per_byte: float) -> OperatorStrategy:
     """The strategy of a decision point under a layout; `flops_per_byte`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
-    results, moved = [result_spec(layout, op, v) for v in op.results], moved_bytes(layout.axes, op)
-    return strategy_at(op, operands, results, moved, layout.mesh, flops_per_byte)
+    results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
+    return strategy_for_specs(op, operands, results, moved, layout.mesh, flops_per_byte)
 
 
-def moved_bytes(axes: LogicalAxes, op: Op) -> list[float]:
+def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
     """Bytes of each operand as a collective moves it: a parameter in its transfer type (`LogicalAxes`)."""
     sizes = [float(nbytes(v.aval)) for v in op.eqn.invars]
     if axes.transfer_dtype:
@@ -115,7 +115,7 @@ def moved_bytes(axes: LogicalAxes, op: Op) -> list[float]:
     return sizes
 
 
-def strategy_at(
+def strategy_for_specs(
     op: Op,
     operand_specs: Sequence[Spec],
     result_specs: Sequence[Spec],
@@ -141,7 +141,7 @@ def strategy_at(
     return choose_strategy(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
 
 
-def cut_of(plan: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:
+def sharded_factors(plan: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:
     """Mesh axis -> the factor that it shards; without the mesh axes that shard none."""
     return {axis: factor for axis, factor in plan.factors.items() if factor is not None and mesh[axis] > 1}
 
@@ -151,7 +151,7 @@ def runs_on_shards(op: Op, plan: OperatorStrategy, mesh: Mapping[str, int]) -> b
 
     The partitioner computes some strategies wrongly, aborts on some, and gathers operands that the rule leaves sharded.
     """
-    return _has_known_fault(op, list(cut_of(plan, mesh).values()), mesh)
+    return _has_known_fault(op, list(sharded_factors(plan, mesh).values()), mesh)
 
 
 def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) -> bool:
@@ -159,25 +159,25 @@ def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) ->
     assert op.rule is not None
     if not sharded or op.name not in MISPARTITIONED or any(_compat.is_extended(v.aval.dtype) for v in op.eqn.invars):
         return False
-    cut = Cut([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(sharded))
+    cut = ShardedOperator([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(sharded))
     axes = sum(n > 1 for n in mesh.values())
     fault = known_fault(op.name, cut, axes=axes)
     return fault is not None and fault.avoided
 
 
-def comes_straight(layout: Layout, op: Op, plan: OperatorStrategy, result: int, want: Spec) -> bool:
+def can_constrain_at_once(layout: Layout, op: Op, plan: OperatorStrategy, result: int, want: Spec) -> bool:
     """Whether a result may be constrained to its wanted sharding at once; also considers faults of the partitioner."""
     rule = op.rule
     assert rule is not None
     dims = rule.results[result]
     computed = plan.spec(dims)
-    if not comes_out_as(rule, dims, computed, want):
+    if not extends_computed_spec(rule, dims, computed, want):
         return False
     more = [f for dim, c, w in zip(dims, computed, want, strict=True) if len(w) > len(c) for f in dim]
-    return not more or not _has_known_fault(op, [*cut_of(plan, layout.mesh).values(), *more], layout.mesh)
+    return not more or not _has_known_fault(op, [*sharded_factors(plan, layout.mesh).values(), *more], layout.mesh)
 
 
-def comes_out_as(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
+def extends_computed_spec(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
     """Whether a result may be constrained to its wanted sharding at once, and not first to the computed one.
 
     This holds only where the wanted sharding extends the computed one; a partial sum then becomes a reduce-scatter. It

@@ -73,7 +73,7 @@ class OperandSpecs:
     mesh: Mapping[str, int]
 
     @cached_property
-    def places(self) -> list[dict[str, str]]:
+    def factors_of_axes(self) -> list[dict[str, str]]:
         """For each array: mesh axis -> the factor that it shards, "" if it shards no factor evenly."""
         return [
             dict.fromkeys(axes_of(spec), "") | project(self.rule, dims, spec, self.mesh)
@@ -102,7 +102,7 @@ def choose_strategy(
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
     for axis, n in mesh.items():
-        options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.places if p.get(axis))
+        options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
         able = [f for f in options if rule.factor(f).cuts_into(shards.get(f, 1) * n)]
         best: tuple[float, str | None] | None = None
         for factor in [*able, None] if options else [None]:
@@ -155,7 +155,7 @@ def _moves(
         return local / n if kind == "reduce-scatter" else local
 
     for i, (dims, size, spec, place) in enumerate(
-        zip(operands.dims, operands.nbytes, operands.specs, operands.places, strict=True)
+        zip(operands.dims, operands.nbytes, operands.specs, operands.factors_of_axes, strict=True)
     ):
         differing = [a for a, f in factors.items() if a in place and place[a] != f]
         if differing:
@@ -164,7 +164,7 @@ def _moves(
             add("all-to-all", moved, i, local)
             add("all-gather", [a for a in differing if a not in moved], i, local)
     for i, (dims, size, spec, place) in enumerate(
-        zip(results.dims, results.nbytes, results.specs, results.places, strict=True)
+        zip(results.dims, results.nbytes, results.specs, results.factors_of_axes, strict=True)
     ):
         differing = {a: f for a, f in factors.items() if f is not None and place.get(a) != f}
         if not differing:

@@ -27,11 +27,11 @@ class Change:
     """
 
     axis: str
-    more: bool
+    added: bool
     what: str
 
     def __str__(self) -> str:
-        return f"{self.axis}{'+' if self.more else '-'}{self.what}"
+        return f"{self.axis}{'+' if self.added else '-'}{self.what}"
 
 
 def changed(layout: Layout, change: Change) -> Layout:
@@ -47,17 +47,17 @@ def changed(layout: Layout, change: Change) -> Layout:
     role: Role | None = next((role for role in STATE if role == change.what), None)
     if role is None and change.what not in names:
         near = difflib.get_close_matches(change.what, [*names, *STATE], n=1)
-        hint = f" Did you mean '{axis}{'+' if change.more else '-'}{near[0]}'?" if near else ""
+        hint = f" Did you mean '{axis}{'+' if change.added else '-'}{near[0]}'?" if near else ""
         raise PlanRequestError(
             f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}, "
             f"and its state has {', '.join(STATE)}.{hint}"
         )
     present = storage.get(role, ()) if role else table.get(axis, ())
     what = axis if role else names[change.what]
-    if (what in present) == change.more:
+    if (what in present) == change.added:
         verb = "store" if role else "shard"
         raise PlanRequestError(
-            f"plan '{change}': '{axis}' {f'already {verb}s' if change.more else f'does not {verb}'} {change.what}; "
+            f"plan '{change}': '{axis}' {f'already {verb}s' if change.added else f'does not {verb}'} {change.what}; "
             "leave the word out"
         )
     if role:
@@ -65,7 +65,7 @@ def changed(layout: Layout, change: Change) -> Layout:
     else:
         listed = table.get(axis, ())
         table[axis] = (
-            (*listed, names[change.what]) if change.more else tuple(c for c in listed if c != names[change.what])
+            (*listed, names[change.what]) if change.added else tuple(c for c in listed if c != names[change.what])
         )
     return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
 

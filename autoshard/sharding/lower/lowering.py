@@ -18,15 +18,15 @@ from jax.sharding import NamedSharding
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import (
-    comes_straight,
-    cut_of,
+    can_constrain_at_once,
     operand_spec,
     result_spec,
     runs_on_shards,
-    strategy,
+    sharded_factors,
+    strategy_in_layout,
 )
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
-from autoshard.sharding.program.operator_kinds import ADDRESSED, REDUCTIONS, constrained, declared, is_decision_point
+from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, declared, is_decision_point
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
@@ -95,22 +95,22 @@ class Lowering:
         if op.name == "sharding_constraint":
             return [self.with_written(args[0], op.eqn.params["sharding"])]
         if not is_decision_point(op):
-            if op.name == "rev" and op.results[0] in self.layout.held:
+            if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
             results = _compat.bind(op.eqn, op.eqn.params, *args)
             return self.keep_stored(op, results)
         rule = op.rule
         assert rule is not None
-        chosen = strategy(self.layout, op, self.flops_per_byte)
+        chosen = strategy_in_layout(self.layout, op, self.flops_per_byte)
         wants = [result_spec(self.layout, op, v) for v in op.results]
         if declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
-            factors, avals = cut_of(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
+            factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
             return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args)
         if not constrained(op):
             return self.keep_stored(op, _compat.bind(op.eqn, op.eqn.params, *args))
-        if op.name in ADDRESSED and args[1].dtype.itemsize < 4:
+        if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
             operands = zip(args, rule.operands, op.operands, strict=True)
@@ -121,7 +121,7 @@ class Lowering:
         if op.name not in REDUCTIONS:
             computed = [chosen.spec(d) for d in rule.results]
             results = [
-                x if comes_straight(self.layout, op, chosen, r, want) else self.constrain(x, computed[r])
+                x if can_constrain_at_once(self.layout, op, chosen, r, want) else self.constrain(x, computed[r])
                 for r, (x, want) in enumerate(zip(results, wants, strict=True))
             ]
         return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
@@ -139,11 +139,11 @@ class Lowering:
         dimensions, because XLA would shard it again.
         """
         layout = self.layout
-        if op.name == "convert_element_type" and op.results[0] in layout.held:
+        if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:
             return [self.constrain(results[0], operand_spec(layout, op.results[0]))]
         if op.name in ("broadcast_in_dim", "reshape"):
             source = op.operands[0]
-            if source in layout.held and layout.early(source):
+            if source in layout.aliased_inputs and layout.is_gathered_before_loop(source):
                 return [self.constrain(results[0], layout.spec(op.results[0]))]
         return results
 
@@ -196,7 +196,7 @@ class Lowering:
         n_consts, n_carry = _compat.scan_arity(params)
         consts, init = args[:n_consts], args[n_consts : n_consts + n_carry]
         xs = [
-            self.constrain(x, self.layout.spec(v)) if self.layout.early(v) else x
+            self.constrain(x, self.layout.spec(v)) if self.layout.is_gathered_before_loop(v) else x
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
 

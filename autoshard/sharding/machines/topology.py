@@ -190,7 +190,7 @@ class DeviceAssignment:
         axes = tuple(axes)
         found = self._times.get((kind, axes))
         if found is None:  # the time is linear in the bytes, so two points determine it
-            over = self.over(axes)
+            over = self.pieces_of(axes)
             latency = self.topology.time_us(kind, over, 0.0)
             found = self._times[kind, axes] = latency, (self.topology.time_us(kind, over, 1e9) - latency) / 1e9
         return found[0] + found[1] * local_bytes
@@ -203,12 +203,12 @@ class DeviceAssignment:
         """
         found = self._compiled.get((kind, axes))
         if found is None:
-            over = self.over(axes)
+            over = self.pieces_of(axes)
             compiled_kind, growth = self.topology.compiled(kind, over, 1.0)
             found = self._compiled[kind, axes] = compiled_kind, growth, math.prod(p.size for p in over)
         return found
 
-    def over(self, axes: Iterable[str]) -> Pieces:
+    def pieces_of(self, axes: Iterable[str]) -> Pieces:
         """The pieces of a group over these mesh axes."""
         return tuple(p for a in axes for p in self.pieces[a])
 

@@ -21,7 +21,7 @@ from autoshard import _compat
 from autoshard.sharding.oracle.cases import Case, error_summary, from_numpy, is_key, to_numpy
 from autoshard.sharding.oracle.probe_values import difference
 from autoshard.sharding.oracle.shard_runner import FAST_COMPILE, device_mesh
-from autoshard.sharding.program.partitioner_faults import Cut, known_fault
+from autoshard.sharding.program.partitioner_faults import ShardedOperator, known_fault
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -80,7 +80,7 @@ def check_partitioner(
     assert mesh is not None
     groups: dict[str, list[Strategy]] = {}
     for strategy in filter(None, (_strategy(rule, c) for c in counts)):
-        application = Cut(case.avals, case.eqn.params, rule, strategy.factors)
+        application = ShardedOperator(case.avals, case.eqn.params, rule, strategy.factors)
         if known and known_fault(case.name, application, "wrong", "crash", "fail"):
             continue
         costly = known and known_fault(case.name, application, "costly")

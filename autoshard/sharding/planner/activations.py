@@ -42,7 +42,7 @@ def activations(
         names: the logical axes of a value's dimensions.
         waiting: live buffers of collectives: gathered operands, results that are still to be scattered.
     """
-    alike = memory.kinds(layout)
+    alike = memory.classes_of(layout)
     kind_of = dict(zip(alike.values.tolist(), alike.numbers.tolist(), strict=True))
     kinds = _kinds(memory, kind_of)
     held: dict[int, float] = dict.fromkeys(kinds, 0.0)

@@ -91,7 +91,7 @@ def _contents(bound: BoundPlan) -> str:
     """What takes the memory at its peak, the largest kind first."""
     problem, plan = bound.problem, bound.plan
     kinds = dict(plan.estimate.memory_bytes)
-    waiting = problem.cost(bound.layout).waiting
+    waiting = problem.cost(bound.layout).live_buffers
     kinds |= problem.memory.kinds_at_peak(bound.layout, waiting)
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
     least = plan.estimate.peak_memory_bytes * LISTED_MEMORY_SHARE

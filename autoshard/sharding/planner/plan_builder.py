@@ -12,7 +12,7 @@ from autoshard._units import bytes_text
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.layout.fixed_shardings import (
-    disagreements,
+    fixed_conflicts,
 )
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
@@ -26,7 +26,7 @@ from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import searched
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import idle_layouts
-from autoshard.sharding.search.padding import multiple, undivided, what_padding_wins
+from autoshard.sharding.search.padding import multiple, padding_gains, undivided
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 
 
@@ -43,7 +43,7 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
     for note in notes:
         if note.startswith("nothing is "):
             warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
-    alike = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.alike]
+    alike = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*alike, *problem.state])
     hides = target.chip.hides
     moved = traffic(best.cost, hides)
@@ -52,7 +52,7 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
         axis_rules={a: tuple(axes.name(c) for c in layout.table.get(a, ())) for a in layout.mesh},
         storage={role: layout.storage[role] for role in layout.storage},
         inputs=tuple(
-            leaf_of(problem, v, path, aval, layout.stored(v), problem.roles.inputs[v])
+            leaf_of(problem, v, path, aval, layout.stored_spec(v), problem.roles.inputs[v])
             for v, path, aval in zip(
                 problem.program.inputs, problem.traced.in_paths, problem.traced.in_avals, strict=True
             )
@@ -65,12 +65,12 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
         ),
         estimate=_estimate(best),
         target=problem.machine.target.name,
-        placing=_placing(best.laying),
-        topology=tuple((d.name, d.size) for d in best.laying.topology.dims),
-        links={d.name: (d.link, d.bandwidth) for d in best.laying.topology.dims},
+        placing=_placing(best.assignment),
+        topology=tuple((d.name, d.size) for d in best.assignment.topology.dims),
+        links={d.name: (d.link, d.bandwidth) for d in best.assignment.topology.dims},
         traffic=tuple(row for row, _ in moved),
         traffic_us=tuple(times for _, times in moved),
-        activations=activations(problem.memory, layout, partial(_axis_names, problem), best.cost.waiting),
+        activations=activations(problem.memory, layout, partial(_axis_names, problem), best.cost.live_buffers),
         compiler_options={target.platform: dict(target.chip.options)} if target.chip.options else {},
         unknown={k: tuple(sorted(set(v))) for k, v in problem.program.unknown.items()},
         notes=notes,
@@ -84,7 +84,7 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
         alone=_estimate(price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory)),
     )
-    return BoundPlan(plan, problem, layout, best.laying)
+    return BoundPlan(plan, problem, layout, best.assignment)
 
 
 def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
@@ -106,7 +106,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     found = undivided(layout)
     why = "; ".join(map(problem.undivided_text, found))
     idle = problem.is_idle(layout)
-    if idle or (found and problem.machine.target.devices > 1 and not layout.cuts()):
+    if idle or (found and problem.machine.target.devices > 1 and not layout.sharded_classes()):
         notes.append(
             f"nothing is {'sharded' if idle else 'computed in shards'}: each of the "
             f"{problem.machine.target.devices} devices does all of the work "
@@ -114,13 +114,14 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
         )
     for one in found:
         size = problem.axes.sizes[one.cls]
-        now = f"is sharded {one.cut} ways" if one.cut > 1 else "stays whole"
+        now = f"is sharded {one.shards} ways" if one.shards > 1 else "stays whole"
         notes.append(
-            f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} ({one.ways}): "
-            f"it {now}; a size of {multiple(size, one.ways)} would be sharded {one.ways} ways"
+            f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} "
+            f"({one.wanted_shards}): "
+            f"it {now}; a size of {multiple(size, one.wanted_shards)} would be sharded {one.wanted_shards} ways"
         )
     own = {v: s for v, s in layout.fixed.items() if v not in problem.held}
-    return (*notes, *disagreements(problem.traced, problem.axes, own))
+    return (*notes, *fixed_conflicts(problem.traced, problem.axes, own))
 
 
 def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
@@ -128,7 +129,7 @@ def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
     idle = []
     if problem.searched and not any(c.layout.fixed for c in others):
         idle = idle_layouts(problem.axes, problem.roles, problem.machine.target.devices, problem.machine.sizes)
-    return what_padding_wins(*problem.models, best, others, problem.limit, idle)
+    return padding_gains(*problem.models, best, others, problem.limit, idle)
 
 
 def _estimate(candidate: Candidate) -> Estimate:
@@ -144,7 +145,7 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
 
     def one(v: int) -> Spec:
         if v in back:
-            return layout.stored(back[v])
+            return layout.stored_spec(back[v])
         if any(batch in dim for dim in layout.axes.of_value[v]):
             return layout.spec(v)
         return layout.gradient_spec(v) or layout.spec(v)  # derived from state, so stored like state: gradients, moments

@@ -13,7 +13,7 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import (
     constraint_mesh,
-    own_constraints,
+    program_constraints,
 )
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -50,7 +50,7 @@ def plan_traced(
     """
     free = mesh is None and target is None and plan is None  # a requested plan decides the shardings of arrays
     held_mesh, held = existing_placement(jax.tree.leaves(args)) if free else (None, {})
-    constraints = own_constraints(traced)
+    constraints = program_constraints(traced)
     if mesh is None and target is None:
         meshes = (held_mesh, constraint_mesh(constraints), _compat.current_mesh())
         mesh = next((m for m in meshes if m is not None), None)

@@ -16,8 +16,8 @@ from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout import plan_request
 from autoshard.sharding.layout.fixed_shardings import (
     check_constraints,
-    fixed_pins,
-    pin_all,
+    fixed_specs,
+    with_fixed_shardings,
 )
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import Machine
@@ -140,13 +140,15 @@ class PlanningProblem:
     def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """The candidates that can respect what is fixed, with it written into their layouts."""
         pin = partial(self._pin, held=held, fixed=fixed)
-        return pin_all(layouts, pin, mesh_is_given=self.machine.sizes is not None)
+        return with_fixed_shardings(layouts, pin, mesh_is_given=self.machine.sizes is not None)
 
     def _refuse_idle(self, asked: str, layout: Layout) -> None:
         """Refuses a requested plan that shards nothing because no size divides."""
         found = undivided(layout)
         if found and self.is_idle(layout):
-            pad = " or ".join(f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.ways)}" for u in found)
+            pad = " or ".join(
+                f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.wanted_shards)}" for u in found
+            )
             raise PlanError(
                 f"auto_shard({self.traced.name}): plan '{asked}' shards nothing: "
                 f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request a plan that divides"
@@ -154,8 +156,10 @@ class PlanningProblem:
 
     def is_idle(self, layout: Layout) -> bool:
         """Whether a layout shards nothing at all, neither compute nor stored inputs."""
-        held = any(any(layout.stored(v)) for v in self.program.inputs)
-        return self.machine.target.devices > 1 and not layout.cuts() and not held and not self.is_empty(layout)
+        held = any(any(layout.stored_spec(v)) for v in self.program.inputs)
+        return (
+            self.machine.target.devices > 1 and not layout.sharded_classes() and not held and not self.is_empty(layout)
+        )
 
     def is_empty(self, layout: Layout) -> bool:
         """Whether there is nothing to shard: all axes that the layout shards are empty, or all arrays are."""
@@ -165,9 +169,8 @@ class PlanningProblem:
 
     def undivided_text(self, one: Undivided) -> str:
         """`vocab 50257 is not divisible by tp 8`."""
-        return (
-            f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]} is not divisible by {', '.join(one.over)} {one.ways}"
-        )
+        axis = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}"
+        return f"{axis} is not divisible by {', '.join(one.over)} {one.wanted_shards}"
 
     def _requested(self, text: str) -> Layout:
         asked = plan_request.parse_request(text)
@@ -203,11 +206,11 @@ class PlanningProblem:
         return [dict(zip(names, s, strict=True)) for s in split(self.machine.target.devices, len(names))]
 
     def _pin(self, layout: Layout, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
-        written = {self.traced.in_paths[i]: spec for i, spec in self.traced.written.items()}
+        written = {self.traced.in_paths[i]: spec for i, spec in self.traced.annotated.items()}
         layout.fixed = {
-            **fixed_pins(self.traced, self.axes, layout, written, "annotated"),
+            **fixed_specs(self.traced, self.axes, layout, written, "annotated"),
             **held,
-            **fixed_pins(self.traced, self.axes, layout, fixed, "fixed"),
+            **fixed_specs(self.traced, self.axes, layout, fixed, "fixed"),
         }
         check_constraints(self.traced.name, self.constraints, layout)
 

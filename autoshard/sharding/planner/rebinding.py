@@ -43,7 +43,7 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
         for v, leaf in zip(problem.program.inputs, plan.inputs, strict=True)
     }
     paths = zip(problem.program.inputs, plan.inputs, strict=True)
-    problem.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored(v) != specs[v]}
+    problem.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored_spec(v) != specs[v]}
     layout.fixed = specs
     return BoundPlan(plan.data(), problem, layout, _assignment(problem, plan))
 

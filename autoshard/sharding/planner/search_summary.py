@@ -25,7 +25,7 @@ def searched(priced: Sequence[Candidate], tally: SearchCounts, hides: Sequence[s
     kept = {id(c.layout) for c in priced}  # of the changed plans only the best is a candidate
     rows = [*priced, *(c for c in tally.changed if id(c.layout) not in kept)]
     tried = sorted((_tried(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
-    return SearchRecord({}, tally.proposed or len(priced), tally.alike, tally.idle, tuple(tried))
+    return SearchRecord({}, tally.proposed or len(priced), tally.duplicates, tally.idle, tuple(tried))
 
 
 def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> PricedPlan:

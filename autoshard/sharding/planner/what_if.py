@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard._shown import shown
 from autoshard.sharding.cost.collectives import reassigned
-from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_pins
+from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_specs
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
@@ -132,13 +132,13 @@ def _under(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alte
     old, problem = bound.layout, bound.problem
     layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
     try:
-        pins = fixed_pins(bound.traced, old.axes, layout, fixed, "wish")
+        pins = fixed_specs(bound.traced, old.axes, layout, fixed, "wish")
     except FixedError as error:
-        return Alternative(fixed, refusal=first_few(error.complaints, "; "))
+        return Alternative(fixed, refusal=first_few(error.problems, "; "))
     layout.fixed = {**old.fixed, **pins}
     means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
     cost = reassigned(problem.cost(layout), bound.assignment, problem.machine.target.chip)
-    peak, _ = problem.memory(layout, cost.waiting)
+    peak, _ = problem.memory(layout, cost.live_buffers)
     return Alternative(fixed, cost.step_time_us, peak, bound.plan.chosen, moments=moments, means=means)
 
 
@@ -147,5 +147,5 @@ def _anew(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alter
     try:
         best, _ = problem.search(problem.held, {**problem.fixed, **fixed})
     except FixedError as error:
-        return Alternative(fixed, refusal=first_few(error.complaints, "; "))
+        return Alternative(fixed, refusal=first_few(error.problems, "; "))
     return Alternative(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)

@@ -9,7 +9,7 @@ from autoshard.spmdrules.ir.program import Op
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-ADDRESSED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # Operators whose sharded operands XLA does not gather where it must: the compiled program fails, or adds an initial
 # value once per shard.
 NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
@@ -26,7 +26,7 @@ def is_decision_point(op: Op) -> bool:
 
 def constrained(op: Op) -> bool:
     """Whether the operands and results of an operator get sharding constraints, so that XLA shards it as planned."""
-    return any(op.name in names for names in (CONTRACTIONS, ADDRESSED, NEEDS_GATHERED, REDUCTIONS, KERNELS))
+    return any(op.name in names for names in (CONTRACTIONS, INDEXED, NEEDS_GATHERED, REDUCTIONS, KERNELS))
 
 
 def declared(op: Op) -> bool:

@@ -17,11 +17,11 @@ from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.families.indexing import is_window
 
 Effect = Literal["wrong", "crash", "fail", "costly"]
-When = Callable[["Cut"], bool]
+When = Callable[["ShardedOperator"], bool]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedOperator:
     """One application of an operator, with the factors of its rule that are sharded."""
 
     avals: Sequence[Any]
@@ -60,19 +60,19 @@ class Fault:
     avoided: bool = True
 
 
-def _batch_groups(op: Cut) -> bool:
+def _batch_groups(op: ShardedOperator) -> bool:
     return op.params["batch_group_count"] > 1
 
 
-def _batch_groups_contracted(op: Cut) -> bool:
+def _batch_groups_contracted(op: ShardedOperator) -> bool:
     return _batch_groups(op) and "reduce" in op.kinds()
 
 
-def _feature_groups(op: Cut) -> bool:
+def _feature_groups(op: ShardedOperator) -> bool:
     return op.params["feature_group_count"] > 1
 
 
-def _windows_and_features(op: Cut) -> bool:
+def _windows_and_features(op: ShardedOperator) -> bool:
     image, kernel, _ = op.params["dimension_numbers"]
     steps = zip(*(op.params[name] for name in ("window_strides", "lhs_dilation", "rhs_dilation")), strict=True)
     spaced = [any(n > 1 for n in step) for step in steps]  # has a stride or a dilation
@@ -81,44 +81,44 @@ def _windows_and_features(op: Cut) -> bool:
     return op.touches(0, windows) and op.touches(1, kernel[:1])
 
 
-def _summed_patches(op: Cut) -> bool:
+def _summed_patches(op: ShardedOperator) -> bool:
     image, *_ = op.params["dimension_numbers"]
     dilated = [d for d, n in zip(image[2:], op.params["rhs_dilation"], strict=True) if n > 1]
     return "reduce" in op.kinds() and op.touches(0, dilated)
 
 
-def _grouped_pixels(op: Cut) -> bool:
+def _grouped_pixels(op: ShardedOperator) -> bool:
     image, kernel, _ = op.params["dimension_numbers"]
     single = all(op.avals[1].shape[k] == 1 for k in kernel[2:])
     return _feature_groups(op) and single and op.touches(0, image[1:2])
 
 
-def _groups_and_features(op: Cut) -> bool:
+def _groups_and_features(op: ShardedOperator) -> bool:
     features = op.rule.operands[1][op.params["dimension_numbers"][1][0]]
     return _feature_groups(op) and sum(f in op.factors for f in features) > 1
 
 
-def _grouped_rows(op: Cut) -> bool:
+def _grouped_rows(op: ShardedOperator) -> bool:
     return op.rule.body is not None and bool({"offset", "index"} & op.kinds())
 
 
-def _split_windows(op: Cut) -> bool:
+def _split_windows(op: ShardedOperator) -> bool:
     return any(is_window(f) for f in op.factors)
 
 
-def _indexed(op: Cut) -> bool:
+def _indexed(op: ShardedOperator) -> bool:
     return "index" in op.kinds()
 
 
-def _reduced(op: Cut) -> bool:
+def _reduced(op: ShardedOperator) -> bool:
     return "reduce" in op.kinds()
 
 
-def _reduced_bits(op: Cut) -> bool:
+def _reduced_bits(op: ShardedOperator) -> bool:
     return _reduced(op) and op.avals[0].dtype != bool
 
 
-def _right_hand_sides(op: Cut) -> bool:
+def _right_hand_sides(op: ShardedOperator) -> bool:
     return op.touches(-1, (-2, -1))
 
 
@@ -236,7 +236,7 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
 MISPARTITIONED = frozenset(name for fault in KNOWN_PARTITIONER_FAULTS if fault.avoided for name in fault.primitives)
 
 
-def known_fault(primitive: str, op: Cut, *effects: Effect, axes: int = 2) -> Fault | None:
+def known_fault(primitive: str, op: ShardedOperator, *effects: Effect, axes: int = 2) -> Fault | None:
     """Returns the first known fault that affects an application of an operator; None if there is none.
 
     Args:

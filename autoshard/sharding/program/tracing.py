@@ -61,9 +61,9 @@ class Traced:
     state: list[tuple[int, int]]
     owners: list[int]
     donated: frozenset[int]
-    written: dict[int, Any]
+    annotated: dict[int, Any]
     flags: tuple[Any, ...]
-    alike: list[tuple[int, int]]
+    state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
 
     @cached_property
@@ -179,8 +179,8 @@ def trace(
         state=found.state,
         owners=owners,
         donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
-        written={i: spec for i, spec in enumerate(written) if spec is not None},
+        annotated={i: spec for i, spec in enumerate(written) if spec is not None},
         flags=trace_flags(),
-        alike=found.alike,
+        state_like=found.alike,
         mismatches=mismatches,
     )

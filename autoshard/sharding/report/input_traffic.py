@@ -8,8 +8,8 @@ from typing import Any
 from autoshard import _compat
 from autoshard._units import line_text
 from autoshard.sharding.cost.collectives import collective
-from autoshard.sharding.cost.equivalence_classes import in_loops
-from autoshard.sharding.layout.operator_sharding import state_gathers, strategy
+from autoshard.sharding.cost.equivalence_classes import ops_with_scopes
+from autoshard.sharding.layout.operator_sharding import state_gathers, strategy_in_layout
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.sharding.report.constants import TRANSPOSED_DIMENSIONS
@@ -34,10 +34,10 @@ def traffic_of(bound: BoundPlan, number: int) -> dict[tuple[str, str, str, str],
     is_parameter = source in parameters
     traffic: dict[tuple[str, str, str, str], float] = {}
     gathered: set[Any] = set()
-    for op, block in in_loops(program.block):
+    for op, block in ops_with_scopes(program.block):
         if not is_decision_point(op) or not _touches(op, source, slices, axes, is_parameter):
             continue
-        for move in strategy(layout, op, per_byte).moves:
+        for move in strategy_in_layout(layout, op, per_byte).moves:
             value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
             share = 1.0
             if move.array >= 0 and (value == source or axes.parameter_aliases.get(value) == source):
@@ -55,7 +55,7 @@ def traffic_of(bound: BoundPlan, number: int) -> dict[tuple[str, str, str, str],
             traffic[key] = traffic.get(key, 0.0) + done.wire_bytes * done.count * share
     for move in state_gathers(layout, [source]):
         if move.value == source:
-            local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.ways(move.axes))
+            local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.shard_count(move.axes))
             done = collective(bound.assignment, "all-gather", move.axes, local, 1.0, "")
             traffic[done.kind, " ".join(move.axes), "the tensor", move.when] = done.wire_bytes
     return traffic

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.errors import PlanError, PlanRequestError
-from autoshard.sharding.autotune.contest import contest
+from autoshard.sharding.autotune.contest import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -207,7 +207,7 @@ class PureFunction:
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
-        asked = contest(options.pop("verify", 0), options.pop("measure", 0))
+        asked = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn

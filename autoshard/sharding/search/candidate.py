@@ -33,7 +33,7 @@ class Candidate:
     cost: StepCost
     peak_bytes: float
     memory: Mapping[str, float]
-    laying: DeviceAssignment
+    assignment: DeviceAssignment
 
     def fits(self, limit: float) -> bool:
         """Whether its peak memory is at most `limit` bytes."""
@@ -54,7 +54,7 @@ def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
 def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:
     """Price a layout under the default device assignment."""
     step = cost(layout)
-    peak, kinds = memory(layout, step.waiting)
+    peak, kinds = memory(layout, step.live_buffers)
     return Candidate(name, layout, step, peak, kinds, cost.target.assign(layout.mesh))
 
 
@@ -70,6 +70,6 @@ class SearchCounts:
     """
 
     proposed: int = 0
-    alike: int = 0
+    duplicates: int = 0
     idle: int = 0
     changed: list[Candidate] = field(default_factory=list)

@@ -8,7 +8,7 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.plan_request import Request, request
 
 
-def seeds(roles: Roles, devices: int) -> Iterator[Request]:
+def known_plans(roles: Roles, devices: int) -> Iterator[Request]:
     """The known plans for a number of devices, simplest first."""
     plans = list(_without_state(roles, devices))
     yield from plans

@@ -24,7 +24,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, layout_of, request
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
-from autoshard.sharding.search.known_plans import seeds
+from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
 
 
@@ -57,21 +57,21 @@ def search(
     """
     layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     proposed = len(layouts)
-    layouts = [named for named in layouts if named[1].cuts()] or layouts  # drop those that shard nothing
+    layouts = [named for named in layouts if named[1].sharded_classes()] or layouts  # drop those that shard nothing
     sharding = len(layouts)
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
-            first.setdefault((layout.effect(), tuple(layout.fixed.items())), (name, layout))
+            first.setdefault((layout.sharding_key(), tuple(layout.fixed.items())), (name, layout))
         layouts = list(first.values())
     priced = _without_idle([price(name, layout, cost, memory) for name, layout in layouts], limit)
     counts = counts or SearchCounts()
-    counts.proposed, counts.alike = proposed, sharding - len(layouts)
-    counts.idle = proposed - counts.alike - len(priced)
+    counts.proposed, counts.duplicates = proposed, sharding - len(layouts)
+    counts.idle = proposed - counts.duplicates - len(priced)
 
     def price_changed(name: str, layout: Layout) -> Candidate | None:
         try:
-            useful = layout.cuts() and not layout.idle() and pin([(name, layout)])
+            useful = layout.sharded_classes() and not layout.idle_axes() and pin([(name, layout)])
         except FixedError:  # fixed shardings are not possible there
             return None
         if not useful:
@@ -105,19 +105,19 @@ def idle_layouts(
 ) -> list[tuple[str, Layout]]:
     """The known plans that leave a mesh axis without work of its own."""
     layouts = on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)
-    return [(name, layout) for name, layout in layouts if layout.idle()]
+    return [(name, layout) for name, layout in layouts if layout.idle_axes()]
 
 
 def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
     """Drop candidates with an idle mesh axis that are not clearly faster than the best without one."""
-    times = [c.cost.step_time_us for c in priced if c.fits(limit) and not c.layout.idle()]
+    times = [c.cost.step_time_us for c in priced if c.fits(limit) and not c.layout.idle_axes()]
     if not times:
         return priced
-    return [c for c in priced if not c.layout.idle() or c.cost.step_time_us * IDLE_SPEEDUP < min(times)]
+    return [c for c in priced if not c.layout.idle_axes() or c.cost.step_time_us * IDLE_SPEEDUP < min(times)]
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
-    for plan in list(seeds(roles, devices)) or [request({"dp": devices})]:
+    for plan in list(known_plans(roles, devices)) or [request({"dp": devices})]:
         yield str(plan), layout_of(axes, roles, plan)
 
 

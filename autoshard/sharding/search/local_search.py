@@ -103,7 +103,7 @@ def _distinct(*classes: int | None) -> Iterable[int]:
 
 
 def _key(layout: Layout) -> object:
-    return tuple(layout.mesh.items()), layout.effect(), tuple(layout.fixed.items())
+    return tuple(layout.mesh.items()), layout.sharding_key(), tuple(layout.fixed.items())
 
 
 def _objective(candidate: Candidate, limit: float) -> tuple[bool, float]:

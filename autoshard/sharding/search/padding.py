@@ -54,8 +54,8 @@ class Undivided:
 
     cls: int
     over: tuple[str, ...]
-    cut: int
-    ways: int
+    shards: int
+    wanted_shards: int
 
 
 def undivided(layout: Layout) -> list[Undivided]:
@@ -69,7 +69,7 @@ def undivided(layout: Layout) -> list[Undivided]:
         over = tuple(a for a, classes in layout.table.items() if c in classes)
         before = {a for d, axes in cuts.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
         cuts[c] = tuple(layout.spec_of(((c,),))[0])
-        cut, ways = layout.ways(cuts[c]), layout.ways([a for a in over if a not in before])
+        cut, ways = layout.shard_count(cuts[c]), layout.shard_count([a for a in over if a not in before])
         if layout.axes.sizes[c] % ways and cut < ways:
             found.append(Undivided(c, over, cut, ways))
     return found
@@ -82,14 +82,14 @@ def unstored(layout: Layout) -> list[Undivided]:
     """
     found: dict[int, Undivided] = {}
     for v, role in layout.roles.inputs.items():
-        leaves, spec, aval = layout.axes.of_value[v], layout.stored(v), layout.axes.program.avals[v]
+        leaves, spec, aval = layout.axes.of_value[v], layout.stored_spec(v), layout.axes.program.avals[v]
         free = [a for a in layout.storage.get(role, ()) if a not in axes_of(spec)]
         able = [d for d, dim in enumerate(leaves) if len(dim) == 1 and dim[0] not in layout.axes.stacked]
         if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
-            d = max(able, key=lambda d: (aval.shape[d] / layout.ways(spec[d]), -d))
-            (c,), cut = leaves[d], layout.ways(spec[d])
-            if aval.shape[d] % (cut * layout.ways(free)):
-                found.setdefault(c, Undivided(c, tuple(free), cut, cut * layout.ways(free)))
+            d = max(able, key=lambda d: (aval.shape[d] / layout.shard_count(spec[d]), -d))
+            (c,), cut = leaves[d], layout.shard_count(spec[d])
+            if aval.shape[d] % (cut * layout.shard_count(free)):
+                found.setdefault(c, Undivided(c, tuple(free), cut, cut * layout.shard_count(free)))
     return list(found.values())
 
 
@@ -98,7 +98,7 @@ def multiple(size: int, n: int) -> int:
     return -(-size // n) * n
 
 
-def what_padding_wins(
+def padding_gains(
     cost: CostModel,
     memory: MemoryModel,
     chosen: Candidate,
@@ -145,16 +145,16 @@ def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> di
     sizes = chosen.layout.axes.sizes
     cases: dict[tuple[int, int], list[Case]] = {}
     for one in [*undivided(chosen.layout), *unstored(chosen.layout)]:
-        size = multiple(sizes[one.cls], one.ways)
-        cases.setdefault((one.cls, size), []).append((chosen.name, chosen.layout, one.ways))
+        size = multiple(sizes[one.cls], one.wanted_shards)
+        cases.setdefault((one.cls, size), []).append((chosen.name, chosen.layout, one.wanted_shards))
     by_ways: dict[int, dict[int, list[Case]]] = {}
     for words, layout, time in sorted(rivals, key=lambda rival: rival[2]):
         for one in undivided(layout):
-            could_gain = time * one.cut / one.ways < chosen.cost.step_time_us
-            padded_little = multiple(sizes[one.cls], one.ways) <= MOST_RIVAL_PADDING * sizes[one.cls]
-            fastest = by_ways.setdefault(one.cls, {}).setdefault(one.ways, [])
+            could_gain = time * one.shards / one.wanted_shards < chosen.cost.step_time_us
+            padded_little = multiple(sizes[one.cls], one.wanted_shards) <= MOST_RIVAL_PADDING * sizes[one.cls]
+            fastest = by_ways.setdefault(one.cls, {}).setdefault(one.wanted_shards, [])
             if could_gain and padded_little and len(fastest) < PADDED_RIVALS:
-                fastest.append((words, layout, one.ways))
+                fastest.append((words, layout, one.wanted_shards))
     for cls, ways in by_ways.items():
         if fastest := [case for some in ways.values() for case in some]:
             size = multiple(sizes[cls], math.lcm(*(case[2] for case in fastest)))

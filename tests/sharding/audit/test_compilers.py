@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.audit import build, export_plan
+from autoshard.sharding.audit import compile_job, export_plan
 from autoshard.sharding.audit.verification import compile_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.audit.test_audit import planned
@@ -63,7 +63,7 @@ def test_tensor_parallel_layers_for_a_tpu():
 def test_device_order_of_a_tpu_is_that_of_the_plan():
     made = planned("fsdp:4 tp:2", "v5e:2x4")
     target = compile_target(made.target)
-    compiled = build(export_plan(bound_or_error(made.bound).executable))
+    compiled = compile_job(export_plan(bound_or_error(made.bound).executable))
     sizes = {d.name: d.size for d in target.topology.dims}
     numbers = [y * sizes["x"] + x for x, y, *_ in compiled.coordinates]
     assert tuple(numbers) == made.device_order

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.sharding.audit import build, export_plan
+from autoshard.sharding.audit import compile_job, export_plan
 from autoshard.sharding.audit.verification import compile_target
 from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.schedule import Schedule
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.audit.test_audit import planned
@@ -32,10 +32,10 @@ def referee():
 def both(made, referee, referee_target=None):
     """The results of both parsers for a plan's compiled program."""
     target = compile_target(made.target)
-    compiled = build(export_plan(bound_or_error(made.bound).executable))
+    compiled = compile_job(export_plan(bound_or_error(made.bound).executable))
     text = compiled.text
     program = parser.read(text)
-    schedule = Schedule(program, Kernels(program, target.chip), Wires(target.topology, made.device_order))
+    schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, made.device_order))
     places = compiled.coordinates if target.platform != "cpu" else None
     return schedule, schedule.run(), referee.estimate(text, referee_target or made.target, places)
 

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.models.workloads import workload
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout
-from autoshard.sharding.cost.equivalence_classes import in_loops
+from autoshard.sharding.cost.equivalence_classes import ops_with_scopes
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
 from autoshard.sharding.machines.device_mesh import find_machine
 from autoshard.sharding.planner.planning import PlanningProblem
@@ -37,7 +37,7 @@ def test_more_layers_do_not_make_more_classes():
     assert len(many.program.avals) > 1.8 * len(few.program.avals)
     assert len(many.cost.classes) == len(few.cost.classes)
     assert len(many.cost.queries.queries) == len(few.cost.queries.queries)
-    classes = [p.memory.kinds(p._requested("fsdp:8")) for p in (few, many)]
+    classes = [p.memory.classes_of(p._requested("fsdp:8")) for p in (few, many)]
     assert len(classes[0].examples) == len(classes[1].examples) < len(classes[0].values) / 3
 
 
@@ -52,7 +52,7 @@ def test_the_size_of_each_value_is_that_of_its_own_shard(strategy, is_fixed):
         chosen.fixed = {some[0]: ((), ())}
     local = model._local(chosen)
     for v in model.sized:
-        ways = chosen.ways(a for dim in operand_spec(chosen, v) for a in dim)
+        ways = chosen.shard_count(a for dim in operand_spec(chosen, v) for a in dim)
         size = nbytes(problem().program.avals[v]) * problem().cost.fusion.narrow.get(v, 1.0)
         assert local[v] == pytest.approx(size * model._fraction(chosen, v), rel=1e-12)
         assert local[v] >= size / ways * (1 - 1e-12)  # more if tiles pad it
@@ -95,7 +95,7 @@ def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
     class_of = {number: (n, each) for n, each in enumerate(made.cost.classes) for number in each.numbers}
     canonical = CanonicalLayout(chosen, made.cost.queries)
     expected: dict[Any, list[float]] = {}
-    for number, (op, loop) in enumerate(in_loops(made.program.block)):
+    for number, (op, loop) in enumerate(ops_with_scopes(made.program.block)):
         price, names = made.cost._price(*class_of[number], canonical) if number in class_of else (None, {})
         for move in price.moves if price else ():
             if move.kind == "all-gather" and move.array >= 0:
@@ -109,7 +109,7 @@ def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
                 expected[op, move.array] = [move.local_bytes, number, number]
     found = [
         (some.nbytes, first, last)
-        for some in made.cost(chosen).waiting if some.nbytes
+        for some in made.cost(chosen).live_buffers if some.nbytes
         for first, last in zip(some.first.tolist(), some.last.tolist(), strict=True)
     ]  # fmt: skip
     assert sorted(found) == sorted(map(tuple, expected.values()))

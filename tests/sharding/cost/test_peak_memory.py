@@ -51,7 +51,7 @@ def test_copies_of_parameters_that_a_loop_keeps_are_sharded_like_them():
     found = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
     cast = 2.0 * 16 * 1024**2
     problem, layout = bound_or_error(found.bound).problem, bound_or_error(found.bound).layout
-    assert problem.memory.kinds_at_peak(layout, problem.cost(layout).waiting)["temporary"] < cast / 2
+    assert problem.memory.kinds_at_peak(layout, problem.cost(layout).live_buffers)["temporary"] < cast / 2
     gathered = sum(size for kind, _, size, _ in found.traffic if kind == "all-gather")
     assert gathered == pytest.approx(2 * 7 / 8 * cast, rel=0.01)
 

@@ -12,7 +12,7 @@ from tests.sharding.hlo.texts import text_of
 def priced(entry, *computations, chip="v5e"):
     """The entry computation, its instruction `%i`, and the prices of the program."""
     program = read(text_of(entry, *computations))
-    return program.entry, program.entry.named["i"], Kernels(program, CHIPS[chip])
+    return program.entry, program.entry.by_name["i"], Kernels(program, CHIPS[chip])
 
 
 CUBLAS = (

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from autoshard.sharding.hlo.collectives import Collective
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.machines.targets import find_target
 
 SIZE = 1 << 24
@@ -13,7 +13,7 @@ SIZE = 1 << 24
 
 def wires(name, order=None):
     target = find_target(name)
-    return Wires(target.topology, tuple(order or range(target.devices)))
+    return ProgramLinks(target.topology, tuple(order or range(target.devices)))
 
 
 def along(target, mesh, axis):
@@ -32,7 +32,7 @@ def test_groups_of_mesh_axes_take_the_time_that_plans_predict(target, kind):
     machine = find_target(target)
     mesh = {"fsdp": machine.devices // 2, "tp": 2}
     assignment = machine.assign(mesh)
-    links = Wires(machine.topology, assignment.order)
+    links = ProgramLinks(machine.topology, assignment.order)
     for axis, n in mesh.items():
         payload = SIZE * n if kind == "all-gather" else SIZE
         found = links.time_us(Collective(kind, along(machine, mesh, axis), payload))
@@ -97,5 +97,5 @@ def test_permutes_between_hosts_go_over_the_network():
 
 def test_partitions_with_the_same_coordinates_in_all_slices():
     machine = find_target("v5p:2x2x1*2")
-    assert Wires(machine.topology, tuple(range(8))).cross_slice_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert ProgramLinks(machine.topology, tuple(range(8))).cross_slice_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert wires("v5e:4x4").cross_slice_groups == ()

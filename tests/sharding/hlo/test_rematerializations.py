@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import read
 from autoshard.sharding.hlo.rematerializations import read_remarks, shard_count
 from autoshard.sharding.machines.targets import find_target
@@ -43,7 +43,9 @@ def test_a_remark(old, new):
     program = read(text_of('ROOT %a = f32[] constant(0), metadata={op_name="jit(step)/add" stack_frame_id=1}'))
     target = find_target("h100:8")
     text = REMARK.format(old=old, new=new)
-    (remark,) = read_remarks([text, text.replace("29569", "1")], program, Wires(target.topology, tuple(range(8))))
+    (remark,) = read_remarks(
+        [text, text.replace("29569", "1")], program, ProgramLinks(target.topology, tuple(range(8)))
+    )
     local = 8 * 128 * 4
     assert (remark.array, remark.bytes, remark.wire_bytes) == ("f32[8,128]", 8 * local, 7 * local)
     assert remark.us == pytest.approx(5 + 7 * local / 450e9 * 1e6)

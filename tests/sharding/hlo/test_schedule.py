@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.sharding.hlo.kernel_costs import Kernels
-from autoshard.sharding.hlo.link_times import Wires
+from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import read
 from autoshard.sharding.hlo.schedule import Schedule
 from autoshard.sharding.machines.targets import find_target
@@ -13,7 +13,7 @@ TARGET = find_target("v5e:2x4")
 CLOCK = TARGET.chip.clock_hz / 1e6  # cycles per microsecond
 ROWS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
 SENT = 45_000_000  # bytes: 1 ms on one link, and twice that for an all-reduce
-WIRE = TARGET.topology.time_us("all-gather", Wires(TARGET.topology, tuple(range(8))).pieces((0, 1)), SENT / 2)
+WIRE = TARGET.topology.time_us("all-gather", ProgramLinks(TARGET.topology, tuple(range(8))).pieces((0, 1)), SENT / 2)
 
 
 def work(name, us, operand="a"):
@@ -24,7 +24,7 @@ def work(name, us, operand="a"):
 
 def run(entry, *computations):
     program = read(text_of(entry, *computations))
-    schedule = Schedule(program, Kernels(program, TARGET.chip), Wires(TARGET.topology, tuple(range(8))))
+    schedule = Schedule(program, Kernels(program, TARGET.chip), ProgramLinks(TARGET.topology, tuple(range(8))))
     return schedule, schedule.run()
 
 
@@ -36,7 +36,7 @@ ARGUMENTS = f"%a = f32[8]{{0:S(1)}} parameter(0)\n%w = f32[{SENT // 8}] paramete
 def test_a_synchronous_collective_is_exposed():
     schedule, (gather,) = run(f"{ARGUMENTS}\n{work('x', 100)}\nROOT %g = {GATHER}")
     assert gather.once_us == gather.exposed_us == pytest.approx(WIRE)
-    assert not gather.beside
+    assert not gather.is_asynchronous
     assert schedule.totals.compute_us == pytest.approx(100)
     assert schedule.totals.cycles == pytest.approx(100 * CLOCK)
 
@@ -45,7 +45,7 @@ def test_a_synchronous_collective_is_exposed():
 def test_work_between_start_and_end_hides_a_collective(between, exposed):
     inside = work("x", between) if between else ""
     _, (gather,) = run(f"{ARGUMENTS}\n%s = {START}\n{inside}\nROOT %d = f32[{SENT // 4}] all-gather-done(%s)")
-    assert (gather.exposed_us, gather.beside) == (pytest.approx(exposed), True)
+    assert (gather.exposed_us, gather.is_asynchronous) == (pytest.approx(exposed), True)
 
 
 def test_two_collectives_take_turns_on_the_same_links():

@@ -126,7 +126,7 @@ def test_a_plan_from_json_keeps_what_was_fixed():
     made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
     bound = Plan.from_json(made.to_json()).bind(sgd_step, mlp_state(), batch())
     values = bound_or_error(bound.bound).traced.program.inputs
-    assert {leaf.path: to_partition_spec(bound_or_error(bound.bound).layout.stored(v))
+    assert {leaf.path: to_partition_spec(bound_or_error(bound.bound).layout.stored_spec(v))
             for v, leaf in zip(values, made.inputs, strict=True)} == specs(made)  # fmt: skip
     assert specs(made)["0/w"] == P("model")
 
@@ -183,7 +183,7 @@ def test_the_message_has_only_the_first_of_many_problems():
     params = {f"w{i}": jnp.ones((6, 6)) for i in range(9)}
     with pytest.raises(FixedError) as caught:
         plan(lambda p: sum(map(jnp.sum, p.values())), params, mesh={"data": 8}, fixed={"*": P("data")})
-    assert len(caught.value.complaints) == 9 and "'0/w5' dim 0 has size 6" in str(caught.value)
+    assert len(caught.value.problems) == 9 and "'0/w5' dim 0 has size 6" in str(caught.value)
     assert "'0/w6'" not in str(caught.value) and str(caught.value).endswith("from its spec and 3 more")
 
 
@@ -207,7 +207,7 @@ def test_specs_that_contradict_each_other_or_the_mesh(name):
     fixed, message = CONTRARY[name]
     with pytest.raises(FixedError, match=message) as caught:
         plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed)
-    assert isinstance(caught.value, PlanError) and len(caught.value.complaints) == 1
+    assert isinstance(caught.value, PlanError) and len(caught.value.problems) == 1
     assert str(copy.copy(caught.value)) == str(caught.value)
 
 

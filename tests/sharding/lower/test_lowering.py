@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import _compat, auto_shard
-from autoshard.sharding.layout.fixed_shardings import own_specs
+from autoshard.sharding.layout.fixed_shardings import program_shardings
 from autoshard.sharding.program.tracing import trace
 from autoshard.spmdrules.ir.program import build, walk
 from tests.sharding.programs import assert_close, batch
@@ -265,7 +265,7 @@ def test_own_specs_returns_every_sharding_in_a_program(mesh_of):
         x = jax.jit(lambda a, b: (a + b, a), in_shardings=(columns, None), out_shardings=(None, both))(x, x * 2)
         return jax.jit(lambda a, b: a - b)(*x)
 
-    found = [s.spec for op in trace(run, (batch(),), {}).program.ops() for s in own_specs(op)]
+    found = [s.spec for op in trace(run, (batch(),), {}).program.ops() for s in program_shardings(op)]
     assert found == [P("i"), P(None, "j"), P("i", "j")]
 
 

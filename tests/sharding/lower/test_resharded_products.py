@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard
-from autoshard.sharding.layout.operator_sharding import comes_out_as
+from autoshard.sharding.layout.operator_sharding import extends_computed_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower import lowering
 from autoshard.spmdrules.core.placement import to_partition_spec
@@ -95,7 +95,7 @@ def test_products_are_correct_under_every_computed_and_requested_sharding(mesh_o
     place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(spec)))  # noqa: E731
 
     computed = spec(rule.results[0])
-    straight = [comes_out_as(rule, rule.results[0], computed, want) for want in wants]
+    straight = [extends_computed_spec(rule, rule.results[0], computed, want) for want in wants]
     assert any(straight) and not all(straight)
 
     def run(x, y):
@@ -116,7 +116,7 @@ def test_a_product_is_constrained_as_computed_before_it_is_resharded(mesh_of, mo
         (m, k), (_, n) = ((d[0] for d in dims) for dims in op.rule.operands)
         return OperatorStrategy({"dp": m, "fsdp": n, "tp": k}, ())
 
-    monkeypatch.setattr(lowering, "strategy", strategy)
+    monkeypatch.setattr(lowering, "strategy_in_layout", strategy)
     monkeypatch.setattr(lowering, "result_spec", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))
     sharded = auto_shard(lambda x, w: x @ w + 1, mesh=mesh_of(dp=2, fsdp=2, tp=2))
     x, w = whole_numbers(0), whole_numbers(1)

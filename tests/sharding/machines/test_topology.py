@@ -135,6 +135,6 @@ def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, ga
     """As in programs that XLA compiled for these machines."""
     assignment = find_target(target).assign(mesh)
     n = mesh[axes[0]]
-    assert assignment.topology.compiled("reduce-scatter", assignment.over(axes), 64.0) == (scatter, 64.0)
+    assert assignment.topology.compiled("reduce-scatter", assignment.pieces_of(axes), 64.0) == (scatter, 64.0)
     whole = 64.0 if gather == "all-gather" else 64.0 * n
-    assert assignment.topology.compiled("all-gather", assignment.over(axes), 64.0) == (gather, whole)
+    assert assignment.topology.compiled("all-gather", assignment.pieces_of(axes), 64.0) == (gather, whole)

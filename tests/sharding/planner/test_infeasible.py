@@ -87,7 +87,7 @@ def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
             train_step, *shapes(batch=batch, width=width), target="cpu:8", plan="dp:8", donate_argnums=0
         )
         planner, layout = bound_or_error(made.bound).problem, bound_or_error(made.bound).layout
-        found = planner.memory.kinds_at_peak(layout, planner.cost(layout).waiting)
+        found = planner.memory.kinds_at_peak(layout, planner.cost(layout).live_buffers)
         assert sum(found.values()) == pytest.approx(made.estimate.memory_bytes["temporary"])
         return found
 

@@ -11,7 +11,7 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import Estimate
-from autoshard.sharding.report.page.search import lost, search_section
+from autoshard.sharding.report.page.search import search_section, why_not_chosen
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step
 
@@ -49,7 +49,7 @@ def test_changed_plans_are_recorded_too():
     assert changed and all("+" in t.words or "-" in t.words for t in changed)
     assert len({t.words for t in found.tried}) == len(found.tried)  # no duplicates
     faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
-    assert all(lost(planned(), t).startswith("faster, but repeats work") for t in faster)
+    assert all(why_not_chosen(planned(), t).startswith("faster, but repeats work") for t in faster)
 
 
 def test_a_page_does_not_call_a_plan_the_fastest_if_a_faster_one_is_listed():
@@ -148,4 +148,4 @@ LOSERS = [
 def test_why_a_plan_lost(tried, why):
     plan = Plan(mesh=abstract_mesh({}), axis_rules={}, storage={}, inputs=(), outputs=(), target="", limit_bytes=10.0,
                 estimate=Estimate(100.0, 60.0, 40.0, 0.0, 5.0), history=(SearchRecord(tried=(tried,)),))  # fmt: skip
-    assert lost(plan, tried) == why
+    assert why_not_chosen(plan, tried) == why

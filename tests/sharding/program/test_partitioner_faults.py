@@ -16,7 +16,7 @@ from autoshard.sharding.oracle.cases import collect, to_numpy
 from autoshard.sharding.oracle.partitioner_check import check_partitioner
 from autoshard.sharding.oracle.probe_values import difference, trials
 from autoshard.sharding.oracle.shard_runner import device_mesh
-from autoshard.sharding.program.partitioner_faults import KNOWN_PARTITIONER_FAULTS, Cut, known_fault
+from autoshard.sharding.program.partitioner_faults import KNOWN_PARTITIONER_FAULTS, ShardedOperator, known_fault
 from autoshard.spmdrules.core.placement import to_partition_spec
 from autoshard.spmdrules.core.registry import rule_for
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
@@ -122,7 +122,7 @@ def for_each_fault(condition):
 @for_each_fault(fault_exists)
 def test_fault_is_still_there(name, effect, fn, args, factors):
     case, rule = case_of(name, fn, args)
-    fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
+    fault = known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect)
     assert fault is not None
     counts, operands = [dict.fromkeys(factors, 2)], trials(case)[1]
     found = check_partitioner(case, rule, counts, operands, known=False)
@@ -134,7 +134,7 @@ def test_fault_is_still_there(name, effect, fn, args, factors):
 def test_operator_runs_correctly_on_shards_without_gathers(name, effect, fn, args, factors):
     """A plan runs the operator on shards instead: no gather, and a reduction only if the rule has one."""
     case, rule = case_of(name, fn, args)
-    fault = known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect)
+    fault = known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect)
     assert fault is not None
     if not fault.avoided:
         return
@@ -184,13 +184,13 @@ def test_crash_is_still_there():
 
 def test_batch_groups_are_a_known_crash():
     case, rule = case_of("conv_general_dilated", conv(batch_groups=2), (f32(4, 4, 6, 6), f32(8, 4, 3, 3)))
-    assert known_fault(case.name, Cut(case.avals, case.eqn.params, rule, ["g", "o"]), "crash") is not None
+    assert known_fault(case.name, ShardedOperator(case.avals, case.eqn.params, rule, ["g", "o"]), "crash") is not None
 
 
 def test_every_fault_is_checked():
     found = set()
     for name, effect, fn, args, factors in filter(lambda row: fault_exists(*row), FAULTS):
         case, rule = case_of(name, fn, args)
-        found.add(known_fault(name, Cut(case.avals, case.eqn.params, rule, factors), effect))
+        found.add(known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect))
     known = [f for f in KNOWN_PARTITIONER_FAULTS if any(fault_exists(name, f.effect) for name in f.primitives)]
     assert [f for f in known if f not in found and f.effect != "crash"] == []

@@ -74,5 +74,5 @@ def test_no_mesh_axis_is_idle_without_gain():
     shapes = {"table": (512, 64), "w": (64, 256), "v": (256, 64)}
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     made = plan(step, params, jax.ShapeDtypeStruct((256, 9), "int32"), target="h100:8")
-    assert not bound_or_error(made.bound).layout.idle()
+    assert not bound_or_error(made.bound).layout.idle_axes()
     assert all(time >= made.estimate.step_time_us for _, time, _ in made.candidates)

@@ -20,7 +20,7 @@ from autoshard.sharding.oracle.partitioner_check import _COLLECTIVE, _elements
 from autoshard.sharding.oracle.probe_values import difference
 from autoshard.sharding.oracle.rule_check import Finding, check_case
 from autoshard.sharding.oracle.shard_runner import FAST_COMPILE, device_mesh
-from autoshard.sharding.program.partitioner_faults import Cut, known_fault
+from autoshard.sharding.program.partitioner_faults import ShardedOperator, known_fault
 from autoshard.spmdrules import Rule, catalogue
 from autoshard.spmdrules.catalogue import Operator
 from autoshard.spmdrules.core.registry import rule_for
@@ -253,7 +253,11 @@ def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], l
 def faults(op: Operator, *effects: Any) -> bool:
     """Whether one of an operator's equations has a known fault of the partitioner with one of these effects."""
     return any(
-        known_fault(each.name, Cut([v.aval for v in each.eqn.invars], each.eqn.params, each.rule, (f.name,)), *effects)
+        known_fault(
+            each.name,
+            ShardedOperator([v.aval for v in each.eqn.invars], each.eqn.params, each.rule, (f.name,)),
+            *effects,
+        )
         for each in build(jax.make_jaxpr(op.fn)(*op.args)).ops()
         if each.rule is not None
         for f in each.rule.factors

@@ -86,7 +86,7 @@ def _story(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[R
     return escape(f"{words}. {plan.chosen or 'This plan'}{variant} is {kind}.")
 
 
-def lost(plan: ShardingPlan, tried: PricedPlan) -> str:
+def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     """Why a priced plan was not chosen."""
     here = plan.estimate
     if plan.limit_bytes and tried.peak_bytes > plan.limit_bytes:
@@ -117,7 +117,7 @@ def _class(row: Row) -> str:
 def _title(plan: ShardingPlan, history: Sequence[SearchRecord], row: Row) -> str:
     tried, variant = row.tried, history[row.variant].variant
     words = f"{tried.words}{f' ({variant_text(variant)})' if variant else ''}"
-    outcome = "chosen" if row.chosen else lost(plan, tried)
+    outcome = "chosen" if row.chosen else why_not_chosen(plan, tried)
     return f"{words}: {time_text(tried.step_time_us)}, {bytes_text(tried.peak_bytes)}; {outcome}"
 
 
@@ -159,7 +159,7 @@ def _tried_of(history: Sequence[SearchRecord], variant: Mapping[str, Any], words
 def _outcome(plan: ShardingPlan, tried: PricedPlan, chosen: bool) -> str:
     if chosen:
         return '<span class="tag">chosen</span>'
-    words = lost(plan, tried)
+    words = why_not_chosen(plan, tried)
     return f'<span class="bad">{escape(words)}</span>' if words.startswith("does not fit") else escape(words)
 
 
