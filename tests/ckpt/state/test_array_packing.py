@@ -297,9 +297,9 @@ def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
     sharding = NamedSharding(mesh8, PartitionSpec("data"))
     with jax.enable_x64(True):
         leaves = [jax.device_put(np.roll(words, i).view(np.float64), sharding) for i in range(20)]
-        pack = array_packing.stacked(leaves)
+        pack = array_packing.stack_leaves(leaves)
         wanted = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for i, leaf in enumerate(leaves)}
-        found = array_packing.taken(pack, wanted)
+        found = array_packing.unpack_leaves(pack, wanted)
     assert pack.shape == (20, 4) and pack.sharding == array_packing.pack_sharding(sharding)
     for i in range(20):
         np.testing.assert_array_equal(np.asarray(found[i]).view(np.uint64), np.roll(words, i))
