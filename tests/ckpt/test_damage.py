@@ -143,7 +143,7 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(orbax_storage, "read_arrays", wrong)
     with pytest.raises(
-        DamagedCheckpointError, match="other values than were saved in 1 leaves:\n  params/w1\nNo earlier"
+        DamagedCheckpointError, match="values differ from the saved ones in 1 leaves:\n  params/w1\nNo earlier"
     ):
         checkpoints.restore(3, states[3])
 
@@ -167,7 +167,7 @@ def test_falling_back_to_the_newest_intact_step(run: Any, tmp_path: Path, assert
 def test_a_renamed_step(run: Any, tmp_path: Path) -> None:
     checkpoints, states = run
     (tmp_path / "step_00000003").rename(tmp_path / "step_00000004")
-    with pytest.raises(DamagedCheckpointError, match="manifest is the one of step 3"):
+    with pytest.raises(DamagedCheckpointError, match="its manifest is of step 3"):
         checkpoints.restore(4, states[3])
 
 
@@ -189,7 +189,7 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
             json.loads(whole) | {"custom_metadata": written | put(config={"model": 3}) | {"sha256": written["sha256"]}}
         )
     )
-    with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest is not as it was written"):
+    with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest has a wrong checksum"):
         checkpoints.restore(3, states[3])
     file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=FORMAT + 1)}))
     with pytest.raises(CheckpointError, match=f"has format {FORMAT + 1}, .* reads up to {FORMAT}: upgrade") as caught:

@@ -73,7 +73,7 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
             wrong = damaged_leaves(draft, step)
             if wrong:
                 names = [(name,) for name in wrong]
-                raise damage_error(source.step_path(step), step, "its copy has other values", names)
+                raise damage_error(source.step_path(step), step, "its copy has different values", names)
             parts = []
             for name in _missing_model_files(source.path, target.path):
                 part = target.path / f".{name}.{os.getpid()}"
@@ -147,7 +147,7 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
         with reading(path, step):
             values = leaves.read(spec.key)
         if array_digest.host_digest(values) != digests[spec.key]:
-            raise damage_error(path, step, "other values than were saved", [spec.key])
+            raise damage_error(path, step, "values differ from the saved ones", [spec.key])
         return values
 
     weight = float(read(specs[AVERAGE[1]])) if use_ema else 1.0

@@ -66,7 +66,7 @@ def _restore(path: Any, step: int, manifest: Manifest, match: Match, start_s: fl
         digests = _digests(arrays) | _pack_digests(packs, stacks)
         wrong = [key for key, value in digests.items() if value != expected[match.saved[key].key]]
     if wrong:
-        raise damage_error(path, step, "other values than were saved", [match.saved[key].key for key in wrong])
+        raise damage_error(path, step, "values differ from the saved ones", [match.saved[key].key for key in wrong])
     digest_seconds = time.perf_counter() - read_s
     for name, pack in packs.items():
         leaves = unpack_leaves(stacks.pop(name), {index: targets[key] for index, key in pack.leaves.items()})

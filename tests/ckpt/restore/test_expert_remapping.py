@@ -141,18 +141,18 @@ def test_all_experts_onto_another_degree(saved: Checkpointer, state: Any, plans:
 
 def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
     before = files_of(tmp_path)
-    with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
+    with pytest.raises(CheckpointError, match=f"has no expert {EXPERTS}, -1, its experts are 0 to {EXPERTS - 1}"):
         saved.restore(experts=[0, EXPERTS, -1])
     numbers: Any
     for numbers in ([], [True], [0.0], np.array([[0, 1]])):
-        with pytest.raises(CheckpointError, match="name some by their numbers"):
+        with pytest.raises(CheckpointError, match="pass a list of numbers such as"):
             saved.restore(experts=numbers)
     with pytest.raises(MismatchError, match="differ"):
         saved.restore(like=saved.restore(), experts=[0, 1])
     assert files_of(tmp_path) == before
     with Checkpointer(tmp_path / "dense") as dense:
         dense.save(0, {"w": jnp.ones((4, 2))}, block=True)
-        with pytest.raises(CheckpointError, match="does not say which dimension of its leaves is that of experts"):
+        with pytest.raises(CheckpointError, match="does not give the dimension of experts of its leaves"):
             dense.restore(experts=[0])
         np.testing.assert_array_equal(dense.restore(experts=[0, 2], expert_dims={"w": 0})["w"], np.ones((2, 2)))
         with pytest.raises(CheckpointError, match="'v' matches no leaf"):
@@ -166,7 +166,7 @@ def test_nothing_to_make_experts_of(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as dense:
         dense.save(0, {"mlp": jnp.ones((4, 2)), "norm": jnp.ones(2)}, block=True)
         like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
-        with pytest.raises(CheckpointError, match="'experts' matches no wanted leaf that was saved"):
+        with pytest.raises(CheckpointError, match="'experts' matches no requested leaf that was saved"):
             dense.restore(like=like, upcycle={"experts": 0}, partial=True)
         made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
     np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))

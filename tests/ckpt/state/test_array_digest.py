@@ -44,7 +44,7 @@ def test_devices_and_host_agree_on_every_dtype(dtype: type, mesh8: Mesh) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_blocks_of_a_large_host_array(dtype: type) -> None:
-    array = random_array((3, array_digest._BLOCK // 2 + 7), dtype, 0)
+    array = random_array((3, array_digest.DIGEST_BLOCK_ELEMENTS // 2 + 7), dtype, 0)
     assert device_digest(jnp.asarray(array)) == array_digest.host_digest(array)
 
 
@@ -138,7 +138,7 @@ def test_the_bits_of_wide_nans_count(dtype: str) -> None:
 
 def test_leaves_in_host_memory_among_others(mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than are moved at once."""
-    monkeypatch.setattr(array_digest, "_MOVED_BYTES", 1000)
+    monkeypatch.setattr(array_digest, "MAX_MOVED_BYTES", 1000)
     arrays = [random_array((8, 12), np.float32, seed) for seed in range(9)]
     sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
     kinds = ["pinned_host", "device", "unpinned_host"]

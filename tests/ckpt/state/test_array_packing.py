@@ -55,7 +55,7 @@ def vectors(mesh: Mesh, count: int = 80, size: int = 16) -> dict[str, jax.Array]
 def unpacked(monkeypatch: pytest.MonkeyPatch, directory: Path, state: Any) -> Checkpointer:
     """A step as it was written before there were array_packing."""
     with monkeypatch.context() as patch:
-        patch.setattr(array_packing, "FEW", 10**9)
+        patch.setattr(array_packing, "MAX_UNPACKED_LEAVES", 10**9)
         patch.setattr(manifest, "WITHOUT_TEXTS", 2)
         with Checkpointer(directory) as checkpoints:
             checkpoints.save(0, state)
@@ -117,7 +117,7 @@ def test_leaves_of_one_pack_onto_several_shardings(tmp_path: Path, mesh8: Mesh, 
 
 def test_more_leaves_than_a_pack_holds(tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     state = vectors(mesh8, 101)
-    monkeypatch.setattr(array_packing, "PACK_LEAVES", 25)
+    monkeypatch.setattr(array_packing, "MAX_PACK_LEAVES", 25)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         restored = checkpoints.restore(like=state)
@@ -129,7 +129,7 @@ def test_more_leaves_than_a_pack_holds(tmp_path: Path, mesh8: Mesh, monkeypatch:
 
 def test_few_leaves_are_not_packed(tmp_path: Path, mesh8: Mesh) -> None:
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(0, vectors(mesh8, array_packing.FEW))
+        checkpoints.save(0, vectors(mesh8, array_packing.MAX_UNPACKED_LEAVES))
         checkpoints.wait()
         assert not read_manifest(checkpoints.directory / "step_00000000", 0).places
 
@@ -232,7 +232,7 @@ def test_damage_in_a_pack_names_its_leaves(tmp_path: Path, mesh8: Mesh) -> None:
         file = max(files, key=lambda file: file.stat().st_size)
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 4]) + whole[len(whole) // 2 + 1 :])
-        with pytest.raises(DamagedCheckpointError, match="other values than were saved in 1 leaves") as caught:
+        with pytest.raises(DamagedCheckpointError, match="values differ from the saved ones in 1 leaves") as caught:
             checkpoints.restore(0, state)
         assert len(caught.value.leaves) == 1 and caught.value.leaves[0] in state
         assert checkpoints.verify(0) == list(caught.value.leaves)
