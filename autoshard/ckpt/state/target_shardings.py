@@ -119,7 +119,7 @@ def _sharding_errors(shape: tuple[int, ...], sharding: Any) -> list[str]:
         try:
             _ = sharding and sharding.shard_shape(shape)
         except ValueError:
-            return [f"shape {shape} does not divide over {sharding}"]
+            return [f"shape {shape} cannot be divided over {sharding}"]
         return []
     if isinstance(sharding.mesh, AbstractMesh):
         return ["its mesh is abstract and has no devices: pass a Mesh"]
@@ -130,7 +130,7 @@ def _sharding_errors(shape: tuple[int, ...], sharding: Any) -> list[str]:
         return [f"shape {shape} has fewer dimensions than {sharding.spec}"]
     sizes = [math.prod(sharding.mesh.shape[name] for name in names) for names in axes]
     return [
-        f"shape {shape}: dim {dim} of size {shape[dim]} does not divide by "
+        f"shape {shape}: dim {dim} of size {shape[dim]} is not divisible by "
         f"{', '.join(f'{name!r} ({sharding.mesh.shape[name]})' for name in axes[dim])}"
         for dim, size in enumerate(sizes)
         if shape[dim] % size
