@@ -53,7 +53,7 @@ class Exported:
 def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
     """Copy a step unchanged, and compare the copy with its digests before it is committed.
 
-    Also copies `inference.json` and the tokenizer if the target does not have them.
+    Also copies `inference.json` and the tokenizer if the target has no `inference.json`.
 
     Raises:
         CheckpointError: the target has that step, was not created by autoshard, is being written by another run, or

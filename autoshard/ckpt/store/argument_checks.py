@@ -13,7 +13,7 @@ from autoshard.errors import CheckpointError
 
 
 class SaveArguments(NamedTuple):
-    """The arguments of `Checkpointer.save` beside the state, as they are written."""
+    """The arguments of `Checkpointer.save` other than the state, as JSON values."""
 
     config: dict[str, Any]
     metrics: dict[str, float]
