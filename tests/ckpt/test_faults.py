@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, RetentionPolicy
+from tests.ckpt.file_damage import DAMAGES, Damage, kinds_of
+from tests.ckpt.tmpfs import disk, remount
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -56,41 +58,6 @@ def same(found: Any, want: Any) -> bool:
         return np.asarray(leaf).tobytes()
 
     return all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True))
-
-
-def flip(file: Path, rng: random.Random) -> None:
-    content = bytearray(file.read_bytes())
-    bit = rng.randrange(8 * len(content))
-    content[bit // 8] ^= 1 << (bit % 8)
-    file.write_bytes(content)
-
-
-def truncate(file: Path, rng: random.Random) -> None:
-    os.truncate(file, rng.randrange(file.stat().st_size))
-
-
-def empty(file: Path, rng: random.Random) -> None:
-    os.truncate(file, 0)
-
-
-def delete(file: Path, rng: random.Random) -> None:
-    file.unlink()
-
-
-Damage = Callable[[Path, random.Random], None]
-DAMAGES: tuple[Damage, ...] = (flip, truncate, empty, delete)
-
-
-def kind_of(file: Path) -> str:
-    """Return a file's path without the step's number and without names that are digests."""
-    return re.sub(r"[0-9a-f]{32}", "*", re.sub(r"step_\d+", "step", str(file)))
-
-
-def kinds_of(folder: Path) -> dict[str, list[Path]]:
-    """Return the relative paths of all non-empty files below a folder, by kind."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.stat().st_size]
-    relative = sorted((file.relative_to(folder) for file in files), key=kind_of)
-    return {kind: list(group) for kind, group in itertools.groupby(relative, kind_of)}
 
 
 def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damage) -> str:
@@ -161,34 +128,6 @@ def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
         checkpoints.wait()
         assert intact(checkpoints, mesh, report) == [*STEPS, *range(4, 4 + count)]
     return f"{count} {report}"
-
-
-def own_disk(folder: Path, options: str) -> bool:
-    """Mount a tmpfs on a folder; return False if that is not permitted."""
-    folder.mkdir(exist_ok=True)
-    if sys.platform != "linux" or shutil.which("mount") is None:
-        return False
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
-    return done.returncode == 0
-
-
-@contextlib.contextmanager
-def disk(saved: Path, options: str) -> Iterator[Path | None]:
-    """Yield a copy of the intact steps on a separate tmpfs, or None if it cannot be mounted."""
-    folder = saved.parent / f"disk-{os.getpid()}"
-    mounted = own_disk(folder, options)
-    try:
-        if mounted:
-            shutil.copytree(saved, folder / "run")
-        yield folder / "run" if mounted else None
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-        folder.rmdir()
-
-
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(folder.parent)], check=True, capture_output=True)
 
 
 def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
