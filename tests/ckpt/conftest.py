@@ -1,4 +1,4 @@
-"""States to save, and how to tell that two are the same bit for bit."""
+"""States to save, and bitwise comparison of states."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ CONFIG = {"model": {"layers": 2, "width": 64}, "train": {"steps": 10}}
 
 
 def bits(leaf: Any) -> np.ndarray:
-    """A leaf's bytes."""
+    """Return the bytes of a leaf."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.frombuffer(np.asarray(leaf).tobytes(), np.uint8)
@@ -23,11 +23,12 @@ def bits(leaf: Any) -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def assert_same() -> Callable[[Any, Any], None]:
-    """Compares two states: structure, kinds, dtypes and every bit."""
+    """Compare two states: structure, types, dtypes and every bit."""
 
-    def check(found: Any, wanted: Any) -> None:
-        assert jax.tree.structure(found) == jax.tree.structure(wanted)
-        for (path, have), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    def check(actual: Any, expected: Any) -> None:
+        assert jax.tree.structure(actual) == jax.tree.structure(expected)
+        leaves = jax.tree_util.tree_leaves_with_path(actual)
+        for (path, have), want in zip(leaves, jax.tree.leaves(expected), strict=True):
             name = jax.tree_util.keystr(path)
             assert isinstance(have, jax.Array) == isinstance(want, jax.Array), name
             assert getattr(have, "dtype", type(have)) == getattr(want, "dtype", type(want)), name
@@ -38,7 +39,7 @@ def assert_same() -> Callable[[Any, Any], None]:
 
 @pytest.fixture(scope="session")
 def make_state() -> Callable[[Mesh, int], dict[str, Any]]:
-    """A state with every kind of leaf, on a mesh with the axes `data` and `model`."""
+    """Make a state with every type of leaf, on a mesh with the axes `data` and `model`."""
 
     def make(mesh: Mesh, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -75,7 +76,7 @@ def make_state() -> Callable[[Mesh, int], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def abstract() -> Callable[[Any], Any]:
-    """A state's shapes, dtypes and shardings; what is no array stays."""
+    """Replace the arrays of a state by `ShapeDtypeStruct`s with shardings."""
 
     def describe(state: Any) -> Any:
         return jax.tree.map(
@@ -92,7 +93,7 @@ def abstract() -> Callable[[Any], Any]:
 
 @pytest.fixture
 def files_of() -> Callable[[Path], dict[str, bytes]]:
-    """Everything below a directory, to compare before and after."""
+    """Read all files below a directory, to compare before and after."""
 
     def read(directory: Path) -> dict[str, bytes]:
         return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
@@ -102,5 +103,5 @@ def files_of() -> Callable[[Path], dict[str, bytes]]:
 
 @pytest.fixture(scope="session")
 def config() -> dict[str, Any]:
-    """What is saved beside the states."""
+    """The config to save with the states."""
     return CONFIG

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint on another mesh is the run that was never interrupted."""
+"""A run that resumes on another mesh has the losses of a run without the interruption."""
 
 import functools
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ CASES = [
 
 
 def batch_of(name: str, step: int) -> dict[str, np.ndarray]:
-    """Tokens that count on, by another number in each row: something to learn."""
+    """Return rows of tokens that count up with another step in each row, so that there is something to learn."""
     work = workload(name)
     rows, context, vocab = work.batch_size, work.config.context, 128
     rng = np.random.default_rng(step)
@@ -65,7 +65,7 @@ def program_of(name: str) -> tuple[Any, Any]:
 
 @functools.cache
 def placed(name: str, words: str) -> tuple[Any, Any, Any]:
-    """The step on a mesh, its plan, and the state's shapes with their shardings there."""
+    """Return the step on a mesh, its plan, and the shapes and shardings of the state."""
     program, train_step = program_of(name)
     axes = {axis: int(size) for axis, _, size in (word.partition(":") for word in words.split())}
     step = autoshard.auto_shard(train_step, donate_argnums=0, plan=words, mesh=axes)
@@ -87,7 +87,7 @@ def steps(name: str, words: str, state: Any, numbers: Iterable[int]) -> tuple[An
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs on meshes of eight devices: where the checkpoint is, what was saved, and the losses from there on."""
+    """Train on a mesh of eight devices; return the checkpoint's folder, the saved state, and the following losses."""
 
     @functools.cache
     def run(name: str, words: str) -> tuple[Path, Any, list[float]]:
@@ -100,14 +100,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
             checkpoints.save(BEFORE, state, plan=plan, expert_dims=dims, block=True)
         kept = jax.tree.map(np.asarray, state)
         _, losses = steps(name, words, state, range(BEFORE, BEFORE + AFTER))
-        assert losses[-1] < first[0] - 0.5  # it learns: a state that comes back wrong would show
+        assert losses[-1] < first[0] - 0.5  # it learns, so a wrongly restored state would change the losses
         return folder, kept, losses
 
     return run
 
 
 @pytest.mark.parametrize(("name", "source", "target"), CASES)
-def test_a_run_goes_on_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
+def test_a_run_resumes_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
     folder, kept, losses = saved(name, source)
     _, plan, like = placed(name, target)
     with Checkpointer(folder) as checkpoints:

@@ -1,4 +1,4 @@
-"""Saving behind the next steps: what is written is the state at the moment of the call."""
+"""Saving in the background writes the state at the time of the call."""
 
 import threading
 import time
@@ -23,8 +23,8 @@ def state_at(step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def held_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Keeps Orbax from looking at what it is given until the event is set."""
+def delayed_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Delay Orbax's writes until the event is set."""
     go, save = threading.Event(), ocp.save_checkpointables
 
     def late(*args: Any, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ def held_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, held_writer: threading.Event) -> None:
+def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, delayed_writer: threading.Event) -> None:
     sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
     advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0, out_shardings=sharding)
     state = jax.device_put(state_at(0), sharding)
@@ -47,24 +47,24 @@ def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, held_writer
             assert all(leaf.is_deleted() for leaf in given.values())
         jax.block_until_ready(state)
         assert checkpoints.steps() == []
-        held_writer.set()
+        delayed_writer.set()
         restored = checkpoints.restore(like=template)
     for name, want in state_at(0).items():
         np.testing.assert_array_equal(restored[name], want)
 
 
-def test_host_arrays_may_be_overwritten_at_once(tmp_path: Path, held_writer: threading.Event) -> None:
+def test_host_arrays_may_be_overwritten_at_once(tmp_path: Path, delayed_writer: threading.Event) -> None:
     state = state_at(0)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, config={})
         for leaf in state.values():
             leaf[:] = -1
-        held_writer.set()
+        delayed_writer.set()
         restored = checkpoints.restore(like=state)
     np.testing.assert_array_equal(restored["w3"], state_at(0)["w3"])
 
 
-def test_saves_overtaking_each_other(tmp_path: Path, mesh8: Mesh) -> None:
+def test_saves_in_quick_succession(tmp_path: Path, mesh8: Mesh) -> None:
     sharding = NamedSharding(mesh8, PartitionSpec("model"))
     advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     state = jax.device_put(state_at(0), sharding)
@@ -76,13 +76,13 @@ def test_saves_overtaking_each_other(tmp_path: Path, mesh8: Mesh) -> None:
             np.testing.assert_array_equal(checkpoints.restore(step, state)["w2"], state_at(step)["w2"])
 
 
-def test_blocking_means_committed(tmp_path: Path) -> None:
+def test_a_blocking_save_is_committed(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(4, {"w": jnp.ones(3)}, config={}, block=True)
         assert checkpoints.latest() == 4
 
 
-def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+def test_latest_waits_for_the_last_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(4, {"w": jnp.ones(3)}, config={})
         assert checkpoints.latest() == 4
@@ -106,7 +106,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, m
             checkpoints.save(2, {"w": jnp.ones(3)}, config={})
             with pytest.raises(CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"):
                 checkpoints.wait()
-        checkpoints.wait()  # told once
+        checkpoints.wait()  # raised only once
         checkpoints.save(3, {"w": jnp.ones(3)}, config={}, block=True)
         assert checkpoints.steps() == [1, 3]
 
@@ -128,8 +128,8 @@ def test_leftovers_of_killed_saves_are_removed_by_the_next_writer(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir())[1:] == ["step_00000001", "step_00000002"]
 
 
-def test_reading_waits_for_what_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orbax breaks a save beside which a load begins in the same process, by whichever Checkpointer."""
+def test_reading_waits_for_the_save_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that starts during a save in the same process, by any Checkpointer, breaks the save in Orbax."""
     save, load, look = (getattr(ocp, name) for name in CALLS)
     begun, within = threading.Event(), []
 

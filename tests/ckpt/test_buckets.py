@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, of a server that stands for Google's on this machine."""
+"""Checkpoints in a bucket of a local server that emulates Google Cloud Storage."""
 
 import os
 import socket
@@ -44,7 +44,7 @@ finally:
 
 
 @pytest.mark.slow
-def test_a_bucket_is_a_directory_as_any(tmp_path: Path) -> None:
+def test_checkpoints_in_a_bucket(tmp_path: Path) -> None:
     pytest.importorskip("gcsfs")
     pytest.importorskip("gcp_storage_emulator")
     with socket.socket() as probe:

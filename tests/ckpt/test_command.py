@@ -1,4 +1,4 @@
-"""`autoshard ckpt` on what cannot be used: one clear error, exit code 2, and nothing on disk changes."""
+"""`autoshard ckpt` on invalid input: one clear error, exit code 2, and nothing on disk changes."""
 
 import json
 import warnings
@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(tmp_path: Path, files_of: Callable[[Path], Any], capsys: pytest.CaptureFixture) -> Refused:
-    """Runs the command on files that it must leave as they are."""
+    """Run a command that must fail and not change any file."""
 
     def check(arguments: Sequence[str], message: str) -> None:
         before = files_of(tmp_path)
@@ -52,7 +52,7 @@ def on(action: Sequence[str], place: Path) -> list[str]:
 
 
 def write_adapter(folder: Path, rows: int) -> None:
-    """One for a `w` of 4 columns that go in and so many rows."""
+    """Write an adapter for a weight `w` of `rows` rows and 4 columns."""
     folder.mkdir()
     pair = {"A": np.ones((2, 4), np.float32), "B": np.ones((rows, 2), np.float32)}
     save_file({f"base_model.model.w.lora_{side}.weight": m for side, m in pair.items()}, folder / WEIGHTS)
@@ -65,7 +65,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.mark.parametrize("action", [*READING, ["prune", "--last", "1"]], ids=" ".join)
 def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -> None:
-    """Of the directory, and of a step in it."""
+    """A newer format of the directory, and of a step in it."""
     write_adapter(saved.parent / "adapter", 8)
     file = saved / "step_00000002" / "_CHECKPOINT_METADATA"
     whole = json.loads(file.read_text())
@@ -77,16 +77,16 @@ def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -
 
 
 @pytest.mark.parametrize("action", READING, ids=" ".join)
-def test_a_folder_with_something_else(tmp_path: Path, refused: Refused, action: Sequence[str]) -> None:
+def test_a_folder_of_another_program(tmp_path: Path, refused: Refused, action: Sequence[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     write_adapter(tmp_path / "adapter", 8)
-    said = "is not a checkpoint directory of autoshard: it holds thesis.tex and no autoshard.json. Name one that a run"
-    refused(on(action, tmp_path / "mine"), said)
+    message = "is not a checkpoint directory of autoshard: it contains thesis.tex and no autoshard.json. Use"
+    refused(on(action, tmp_path / "mine"), message)
     refused(on(action, tmp_path / "nowhere"), "holds no checkpoints: there is no such folder")
 
 
-def test_a_folder_that_is_being_written(saved: Path, refused: Refused) -> None:
+def test_a_folder_to_which_a_run_is_writing(saved: Path, refused: Refused) -> None:
     with Checkpointer(saved) as running, Checkpointer(saved.parent / "other") as other:
         other.save(9, {"w": jnp.ones(2)}, block=True)
         running.claim()
@@ -96,7 +96,7 @@ def test_a_folder_that_is_being_written(saved: Path, refused: Refused) -> None:
         assert running.steps() == [1, 2]
 
 
-def test_a_copy_of_all_with_one_that_is_there(saved: Path, refused: Refused) -> None:
+def test_a_copy_of_all_steps_to_a_folder_with_one_of_them(saved: Path, refused: Refused) -> None:
     other = saved.parent / "other"
     assert main(["ckpt", "copy", f"{saved}@2", str(other)]) == 0
     refused(["copy", str(saved), str(other), "--all"], "has step 2 already, and a committed step is never overwritten")
@@ -107,15 +107,15 @@ def test_a_copy_of_all_with_one_that_is_there(saved: Path, refused: Refused) -> 
 def test_folders_without_a_name(saved: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     (saved.parent / "empty").mkdir()
     monkeypatch.chdir(saved.parent / "empty")
-    for nameless in (".", "/"):
-        refused(["export", str(saved), nameless], "is there already: name a new folder")
+    for folder in (".", "/"):
+        refused(["export", str(saved), folder], "exists already: use a new folder")
 
 
-def test_what_is_no_number_of_a_step(saved: Path, refused: Refused) -> None:
+def test_a_step_number_of_other_digits(saved: Path, refused: Refused) -> None:
     refused(["ls", f"{saved}@\N{SUPERSCRIPT TWO}"], "holds no checkpoints: there is no such folder")
 
 
-def test_numbers_that_json_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_metrics_that_are_not_finite_in_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)}, metrics={"a": float("nan"), "b": -float("inf"), "c": 1.5}, block=True)
 
@@ -124,8 +124,8 @@ def test_numbers_that_json_does_not_have(tmp_path: Path, capsys: pytest.CaptureF
 
     for action in ("ls", "describe"):
         assert main(["ckpt", action, str(tmp_path / "run"), "--json"]) == 0
-        told = json.loads(capsys.readouterr().out, parse_constant=unknown)
-        assert (told[0] if action == "ls" else told)["metrics"] == {"a": "nan", "b": "-inf", "c": 1.5}
+        printed = json.loads(capsys.readouterr().out, parse_constant=unknown)
+        assert (printed[0] if action == "ls" else printed)["metrics"] == {"a": "nan", "b": "-inf", "c": 1.5}
 
 
 def test_an_adapter_for_another_base(saved: Path, refused: Refused) -> None:
@@ -133,28 +133,28 @@ def test_an_adapter_for_another_base(saved: Path, refused: Refused) -> None:
     refused(on(["merge"], saved), "is for another base than step 2 in")
 
 
-def test_a_step_that_is_not_there(saved: Path, refused: Refused) -> None:
+def test_a_missing_step(saved: Path, refused: Refused) -> None:
     refused(["describe", f"{saved}@7"], "there is no step 7 in")
     refused(["ls", f"{saved}@7"], "there is no step 7 in")
     refused(["export", f"{saved}@7", str(saved.parent / "out")], "there is no step 7 in")
 
 
-def test_the_best_by_a_metric_that_no_step_has(saved: Path, refused: Refused) -> None:
+def test_pruning_by_a_metric_that_no_step_has(saved: Path, refused: Refused) -> None:
     wanted = ["--last", "1", "--best", "1", "--metric", "valloss"]
     refused(["prune", str(saved), *wanted], "no step has the metric 'valloss'; they have: ")
 
 
-def test_pruning_beside_a_damaged_newest_step(saved: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:
-    """The newest step that is intact stays, and the command says why; where none is, nothing is removed."""
+def test_pruning_with_a_damaged_newest_step(saved: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:
+    """The newest intact step stays, with a warning; if no step is intact, nothing is removed."""
     manifest = saved / "step_00000002" / "_CHECKPOINT_METADATA"
     manifest.write_text("{")
     for dry in (["--dry-run"], []):
         with warnings.catch_warnings():
             warnings.simplefilter("always", CheckpointWarning)
             assert main(["ckpt", "prune", str(saved), "--last", "1", *dry]) == 0
-        told = capsys.readouterr()
-        assert "none; " in told.out and told.out.endswith(": 1, 2\n")
-        assert "steps 2. The newest that is intact, 1, stays" in told.err
+        printed = capsys.readouterr()
+        assert "none; " in printed.out and printed.out.endswith(": 1, 2\n")
+        assert "are damaged. The newest intact step, 1, stays" in printed.err and "steps 2 in" in printed.err
     with Checkpointer(saved, keep=None) as checkpoints:
         assert checkpoints.steps() == [1, 2]
     (saved / "step_00000001" / "_CHECKPOINT_METADATA").write_text("{")

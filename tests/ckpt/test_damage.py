@@ -1,4 +1,4 @@
-"""Damaged files and killed processes: every damage is found and named, and nothing committed is lost."""
+"""Damaged files and killed processes: all damage is detected and named, and no committed step is lost."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SEED = 20
 
 
 def large_state(mesh: Mesh, seed: int) -> dict[str, Any]:
-    """Leaves too large to be written into Orbax's index, so that most bytes are payload."""
+    """Return leaves that are too large for Orbax's index, so that most bytes are payload."""
     rng = np.random.default_rng(seed)
     sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
     leaves = {f"w{i}": rng.normal(size=(64, 256)).astype(np.float32) for i in range(3)}
@@ -61,7 +61,7 @@ def run(tmp_path: Path, mesh8: Mesh) -> tuple[Checkpointer, dict[int, Any]]:
 
 
 def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: Any) -> None:
-    """Random bits over all payload bytes: each is found, or lies where nothing is read."""
+    """Each flipped bit is detected, or is in a part of the file that is never read."""
     checkpoints, states = run
     rng = random.Random(SEED)
     files = payload_files(tmp_path / "step_00000003")
@@ -86,7 +86,7 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
 def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage: str) -> None:
-    """A file of any kind: the step is found damaged, or the file is one that nothing depends on."""
+    """For each file, either the damage is detected or the restore does not depend on the file."""
     checkpoints, states = run
     step = tmp_path / "step_00000003"
     outcomes = {}
@@ -118,7 +118,7 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
 
 
 def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
-    """The largest payload file holds the arrays; a flip in one makes that leaf, and no other, differ."""
+    """A flipped bit in the largest payload file, which contains the arrays, damages exactly one leaf."""
     checkpoints, states = run
     file = max(payload_files(tmp_path / "step_00000003"), key=lambda file: file.stat().st_size)
     flip(file, 8 * (file.stat().st_size // 2))
@@ -130,7 +130,7 @@ def test_the_damaged_leaf_is_named(run: Any, tmp_path: Path) -> None:
 
 
 def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Orbax reads without complaint is still compared."""
+    """Values that Orbax reads without an error are compared with their digests."""
     from autoshard.ckpt.store import orbax_storage
 
     checkpoints, states = run
@@ -143,12 +143,12 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(orbax_storage, "read_arrays", wrong)
     with pytest.raises(
-        DamagedCheckpointError, match="other values than were saved in 1 leaves:\n  params/w1\nNo earlier"
+        DamagedCheckpointError, match="values differ from the saved ones in 1 leaves:\n  params/w1\nNo earlier"
     ):
         checkpoints.restore(3, states[3])
 
 
-def test_falling_back_to_the_newest_intact_step(run: Any, tmp_path: Path, assert_same: Any) -> None:
+def test_fallback_to_the_newest_intact_step(run: Any, tmp_path: Path, assert_same: Any) -> None:
     checkpoints, states = run
     for step in (2, 3):
         file = max(payload_files(tmp_path / f"step_0000000{step}"), key=lambda file: file.stat().st_size)
@@ -167,12 +167,12 @@ def test_falling_back_to_the_newest_intact_step(run: Any, tmp_path: Path, assert
 def test_a_renamed_step(run: Any, tmp_path: Path) -> None:
     checkpoints, states = run
     (tmp_path / "step_00000003").rename(tmp_path / "step_00000004")
-    with pytest.raises(DamagedCheckpointError, match="manifest is the one of step 3"):
+    with pytest.raises(DamagedCheckpointError, match="its manifest is of step 3"):
         checkpoints.restore(4, states[3])
 
 
-def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
-    """What is valid JSON and says something else is no manifest; one of a later format is no damage."""
+def test_a_changed_manifest(run: Any, tmp_path: Path) -> None:
+    """A changed manifest without the matching checksum is damage; one of a newer format is not."""
     checkpoints, states = run
     file = tmp_path / "step_00000003" / "_CHECKPOINT_METADATA"
     whole = file.read_text()
@@ -183,13 +183,13 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
         return {"autoshard": body, "sha256": _checksum(body)}
 
     file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(config={"model": 2})}))
-    assert checkpoints.config(3) == {"model": 2}  # with its checksum, so the file is what is read
+    assert checkpoints.config(3) == {"model": 2}  # with the matching checksum, which shows that this file is read
     file.write_text(
         json.dumps(
             json.loads(whole) | {"custom_metadata": written | put(config={"model": 3}) | {"sha256": written["sha256"]}}
         )
     )
-    with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest is not as it was written"):
+    with pytest.raises(DamagedCheckpointError, match="step 3 .*the manifest has a wrong checksum"):
         checkpoints.restore(3, states[3])
     file.write_text(json.dumps(json.loads(whole) | {"custom_metadata": put(format=FORMAT + 1)}))
     with pytest.raises(CheckpointError, match=f"has format {FORMAT + 1}, .* reads up to {FORMAT}: upgrade") as caught:
@@ -197,7 +197,7 @@ def test_a_manifest_that_was_written_again(run: Any, tmp_path: Path) -> None:
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def test_files_that_may_not_be_read_are_not_called_damaged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_read_permission_are_not_reported_as_damaged(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from autoshard.ckpt.store import orbax_storage
 
     def forbidden(*_: Any, **__: Any) -> None:
@@ -234,19 +234,19 @@ def test_sigkill_at_any_moment(tmp_path: Path, root: Path) -> None:
             [sys.executable, "-c", SAVING, str(directory)], env=env, stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
-        told = -1
-        while told < 2 + trial:  # steps are being committed
+        newest = -1
+        while newest < 2 + trial:  # steps are being committed
             line = process.stdout.readline()
             assert line, "the saving process ended by itself"
-            told = int(line) if line.strip() != "None" else -1
+            newest = int(line) if line.strip() != "None" else -1
         time.sleep(rng.uniform(0, 0.15))
         process.send_signal(signal.SIGKILL)
         rest = process.communicate()[0].split()
-        told = max([told, *(int(line) for line in rest if line != "None")])
+        newest = max([newest, *(int(line) for line in rest if line != "None")])
         template = {f"w{i}": jax.ShapeDtypeStruct((64, 4096), jnp.float32) for i in range(8)}
         with Checkpointer(directory, keep=2) as checkpoints:
             last = checkpoints.latest()
-            assert last is not None and last >= told, f"step {told} was committed, the newest is {last}"
+            assert last is not None and last >= newest, f"step {newest} was committed, the newest is {last}"
             for step in checkpoints.steps():
                 restored = checkpoints.restore(step, template)
                 assert all(np.all(np.asarray(leaf) == step) for leaf in restored.values())

@@ -1,4 +1,4 @@
-"""States that are not the usual nest of sharded float arrays."""
+"""States other than a nested dict of sharded float arrays."""
 
 import dataclasses
 from pathlib import Path
@@ -30,13 +30,14 @@ def test_names_with_a_slash(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found["a/b"], np.ones(2))
             np.testing.assert_array_equal(found["a"]["b"], np.zeros(2))
         for later in (2, 3):
-            told = compare(checkpoints.describe(1), checkpoints.describe(later))
+            difference = compare(checkpoints.describe(1), checkpoints.describe(later))
             changed = "a/b" if later == 2 else "'a/b'"
-            assert told.same == 1 and told.values == (changed,) and not told.equal
+            assert difference.same == 1 and difference.values == (changed,) and not difference.equal
         checkpoints.save(4, {"a/b": jnp.ones(2)})
         checkpoints.save(5, {"a": {"b": jnp.ones(2)}}, block=True)
-        told = compare(checkpoints.describe(4), checkpoints.describe(5))
-        assert (told.same, told.values, told.only_one, told.only_other) == (0, (), ("'a/b'",), ("a/b",))
+        difference = compare(checkpoints.describe(4), checkpoints.describe(5))
+        assert (difference.same, difference.values) == (0, ())
+        assert (difference.only_one, difference.only_other) == (("'a/b'",), ("a/b",))
         assert checkpoints.describe(5).leaves[0].key == ("a", "b") and checkpoints.describe(5).leaves[0].name == "a/b"
         with pytest.raises(MismatchError, match="a/b and a/b both become c"):
             checkpoints.restore(1, like={"c": jnp.ones(2)}, rename={"a/b": "c"})
@@ -61,7 +62,7 @@ def test_wide_values_are_cast_on_the_host(tmp_path: Path, mesh8: Mesh, count: in
                 checkpoints.restore(2, like=like, allow_cast=True, partial=True)
 
 
-def test_without_a_template_wide_values_come_back_on_the_host(tmp_path: Path) -> None:
+def test_without_a_template_wide_values_are_restored_on_the_host(tmp_path: Path) -> None:
     state = {"step": 2**40, "scale": 0.5, "on": True, "wide": np.arange(3) + 2**33, "none": np.zeros((0, 2)), "w": W}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -75,8 +76,8 @@ def test_without_a_template_wide_values_come_back_on_the_host(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("count", [1, 70])
-def test_a_restored_state_meets_the_same_step(tmp_path: Path, mesh8: Mesh, count: int) -> None:
-    """Leaves that no sharding binds to a device stay free to go where the others are; no leaf has it compiled again."""
+def test_a_restored_state_does_not_recompile_the_step(tmp_path: Path, mesh8: Mesh, count: int) -> None:
+    """Leaves that were not committed to a device are restored uncommitted, weakly typed leaves weakly typed."""
     params = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh8, PartitionSpec("data")))
     state = {
         "params": params,
@@ -108,7 +109,7 @@ def test_a_restored_state_meets_the_same_step(tmp_path: Path, mesh8: Mesh, count
     assert traced == [True]
 
 
-def test_replicas_without_a_mesh_count_once(tmp_path: Path) -> None:
+def test_replicas_without_a_mesh_are_digested_once(tmp_path: Path) -> None:
     sharding: Any = GSPMDSharding.get_replicated(jax.devices())
     like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     with Checkpointer(tmp_path) as checkpoints:
@@ -121,8 +122,8 @@ def test_replicas_without_a_mesh_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 70])
-def test_arrays_of_the_other_byte_order_are_saved_in_this_machine_s(tmp_path: Path, count: int) -> None:
-    """Bit for bit, signalling NaNs as well; a template says in which order they come back."""
+def test_arrays_of_the_other_byte_order(tmp_path: Path, count: int) -> None:
+    """They are restored bit for bit, including signalling NaNs, in the byte order of the template."""
     native = np.array([0x7F812345, 0xFFC00001, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
     other = native.byteswap().view(native.dtype.newbyteorder())
     with Checkpointer(tmp_path) as checkpoints:
@@ -138,7 +139,7 @@ KEYS = ("", ".", "..", "%", "%packs", "%2E", "a/b", "/", "a\0b", "\n", " ", "\N{
 
 
 def test_odd_names(tmp_path: Path) -> None:
-    """Each on two levels, all beside each other."""
+    """All names are used on two levels of one state."""
     state = {name: {other: np.float32(i * 100 + j) for j, other in enumerate(KEYS)} for i, name in enumerate(KEYS)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, block=True)
@@ -147,8 +148,8 @@ def test_odd_names(tmp_path: Path) -> None:
             assert found == state
 
 
-def test_a_dynamic_loss_scale_is_a_leaf_like_others(tmp_path: Path, assert_same: Any) -> None:
-    """As jmp and Flax have it: a registered dataclass, with static fields, beside states of optax."""
+def test_a_dynamic_loss_scale(tmp_path: Path, assert_same: Any) -> None:
+    """As in jmp and Flax: a registered dataclass with static fields, beside states of optax."""
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
@@ -179,7 +180,7 @@ def test_a_dynamic_loss_scale_is_a_leaf_like_others(tmp_path: Path, assert_same:
 
 
 @pytest.mark.parametrize("count", [2, 70])
-def test_leaves_on_other_devices_than_the_mesh_that_is_set(tmp_path: Path, count: int) -> None:
+def test_leaves_on_other_devices_than_the_current_mesh(tmp_path: Path, count: int) -> None:
     """As leaves, and as leaves of packs."""
     device = jax.devices()[3]
     state = {str(n): jax.device_put(jnp.full(4, float(n)), device) for n in range(count)}
@@ -192,7 +193,7 @@ def test_leaves_on_other_devices_than_the_mesh_that_is_set(tmp_path: Path, count
 
 
 @pytest.mark.parametrize("count", [1, 70])
-def test_as_many_dimensions_as_can_be_written(tmp_path: Path, count: int) -> None:
+def test_the_largest_number_of_dimensions(tmp_path: Path, count: int) -> None:
     state = {str(n): np.full((1,) * 31, n) for n in range(count)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, block=True)

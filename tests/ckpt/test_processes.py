@@ -1,4 +1,4 @@
-"""Two `jax.distributed` processes save and restore together; one alone reads what they wrote."""
+"""Two `jax.distributed` processes save and restore together, and a single process restores their step."""
 
 import os
 import socket
@@ -60,7 +60,7 @@ with Checkpointer(directory, keep=None) as checkpoints:
     from autoshard.ckpt.restore.restore import read_manifest
     assert len(read_manifest(checkpoints.directory / "step_00000001", 1).places) == 81  # "whole" is of their kind
     same(checkpoints.restore(like=template, config={"model": 1}), 1)
-    # Of one pack onto two shardings: read on the host by each.
+    # Leaves of one pack on two shardings: each process reads the pack on the host.
     mixed = {**template, "many": [describe(state["many"][30 * (i % 2)]) for i in range(60)]}
     restored = checkpoints.restore(like=mixed)["many"]
     whole = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + 1
@@ -81,24 +81,25 @@ with Checkpointer(directory, keep=None) as checkpoints:
     try:
         checkpoints.save(9, {"own": own, "all": {"text": "the same", "array": np.ones(3), "local": jnp.ones(2)}})
     except CheckpointError as error:
-        assert "6 leaves of the state are in each process's own memory, and not the same in every" in str(error), error
+        message = "6 leaves of the state are in the memory of single processes and differ between processes"
+        assert message in str(error), error
         assert all(f"\\n  own/{name}\\n" in str(error) for name in own) and "all/" not in str(error), error
     else:
-        raise AssertionError("what one process has was saved for all")
+        raise AssertionError("the leaves of one process were saved for all")
     assert os.listdir(directory) == before
     checkpoints.save(9, {"data": "the same"}, block=True)
     assert checkpoints.restore(9) == {"data": "the same"}
     checkpoints._directory.remove(9) if index == 0 else None
     from autoshard._processes import exchange
     exchange("removed", "")
-    # What only one process finds wrong stops both.
-    from autoshard.ckpt import restore, storage
-    read = storage.read_arrays
+    # An error in one process fails the restore in both.
+    from autoshard.ckpt.store import orbax_storage
+    read = orbax_storage.read_arrays
     def broken(path, wanted, *, partial):
         if index == 1 and path.name.endswith("1"):
             raise OSError("only here")
         return read(path, wanted, partial=partial)
-    storage.read_arrays = broken
+    orbax_storage.read_arrays = broken
     import warnings
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

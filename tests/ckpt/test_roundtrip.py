@@ -1,4 +1,4 @@
-"""What is saved comes back: every kind of leaf, on any mesh, bit for bit."""
+"""Saving and restoring every type of leaf on any mesh, bit for bit."""
 
 import json
 from collections.abc import Callable
@@ -99,13 +99,13 @@ def test_explicit_axes(tmp_path: Path, assert_same: Any) -> None:
     assert restored["w"].sharding == state["w"].sharding
 
 
-def test_a_single_array_is_a_state_too(tmp_path: Path, assert_same: Any) -> None:
+def test_a_single_array_as_state(tmp_path: Path, assert_same: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, jnp.arange(5), config={})
         assert_same(checkpoints.restore(like=jnp.zeros(5, jnp.int32)), jnp.arange(5))
 
 
-def test_the_newest_steps_stay(tmp_path: Path) -> None:
+def test_the_newest_steps_are_kept(tmp_path: Path) -> None:
     def state(step: int) -> dict[str, jax.Array]:
         return {"w": jnp.full(4, step, jnp.float32)}
 
@@ -132,17 +132,19 @@ def test_plain_orbax_reads_the_arrays(tmp_path: Path) -> None:
 
 
 def test_each_replica_writes_its_share(tmp_path: Path, mesh8: Mesh) -> None:
-    """Of an array that all devices have whole each writes an eighth; of one that is cut in two, a quarter of a half."""
-    cuts = {"whole": (), "halves": ("data",), "pieces": ("data", "model")}
-    state = {name: jax.device_put(np.ones((64, 32)), NamedSharding(mesh8, PartitionSpec(*cuts[name]))) for name in cuts}
+    """Each of eight devices writes an eighth of an array, however many replicas there are."""
+    specs = {"whole": (), "halves": ("data",), "pieces": ("data", "model")}
+    state = {
+        name: jax.device_put(np.ones((64, 32)), NamedSharding(mesh8, PartitionSpec(*specs[name]))) for name in specs
+    }
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, block=True)
     found = ocp.checkpointables_metadata(str(tmp_path / "step_00000000")).metadata["state"]
-    written = {name: np.prod(found[name].storage_metadata.write_shape) for name in cuts}
-    assert written == dict.fromkeys(cuts, 64 * 32 / 8)
+    written = {name: np.prod(found[name].storage_metadata.write_shape) for name in specs}
+    assert written == dict.fromkeys(specs, 64 * 32 / 8)
 
 
-def test_the_manifest_tells_who_wrote(tmp_path: Path) -> None:
+def test_the_manifest_has_versions_and_devices(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)}, config={}, block=True)
     text = (tmp_path / "step_00000001" / "_CHECKPOINT_METADATA").read_text()
@@ -152,7 +154,7 @@ def test_the_manifest_tells_who_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_eight_devices_to_four_to_one_in_fresh_processes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
-    """Real device counts, as on another machine; the digests and the values are compared in each."""
+    """Each process has another device count, as on another machine."""
     code = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={count}"
@@ -179,7 +181,7 @@ print(np.asarray(restored["w"]).tobytes().hex(), jax.random.key_data(restored["k
 
 @pytest.mark.parametrize("block", [False, True])
 def test_leaves_in_host_memory(tmp_path: Path, mesh8: Mesh, assert_same: Any, block: bool) -> None:
-    """The template says in which memory a leaf comes back, wherever it was when it was saved."""
+    """The template determines the memory kind of a restored leaf, whatever it was when the leaf was saved."""
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     shardings = {
         "sharded": NamedSharding(mesh8, PartitionSpec("data", "model"), memory_kind="pinned_host"),
@@ -208,7 +210,7 @@ def test_leaves_in_host_memory(tmp_path: Path, mesh8: Mesh, assert_same: Any, bl
 
 
 @pytest.mark.parametrize("dtype", ["uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "longdouble", "clongdouble"])
-def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
+def test_the_error_names_leaves_that_cannot_be_written(tmp_path: Path, dtype: str) -> None:
     leaf = np.ones(3, getattr(ml_dtypes, dtype, dtype))
     with Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match=f"1 leaves(?s:.*)params/w: {leaf.dtype}"):
@@ -217,7 +219,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, dtype: str) -
         checkpoints.save(1, {"params": {"w": leaf[:0], "b": np.ones(3)}}, block=True)
 
 
-def test_every_type_that_is_said_to_be_writable_is(tmp_path: Path, assert_same: Any) -> None:
+def test_all_writable_dtypes(tmp_path: Path, assert_same: Any) -> None:
     state = {name: np.array([1, 0, 1]).astype(getattr(ml_dtypes, name, name)) for name in snapshot._WRITABLE}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state)

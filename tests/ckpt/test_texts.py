@@ -25,8 +25,8 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("count", [0, 70])
-def test_texts_come_back_as_they_were(tmp_path: Path, count: int) -> None:
-    """Alone, and beside others of one length that are packed; on a length the template need not agree."""
+def test_texts_are_restored_unchanged(tmp_path: Path, count: int) -> None:
+    """Alone, and beside packed texts of equal length. The template may have texts of other lengths."""
     state = {"w": jnp.ones(4), **TEXTS, "many": [f"text {n:03}" for n in range(count)]}
     blank = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else type(leaf)(), state)
     with Checkpointer(tmp_path) as checkpoints:
@@ -37,8 +37,8 @@ def test_texts_come_back_as_they_were(tmp_path: Path, count: int) -> None:
             assert {**found, "w": 0} == {**state, "w": 0}
         found = checkpoints.restore(shardings=jax.devices()[1])
         assert {name: found[name] for name in TEXTS} == TEXTS and found["w"].devices() == {jax.devices()[1]}
-        told = {leaf.name: leaf for leaf in checkpoints.describe().leaves}
-        assert told["bytes"].dtype == "bytes" and told["bytes"].shape == (4,) and told["long"].nbytes == 100_000
+        leaves = {leaf.name: leaf for leaf in checkpoints.describe().leaves}
+        assert leaves["bytes"].dtype == "bytes" and leaves["bytes"].shape == (4,) and leaves["long"].nbytes == 100_000
         checkpoints.save(2, state | {"str": "other"}, block=True)
         found = checkpoint_diff.compare(checkpoints.describe(1), checkpoints.describe(2))
         assert found.kinds and found.kinds[0].startswith("str: str[")
@@ -48,7 +48,7 @@ def test_texts_come_back_as_they_were(tmp_path: Path, count: int) -> None:
             checkpoints.restore(1, like=state | {"bytes": np.zeros(4, np.uint8)}, allow_cast=True)
 
 
-def test_a_damaged_text_is_found(tmp_path: Path) -> None:
+def test_a_damaged_text_is_detected(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"text": "abc" * 10_000, "w": jnp.ones(2)}, block=True)
         for file in (tmp_path / "step_00000001" / "state").rglob("*"):
@@ -57,8 +57,8 @@ def test_a_damaged_text_is_found(tmp_path: Path) -> None:
         assert checkpoints.verify() == ["text"]
 
 
-def test_only_steps_with_texts_have_the_format_of_texts(tmp_path: Path) -> None:
-    """So that versions from before there were texts read the others."""
+def test_only_steps_with_texts_have_the_newer_format(tmp_path: Path) -> None:
+    """Older versions can read steps without texts."""
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)})
         checkpoints.save(2, {"w": jnp.ones(2), "text": "x"}, block=True)
@@ -67,7 +67,7 @@ def test_only_steps_with_texts_have_the_format_of_texts(tmp_path: Path) -> None:
         assert written["custom_metadata"]["autoshard"]["format"] == number
 
 
-def test_an_export_leaves_texts_out(tmp_path: Path) -> None:
+def test_an_export_omits_texts(tmp_path: Path) -> None:
     for name, state in (
         ("whole", {"w": jnp.ones(2), "data": "x"}),
         ("train", {"params": {"w": jnp.ones(2), "n": b"x"}}),
@@ -90,8 +90,8 @@ def dataset() -> Any:
 
 
 @pytest.mark.parametrize("make", [loader, dataset])
-def test_a_run_goes_on_with_the_data_of_its_grain_iterator(tmp_path: Path, mesh8: Any, make: Any) -> None:
-    """A `DataLoader`'s state is bytes, a dataset's a dict of numbers."""
+def test_a_run_resumes_its_grain_iterator(tmp_path: Path, mesh8: Any, make: Any) -> None:
+    """The state of a `DataLoader` is bytes, that of a dataset a dict of numbers."""
     iterator, params = make(), {"w": jax.device_put(jnp.ones(8), NamedSharding(mesh8, PartitionSpec("data")))}
     for _ in range(21):
         next(iterator)

@@ -1,1 +1,1 @@
-"""Steps and models for other programs: safetensors, LoRA."""
+"""Copies of steps, and models for other programs: safetensors files, LoRA adapters."""

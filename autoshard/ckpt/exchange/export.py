@@ -1,4 +1,4 @@
-"""A step to another directory, and a model out of a step, for programs that know nothing of Orbax."""
+"""Copying a step to another directory, and exporting its model for programs without Orbax."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from autoshard._columns import listing
 from autoshard._shown import shown
+from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import DTYPES, Tensor, write
-from autoshard.ckpt.restore.restore import damaged, damaged_leaves, expected_digests, read_manifest, reading
+from autoshard.ckpt.restore.restore import damage_error, damaged_leaves, expected_digests, read_manifest, reading
 from autoshard.ckpt.state import array_digest
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
 from autoshard.ckpt.store import orbax_storage
@@ -25,22 +26,21 @@ from autoshard.ckpt.store.argument_checks import is_integer
 from autoshard.ckpt.store.directory import StepDirectory, is_committed
 from autoshard.errors import CheckpointError, RemovedStepError
 
-PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that are the model's
+PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that belong to the model
 AVERAGE = ("ema", "mean"), ("ema", "weight")
-INFERENCE, INFERENCE_FORMAT = "inference.json", 1  # beside the steps: what the trainer says of its model
-TOKENIZER = "tokenizer.json"  # and its tokenizer, where tokens are not bytes
-SHARD_BYTES = 5_000_000_000  # of a file of tensors, as HF's own
+INFERENCE, INFERENCE_FORMAT = "inference.json", 1  # beside the steps: the trainer's description of the model
+TOKENIZER = "tokenizer.json"  # beside the steps: the tokenizer, unless tokens are bytes
 
 
 @shown
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The record of an export.
 
     Attributes:
-        folder: where.
-        files: their names.
-        tensors: how many.
+        folder: the folder of the files.
+        files: the names of the files.
+        tensors: the number of tensors.
         nbytes: bytes of the tensors.
     """
 
@@ -51,14 +51,15 @@ class Exported:
 
 
 def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
-    """Copies a step as it is, and compares the copy with its digests before it gets its name.
+    """Copy a step unchanged, and compare the copy with its digests before it is committed.
 
-    Where the target does not say what its model is, it then says what the source does.
+    Also copies `inference.json` and the tokenizer if the target has no `inference.json`.
 
     Raises:
-        CheckpointError: the target has that step, is not ours, is being written, or cannot be written.
-        DamagedCheckpointError: the step is damaged; the target is as it was.
-        RemovedStepError: the step was removed meanwhile; the target is as it was.
+        CheckpointError: the target has that step, was not created by autoshard, is being written by another run, or
+            cannot be written.
+        DamagedCheckpointError: the step is damaged; the target is unchanged.
+        RemovedStepError: the step was removed while it was copied; the target is unchanged.
     """
     read_manifest(source.step_path(step), step)
     target.claim()
@@ -66,33 +67,34 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
         raise CheckpointError(f"{target.path} has step {step} already, and a committed step is never overwritten.")
     draft = target.draft_path(step)
     try:
-        with contextlib.ExitStack() as failed:
-            failed.callback(draft.rmtree, missing_ok=True)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(draft.rmtree, missing_ok=True)
             orbax_storage.copy_tree(source.step_path(step), draft)
             wrong = damaged_leaves(draft, step)
             if wrong:
-                raise damaged(source.step_path(step), step, "its copy has other values", [(name,) for name in wrong])
-            beside = []
-            for name in _missing_beside(source.path, target.path):
+                names = [(name,) for name in wrong]
+                raise damage_error(source.step_path(step), step, "its copy has different values", names)
+            parts = []
+            for name in _missing_model_files(source.path, target.path):
                 part = target.path / f".{name}.{os.getpid()}"
-                failed.callback(part.unlink, missing_ok=True)
+                on_failure.callback(part.unlink, missing_ok=True)
                 part.write_bytes((source.path / name).read_bytes())
-                beside.append((part, target.path / name))
+                parts.append((part, target.path / name))
             target.commit(draft, step)
-            for part, file in beside:  # after the step: where it fails, the target is as it was
+            for part, file in parts:  # last, so that a failure before leaves the target unchanged
                 part.rename(file)
-            failed.pop_all()
+            on_failure.pop_all()
     except OSError as error:
         if not is_committed(source.step_path(step)):
             raise RemovedStepError(step, source.path) from error
         raise CheckpointError(f"step {step} cannot be copied to {target.path}: {error}") from error
 
 
-def _missing_beside(source: Any, target: Any) -> list[str]:
-    """What a target lacks of the files that say what the model is, in the order in which they are to appear."""
+def _missing_model_files(source: Any, target: Any) -> list[str]:
+    """Return the files that describe the model and that the target does not have, in the order to create them."""
     if (target / INFERENCE).exists() or not (source / INFERENCE).exists():
         return []
-    # The tokenizer first: what names it is there only with it.
+    # The tokenizer first, because `inference.json` refers to it.
     return [name for name in (TOKENIZER, INFERENCE) if (source / name).exists() and not (target / name).exists()]
 
 
@@ -102,9 +104,9 @@ class Model:
     """A model as tensors that can be read one at a time.
 
     Attributes:
-        tensors: in the order in which they are best read.
-        files: what is written beside them: name -> JSON.
-        where: it is from.
+        tensors: the tensors, in the order that reads each pack once.
+        files: the files to write beside them: name -> JSON values.
+        where: the step or folder of the model.
     """
 
     tensors: tuple[Tensor, ...]
@@ -113,32 +115,31 @@ class Model:
 
 
 def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None = None) -> Model:
-    """The model of a step. Each tensor is compared with its digest when it is read.
+    """Return the model of a step. Each tensor is compared with its digest when it is read.
 
-    Tensors are called by their paths, `.`-joined, without the part of the train state that they are of.
+    The name of a tensor is its `.`-joined path, without the part of the train state. Reading a tensor with values out
+    of the range of `dtype` raises `CheckpointError`.
 
     Args:
-        path: of the step.
-        step: its number.
-        use_ema: take the parameters' moving average, divided by its weight.
-        dtype: of floating-point tensors; as they are saved by default.
+        path: the path of the step.
+        step: the number of the step.
+        use_ema: whether to use the moving average of the parameters, divided by its weight.
+        dtype: the dtype of floating-point tensors; by default the saved one.
 
     Raises:
-        CheckpointError: the dtype is no floating-point one, there is no moving average, or `inference.json` is damaged
-            or of a newer version.
-        DamagedCheckpointError: the step is not as it was written.
-
-    A tensor that `dtype` cannot hold raises `CheckpointError` when it is read.
+        CheckpointError: the dtype is not a floating-point type, there is no moving average, or `inference.json` is
+            damaged or of a newer version.
+        DamagedCheckpointError: the step is damaged.
     """
     floating = [name for name in DTYPES if "float" in name]
     if dtype not in (None, *floating):
-        raise CheckpointError(f"dtype={dtype!r}: floating-point tensors are written as {', '.join(floating)}.")
+        raise CheckpointError(f"dtype={dtype!r}: use one of {', '.join(floating)}.")
     manifest = read_manifest(path, step)
     digests = expected_digests(path, step, manifest)
     specs = {spec.key: spec for spec in manifest.leaves}
     where = f"step {step} in {path.parent}"
     sources = model_leaves(specs, use_ema, where)
-    leaves = orbax_storage.Leaves(path, manifest)
+    leaves = orbax_storage.LeafReader(path, manifest)
 
     def read(spec: LeafSpec) -> np.ndarray:
         if not spec.stored:
@@ -146,7 +147,7 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
         with reading(path, step):
             values = leaves.read(spec.key)
         if array_digest.host_digest(values) != digests[spec.key]:
-            raise damaged(path, step, "other values than were saved", [spec.key])
+            raise damage_error(path, step, "values differ from the saved ones", [spec.key])
         return values
 
     weight = float(read(specs[AVERAGE[1]])) if use_ema else 1.0
@@ -158,8 +159,8 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
         kind = _kind(specs["params", *key] if is_mean else spec, dtype)
 
         def values() -> np.ndarray:
-            found = read(spec)
-            return cast_values(name, found / np.float32(weight) if is_mean else found, kind)
+            saved = read(spec)
+            return cast_values(name, saved / np.float32(weight) if is_mean else saved, kind)
 
         name = ".".join(key)
         return Tensor(name, spec.shape, kind, values)
@@ -170,19 +171,19 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
 
 
 def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
-    """Writes a model's tensors as safetensors files, one in memory at a time, and the JSON files of what it is.
+    """Write the tensors of a model as safetensors files, with one tensor in memory at a time, and its JSON files.
 
     Args:
-        model: what.
-        folder: a new one.
-        shard_bytes: of a file at most.
+        model: the model.
+        folder: a new or empty folder.
+        shard_bytes: largest number of bytes of tensors in one file.
 
     Raises:
-        CheckpointError: the folder holds something, or cannot be written, a file may hold nothing, or a tensor's dtype
-            cannot hold its values; nothing is left of what was written.
+        CheckpointError: the folder is not empty or cannot be written, `shard_bytes` is not positive, or a value is out
+            of the range of the tensor's dtype. The files written so far are removed.
     """
     if not is_integer(shard_bytes) or shard_bytes < 1:
-        raise CheckpointError(f"shard_bytes={shard_bytes!r}: a file holds one byte at least.")
+        raise CheckpointError(f"shard_bytes={shard_bytes!r}: it must be an integer of at least 1.")
     with _new_folder(folder) as draft:
         files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "from": model.where})
         for name, content in model.files.items():
@@ -192,98 +193,100 @@ def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -
 
 
 def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> dict[Key, LeafSpec]:
-    """Which saved leaves are the model's, by their paths in it: of a train state, or else all that there are.
+    """Return the saved leaves of the model by their paths in it. The model is a part of a train state, or all arrays.
 
     Raises:
-        CheckpointError: there is no moving average, it is one of other leaves, or there is no model.
+        CheckpointError: there is no moving average, it has leaves that are not parameters, or there are no arrays.
     """
     specs = {key: spec for key, spec in specs.items() if not spec.is_text}
     if not any(key[:1] == ("params",) for key in specs):
-        found = {key: spec for key, spec in specs.items() if spec.key_impl is None}
+        leaves = {key: spec for key, spec in specs.items() if spec.key_impl is None}
     else:
-        found = {key[1:]: spec for key, spec in specs.items() if key[0] in PARAMETERS and len(key) > 1}
+        leaves = {key[1:]: spec for key, spec in specs.items() if key[0] in PARAMETERS and len(key) > 1}
     if use_ema:
         mean, weight = AVERAGE
         means = {key[len(mean) :]: spec for key, spec in specs.items() if key[: len(mean)] == mean}
         if not means or weight not in specs:
             raise CheckpointError(f"{where} has no moving average of the parameters: leave out --use-ema.")
-        strange = ["/".join(spec.key) for key, spec in means.items() if ("params", *key) not in specs]
-        if strange:
-            raise CheckpointError(f"{where} has averages of what is no parameter:\n{listing(strange)}")
-        found |= means
-    if not found:
-        raise CheckpointError(f"{where} has no arrays that could be a model's.")
-    return found
+        unknown = ["/".join(spec.key) for key, spec in means.items() if ("params", *key) not in specs]
+        if unknown:
+            raise CheckpointError(
+                f"{where} contains moving averages for leaves that are not parameters:\n{listing(unknown)}"
+            )
+        leaves |= means
+    if not leaves:
+        raise CheckpointError(f"{where} has no arrays, so it has no model.")
+    return leaves
 
 
 def cast_values(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
-    """A tensor's values in another dtype.
+    """Cast the values of a tensor.
 
     Raises:
-        CheckpointError: one of them is finite, and not in that dtype.
+        CheckpointError: a finite value is not finite in the new dtype.
     """
     with np.errstate(over="ignore"):
-        found = values.astype(dtype, copy=False)
-    if found.dtype == values.dtype or np.issubdtype(found.dtype, np.integer):
-        return found
-    lost = np.isfinite(values) & ~np.isfinite(found)
-    if lost.any():
-        most, largest = float(np.abs(values[lost]).max()), float(jnp.finfo(found.dtype).max)
+        cast = values.astype(dtype, copy=False)
+    if cast.dtype == values.dtype or np.issubdtype(cast.dtype, np.integer):
+        return cast
+    overflow = np.isfinite(values) & ~np.isfinite(cast)
+    if overflow.any():
+        most, largest = float(np.abs(values[overflow]).max()), float(jnp.finfo(cast.dtype).max)
         raise CheckpointError(
-            f"{name} has values of up to {most:.6g}, and {dtype} holds {largest:.6g} at most: "
-            "take bfloat16 or float32, or leave the tensors as they are saved."
+            f"{name} has values of up to {most:.6g}, but the largest {dtype} is {largest:.6g}: "
+            "use bfloat16 or float32, or keep the saved dtypes."
         )
-    return found
+    return cast
 
 
 def _kind(spec: LeafSpec, dtype: str | None) -> str:
-    """The dtype of an exported tensor."""
+    """Return the dtype of an exported tensor."""
     floating = "float" in spec.dtype
     return dtype if dtype is not None and floating else spec.dtype
 
 
 def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Any) -> dict[str, Any]:
-    """The JSON files beside the tensors: what the model is and, where `inference.json` says it, how text is sampled."""
+    """Return the JSON files beside the tensors: the model's config, and with an `inference.json` sampling settings."""
     model = config.get("model", {})
     model = dict(model) if isinstance(model, Mapping) else {"name": model}
     generation = {}
     if inference.exists():
         try:
-            told = json.loads(inference.read_text())
-            if told.get("format", INFERENCE_FORMAT) > INFERENCE_FORMAT:
+            content = json.loads(inference.read_text())
+            if content.get("format", INFERENCE_FORMAT) > INFERENCE_FORMAT:
                 raise CheckpointError(
-                    f"{inference} has format {told['format']}, this version reads up to {INFERENCE_FORMAT}: upgrade"
+                    f"{inference} has format {content['format']}, this version reads up to {INFERENCE_FORMAT}: upgrade"
                 )
-            if not isinstance(told["model"], str):
-                raise ValueError(f"model is {told['model']!r}, it must be a name")
-            model = {"name": told["model"], **told["config"]}  # a run's settings may be those of another model
-            generation = {"generation_config.json": _generation(told)}
+            if not isinstance(content["model"], str):
+                raise ValueError(f"model is {content['model']!r}, it must be a name")
+            model = {"name": content["model"], **content["config"]}  # takes precedence over the run's config
+            generation = {"generation_config.json": _generation(content)}
         except CheckpointError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"{inference} is not as it was written: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{inference} is damaged: {type(error).__name__}: {error}") from error
     name = model.pop("name", None)
     kinds = [one.dtype for one in tensors if "float" in one.dtype]
     head = {"architectures": [name]} if name else {}
-    kept = {"dtype": max(set(kinds), key=kinds.count)} if kinds else {}
-    return {"config.json": head | kept | model} | generation
+    dtype = {"dtype": max(set(kinds), key=kinds.count)} if kinds else {}
+    return {"config.json": head | dtype | model} | generation
 
 
-def _generation(told: Mapping[str, Any]) -> dict[str, Any]:
-    """How text is sampled, as HF's `generate` reads it."""
-    temperature, top_k = float(told["generation"]["temperature"]), told["generation"]["top_k"]
-    top_k = 0 if top_k is None else int(top_k)  # where it is left out, HF takes 50
-    how = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    return how | {"max_length": int(told["max_length"])}
+def _generation(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling settings in the form of Hugging Face's `generate`."""
+    temperature, top_k = float(content["generation"]["temperature"]), content["generation"]["top_k"]
+    top_k = 0 if top_k is None else int(top_k)  # the default of Hugging Face is 50
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    return sampling | {"max_length": int(content["max_length"])}
 
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name only when all is in it."""
+    """Yield a draft folder that is renamed to `folder` when it is complete."""
     try:
-        # What has no name of its own, such as `.` and `/`, is there as well.
+        # Paths without a name, such as `.` and `/`, exist.
         if not folder.name or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-            raise CheckpointError(f"{folder} is there already: name a new folder.")
+            raise CheckpointError(f"{folder} exists already: use a new folder.")
         draft = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)

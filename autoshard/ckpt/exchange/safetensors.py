@@ -1,8 +1,8 @@
-"""Tensors into safetensors files and out of them, one at a time: a model may be larger than memory.
+"""Reading and writing safetensors files one tensor at a time, because a model may be larger than memory.
 
 A file is 8 bytes with the header's length, the header as JSON (dtype, shape and byte range of each tensor), and the
-tensors' bytes, little-endian and row-major (https://github.com/huggingface/safetensors). The library's own writer takes
-all tensors at once.
+tensors' bytes, little-endian and row-major (https://github.com/huggingface/safetensors). The library's writer needs all
+tensors at once.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _METADATA = "__metadata__"
 @shown
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that is to be written.
+    """A tensor whose values are read on demand.
 
     Attributes:
-        name: what it is called in the file.
-        shape: its shape.
-        dtype: its dtype's name.
-        read: makes its values; called once, when its turn comes.
+        name: the name in the file.
+        shape: the shape.
+        dtype: the name of the dtype.
+        read: returns the values; called once, just before they are written.
     """
 
     name: str
@@ -65,36 +65,35 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of the values."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 def write(folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, metadata: Mapping[str, str]) -> list[Path]:
-    """Writes `model.safetensors`, or several files and an index where one would be larger than `shard_bytes`.
+    """Write `model.safetensors`, or several files and an index if one file would be larger than `shard_bytes`.
 
     Args:
-        folder: where to; it exists.
-        tensors: what, in the order in which it is written; a tensor is never cut.
-        shard_bytes: of tensors in a file at most, but for a single larger one.
-        metadata: texts that each file carries.
+        folder: an existing folder.
+        tensors: the tensors, in the order in which they are distributed over files; a tensor is never split.
+        shard_bytes: largest number of bytes of tensors in one file, unless a single tensor is larger.
+        metadata: strings to write into the header of each file.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        CheckpointError: there is no such dtype in the format, two tensors have one name, or one has that of the header.
+        CheckpointError: the format does not support a dtype, two tensors have the same name, or one has the reserved
+            name of the metadata.
     """
     wrong = [f"{one.name}: {one.dtype}" for one in tensors if one.dtype not in DTYPES]
     if wrong:
-        raise CheckpointError(f"safetensors files have no such dtype:\n{listing(wrong)}")
+        raise CheckpointError(f"safetensors files do not support these dtypes:\n{listing(wrong)}")
     names = [one.name for one in tensors]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise CheckpointError(f"two tensors have one name:\n{listing(twice)}")
+    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        raise CheckpointError(f"two tensors have the same name:\n{listing(repeated)}")
     if _METADATA in names:
-        raise CheckpointError(
-            f"a tensor is called {_METADATA}, as what safetensors files say of themselves: rename it."
-        )
+        raise CheckpointError(f"a tensor has the name {_METADATA}, which is reserved in safetensors files: rename it.")
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
         return [_write_file(folder / "model.safetensors", shards[0], metadata)]
@@ -111,19 +110,19 @@ def write(folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, metadata
 
 def _shards(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
     shards: list[list[Tensor]] = [[]]
-    held = 0
+    nbytes = 0
     for one in tensors:
-        if shards[-1] and held + one.nbytes > shard_bytes:
+        if shards[-1] and nbytes + one.nbytes > shard_bytes:
             shards.append([])
-            held = 0
+            nbytes = 0
         shards[-1].append(one)
-        held += one.nbytes
+        nbytes += one.nbytes
     return shards
 
 
 def _write_file(file: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Path:
     header: dict[str, Any] = {_METADATA: dict(metadata)}
-    # Larger elements first: every tensor is then aligned to its own element.
+    # Larger elements first, so that each tensor is aligned to its element size.
     ordered = sorted(tensors, key=lambda one: -np.dtype(one.dtype).itemsize)
     end = 0
     for one in ordered:
@@ -140,42 +139,42 @@ def _write_file(file: Path, tensors: Sequence[Tensor], metadata: Mapping[str, st
         for one in ordered:
             values = np.ascontiguousarray(one.read())
             if values.dtype != np.dtype(one.dtype) or values.size * values.dtype.itemsize != one.nbytes:
-                raise AssertionError(f"{one.name}: {values.dtype}{values.shape} is not what its header says")
+                raise AssertionError(f"{one.name}: {values.dtype}{values.shape} does not match its header")
             out.write(values.reshape(-1).view(np.uint8).data)
     return file
 
 
 def read(folder: Path) -> list[Tensor]:
-    """The tensors of `model.safetensors`, or of the files that an index names; their values are not read yet.
+    """Return the tensors of `model.safetensors`, or of the files of an index. Their values are read on demand.
 
     Raises:
-        CheckpointError: the index and the files do not fit, or there is a dtype that is not known here.
-        FileNotFoundError: a file is not there.
-        OSError, ValueError, SafetensorError: one is not as it was written.
+        CheckpointError: the index does not match the files, or a dtype is not supported.
+        FileNotFoundError: a file is missing.
+        OSError, ValueError, SafetensorError: a file is damaged.
     """
     places = _places(folder)
     names = ["model.safetensors"] if places is None else sorted({*places.values()})
-    found = {name: _tensors(folder / name) for name in names}
-    have = {name: {one.name for one in tensors} for name, tensors in found.items()}
+    by_file = {name: _tensors(folder / name) for name in names}
+    have = {name: {one.name for one in tensors} for name, tensors in by_file.items()}
     wrong = [f"{name} has no {tensor}" for tensor, name in (places or {}).items() if tensor not in have[name]]
     if wrong:
         raise CheckpointError(f"{folder / INDEX} names tensors that are not in their files:\n{listing(wrong)}")
-    return [one for tensors in found.values() for one in tensors]
+    return [one for tensors in by_file.values() for one in tensors]
 
 
 def _places(folder: Path) -> dict[str, str] | None:
-    """In which file each tensor is; None where there is no index.
+    """Return the file of each tensor; None if there is no index.
 
     Raises:
-        CheckpointError: the index is not as HF writes it, or names what is not beside it.
+        CheckpointError: the index is damaged, or names files outside its folder.
     """
     index = folder / INDEX
     if not index.exists():
         return None
-    told = json.loads(index.read_text())
-    places = told.get("weight_map") if isinstance(told, dict) else None
+    content = json.loads(index.read_text())
+    places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"{index} is not as HF writes it: its weight_map says each tensor's file")
+        raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
     wrong = sorted({name for name in places.values() if Path(name).name != name})
     if wrong:
         raise CheckpointError(f"{index} names files that are not beside it:\n{listing(wrong)}")
@@ -184,11 +183,11 @@ def _places(folder: Path) -> dict[str, str] | None:
 
 def _tensors(path: Path) -> list[Tensor]:
     kinds = {code: dtype for dtype, code in DTYPES.items()}
-    with opened(path) as file:
+    with open_tensors(path) as file:
         parts = {name: file.get_slice(name) for name in file.offset_keys()}
         wrong = [f"{name}: {part.get_dtype()}" for name, part in parts.items() if part.get_dtype() not in kinds]
         if wrong:
-            raise CheckpointError(f"{path} has dtypes that are not known here:\n{listing(wrong)}")
+            raise CheckpointError(f"{path} has dtypes that are not supported:\n{listing(wrong)}")
         return [
             Tensor(name, tuple(part.get_shape()), kinds[part.get_dtype()], functools.partial(_read_one, path, name))
             for name, part in parts.items()
@@ -196,16 +195,16 @@ def _tensors(path: Path) -> list[Tensor]:
 
 
 def _read_one(path: Path, name: str) -> np.ndarray:
-    with opened(path) as file:
+    with open_tensors(path) as file:
         return file.get_tensor(name)
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A file of tensors.
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file.
 
     Raises:
-        FileNotFoundError: with its name, which the library leaves out.
+        FileNotFoundError: with the name of the file, which the library's error does not have.
     """
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

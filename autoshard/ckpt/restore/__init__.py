@@ -1,1 +1,1 @@
-"""Read a step back, and describe what it holds."""
+"""Reading, checking, describing and comparing steps."""

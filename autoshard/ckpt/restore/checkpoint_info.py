@@ -1,4 +1,4 @@
-"""What a committed step is, without its values."""
+"""The description of a committed step, without its values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard._units import bytes_text
+from autoshard.ckpt.restore.constants import LEAVES_SHOWN
 from autoshard.ckpt.restore.restore import expected_digests, read_manifest, reading
 from autoshard.ckpt.state.named_leaves import Key
 from autoshard.ckpt.store import orbax_storage
 from autoshard.ckpt.store.manifest import Manifest
-
-LARGEST = 8  # leaves that are listed where not all are wanted
 
 
 @shown
@@ -22,14 +21,14 @@ class Leaf:
     """One leaf of a step.
 
     Attributes:
-        name: its path, `params/w`.
-        shape: the whole shape.
-        dtype: the dtype's name.
-        nbytes: bytes of its elements.
-        layout: the `PartitionSpec` that it was saved from, None off meshes.
-        digest: of its values, the same on any mesh; None without elements.
-        expert_dim: its dimension of experts, where it is known to have one.
-        key: its path, one text per level; a level may hold a `/`.
+        name: the path, `params/w`.
+        shape: the global shape.
+        dtype: the name of the dtype.
+        nbytes: bytes of the elements.
+        layout: the `PartitionSpec` with which it was saved; None if it was not on a mesh.
+        digest: the digest of the values, the same on any mesh; None if there are no elements.
+        expert_dim: the dimension of experts, if it is known.
+        key: the path, one string per level; a level may contain a `/`.
     """
 
     name: str
@@ -48,15 +47,15 @@ class Description:
     """A committed step, without its values.
 
     Attributes:
-        step: its number.
-        path: where it is.
-        leaves: of the state, in its order.
+        step: the number of the step.
+        path: the path of the step.
+        leaves: the leaves of the state, in tree order.
         nbytes: bytes of the leaves.
-        file_bytes: bytes of its files.
-        metrics: numbers that were saved with it.
-        config: what was saved with it.
-        plan: the plan that it was trained under, as `Plan.to_json` writes it, None where none was given.
-        meshes: sizes of the axes of the meshes that its leaves were on.
+        file_bytes: bytes of the files.
+        metrics: the metrics that were saved with it.
+        config: the config that was saved with it.
+        plan: the plan of the train step, as written by `Plan.to_json`, or None.
+        meshes: the axis sizes of the meshes of the leaves.
         written_by: versions of packages, devices, processes and time.
     """
 
@@ -72,7 +71,7 @@ class Description:
     written_by: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Return all fields as JSON values."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         leaves = [{name: getattr(leaf, name) for name in leaf.__dataclass_fields__} for leaf in self.leaves]
         metrics = {name: float(value) for name, value in self.metrics.items()}
@@ -92,33 +91,33 @@ class Description:
         if self.metrics:
             lines.append(f"  metrics   {', '.join(f'{name} {value:.6g}' for name, value in self.metrics.items())}")
         if self.plan is not None:
-            lines.append("  plan      kept with it")
+            lines.append("  plan      saved")
         counts = sorted({leaf.shape[leaf.expert_dim] for leaf in self.leaves if leaf.expert_dim is not None})
         if counts:
-            lines.append(f"  experts   {' or '.join(map(str, counts))} experts, by number in the leaves that have them")
-        largest = sorted(self.leaves, key=lambda leaf: -leaf.nbytes)[:LARGEST]
+            lines.append(f"  experts   {' or '.join(map(str, counts))} experts")
+        largest = sorted(self.leaves, key=lambda leaf: -leaf.nbytes)[:LEAVES_SHOWN]
         for leaf in largest:
             shape = ", ".join(map(str, leaf.shape))
             placed = f" on {leaf.layout}" if leaf.layout not in (None, "()") else ""
             lines.append(f"    {leaf.name}: {leaf.dtype}[{shape}], {bytes_text(leaf.nbytes)}{placed}")
         if len(self.leaves) > len(largest):
-            lines.append(f"    and {len(self.leaves) - len(largest)} smaller ones")
+            lines.append(f"    and {len(self.leaves) - len(largest)} smaller leaves")
         return "\n".join(lines)
 
 
 def describe_step(path: Any, step: int) -> Description:
-    """A step, by its manifest and its digests.
+    """Read the manifest and digests of a step and return its description.
 
     Raises:
-        DamagedCheckpointError: either is not as it was written.
-        RemovedStepError: the step was removed meanwhile.
+        DamagedCheckpointError: the manifest or the digests are damaged.
+        RemovedStepError: the step was removed while it was read.
     """
     manifest = read_manifest(path, step)
-    return described(path, manifest, expected_digests(path, step, manifest))
+    return description_of(path, manifest, expected_digests(path, step, manifest))
 
 
-def described(path: Any, manifest: Manifest, digests: Mapping[Key, int]) -> Description:
-    """A step, from what was read of it."""
+def description_of(path: Any, manifest: Manifest, digests: Mapping[Key, int]) -> Description:
+    """Return the description of a step from its manifest and digests."""
     with reading(path, manifest.step):
         file_bytes = orbax_storage.file_bytes(path)
     return Description(

@@ -1,9 +1,8 @@
-"""Experts by their numbers: a subset, more of them by copying, a dense layer made into experts.
+"""Selecting, reordering and copying experts by number, and copying a dense layer for each expert.
 
-An expert's number is its place in the dimension of experts of the whole arrays: of its weights, of their optimizer
-state and average, and of the router's columns. It is the same on every mesh, under every degree of expert parallelism
-and in any number of processes, as leaves are saved whole. Which dimension that is, a plan knows (its logical axis
-`experts`) and a checkpoint keeps.
+The number of an expert is its index in the dimension of experts of the global arrays: weights, their optimizer state
+and moving average, and the router's columns. It does not depend on the mesh, the degree of expert parallelism or the
+number of processes. A plan gives the dimension of experts (its logical axis `experts`), and it is saved with the step.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from autoshard.ckpt.store.argument_checks import is_integer
 from autoshard.errors import CheckpointError
 from autoshard.sharding.plan.replication import sharded_axes
 
-_AXIS = re.compile(r"experts(_\d+)?")  # as plans name it
+_AXIS = re.compile(r"experts(_\d+)?")  # its name in plans
 
 
 @shown
 @dataclass(frozen=True)
 class Change:
-    """How a saved leaf becomes another: some of its experts in some order, or copies along a new dimension.
+    """The change of a saved leaf: a selection of experts, or copies along a new dimension.
 
     Attributes:
-        dim: the dimension of experts, in what comes of it.
-        numbers: which experts are taken; None where the leaf is copied.
-        count: how many there are then.
+        dim: the dimension of experts of the changed leaf.
+        numbers: the numbers of the selected experts; None if the leaf is copied for each expert.
+        count: number of experts of the changed leaf.
     """
 
     dim: int
@@ -47,7 +46,7 @@ class Change:
     count: int
 
     def of(self, spec: LeafSpec) -> LeafSpec:
-        """What a saved leaf becomes."""
+        """Return the spec of the changed leaf."""
         shape = list(spec.shape)
         if self.numbers is None:
             shape.insert(self.dim, self.count)
@@ -56,34 +55,34 @@ class Change:
         return replace(spec, shape=tuple(shape))
 
     def read_like(self, leaf: Any, spec: LeafSpec) -> Any:
-        """A template for the saved leaf, placed as nearly as the wanted one as its shape allows."""
+        """Return a template for the saved leaf, sharded like the requested leaf as far as its shape allows."""
         sharding = getattr(leaf, "sharding", None)
         if not hasattr(leaf, "sharding"):
             return np.zeros((), spec.dtype)
         if isinstance(sharding, NamedSharding):
             axes = [*sharded_axes(sharding.spec)] + [()] * (len(leaf.shape) - len(sharding.spec))
-            ways = int(np.prod([sharding.mesh.shape[name] for name in axes[self.dim]], dtype=int))
+            shards = int(np.prod([sharding.mesh.shape[name] for name in axes[self.dim]], dtype=int))
             if self.numbers is None:
                 del axes[self.dim]
-            elif spec.shape[self.dim] % ways:
+            elif spec.shape[self.dim] % shards:
                 axes[self.dim] = ()
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
         return spec.struct(sharding)
 
-    def applied(self, array: Any, leaf: Any) -> Any:
-        """The wanted leaf's values, on its sharding."""
+    def apply(self, array: Any, leaf: Any) -> Any:
+        """Return the changed values of a saved array, with the sharding of the requested leaf."""
         if not isinstance(array, jax.Array):
-            return self._made(np, array)
-        wanted = getattr(leaf, "sharding", None)
-        if not isinstance(wanted, NamedSharding) or wanted.mesh.are_all_axes_auto:
-            return jax.jit(partial(self._made, jnp), out_shardings=wanted)(array)
-        # With explicit axes the type of what is taken of a sharded dimension would have to be said.
+            return self._changed(np, array)
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.are_all_axes_auto:
+            return jax.jit(partial(self._changed, jnp), out_shardings=sharding)(array)
+        # With explicit axes, `take` along a sharded dimension would need an output sharding.
         with _compat.auto_axes():
             array = jax.device_put(array, _with_auto_axes(array.sharding))
-            made = jax.jit(partial(self._made, jnp), out_shardings=_with_auto_axes(wanted))(array)
-        return jax.device_put(made, wanted)
+            changed = jax.jit(partial(self._changed, jnp), out_shardings=_with_auto_axes(sharding))(array)
+        return jax.device_put(changed, sharding)
 
-    def _made(self, library: Any, array: Any) -> Any:
+    def _changed(self, library: Any, array: Any) -> Any:
         if self.numbers is not None:
             return library.take(array, np.array(self.numbers), axis=self.dim)
         return library.repeat(library.expand_dims(array, self.dim), self.count, axis=self.dim)
@@ -93,36 +92,36 @@ def _with_auto_axes(sharding: Any) -> NamedSharding:
     return NamedSharding(_compat.all_axes_auto(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def dims_of(plan: Any, specs: Sequence[LeafSpec]) -> dict[Key, int]:
-    """The dimension of experts of each leaf that has one, by a plan's JSON.
+def dims_from_plan(plan: Any, specs: Sequence[LeafSpec]) -> dict[Key, int]:
+    """Return the dimension of experts of each leaf for which a plan gives one.
 
     Args:
-        plan: as `Plan.to_json` writes it; None where there is none.
+        plan: JSON values of `Plan.to_json`, or None.
         specs: the leaves of the state, which is an argument of the planned function.
     """
-    found = {}
+    expert_dims = {}
     inputs = plan.get("inputs", []) if isinstance(plan, Mapping) else []
-    by_name = {one["path"].partition("/")[2]: one["axes"] for one in inputs}  # without the argument's number
+    by_name = {one["path"].partition("/")[2]: one["axes"] for one in inputs}  # without the number of the argument
     for spec in specs:
         axes = by_name.get(spec.name, ())
         dims = [dim for dim, name in enumerate(axes) if _AXIS.fullmatch(name or "")]
         if len(dims) == 1 and len(axes) == len(spec.shape):
-            found[spec.key] = dims[0]
-    return found
+            expert_dims[spec.key] = dims[0]
+    return expert_dims
 
 
-def dims_by(patterns: Mapping[str, int], specs: Sequence[LeafSpec], what: str = "leaf") -> dict[Key, int]:
-    """The dimension of experts of each leaf whose path a pattern matches; the first that does says it.
+def dims_from_patterns(patterns: Mapping[str, int], specs: Sequence[LeafSpec], what: str = "leaf") -> dict[Key, int]:
+    """Return the dimension of experts of each leaf whose path matches a pattern. The first matching pattern counts.
 
     Args:
-        patterns: of paths -> dimension.
+        patterns: path pattern -> dimension.
         specs: the leaves.
-        what: they are, for errors.
+        what: the name of such leaves, for errors.
 
     Raises:
         CheckpointError: a pattern matches no leaf, or a leaf has no such dimension.
     """
-    found, wrong, used = {}, [], set()
+    expert_dims, wrong, used = {}, [], set()
     for spec in (one for one in specs if not one.is_text):
         pattern = next((one for one in patterns if fnmatchcase(spec.name, one)), None)
         if pattern is None:
@@ -132,14 +131,14 @@ def dims_by(patterns: Mapping[str, int], specs: Sequence[LeafSpec], what: str = 
         if not -len(spec.shape) <= dim < len(spec.shape):
             wrong.append(f"{spec.name}: {spec} has no dimension {dim}")
         else:
-            found[spec.key] = dim % len(spec.shape)
+            expert_dims[spec.key] = dim % len(spec.shape)
     wrong += [f"{one!r} matches no {what}" for one in patterns if one not in used]
     if wrong:
         raise CheckpointError(f"dimensions of experts:\n{listing(wrong)}")
-    return found
+    return expert_dims
 
 
-def changes(
+def expert_changes(
     specs: Mapping[Key, LeafSpec],
     dims: Mapping[Key, int],
     leaves: Mapping[Key, Any],
@@ -147,44 +146,46 @@ def changes(
     upcycle: Mapping[str, int],
     where: str,
 ) -> dict[Key, Change]:
-    """How saved leaves become the wanted ones.
+    """Return the change of each saved leaf that must be changed, by requested path.
 
     Args:
-        specs: the saved leaf for each wanted path.
-        dims: of these, the dimension of experts where there is one.
-        leaves: the wanted leaves.
-        experts: which experts are wanted, in this order; None for all. One may be there several times.
-        upcycle: patterns of wanted paths of experts that are copies of a saved dense layer -> dimension of experts.
-        where: names the step, for errors.
+        specs: the saved leaf for each requested path.
+        dims: the dimension of experts of those that have one.
+        leaves: the requested leaves.
+        experts: the numbers of the requested experts, in this order, possibly repeated; None for all.
+        upcycle: patterns of requested paths -> dimension of experts, for leaves that are copies of a dense layer.
+        where: the name of the step, for errors.
 
     Raises:
-        CheckpointError: there are no such experts, or no such leaves.
+        CheckpointError: an expert does not exist, or a pattern matches no leaf.
     """
-    found: dict[Key, Change] = {}
+    result: dict[Key, Change] = {}
     if experts is not None:
-        found |= _taken(specs, dims, [*experts], where)
+        result |= _select_experts(specs, dims, [*experts], where)
     wanted = [LeafSpec(key, tuple(leaves[key].shape), "") for key in specs if hasattr(leaves.get(key), "shape")]
-    for key, dim in dims_by(upcycle, wanted, "wanted leaf that was saved").items() if upcycle else ():
-        found[key] = Change(dim, None, leaves[key].shape[dim])
-    return found
+    for key, dim in dims_from_patterns(upcycle, wanted, "requested leaf that was saved").items() if upcycle else ():
+        result[key] = Change(dim, None, leaves[key].shape[dim])
+    return result
 
 
-def _taken(specs: Mapping[Key, LeafSpec], dims: Mapping[Key, int], experts: list[Any], where: str) -> dict[Key, Change]:
+def _select_experts(
+    specs: Mapping[Key, LeafSpec], dims: Mapping[Key, int], experts: list[Any], where: str
+) -> dict[Key, Change]:
     if not dims:
         raise CheckpointError(
-            f"experts={experts}: {where} does not say which dimension of its leaves is that of experts. Save with "
-            "plan=, or say it by expert_dims={'*/experts/w_*': 0}."
+            f"experts={experts}: {where} does not give the dimension of experts of its leaves. Save with plan=, "
+            "or pass expert_dims={'*/experts/w_*': 0}."
         )
     if not experts or not all(map(is_integer, experts)):
-        raise CheckpointError(f"experts={experts}: name some by their numbers, as experts=[0, 3].")
+        raise CheckpointError(f"experts={experts}: pass a list of numbers such as experts=[0, 3].")
     numbers = tuple(one.__index__() for one in experts)
     wrong = []
     for key, dim in dims.items():
         count = specs[key].shape[dim]
         unknown = [one for one in numbers if not 0 <= one < count]
         if unknown:
-            named = ", ".join(map(str, unknown))
-            wrong.append(f"{specs[key].name}: there is no expert {named}, there are 0 to {count - 1}")
+            names = ", ".join(map(str, unknown))
+            wrong.append(f"{specs[key].name}: has no expert {names}, its experts are 0 to {count - 1}")
     if wrong:
-        raise CheckpointError(f"experts={experts}: {where} has fewer:\n{listing(wrong)}")
+        raise CheckpointError(f"experts={experts}: {where} has fewer experts:\n{listing(wrong)}")
     return {key: Change(dim, numbers, len(numbers)) for key, dim in dims.items()}

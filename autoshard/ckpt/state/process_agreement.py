@@ -1,4 +1,4 @@
-"""What several `jax.distributed` processes have to agree on around a checkpoint."""
+"""Actions that succeed or fail in all `jax.distributed` processes together."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from autoshard.errors import CheckpointError
 T = TypeVar("T")
 
 
-def together(what: str, action: Callable[[], T], otherwise: Callable[[str], CheckpointError]) -> T:
-    """Runs `action` in every process; where it fails in one, it fails in all and none waits.
+def in_all_processes(what: str, action: Callable[[], T], otherwise: Callable[[str], CheckpointError]) -> T:
+    """Run `action` in every process. If it fails in one process, it fails in all, so none waits for another.
 
     Args:
-        what: what is done, with its step; names it where another process does not come.
-        action: what to do; only its `CheckpointError`s are shared.
-        otherwise: the error for a process that had none of its own, from a text naming those that had.
+        what: the name of the action and its step, for errors.
+        action: the action; other processes learn of its `CheckpointError`s only.
+        otherwise: makes the error of a process whose own action succeeded, from a text that names the failed ones.
 
     Raises:
-        MissingProcessError: another process has not come in time.
+        CheckpointError: the action failed in some process.
+        MissingProcessError: another process did not arrive in time.
     """
     if jax.process_count() == 1:
         return action()
@@ -31,9 +32,10 @@ def together(what: str, action: Callable[[], T], otherwise: Callable[[str], Chec
         result = action()
     except CheckpointError as caught:
         error = caught
-    failed = [p for p, said in enumerate(exchange(what, "failed" if error is not None else "done")) if said == "failed"]
+    outcomes = exchange(what, "failed" if error is not None else "done")
+    failed = [process for process, outcome in enumerate(outcomes) if outcome == "failed"]
     if error is not None:
         raise error
     if failed:
         raise otherwise(f"{named(failed)} failed: see its message")
-    return cast(T, result)  # no error here: the action returned it
+    return cast(T, result)  # there was no error, so the action returned it

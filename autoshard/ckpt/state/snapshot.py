@@ -1,4 +1,4 @@
-"""A state at one moment, safe from what the next train step does to its buffers."""
+"""A copy of a state that stays valid when the next train step donates its buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from autoshard._columns import listing
 from autoshard._gc import paused
 from autoshard._processes import exchange
 from autoshard.ckpt.state import array_digest
-from autoshard.ckpt.state.array_packing import MOST_DIMS, Place, packs_of, stacked
+from autoshard.ckpt.state.array_packing import Place, assign_packs, stack_leaves
+from autoshard.ckpt.state.constants import MAX_DIMS
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec, is_text, is_typed_key, leaf_spec, named_leaves, text_bytes
 from autoshard.errors import CheckpointError
 
@@ -27,21 +28,21 @@ _WRITABLE = frozenset(
     "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
     "complex64 complex128".split()
-)  # what TensorStore has of NumPy's and JAX's types
+)  # the types of NumPy and JAX that TensorStore supports
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written of a state.
+    """A state in the form in which it is written.
 
     Attributes:
-        specs: every leaf.
+        specs: all leaves.
         arrays: the leaves that have elements and are not packed, RNG keys as their bits.
-        groups: names of groups of leaves that share a mesh, and the leaves of each; packed ones last, pack by pack.
-        packs: arrays [leaves, *shape] of many small leaves; see `packs`.
-        places: for each packed leaf its pack, and which of it.
+        groups: for each group of leaves on one mesh its leaves: first single ones, then packed ones, pack by pack.
+        packs: arrays [leaves, *shape] of many small leaves; see `array_packing`.
+        places: for each packed leaf the name of its pack, and its index in the pack.
         layouts: for each leaf on a mesh its `PartitionSpec`, as text.
-        meshes: the sizes of the axes of those meshes.
+        meshes: the axis sizes of these meshes.
     """
 
     specs: tuple[LeafSpec, ...]
@@ -54,11 +55,11 @@ class Snapshot:
 
     @property
     def digests(self) -> dict[Key, tuple[str, int]]:
-        """For each array its group and its column in `digest_rows`."""
+        """The group of each leaf and its column in `digest_rows`."""
         return {key: (group, column) for group, keys in self.groups.items() for column, key in enumerate(keys)}
 
     def digest_rows(self) -> dict[str, Any]:
-        """Per group uint32 [devices, leaves + 1], computed where the leaves are; see `digest.digests`."""
+        """Return for each group its `array_digest.digests`, uint32 [devices, leaves + 1]."""
         rows = {}
         for group, keys in self.groups.items():
             rows[group] = self.host_row[None] if group == HOST else array_digest.digests(*self._of(keys))
@@ -66,60 +67,60 @@ class Snapshot:
 
     @functools.cached_property
     def host_row(self) -> np.ndarray:
-        """That of the leaves in host memory, uint32 [leaves + 1]; several processes compare it before they write."""
+        """The row of the leaves in host memory, uint32 [leaves + 1]. Processes compare it before they write."""
         single, packs = self._of(self.groups.get(HOST, []))
-        return host_rows([*single, *(leaf for pack in packs for leaf in pack)])[0]
+        return host_digest_rows([*single, *(leaf for pack in packs for leaf in pack)])[0]
 
     def _of(self, keys: Sequence[Key]) -> tuple[list[Any], list[Any]]:
-        """The arrays of a group: single leaves, and packs."""
+        """Return the single leaves and the packs of a group."""
         single = [self.arrays[key] for key in keys if key not in self.places]
         return single, [self.packs[name] for name in dict.fromkeys(self.places[key][0] for key in keys[len(single) :])]
 
 
-def savable(state: Any) -> list[tuple[LeafSpec, Any]]:
-    """Every leaf of a state with what it is, where all can be saved.
+def savable_leaves(state: Any) -> list[tuple[LeafSpec, Any]]:
+    """Return all leaves of a state with their specs.
 
     Raises:
-        CheckpointError: naming every leaf that cannot be saved, or whose buffer was donated already.
+        CheckpointError: naming every leaf that cannot be saved, or whose buffer was donated.
     """
-    found, wrong = [], []
+    leaves, wrong = [], []
     for key, leaf in named_leaves(state):
-        reason = _valueless(leaf)
+        reason = _no_value_reason(leaf)
         if reason:
             wrong.append(f"{'/'.join(key)}: {reason}")
         else:
-            found.append((leaf_spec(key, leaf), leaf))
+            leaves.append((leaf_spec(key, leaf), leaf))
     if wrong:
         raise CheckpointError(f"{len(wrong)} leaves of the state have no values to save:\n{listing(wrong)}")
-    gone = [spec.name for spec, leaf in found if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    if gone:
+    donated = [spec.name for spec, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if donated:
         raise CheckpointError(
-            f"{len(gone)} leaves of the state were donated before the save:\n{listing(gone)}\n"
+            f"{len(donated)} leaves of the state were donated before the save:\n{listing(donated)}\n"
             "Save the state that the last step returned."
         )
-    wrong = [f"{spec.name}: {spec}" for spec, _ in found if spec.stored and len(spec.bits().shape) > MOST_DIMS]
+    wrong = [f"{spec.name}: {spec}" for spec, _ in leaves if spec.stored and len(spec.bits().shape) > MAX_DIMS]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} leaves of the state have more than {MOST_DIMS} dimensions, which TensorStore cannot write:\n"
+            f"{len(wrong)} leaves of the state have more than {MAX_DIMS} dimensions, which TensorStore cannot write:\n"
             f"{listing(wrong)}\nReshape them."
         )
-    wrong = [f"{spec.name}: {_dtype(leaf)}" for spec, leaf in found if not _writable(spec)]
-    if wrong:  # it would fail in the background, where no leaf is named
+    wrong = [f"{spec.name}: {_dtype(leaf)}" for spec, leaf in leaves if not _writable(spec)]
+    if wrong:  # TensorStore would fail in the background and not name the leaf
         raise CheckpointError(
             f"{len(wrong)} leaves of the state have a dtype that cannot be written:\n{listing(wrong)}\n"
-            f"Save them as another one, for instance with `astype`. There are {', '.join(sorted(_WRITABLE))}."
+            f"Cast them, for instance with `astype`, to one of {', '.join(sorted(_WRITABLE))}."
         )
-    return found
+    return leaves
 
 
-def _valueless(leaf: Any) -> str:
-    """Why what looks like an array cannot be read as one, nothing where it can."""
+def _no_value_reason(leaf: Any) -> str:
+    """Return why a leaf with a dtype has no values to save; an empty string if it has."""
     if _compat.is_tracer(leaf):
-        return "is being traced: save what the compiled function returns"
+        return "is being traced: save the result of the compiled function"
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array would lose its mask: save its `data` and its `mask`"
     if hasattr(leaf, "dtype") and not hasattr(leaf, "__array__") and not is_typed_key(leaf):
-        return f"a {type(leaf).__name__} is no array: save the array that it stands for"
+        return f"a {type(leaf).__name__} is not an array: save the array that it describes"
     return ""
 
 
@@ -131,48 +132,48 @@ def _writable(spec: LeafSpec) -> bool:
     return not spec.stored or spec.key_impl is not None or spec.is_text or spec.dtype in _WRITABLE
 
 
-def check_alike(step: int, snapshot: Snapshot) -> None:
-    """Refuses leaves in host memory that are not the same in every process, of which the first one's would be saved.
+def check_same_in_all_processes(step: int, snapshot: Snapshot) -> None:
+    """Check that leaves in host memory are the same in every process, because only those of process 0 are saved.
 
     Raises:
-        CheckpointError: naming each of them, in every process.
+        CheckpointError: in every process, naming each leaf that differs.
     """
     if jax.process_count() == 1:
         return
     specs = {spec.key: str(spec) for spec in snapshot.specs}
     keys = snapshot.groups.get(HOST, [])
-    held = [(key, specs[key], part) for key, part in zip(keys, snapshot.host_row.tolist(), strict=False)]
-    what, told = f"compare what is in host memory of step {step}", json.dumps(held)
-    if len({*exchange(what, hashlib.sha256(told.encode()).hexdigest())}) == 1:
+    leaves = [(key, specs[key], digest) for key, digest in zip(keys, snapshot.host_row.tolist(), strict=False)]
+    what, text = f"compare the host leaves of step {step}", json.dumps(leaves)
+    if len({*exchange(what, hashlib.sha256(text.encode()).hexdigest())}) == 1:
         return
-    # Only now all of it: there may be thousands of leaves.
-    of_all = [{tuple(key): rest for key, *rest in json.loads(said)} for said in exchange(what, told)]
-    names = dict.fromkeys(key for each in of_all for key in each)
-    wrong = ["/".join(key) for key in names if any(each.get(key) != of_all[0].get(key) for each in of_all)]
+    # Exchange all leaves only if they differ: there may be thousands.
+    by_process = [{tuple(key): rest for key, *rest in json.loads(other)} for other in exchange(what, text)]
+    names = dict.fromkeys(key for each in by_process for key in each)
+    wrong = ["/".join(key) for key in names if any(each.get(key) != by_process[0].get(key) for each in by_process)]
     raise CheckpointError(
-        f"{len(wrong)} leaves of the state are in each process's own memory, and not the same in every process:\n"
-        f"{listing(wrong)}\nGather them, and save those of all processes in each; or make them arrays on a mesh."
+        f"{len(wrong)} leaves of the state are in the memory of single processes and differ between processes:\n"
+        f"{listing(wrong)}\nGather them in every process before the save, or make them arrays on a mesh."
     )
 
 
 @paused()
 def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snapshot:
-    """Describes a state's leaves (`savable`); with `copy` copies them, so that they may be donated at once.
+    """Return a snapshot of the leaves of `savable_leaves`; with `copy`, the leaves may be donated afterwards.
 
-    The copy is dispatched before this returns, and the runtime keeps a buffer alive for the copies and programs
-    that were given it before its donation. Nothing here waits for the devices. Packs are copies in any case.
+    This dispatches the copy and does not wait for the devices: the runtime keeps a donated buffer until the copies and
+    programs that were dispatched before have read it. Packs are always copies.
     """
     specs = tuple(spec for spec, _ in leaves)
-    stored = {spec.key: _plain(leaf) for spec, leaf in leaves if spec.stored}
-    members = packs_of(stored)
+    stored = {spec.key: _storable(leaf) for spec, leaf in leaves if spec.stored}
+    members = assign_packs(stored)
     places = {key: (name, index) for name, keys in members.items() for index, key in enumerate(keys)}
-    packs = {name: stacked([stored[key] for key in keys]) for name, keys in members.items()}
+    packs = {name: stack_leaves([stored[key] for key in keys]) for name, keys in members.items()}
     arrays = {key: leaf for key, leaf in stored.items() if key not in places}
     groups = {}
-    for number, keys in enumerate(grouped({key: stored[key] for key in (*arrays, *places)})):
+    for number, keys in enumerate(group_by_mesh({key: stored[key] for key in (*arrays, *places)})):
         groups[str(number) if isinstance(stored[keys[0]], jax.Array) else HOST] = keys
     if copy:
-        arrays = copies(arrays)
+        arrays = copy_arrays(arrays)
     on_mesh = {
         spec.key: leaf.sharding for spec, leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     }
@@ -181,8 +182,8 @@ def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snap
     return Snapshot(specs, arrays, groups, packs, places, layouts, tuple(map(dict, meshes)))
 
 
-def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:
-    """Paths of arrays that one program can digest together; those in NumPy form a group of their own."""
+def group_by_mesh(arrays: dict[Key, Any]) -> list[list[Key]]:
+    """Group the paths of arrays by `digest_group`. NumPy arrays are one group."""
     groups: dict[Hashable, list[Key]] = {}
     for key, array in arrays.items():
         group = array_digest.digest_group(array.sharding) if isinstance(array, jax.Array) else HOST
@@ -190,16 +191,16 @@ def grouped(arrays: dict[Key, Any]) -> list[list[Key]]:
     return list(groups.values())
 
 
-def host_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """`digest.digests` of NumPy arrays, one row."""
+def host_digest_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the digests of NumPy arrays as one row of `array_digest.digests`."""
     parts = np.array([array_digest.host_digest(array) for array in arrays], np.uint32)
     return np.append(parts, np.uint32(array_digest.host_digest(parts)))[None]
 
 
-def _plain(leaf: Any) -> Any:
-    """An array that Orbax writes: RNG keys as bits, texts as bytes; what only this process holds, as NumPy.
+def _storable(leaf: Any) -> Any:
+    """Return a leaf as an array that Orbax can write, in native byte order.
 
-    In this machine's order of bytes.
+    RNG keys become their bits, str their bytes. Arrays that only this process has become NumPy arrays.
     """
     if is_typed_key(leaf):
         leaf = jax.random.key_data(leaf)
@@ -209,11 +210,11 @@ def _plain(leaf: Any) -> Any:
     return array if array.dtype.isnative else array.byteswap().view(array.dtype.newbyteorder())
 
 
-def copies(arrays: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Copies, each where its array is; dispatched, not waited for."""
-    made = {key: np.array(array) for key, array in arrays.items() if not isinstance(array, jax.Array)}
+def copy_arrays(arrays: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Return copies on the same devices, without waiting for them."""
+    copies = {key: np.array(array) for key, array in arrays.items() if not isinstance(array, jax.Array)}
     on_devices = {key: array for key, array in arrays.items() if isinstance(array, jax.Array)}
-    # The runtime's own copy: a program that copies would have to be compiled for each set of leaves.
+    # `device_put` copies without a program, which would be compiled for each set of leaves.
     leaves, shardings = list(on_devices.values()), [array.sharding for array in on_devices.values()]
-    made |= zip(on_devices, jax.device_put(leaves, shardings, may_alias=False), strict=True)
-    return {key: made[key] for key in arrays}
+    copies |= zip(on_devices, jax.device_put(leaves, shardings, may_alias=False), strict=True)
+    return {key: copies[key] for key in arrays}

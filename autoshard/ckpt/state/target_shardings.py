@@ -1,4 +1,4 @@
-"""Where leaves are wanted: other shardings for a template, and what cannot lie as they say."""
+"""The shardings of a template: replacing them, and checking that leaves can have them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from autoshard.sharding.plan.replication import sharded_axes
 
 
 def with_shardings(template: Any, shardings: Any) -> Any:
-    """A template on other shardings: one for all leaves, or a tree of them that is the template's or a prefix of it.
+    """Return a template with other shardings. Replaced leaves become `ShapeDtypeStruct`s; no data is moved.
 
-    A device stands for all of a leaf on it, a `PartitionSpec` for one on the mesh that `jax.set_mesh` sets. Numbers and
-    NumPy arrays stay as they are, and so does what has None for a sharding. The others are described, not moved: most
-    are about to be read.
+    Numbers and NumPy arrays stay as they are, and so do leaves whose sharding is None.
+
+    Args:
+        template: the state, or its shapes.
+        shardings: one sharding for all leaves, or a tree of them with the structure of the template or a prefix of it.
+            May contain devices, and `PartitionSpec`s on the mesh of `jax.set_mesh`.
 
     Raises:
-        CheckpointError: the trees do not fit, there is something else in them, or a leaf has too few dimensions.
+        CheckpointError: the trees do not match, `shardings` contains something else, or a leaf has too few dimensions.
     """
     try:
-        spread = jax.tree.broadcast(_placements(shardings), template, is_leaf=lambda node: node is None)
+        by_leaf = jax.tree.broadcast(_as_shardings(shardings), template, is_leaf=lambda node: node is None)
     except ValueError as error:
-        raise CheckpointError(f"shardings do not fit the state's structure: {error}") from error
+        raise CheckpointError(f"shardings do not match the structure of the state: {error}") from error
     wrong: list[str] = []
     impossible = False
 
@@ -42,30 +45,30 @@ def with_shardings(template: Any, shardings: Any) -> Any:
         weak = bool(getattr(leaf, "weak_type", False))
         try:
             placed = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-        except ValueError:  # it has fewer dimensions
+        except ValueError:  # the leaf has fewer dimensions than the spec
             impossible, placed = True, leaf
-        wrong.extend(f"{_joined(path)}: {what}" for what in _misfit(tuple(leaf.shape), sharding))
+        wrong.extend(f"{_joined(path)}: {what}" for what in _sharding_errors(tuple(leaf.shape), sharding))
         return placed
 
-    placed = jax.tree_util.tree_map_with_path(place, template, spread, is_leaf=lambda node: node is None)
-    if impossible:  # where sizes alone do not fit, it may be another model's state, which says more
-        raise CheckpointError(f"the state cannot be placed as its shardings say:\n{listing(wrong)}")
+    placed = jax.tree_util.tree_map_with_path(place, template, by_leaf, is_leaf=lambda node: node is None)
+    if impossible:  # sizes that do not divide are reported later: the state may be of another model, a better message
+        raise CheckpointError(f"the state cannot be placed on its shardings:\n{listing(wrong)}")
     return placed
 
 
-def _placements(shardings: Any) -> Any:
-    """A tree of shardings, from one that has devices and `PartitionSpec`s as well."""
+def _as_shardings(shardings: Any) -> Any:
+    """Replace the devices and `PartitionSpec`s of a tree by shardings."""
     wrong: list[str] = []
 
-    def placement(path: Any, one: Any) -> Any:
+    def as_sharding(path: Any, one: Any) -> Any:
         if one is None or isinstance(one, (Sharding, Format)):
             return one
         if isinstance(one, jax.Device):
             return SingleDeviceSharding(one)
         if not isinstance(one, PartitionSpec):
-            reason = f"a {type(one).__name__} is no sharding: give NamedSharding(mesh, PartitionSpec(...))"
+            reason = f"a {type(one).__name__} is not a sharding: pass NamedSharding(mesh, PartitionSpec(...))"
         elif (mesh := _compat.current_mesh()) is None:
-            reason = f"{one} needs a mesh: give NamedSharding(mesh, {one}), or set one with jax.set_mesh"
+            reason = f"{one} needs a mesh: pass NamedSharding(mesh, {one}), or set a mesh with jax.set_mesh"
         else:
             try:
                 return NamedSharding(mesh, one)
@@ -74,61 +77,61 @@ def _placements(shardings: Any) -> Any:
         wrong.append(f"{_joined(path)}: {reason}" if path else reason)
         return None
 
-    found = jax.tree_util.tree_map_with_path(placement, shardings, is_leaf=lambda node: node is None)
+    converted = jax.tree_util.tree_map_with_path(as_sharding, shardings, is_leaf=lambda node: node is None)
     if wrong:
         raise CheckpointError(f"shardings:\n{listing(wrong)}")
-    return found
+    return converted
 
 
 def _joined(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def unfit(template: Mapping[Key, Any]) -> list[str]:
-    """Every leaf that cannot be placed as its template says, a line each."""
-    told: dict[Any, list[str]] = {}  # by kind: there may be thousands of leaves of a few
+def placement_errors(template: Mapping[Key, Any]) -> list[str]:
+    """Return a line for each leaf that cannot be placed on the sharding of its template."""
+    errors: dict[Any, list[str]] = {}  # by kind: thousands of leaves may share a few kinds
     lines = []
     for key, leaf in template.items():
         if not hasattr(leaf, "sharding"):
             continue
         kind = leaf.shape, leaf.dtype, leaf.sharding
-        if kind not in told:
-            told[kind] = _unfit(leaf)
-        lines += [f"{'/'.join(key)}: {what}" for what in told[kind]]
+        if kind not in errors:
+            errors[kind] = _leaf_errors(leaf)
+        lines += [f"{'/'.join(key)}: {error}" for error in errors[kind]]
     return lines
 
 
-def _unfit(leaf: Any) -> list[str]:
-    """Why a leaf with a place for a sharding cannot be placed."""
-    what = []
+def _leaf_errors(leaf: Any) -> list[str]:
+    """Return why a leaf of a template cannot be placed."""
+    errors = []
     if leaf.sharding is None and jax.process_count() > 1:
-        what.append("has no sharding, which several processes need")
+        errors.append("has no sharding, which is required with several processes")
     if not is_typed_key(leaf) and dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        what.append(f"{leaf.dtype} needs jax_enable_x64; without it the value would be cut")
-    return what + _misfit(tuple(leaf.shape), leaf.sharding)
+        errors.append(f"{leaf.dtype} needs jax_enable_x64; without it the value would be truncated")
+    return errors + _sharding_errors(tuple(leaf.shape), leaf.sharding)
 
 
-def _misfit(shape: tuple[int, ...], sharding: Any) -> list[str]:
-    """Why an array cannot lie by a sharding."""
+def _sharding_errors(shape: tuple[int, ...], sharding: Any) -> list[str]:
+    """Return why an array of this shape cannot have a sharding."""
     if isinstance(sharding, Format):
         sharding = sharding.sharding
     if not isinstance(sharding, NamedSharding):
         try:
             _ = sharding and sharding.shard_shape(shape)
         except ValueError:
-            return [f"shape {shape} does not divide over {sharding}"]
+            return [f"shape {shape} cannot be divided over {sharding}"]
         return []
     if isinstance(sharding.mesh, AbstractMesh):
-        return ["its mesh is abstract, which has no devices: give a Mesh"]
+        return ["its mesh is abstract and has no devices: pass a Mesh"]
     if PartitionSpec.UNCONSTRAINED in sharding.spec:
-        return [f"{sharding.spec} leaves a dimension unconstrained: say where it lies"]
+        return [f"{sharding.spec} leaves a dimension unconstrained: use None or mesh axes for it"]
     axes = sharded_axes(sharding.spec)
     if len(axes) > len(shape):
         return [f"shape {shape} has fewer dimensions than {sharding.spec}"]
     sizes = [math.prod(sharding.mesh.shape[name] for name in names) for names in axes]
     return [
-        f"shape {shape}: dim {dim} of size {shape[dim]} does not divide by "
+        f"shape {shape}: dim {dim} of size {shape[dim]} is not divisible by "
         f"{', '.join(f'{name!r} ({sharding.mesh.shape[name]})' for name in axes[dim])}"
-        for dim, ways in enumerate(sizes)
-        if shape[dim] % ways
+        for dim, size in enumerate(sizes)
+        if shape[dim] % size
     ]

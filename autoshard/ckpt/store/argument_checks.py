@@ -1,22 +1,44 @@
-"""What callers give, checked before anything is done with it."""
+"""Checks of arguments before anything is read or written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.ckpt.store.manifest import plain
+from autoshard.ckpt.store.manifest import as_json, metrics_as_json
 from autoshard.errors import CheckpointError
 
 
-def step_number(step: Any) -> int:
-    """The number of a step.
+class SaveArguments(NamedTuple):
+    """The arguments of `Checkpointer.save` other than the state, as JSON values."""
+
+    config: dict[str, Any]
+    metrics: dict[str, float]
+    plan: Any
+    expert_dims: Mapping[str, int]
+
+
+def save_arguments(config: Any, metrics: Any, plan: Any, expert_dims: Any) -> SaveArguments:
+    """Check the arguments of `Checkpointer.save`, each of which may be None.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: an argument has the wrong type or cannot be written as JSON.
+    """
+    config, metrics, expert_dims = ({} if one is None else one for one in (config, metrics, expert_dims))
+    errors = mapping_errors("config", config, "{'model': {'width': 64}}")
+    errors += mapping_errors("metrics", metrics, "{'val_loss': 1.9}")
+    raise_errors(errors + dim_errors("expert_dims", expert_dims))
+    return SaveArguments(as_json(config, "config"), metrics_as_json(metrics), plan_json(plan), expert_dims)
+
+
+def step_number(step: Any) -> int:
+    """Return the number of a step as an int.
+
+    Raises:
+        CheckpointError: it is not an integer, or negative.
     """
     if not is_integer(step) or step.__index__() < 0:
         raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
@@ -24,52 +46,52 @@ def step_number(step: Any) -> int:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer, of Python, NumPy or JAX; True and False are none."""
+    """Return whether a value is an integer of Python, NumPy or JAX. Booleans are not."""
     if isinstance(value, (bool, np.bool_)):
         return False
     try:
         value.__index__()
-    except (AttributeError, TypeError):  # an array of several has the method
+    except (AttributeError, TypeError):  # an array of several elements has the method, but it raises
         return False
     return True
 
 
-def no_mapping(name: str, value: Any, example: str) -> list[str]:
-    """What is wrong with an argument that must be a dict, in a list; an empty one where it is a dict."""
-    return [] if isinstance(value, Mapping) else [f"{name}={value!r} is no dict, as {name}={example} is"]
+def mapping_errors(name: str, value: Any, example: str) -> list[str]:
+    """Return a list with an error if an argument is not a dict, else an empty list."""
+    return [] if isinstance(value, Mapping) else [f"{name}={value!r} is not a dict such as {name}={example}"]
 
 
-def no_dims(name: str, value: Any) -> list[str]:
-    """The same of patterns of paths -> dimension."""
+def dim_errors(name: str, value: Any) -> list[str]:
+    """Return the errors of an argument that must be a dict of path patterns -> dimension."""
     if not isinstance(value, Mapping):
-        return no_mapping(name, value, "{'*/experts/w_*': 0}")
+        return mapping_errors(name, value, "{'*/experts/w_*': 0}")
     wrong = {one: dim for one, dim in value.items() if not isinstance(one, str) or not is_integer(dim)}
-    return [f"{name}={wrong!r}: patterns of paths are texts, dimensions are integers"] if wrong else []
+    return [f"{name}={wrong!r}: path patterns must be strings, dimensions must be integers"] if wrong else []
 
 
-def no_experts(value: Any) -> list[str]:
-    """The same of numbers of experts."""
+def expert_errors(value: Any) -> list[str]:
+    """Return the errors of an argument that must be a list of expert numbers or None."""
     if value is None or (isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str)):
         return []
-    return [f"experts={value!r} is no list of numbers, as experts=[0, 3] is"]
+    return [f"experts={value!r} is not a list of numbers such as experts=[0, 3]"]
 
 
-def refuse(wrong: Iterable[str]) -> None:
-    """Raises where something is wrong.
+def raise_errors(errors: Iterable[str]) -> None:
+    """Raise one error for all errors, if there are any.
 
     Raises:
-        CheckpointError: naming all of it.
+        CheckpointError: naming all of them.
     """
-    text = "; ".join(wrong)
+    text = "; ".join(errors)
     if text:
         raise CheckpointError(f"{text}.")
 
 
 def plan_json(plan: Any) -> Any:
-    """A plan as JSON has it.
+    """Return a plan, or its JSON text, as JSON values.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the text is not JSON, or the plan cannot be written as JSON.
     """
     if hasattr(plan, "to_json"):
         plan = plan.to_json()
@@ -77,5 +99,7 @@ def plan_json(plan: Any) -> Any:
         try:
             plan = json.loads(plan)
         except ValueError as error:
-            raise CheckpointError(f"the plan is no JSON ({error}): give a Plan, or what its to_json wrote.") from error
-    return plain(plan, "plan")
+            raise CheckpointError(
+                f"the plan is not JSON ({error}): pass a Plan, or the result of its to_json."
+            ) from error
+    return as_json(plan, "plan")

@@ -1,13 +1,12 @@
-"""A directory of steps: whose it is, which steps are committed, who may write, what is removed.
+"""The directory of the steps: its format, the committed steps, the lock of its writer, removal.
 
-DIR/autoshard.json        says that the directory is ours, and its format
+DIR/autoshard.json        marks the directory as created by autoshard; has its format
 DIR/step_00000100/        one committed step, as Orbax writes it
-DIR/step_...-tmp...       a save that never finished; removed by the next run that writes here
-DIR/copy.step_...         a copy that never finished; removed as well
-DIR/damaged.step_...      a step that a run found damaged and went on without; nothing removes it
-DIR/removed.step_...      a step on its way out, renamed first so that half a step never looks like a whole
-one
-DIR/try.step_...          folders that were made to see whether any can be made; removed as well
+DIR/step_...-tmp...       an unfinished save; the next writer removes it
+DIR/copy.step_...         an unfinished copy; the next writer removes it
+DIR/damaged.step_...      a damaged step that a run skipped; never removed
+DIR/removed.step_...      a step that is being removed. Renaming it first makes the removal atomic
+DIR/try.step_...          probe whether folders can be created; the next writer removes it
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LEFTOVER = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*|(removed|copy|try)\
 
 
 class StepDirectory:
-    """Names, lists, claims and prunes; never reads or writes a step's contents."""
+    """Names, lists, locks and removes steps. Never reads or writes the contents of a step."""
 
     def __init__(self, path: Any) -> None:
         self.path = epath.Path(os.path.abspath(path) if "://" not in str(path) else path)
@@ -38,57 +37,57 @@ class StepDirectory:
         self.check()
 
     def step_path(self, step: int) -> epath.Path:
-        """Where a step is or would be."""
+        """Return the path of a step, which need not exist."""
         return self.path / f"step_{step:08d}"
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
+        """Return the committed steps, ascending."""
         if not self.path.exists():
             return []
-        found = [int(match[1]) for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name))]
-        # Once each: a copy of step_00000003 may be called step_000000003.
-        return [step for step in sorted(set(found)) if is_committed(self.step_path(step))]
+        numbers = {int(match[1]) for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name))}
+        # step_000000003 has the number of step_00000003, but is not a step.
+        return [step for step in sorted(numbers) if is_committed(self.step_path(step))]
 
     def check(self) -> None:
-        """Refuses what is not a directory of ours. Writes nothing.
+        """Check that the directory is new, empty or created by autoshard. Write nothing.
 
         Raises:
-            CheckpointError: it is a file, holds something else, or a newer version wrote it.
+            CheckpointError: it is a file, contains something else, or was written by a newer version.
         """
         if not self.path.exists():
             return
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is a file: name a directory for the checkpoints.")
+            raise CheckpointError(f"{self.path} is a file: use a directory for the checkpoints.")
         marker = self.path / _MARKER
         if not marker.exists():
             if (step := _STEP.fullmatch(self.path.name)) and (self.path.parent / _MARKER).exists():
                 raise CheckpointError(
-                    f"{self.path} is a single step: name {self.path.parent}, and step {int(step[1])} of it."
+                    f"{self.path} is a single step: open {self.path.parent}, and step {int(step[1])} in it."
                 )
             foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith(f".{_MARKER}"))
             steps = [name for name in foreign if _STEP.fullmatch(name)]
             if steps:
                 raise CheckpointError(
-                    f"{self.path} has {', '.join(steps[-3:])}{', ...' if len(steps) > 3 else ''} and no {_MARKER}, "
-                    "which says that they are autoshard's: it was removed, or left out of a copy. If a run "
-                    f"of autoshard saved them, write {json.dumps(_FORMAT)} into {marker}; else name another directory."
+                    f"{self.path} has {', '.join(steps[-3:])}{', ...' if len(steps) > 3 else ''} but no {_MARKER}, "
+                    "which marks the steps of autoshard: it was removed, or not copied. If autoshard "
+                    f"saved them, write {json.dumps(_FORMAT)} into {marker}; else use another directory."
                 )
             if foreign:
                 raise CheckpointError(
-                    f"{self.path} is not a checkpoint directory of autoshard: it holds "
+                    f"{self.path} is not a checkpoint directory of autoshard: it contains "
                     f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''} and no {_MARKER}. "
-                    "Name one that a run has saved to, or to save, a new or an empty one."
+                    "Use the directory of a run, or to save, a new or empty one."
                 )
             return
         try:
-            found = json.loads(marker.read_text())
-            version = found["version"] if found["format"] == _FORMAT["format"] else None
+            content = json.loads(marker.read_text())
+            version = content["version"] if content["format"] == _FORMAT["format"] else None
         except (ValueError, KeyError, TypeError):
             version = None
         if not isinstance(version, int):
             raise CheckpointError(
                 f"{marker} is not as autoshard writes it. If {self.path} is a checkpoint directory of "
-                f"autoshard, write {json.dumps(_FORMAT)} into it; else name another directory."
+                f"autoshard, write {json.dumps(_FORMAT)} into it; else use another directory."
             )
         if version > _FORMAT["version"]:
             raise CheckpointError(
@@ -96,10 +95,10 @@ class StepDirectory:
             )
 
     def claim(self) -> None:
-        """Makes the directory ours and this process its writer; removes what killed saves left behind.
+        """Create the directory if needed, lock it for this process, and remove the leftovers of killed saves.
 
         Raises:
-            CheckpointError: another process writes here, or the directory cannot be written.
+            CheckpointError: another process is writing to it, or it cannot be written.
         """
         if self._lock is not None:
             return
@@ -119,18 +118,18 @@ class StepDirectory:
             raise CheckpointError(f"checkpoints cannot be written to {self.path}: {error}") from error
 
     def release(self) -> None:
-        """Lets another process write."""
+        """Release the lock."""
         if self._lock is not None and self._lock >= 0:
             os.close(self._lock)
         self._lock = None
 
     def check_writable(self, step: int) -> None:
-        """Refuses a disk on which no folder for a step can be made: read-only, or full.
+        """Check that a folder for a step can be created.
 
-        Orbax would say so as well, but its threads wait for that folder for minutes, and the process with them.
+        Orbax would fail on such a disk too, but its threads, and so the process, wait for the folder for minutes.
 
         Raises:
-            CheckpointError: it is such a disk.
+            CheckpointError: the disk is read-only or full.
         """
         probe = self.path / f"try.step_{step:08d}"
         try:
@@ -143,15 +142,15 @@ class StepDirectory:
                 probe.rmtree(missing_ok=True)
 
     def draft_path(self, step: int) -> epath.Path:
-        """Where a copy of a step is made before it gets its name."""
+        """Return the path under which a step is copied before it is committed."""
         return self.path / f"copy.step_{step:08d}"
 
     def commit(self, draft: epath.Path, step: int) -> None:
-        """Gives a whole draft its name."""
+        """Commit a complete draft by renaming it."""
         draft.rename(self.step_path(step))
 
     def set_aside(self, step: int) -> str:
-        """Takes a damaged step its name, so that the run can save that step anew; returns what it is called now.
+        """Rename a damaged step, so that the run can save that step again. Return the new name.
 
         Raises:
             CheckpointError: it cannot be renamed.
@@ -165,19 +164,26 @@ class StepDirectory:
         return free
 
     def remove(self, step: int) -> None:
-        """Removes a step; renamed first, so that half of it never looks like a whole one."""
-        doomed = self.path / f"removed.step_{step:08d}"
-        self.step_path(step).rename(doomed)
-        doomed.rmtree(missing_ok=True)
+        """Remove a step. Renaming it first makes this atomic.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        renamed = self.path / f"removed.step_{step:08d}"
+        try:
+            self.step_path(step).rename(renamed)
+            renamed.rmtree(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"step {step} cannot be removed from {self.path}: {error}") from error
 
 
 def is_committed(path: epath.Path) -> bool:
-    """Whether a step is there, whole: a local one has its name only then; object stores have a file that says so."""
+    """Return whether a step is complete. On a local disk its name says so, in an object store a file."""
     return (path / "commit_success.txt" if "://" in str(path) else path).exists()
 
 
 def _lock(marker: epath.Path) -> int:
-    """A lock on the marker that ends with the process; -1 where files cannot be locked."""
+    """Lock the marker until the process ends. Return a file descriptor, or -1 if files cannot be locked."""
     try:
         import fcntl
 
@@ -189,7 +195,7 @@ def _lock(marker: epath.Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(
-            f"another run is writing checkpoints to {marker.parent}: stop it, or name another directory."
+            f"another run is writing checkpoints to {marker.parent}: stop it, or use another directory."
         ) from None
     except OSError:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its leaves, where their digests are, its configuration."""
+"""The manifest of a step: its leaves, the positions of their digests, its config and versions."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from autoshard.ckpt.state.array_packing import Place
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
 from autoshard.errors import CheckpointError, MismatchError
 
-FORMAT = 4  # 1 had nothing of metrics, plan, meshes and time; 2 no packs; 3 no texts
-WITHOUT_TEXTS = 3  # what a step without them is written as: versions from before there were texts read it
+FORMAT = 4  # 1 has no metrics, plan, meshes and time; 2 no packs; 3 no str and bytes leaves
+WITHOUT_TEXTS = 3  # format of steps without str and bytes leaves, so that older versions can read them
 _PACKAGES = ("autoshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @shown
 @dataclass(frozen=True)
 class Manifest:
-    """The description that is written with every step.
+    """The description of a step that is written with it.
 
     Attributes:
-        step: the step it belongs to, so that a renamed directory is noticed.
-        config: the caller's configuration, as JSON gives it back.
-        leaves: every leaf of the state.
-        digests: for each stored leaf the group and the column its digest is in.
-        written_by: versions, devices, processes, time and meshes, for people.
-        metrics: numbers that were saved with it.
-        plan: the plan that it was trained under, as JSON; None where none was given.
-        layouts: for each leaf on a mesh its `PartitionSpec`, for people.
-        expert_dims: the dimension of experts of each leaf that is known to have one.
-        places: for each leaf in a pack the pack's name, and which of its leaves it is.
+        step: the number of the step, which detects a renamed directory.
+        config: the user's config, as JSON values.
+        leaves: all leaves of the state.
+        digests: for each stored leaf the group and column of its digest.
+        written_by: versions, devices, processes, time and meshes; only displayed.
+        metrics: numbers that were saved with the step.
+        plan: the plan of the train step, as JSON values, or None.
+        layouts: for each leaf on a mesh its `PartitionSpec`; only displayed.
+        expert_dims: the dimension of experts of each leaf for which it is known.
+        places: for each packed leaf the name of the pack and the leaf's index in it.
     """
 
     step: int
@@ -56,22 +56,22 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves; typed RNG keys by their bits."""
+        """Bytes of all leaves; for typed RNG keys those of their bits."""
         return sum(spec.nbytes for spec in self.leaves)
 
     @functools.cached_property
     def packs(self) -> dict[str, dict[int, LeafSpec]]:
-        """For each pack its leaves, by which of it they are."""
-        found: dict[str, dict[int, LeafSpec]] = {}
+        """For each pack its leaves by index."""
+        packs: dict[str, dict[int, LeafSpec]] = {}
         for spec in self.leaves:
             if spec.key in self.places:
                 name, index = self.places[spec.key]
-                found.setdefault(name, {})[index] = spec
-        return found
+                packs.setdefault(name, {})[index] = spec
+        return packs
 
     @paused()
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that carries its own checksum."""
+        """Return a JSON object with a checksum."""
         body = {
             "format": FORMAT if any(spec.is_text for spec in self.leaves) else WITHOUT_TEXTS,
             "step": self.step,
@@ -90,24 +90,24 @@ class Manifest:
                 for spec in self.leaves
             ],
             "written_by": self.written_by,
-            "metrics": {name: _written(value) for name, value in self.metrics.items()},
+            "metrics": {name: _json_number(value) for name, value in self.metrics.items()},
             "plan": self.plan,
         }
         return {"autoshard": body, "sha256": _checksum(body)}
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """The manifest again.
+        """Return the manifest from the result of `to_json`.
 
         Raises:
-            ValueError: it is not one, or not as it was written.
-            CheckpointError: a newer version wrote it.
+            ValueError: it is not a manifest, or its checksum differs.
+            CheckpointError: it was written by a newer version.
         """
         if not isinstance(data, dict) or "autoshard" not in data:
             raise ValueError("the step has no autoshard manifest")
         body = data["autoshard"]
         if _checksum(body) != data.get("sha256"):
-            raise ValueError("the manifest is not as it was written")
+            raise ValueError("the manifest has a wrong checksum")
         if body["format"] > FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {body['format']}, this version of autoshard reads up to {FORMAT}: upgrade."
@@ -133,8 +133,8 @@ class Manifest:
         )
 
 
-def _written(value: float) -> float | str:
-    """A number as JSON has it: what is not finite is a text there."""
+def _json_number(value: float) -> float | str:
+    """Return a number as a JSON value; a string if it is not finite."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -142,55 +142,59 @@ def _checksum(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def plain(value: Any, what: str) -> Any:
-    """A configuration, or something else that is kept beside the leaves, as JSON gives it back.
+def as_json(value: Any, what: str) -> Any:
+    """Return a value as it is after a round trip through JSON.
+
+    Args:
+        value: the config or plan.
+        what: its name, for errors.
 
     Raises:
-        CheckpointError: it holds something that JSON cannot.
+        CheckpointError: it cannot be written as JSON.
     """
     try:
         written = json.dumps(dict(value) if isinstance(value, Mapping) else value)
-        return json.loads(written, object_pairs_hook=_once)
+        return json.loads(written, object_pairs_hook=_unique_keys)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"the {what} cannot be written as JSON ({error}): use numbers, texts, lists and dicts of them."
+            f"the {what} cannot be written as JSON ({error}): use numbers, strings, lists and dicts of them."
         ) from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict, none of whose keys is lost: JSON has one name for 1 and '1'."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"two keys of a dict have one name: {', '.join(name for name, _ in pairs)}")
-    return found
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict; raise if two of its keys, such as 1 and '1', have the same name in JSON."""
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValueError(f"two keys of a dict have the same name: {', '.join(name for name, _ in pairs)}")
+    return unique
 
 
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as numbers.
+def metrics_as_json(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as floats.
 
     Raises:
-        CheckpointError: one of them is none.
+        CheckpointError: a metric is not a number.
     """
-    found, wrong = {}, []
+    numbers, wrong = {}, []
     for name, value in metrics.items():
         try:
-            found[str(name)] = float(value)
+            numbers[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError):
             wrong.append(f"{name}={value!r}")
-    if len(found) + len(wrong) < len(metrics):
-        raise CheckpointError(f"two metrics have one name: {', '.join(map(str, metrics))}.")
+    if len(numbers) + len(wrong) < len(metrics):
+        raise CheckpointError(f"two metrics have the same name: {', '.join(map(str, metrics))}.")
     if wrong:
-        raise CheckpointError(f"metrics are numbers: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not.")
-    return found
+        raise CheckpointError(f"metrics must be numbers: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not.")
+    return numbers
 
 
 def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """Compares the parts that define the model: the section `model` where `wanted` has one, else all of it.
+    """Compare the section `model` of two configs, or the whole configs if `wanted` has no such section.
 
     Raises:
         MismatchError: naming every key that differs, with both values.
     """
-    wanted = plain(wanted, "config")
+    wanted = as_json(wanted, "config")
     if "model" in wanted:
         saved, wanted = {"model": saved.get("model", {})}, {"model": wanted["model"]}
     lines = differences(saved, wanted, "{name}: saved {one}, wanted {other}".format)
@@ -198,17 +202,17 @@ def check_config(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         raise MismatchError(
             f"{where} is a checkpoint of another model: its config differs in {len(lines)} keys:\n"
             f"{listing(lines)}\n"
-            "Use the config that it was saved with, or another directory."
+            "Use the config of the checkpoint, or another directory."
         )
 
 
 def differences(one: Any, other: Any, line: Callable[..., str]) -> list[str]:
-    """The settings that differ, as `line(name=, one=, other=)` says it; NaN is equal to NaN."""
+    """Return `line(name=, one=, other=)` for each setting that differs. NaN is equal to NaN."""
     have, want = dict(_flat(one)), dict(_flat(other))
-    # A table that is empty in one alone is told by what the other has in it.
+    # If a dict is empty on one side only, the lines of the other side's keys say so.
     filled = {path[:depth] for path in (*have, *want) for depth in range(len(path))}
     return [
-        line(name=".".join(path), one=_shown(have, path), other=_shown(want, path))
+        line(name=".".join(path), one=_value_text(have, path), other=_value_text(want, path))
         for path in sorted(have.keys() | want.keys())
         if not (path in filled and have.get(path, want.get(path)) == {})
         and (path not in have or path not in want or not _equal(have[path], want[path]))
@@ -216,7 +220,7 @@ def differences(one: Any, other: Any, line: Callable[..., str]) -> list[str]:
 
 
 def _flat(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Nested settings by their paths: a name may hold a dot."""
+    """Yield the path and value of each nested setting. Names may contain dots."""
     if not isinstance(value, Mapping) or not value:
         yield path, value
         return
@@ -232,12 +236,12 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def _shown(settings: Mapping[Key, Any], path: Key) -> str:
+def _value_text(settings: Mapping[Key, Any], path: Key) -> str:
     return repr(settings[path]) if path in settings else "nothing"
 
 
 def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """Who writes: versions, devices, processes, and the meshes that the leaves lie on; and when, in UTC."""
+    """Return the versions, devices, processes, the meshes of the leaves, and the time in UTC."""
     return {
         "versions": dict(_versions()),
         "devices": devices,
@@ -247,12 +251,12 @@ def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]
     }
 
 
-@functools.cache  # reading them takes longer than dispatching the copy of a state
+@functools.cache  # reading the versions takes longer than dispatching the copy of a state
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""The only place that calls Orbax: one step out, one step in."""
+"""Writing and reading one step with Orbax. No other module calls Orbax."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from orbax.checkpoint import v1 as ocp
 
 from autoshard.ckpt.state.named_leaves import PACKS, Key, LeafSpec, bits_of, nest, unnest
 from autoshard.ckpt.state.snapshot import Snapshot
+from autoshard.ckpt.store.constants import CONCURRENT_BYTES, COPIES_WHILE_READING
 from autoshard.ckpt.store.manifest import Manifest
 
 _STATE, _DIGESTS = "state", "digests"
-IN_FLIGHT_BYTES = 128 * 2**20  # enough to keep a disk busy, little beside a state
-_READ_COPIES = 4  # of what is read: as it is stored, decoded, on its way to a device, and what the allocator keeps
-# Orbax numbers a process's operations by one counter: a load that begins while a save does breaks that save.
-_ALONE = threading.Lock()
+# Orbax numbers all operations of a process with one counter. A load that starts during a save breaks the save.
+_ORBAX_LOCK = threading.Lock()
 
 
 class Pending(Protocol):
     """A write in the background."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for it and raises what went wrong."""
+        """Wait until the write is done and raise its error, if any."""
         ...
 
 
@@ -41,35 +40,35 @@ class Writer:
     """Writes steps in the background, one at a time."""
 
     def __init__(self) -> None:
-        # Its thread is joined when the interpreter ends, so a save that was begun is finished.
+        # The interpreter joins this thread when it exits, so a started save is completed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autoshard-ckpt")
 
     def write(self, path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> Pending:
-        """Starts to write a step; it appears under its name only when it is whole.
+        """Start to write a step. It appears under its name only when it is complete.
 
         Args:
-            path: of the step.
-            snapshot: what is written.
-            manifest: makes what the step says of itself, in the background where there is one.
+            path: the path of the step.
+            snapshot: the state to write.
+            manifest: makes the manifest; called in the background if there is one process.
         """
-        logging.getLogger("absl").addFilter(_not_of_threads)  # there once, however often it is added
+        logging.getLogger("absl").addFilter(_keep_record)  # adding a filter again has no effect
         if jax.process_count() == 1:
             return self._thread.submit(_write, path, snapshot, manifest)
-        # Orbax starts a save with collectives, which must not meet the train step's from another thread.
+        # Orbax starts a save with collectives. In another thread they could interleave with those of the train step.
         contents = _contents(snapshot)
-        with _saving(jax.tree.leaves(contents)):
+        with _saving_context(jax.tree.leaves(contents)):
             return ocp.save_checkpointables_async(path, contents, custom_metadata=manifest().to_json())
 
 
 def _write(path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> None:
     metadata = manifest().to_json()
     contents = _contents(snapshot)
-    with _ALONE, _saving(jax.tree.leaves(contents)):
+    with _ORBAX_LOCK, _saving_context(jax.tree.leaves(contents)):
         ocp.save_checkpointables(path, contents, custom_metadata=metadata)
 
 
 def _contents(snapshot: Snapshot) -> dict[str, Any]:
-    # Orbax refuses an empty tree, which a state of empty arrays would be.
+    # Orbax does not write an empty tree, so a state of empty arrays needs a placeholder.
     contents: dict[str, Any] = {_DIGESTS: snapshot.digest_rows() or {"none": np.zeros((1, 1), np.uint32)}}
     arrays = snapshot.arrays | {(PACKS, name): pack for name, pack in snapshot.packs.items()}
     if arrays:
@@ -77,99 +76,105 @@ def _contents(snapshot: Snapshot) -> dict[str, Any]:
     return contents
 
 
-def _saving(arrays: Iterable[Any]) -> ocp.Context:
-    """How arrays are written: each replica its share, and as they are: values of training hardly compress.
+def _saving_context(arrays: Iterable[Any]) -> ocp.Context:
+    """Return the settings to write arrays: each replica writes a part, without compression, which saves little.
 
-    Some at a time: without a limit Orbax encodes all of a step before it writes the first byte.
+    Limits the bytes in flight: else Orbax encodes the whole step before it writes the first byte.
     """
     arrays = list(arrays)
     context = ocp.Context()
-    context.memory_options.write_concurrent_bytes = _in_flight(arrays)
-    context.memory_options.deepcopy_host_arrays = False  # they are copies, or the caller waits
+    context.memory_options.write_concurrent_bytes = _concurrent_bytes(arrays)
+    context.memory_options.deepcopy_host_arrays = False  # the arrays are copies, or the caller waits
     context.array_options.saving.use_compression = False
     context.array_options.saving.use_replica_parallel = not any(map(_changed_by_slicing, arrays))
     return context
 
 
 def _changed_by_slicing(array: Any) -> bool:
-    """Whether a replica's share of an array could have other bits than the array.
+    """Return whether slicing an array can change its bits.
 
-    XLA:CPU slices some narrow floats by way of wider ones, which changes the bits of their NaNs: which, is told apart
-    by its version and its flags.
+    XLA:CPU converts some narrow floats to wider ones to slice them, which changes the bits of NaNs. Which types it
+    converts depends on its version and flags.
     """
     on_cpu = isinstance(array, jax.Array) and next(iter(array.sharding.device_set)).platform == "cpu"
     return on_cpu and jnp.issubdtype(array.dtype, jnp.floating) and bits_of(array.dtype) < 32
 
 
-def _in_flight(arrays: Iterable[Any], copies: int = 1) -> int:
-    """Bytes of arrays that Orbax may have in flight at once; it refuses an array of more."""
+def _concurrent_bytes(arrays: Iterable[Any], copies: int = 1) -> int:
+    """Return how many bytes of arrays Orbax may have in flight. It does not accept an array of more."""
     sizes = [math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays]
-    return max((IN_FLIGHT_BYTES // copies, *sizes)) + 1
+    return max((CONCURRENT_BYTES // copies, *sizes)) + 1
 
 
 def read_manifest(path: Any) -> Manifest:
-    """What a step says of itself. Raises whatever Orbax or `Manifest.from_json` raise."""
-    with _ALONE, _told_once(never=True):  # it looks at the arrays as well, of which nothing is wanted here
+    """Return the manifest of a step. Raises any error of Orbax or `Manifest.from_json`."""
+    with _ORBAX_LOCK, _deferred_log(drop=True):  # Orbax also reads the metadata of the arrays, which is not needed
         return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
 
 
 def read_digest_rows(path: Any, manifest: Manifest) -> dict[str, np.ndarray]:
-    """The saved digests, per group uint32 [devices, leaves + 1]."""
+    """Return the saved digests, per group uint32 [devices, leaves + 1]."""
     groups = {group: np.ndarray for group, _ in manifest.digests.values()}
     return _load(path, {_DIGESTS: groups})[_DIGESTS] if groups else {}
 
 
 def read_arrays(path: Any, wanted: Mapping[Key, Any], *, partial: bool = False) -> dict[Key, Any]:
-    """Arrays of a step, all that it has or with `partial` some, as `ShapeDtypeStruct`s or as `np.ndarray`."""
+    """Return arrays of a step.
+
+    Args:
+        path: the path of the step.
+        wanted: for each array `np.ndarray`, or a `ShapeDtypeStruct` with its sharding.
+        partial: whether the step may have other arrays as well.
+    """
     if not wanted:
         return {}
     return unnest(_load(path, {_STATE: nest(wanted)}, partial=partial)[_STATE], list(wanted))
 
 
-class Leaves:
-    """Leaves of a step one at a time, in host memory; of packed ones best those of one pack after each other."""
+class LeafReader:
+    """Reads the leaves of a step one at a time into host memory. Keeps the last pack that was read."""
 
     def __init__(self, path: Any, manifest: Manifest) -> None:
         self._path, self._places = path, manifest.places
         self._last: tuple[Key, np.ndarray | Exception] | None = None
 
     def read(self, key: Key) -> np.ndarray:
-        """A leaf, RNG keys as their bits. Raises whatever Orbax raises."""
-        _trim()
+        """Return a leaf; for RNG keys their bits. Raises any error of Orbax."""
+        _trim_heap()
         if key not in self._places:
             return _read_one(self._path, key)
         name, index = self._places[key]
         pack = (PACKS, name)
         if self._last is None or self._last[0] != pack:
-            self._last = None  # only one in memory
+            self._last = None  # keep one pack in memory
             try:
                 self._last = pack, _read_one(self._path, pack)
-            except Exception as error:  # any: raised below, for this leaf and the pack's others, which read it once
+            except Exception as error:  # raised below, for each leaf of the pack
                 self._last = pack, error
-        found = self._last[1]
-        if isinstance(found, Exception):
-            raise found
-        return np.asarray(found[index])
+        values = self._last[1]
+        if isinstance(values, Exception):
+            raise values
+        return np.asarray(values[index])
 
     def in_order(self, specs: Iterable[LeafSpec]) -> list[LeafSpec]:
-        """Leaves in the order in which they are best read."""
+        """Return leaves in the order that reads each pack once."""
         return sorted(specs, key=lambda spec: self._places.get(spec.key, ("", 0)))
 
 
-def _trim() -> None:
-    """Has the C library give back what it holds free: TensorStore's threads each keep an arena as large as a leaf."""
+def _trim_heap() -> None:
+    """Return free memory of the C library to the system: each thread of TensorStore keeps an arena of a leaf's size."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:  # glibc's alone
+    if trim is not None:  # only glibc has it
         trim(0)
 
 
 def _read_one(path: Any, key: Key) -> np.ndarray:
-    """One array alone, into host memory."""
+    """Return one array in host memory."""
     return unnest(_load(path, {_STATE: nest({key: np.ndarray})}, partial=True)[_STATE], [key])[key]
 
 
 def file_bytes(path: Any) -> int:
-    """Bytes of all files of a step."""
+    """Return the total size of all files of a step."""
     count = 0
     for entry in path.iterdir():
         count += file_bytes(entry) if entry.is_dir() else entry.stat().length
@@ -177,7 +182,7 @@ def file_bytes(path: Any) -> int:
 
 
 def copy_tree(source: Any, target: Any) -> None:
-    """A folder with all that is in it."""
+    """Copy a folder recursively."""
     target.mkdir(parents=True, exist_ok=True)
     for entry in source.iterdir():
         if entry.is_dir():
@@ -186,10 +191,10 @@ def copy_tree(source: Any, target: Any) -> None:
             entry.copy(target / entry.name)
 
 
-def explained(error: BaseException, path: Any) -> tuple[str | None, str]:
-    """The file below `path` that an error or one of its causes names, if one does, and its text.
+def root_cause(error: BaseException, path: Any) -> tuple[str | None, str]:
+    """Return the file below `path` that an error or one of its causes names, or None, and the error's text.
 
-    Orbax wraps TensorStore's error, which knows the file, into one about handlers, which does not.
+    TensorStore's error names the file. Orbax wraps it into an error that does not.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -206,49 +211,49 @@ def explained(error: BaseException, path: Any) -> tuple[str | None, str]:
 def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
     context = ocp.Context()
     context.pytree_options.loading.partial_load = partial
-    asked = [one for one in jax.tree.leaves(wanted) if isinstance(one, jax.ShapeDtypeStruct)]
-    context.memory_options.read_concurrent_bytes = _in_flight(asked, _READ_COPIES)
+    structs = [one for one in jax.tree.leaves(wanted) if isinstance(one, jax.ShapeDtypeStruct)]
+    context.memory_options.read_concurrent_bytes = _concurrent_bytes(structs, COPIES_WHILE_READING)
     if jax.process_count() > 1:
-        # Each process reads for itself: where one fails, Orbax would let the others wait for it.
-        me = jax.process_index()
-        context.multiprocessing_options.primary_host = me
-        context.multiprocessing_options.active_processes = {me}
-        context.multiprocessing_options.barrier_sync_key_prefix = f"autoshard_process_{me}"
-    with contextlib.ExitStack() as failed:
-        # Orbax drops the other leaves' failed tasks, and asyncio would print a page for each of them.
-        failed.callback(logging.getLogger("asyncio").addFilter, _not_orbax)
-        with _ALONE, context, _told_once():
+        # Each process reads by itself. In a joint read that fails in one process, Orbax lets the others wait.
+        process = jax.process_index()
+        context.multiprocessing_options.primary_host = process
+        context.multiprocessing_options.active_processes = {process}
+        context.multiprocessing_options.barrier_sync_key_prefix = f"autoshard_process_{process}"
+    with contextlib.ExitStack() as on_failure:
+        # Orbax drops the failed tasks of the other leaves, and asyncio would log a traceback for each of them.
+        on_failure.callback(logging.getLogger("asyncio").addFilter, _keep_asyncio_record)
+        with _ORBAX_LOCK, context, _deferred_log():
             loaded = ocp.load_checkpointables(path, wanted)
-        failed.pop_all()
+        on_failure.pop_all()
     return loaded
 
 
 @contextlib.contextmanager
-def _told_once(*, never: bool = False) -> Iterator[None]:
-    """Holds back what Orbax logs, and drops it where reading fails: the error that is raised says it in one line.
+def _deferred_log(*, drop: bool = False) -> Iterator[None]:
+    """Delay Orbax's log records until reading succeeds. Drop them if it fails: the error says the same in one line.
 
-    With `never` it is dropped in any case.
+    With `drop` they are dropped in any case.
     """
-    held: list[logging.LogRecord] = []
+    delayed: list[logging.LogRecord] = []
 
-    def hold(record: logging.LogRecord) -> bool:
-        held.append(record)
+    def delay(record: logging.LogRecord) -> bool:
+        delayed.append(record)
         return False
 
     logger = logging.getLogger("absl")
-    logger.addFilter(hold)
+    logger.addFilter(delay)
     try:
         yield
     finally:
-        logger.removeFilter(hold)
-    for record in [] if never else held:  # not reached where reading fails
+        logger.removeFilter(delay)
+    for record in [] if drop else delayed:  # not reached if reading fails
         logger.handle(record)
 
 
-def _not_of_threads(record: logging.LogRecord) -> bool:
-    """Drops the pages that Orbax prints for each of its threads that fail: what they raise, `result` raises again."""
+def _keep_record(record: logging.LogRecord) -> bool:
+    """Drop the tracebacks of Orbax's failed threads: `result` raises their errors."""
     return "_SignalingThread.run() raised" not in record.getMessage()
 
 
-def _not_orbax(record: logging.LogRecord) -> bool:
+def _keep_asyncio_record(record: logging.LogRecord) -> bool:
     return "orbax" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""Which steps are saved, and which of them stay."""
+"""When to save a step, and which steps to keep."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autoshard.errors import CheckpointError
 @shown
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which committed steps stay: the union of what each of these asks for; the newest one always does.
+    """Which committed steps stay: the union of `last`, `best` and `every`. The newest step always stays.
 
     Attributes:
-        last: so many of the newest; None for all of them.
-        best: so many of the best by `metric`, among the steps that were saved with it and a finite value.
-        metric: a name in `save`'s `metrics`.
-        mode: whether a smaller (`min`) or a larger value (`max`) is better; of equal ones the newer stays.
-        every: steps that this divides stay for ever; 0 for none.
+        last: how many of the newest steps stay; None for all.
+        best: how many of the best steps by `metric` stay. Only steps with a finite value of the metric count.
+        metric: a name in the `metrics` of `save`.
+        mode: whether smaller (`min`) or larger (`max`) values are better. Of equal values the newer step stays.
+        every: multiples of this number stay forever; 0 for none.
 
     Example:
         >>> losses = {10: {"loss": 2.0}, 20: {"loss": 1.0}, 30: {"loss": 1.5}, 40: {}}
@@ -38,19 +38,19 @@ class RetentionPolicy:
     every: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what keeps nothing, or cannot be told.
+        """Check the settings.
 
         Raises:
-            CheckpointError: naming each setting that is wrong.
+            CheckpointError: naming each invalid setting.
         """
         numbers = {name: getattr(self, name) for name in ("last", "best", "every")}
         wrong = [
-            f"{name}={value!r} is no integer"
+            f"{name}={value!r} is not an integer"
             for name, value in numbers.items()
             if not is_integer(value) and not (name == "last" and value is None)
         ]
         if not isinstance(self.metric, str):
-            wrong.append(f"metric={self.metric!r} is no name")
+            wrong.append(f"metric={self.metric!r} is not a name")
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}.")
         if self.last is not None and self.last < 1:
@@ -64,7 +64,7 @@ class RetentionPolicy:
             raise CheckpointError(f"{'; '.join(wrong)}.")
 
     def of(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that stay, of these with their metrics."""
+        """Return which of `steps`, a mapping step -> metrics, stay."""
         ordered = sorted(steps)
         if self.last is None:
             return set(ordered)
@@ -74,7 +74,7 @@ class RetentionPolicy:
         if self.best:
             sign = 1 if self.mode == "min" else -1
             scored = [(sign * value, -step) for step in ordered if math.isfinite(value := self._value(steps[step]))]
-            kept |= {-newest_first for _, newest_first in sorted(scored)[: self.best]}
+            kept |= {-negative for _, negative in sorted(scored)[: self.best]}
         return kept
 
     def _value(self, metrics: Mapping[str, float]) -> float:
@@ -84,14 +84,14 @@ class RetentionPolicy:
 @shown
 @dataclass
 class SaveEvery:
-    """When a training loop saves: every so many steps, or after so many minutes, whichever comes first.
+    """When a training loop saves: every `steps` steps or every `minutes` minutes, whichever comes first.
 
     Attributes:
-        steps: of training between two saves; 0 for no such rule.
-        minutes: between two saves; 0 for no such rule.
+        steps: training steps between two saves; 0 for no such rule.
+        minutes: minutes between two saves; 0 for no such rule.
         now: a clock in seconds.
-        agreed: makes one answer of those of all processes, whose clocks differ: usually the first process's.
-        asked_every: steps between looks at the clock, which cost a round trip where there are several processes.
+        agreed: maps the answer of this process to one answer for all processes, whose clocks differ.
+        asked_every: steps between checks of the clock. With several processes each check is a round trip.
     """
 
     steps: int = 0
@@ -102,11 +102,11 @@ class SaveEvery:
     _since: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._since = self.now()
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step. All processes ask at the same steps."""
+        """Return whether to save after this step. All processes must call this at the same steps."""
         if self.steps and step % self.steps == 0:
             return True
         if not self.minutes or step % self.asked_every:
@@ -114,7 +114,7 @@ class SaveEvery:
         return self.agreed(self.now() - self._since >= 60.0 * self.minutes)
 
     def saved(self) -> None:
-        """The minutes count from here."""
+        """Restart the clock."""
         self._since = self.now()
 
 
@@ -124,15 +124,15 @@ def expired_steps(
     metrics_of: Callable[[int], Mapping[str, float]],
     own: Container[int] = (),
 ) -> list[int]:
-    """The steps that do not stay; metrics are asked for only where they decide.
+    """Return the steps that do not stay.
 
     Args:
-        keep: the rule.
-        steps: all that there are.
-        metrics_of: the metrics of one.
-        own: those that were saved just now. They stay by the same rule among themselves: a run that went back to an
-            earlier step has lower numbers than what it left behind.
+        keep: the policy.
+        steps: all committed steps.
+        metrics_of: returns the metrics of a step; called only if the policy needs them.
+        own: the steps that this run saved. The policy also applies to them alone: after a run went back to an earlier
+            step, they have lower numbers than the steps before.
     """
-    known = {step: metrics_of(step) if keep.best else {} for step in steps}
-    kept = keep.of(known) | keep.of({step: told for step, told in known.items() if step in own})
+    metrics = {step: metrics_of(step) if keep.best else {} for step in steps}
+    kept = keep.of(metrics) | keep.of({step: values for step, values in metrics.items() if step in own})
     return [step for step in steps if step not in kept]

@@ -1,4 +1,4 @@
-"""Steps to other directories, models to other programs, and what differs between two steps."""
+"""Copies and exports of steps, and the differences between two steps."""
 
 import json
 from pathlib import Path
@@ -52,8 +52,8 @@ def damage(step: Path) -> None:
 
 
 def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path) -> None:
-    told = saved.export(2, tmp_path / "out")
-    assert set(told.files) == {"model.safetensors", "config.json"}
+    exported = saved.export(2, tmp_path / "out")
+    assert set(exported.files) == {"model.safetensors", "config.json"}
     found = load_file(tmp_path / "out" / "model.safetensors")
     want = train_state(2)["params"] | train_state(2)["frozen"]
     assert set(found) == {"layers.w", "layers.half", "head", "table"}
@@ -65,9 +65,9 @@ def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path
     assert config == {"architectures": ["gpt"], "dtype": "float32", "width": 32}
 
 
-def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"model": "moe", "config": {"experts": 4}, "max_length": 64}
-    told |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}}
+def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -> None:
+    inference: dict[str, Any] = {"model": "moe", "config": {"experts": 4}, "max_length": 64}
+    inference |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}}
     file, how = tmp_path / "run" / "inference.json", "generation_config.json"
     for number, (generation, want) in enumerate(
         [
@@ -76,27 +76,27 @@ def test_an_export_says_how_text_is_sampled(saved: Checkpointer, tmp_path: Path)
             ({"temperature": 0.0}, {"do_sample": False, "max_length": 64}),
         ]
     ):
-        file.write_text(json.dumps(told | {"generation": told["generation"] | generation}))
+        file.write_text(json.dumps(inference | {"generation": inference["generation"] | generation}))
         out = tmp_path / str(number)
         assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", how}
         assert json.loads((out / how).read_text()) == want
         config = json.loads((out / "config.json").read_text())
         assert config == {"architectures": ["moe"], "dtype": "float32", "experts": 4}
-    file.write_text(json.dumps(told | {"generation": {}}))
-    with pytest.raises(CheckpointError, match=r"inference\.json is not as it was written: KeyError: 'temperature'"):
+    file.write_text(json.dumps(inference | {"generation": {}}))
+    with pytest.raises(CheckpointError, match=r"inference\.json is damaged: KeyError: 'temperature'"):
         saved.export(2, tmp_path / "out")
     for change, message in (
         ({"format": 9}, r"^\S*inference\.json has format 9, this version reads up to 1: upgrade$"),
-        ({"model": ["gpt"]}, r"is not as it was written: ValueError: model is \['gpt'\], it must be a name"),
-        ({"max_length": float("inf")}, "is not as it was written: OverflowError"),
+        ({"model": ["gpt"]}, r"is damaged: ValueError: model is \['gpt'\], it must be a name"),
+        ({"max_length": float("inf")}, "is damaged: OverflowError"),
     ):
-        file.write_text(json.dumps(told | change))
+        file.write_text(json.dumps(inference | change))
         with pytest.raises(CheckpointError, match=message):
             saved.export(2, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_exported_average_is_corrected_and_in_the_parameters_dtypes(saved: Checkpointer, tmp_path: Path) -> None:
+def test_an_exported_average_is_debiased_and_has_the_saved_dtypes(saved: Checkpointer, tmp_path: Path) -> None:
     saved.export(None, tmp_path / "out", use_ema=True, shard_bytes=5000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {"layers.w", "layers.half", "head", "table"}
@@ -122,17 +122,17 @@ def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "use_ema", "message"),
     [
-        ({"params": {"__metadata__": 1.0}}, False, "a tensor is called __metadata__, as what safetensors files say of"),
-        ({"data": "a text"}, False, "step 1 in .* has no arrays that could be a model's"),
+        ({"params": {"__metadata__": 1.0}}, False, "a tensor has the name __metadata__, which is reserved"),
+        ({"data": "a text"}, False, "step 1 in .* has no arrays, so it has no model"),
         (
             {"params": {"w": 1.0}, "ema": {"mean": {"w": 1.0, "v": 1.0}, "weight": 1.0}},
             True,
-            "has averages of what is no parameter:\n  ema/mean/v$",
+            "contains moving averages for leaves that are not parameters:\n  ema/mean/v$",
         ),
     ],
-    ids=["a name that is taken", "no model", "another average"],
+    ids=["reserved name", "no model", "average of no parameter"],
 )
-def test_states_that_are_no_models(tmp_path: Path, state: Any, use_ema: bool, message: str) -> None:
+def test_states_without_a_model(tmp_path: Path, state: Any, use_ema: bool, message: str) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(1, state, block=True)
         with pytest.raises(CheckpointError, match=message):
@@ -143,9 +143,9 @@ def test_states_that_are_no_models(tmp_path: Path, state: Any, use_ema: bool, me
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"dtype": "int8"}, "dtype='int8': floating-point tensors are written as float16, bfloat16, float32"),
+        ({"dtype": "int8"}, "dtype='int8': use one of float16, bfloat16, float32"),
         ({"dtype": "f32"}, "dtype='f32': "),
-        ({"shard_bytes": 0}, "shard_bytes=0: a file holds one byte at least"),
+        ({"shard_bytes": 0}, "shard_bytes=0: it must be an integer of at least 1"),
         ({"shard_bytes": "1GB"}, "shard_bytes='1GB'"),
     ],
     ids=str,
@@ -156,12 +156,12 @@ def test_arguments_of_an_export(saved: Checkpointer, tmp_path: Path, argument: A
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_that_its_dtype_cannot_hold(tmp_path: Path) -> None:
-    """Largest is 65504: what is not finite already stays so, and a value that gets there is refused."""
+def test_values_out_of_the_range_of_an_export_s_dtype(tmp_path: Path) -> None:
+    """The largest float16 is 65504. Values that are infinite or NaN stay so; finite values must stay finite."""
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(1, {"params": {"a": jnp.ones(2), "b": jnp.float32([-1e5, 2])}}, block=True)
         checkpoints.save(2, {"params": {"a": jnp.float32([jnp.inf, jnp.nan, 65504]), "n": jnp.int32(7)}}, block=True)
-        with pytest.raises(CheckpointError, match=r"^b has values of up to 100000, and float16 holds 65504 at most"):
+        with pytest.raises(CheckpointError, match=r"^b has values of up to 100000, but the largest float16 is 65504"):
             checkpoints.export(1, tmp_path / "out", dtype="float16")
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         checkpoints.export(1, tmp_path / "wide", dtype="bfloat16")
@@ -170,7 +170,7 @@ def test_an_export_that_its_dtype_cannot_hold(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["a"], np.array([np.inf, np.nan, 65504], np.float16))
 
 
-def test_a_state_that_is_no_train_state_is_exported_whole(tmp_path: Path) -> None:
+def test_the_model_of_another_state_is_the_whole_state(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(0, {"a": {"b": jnp.ones(2)}, "none": jnp.zeros((0, 3)), "rng": jax.random.key(0)}, block=True)
         checkpoints.export(0, tmp_path / "out")
@@ -189,14 +189,14 @@ def test_a_damaged_model_is_not_exported(saved: Checkpointer, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="full is there already: name a new folder"):
+    with pytest.raises(CheckpointError, match="full exists already: use a new folder"):
         saved.export(1, tmp_path / "full")
-    for nameless in (".", "/"):
-        with pytest.raises(CheckpointError, match="is there already: name a new folder"):
-            saved.export(1, nameless)
+    for folder in (".", "/"):
+        with pytest.raises(CheckpointError, match="exists already: use a new folder"):
+            saved.export(1, folder)
 
 
-def test_a_copy_is_the_step(saved: Checkpointer, tmp_path: Path, assert_same: Any) -> None:
+def test_a_copy_equals_the_step(saved: Checkpointer, tmp_path: Path, assert_same: Any) -> None:
     saved.copy(1, tmp_path / "kept")
     with Checkpointer(tmp_path / "kept") as kept:
         assert kept.steps() == [1]
@@ -209,8 +209,8 @@ def test_a_copy_is_the_step(saved: Checkpointer, tmp_path: Path, assert_same: An
     assert Checkpointer(tmp_path / "kept").steps() == [1, 2]
 
 
-def test_what_the_model_is_comes_with_a_copy(saved: Checkpointer, tmp_path: Path) -> None:
-    """Only where there is nothing of the kind, and never of a step that could not be copied."""
+def test_a_copy_includes_the_files_of_the_model(saved: Checkpointer, tmp_path: Path) -> None:
+    """The files are copied only if the target has no `inference.json`."""
     names = ("inference.json", "tokenizer.json")
     for name in names:
         (tmp_path / "run" / name).write_text(f"of the run: {name}")
@@ -229,14 +229,14 @@ def test_what_the_model_is_comes_with_a_copy(saved: Checkpointer, tmp_path: Path
 def test_a_damaged_step_is_not_copied(saved: Checkpointer, tmp_path: Path) -> None:
     (tmp_path / "run" / "inference.json").write_text("{}")
     damage(tmp_path / "run" / "step_00000002")
-    with pytest.raises(DamagedCheckpointError, match="its copy has other values in "):
+    with pytest.raises(DamagedCheckpointError, match="its copy has different values in "):
         saved.copy(2, tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["autoshard.json"]
     with pytest.raises(CheckpointError, match="is not a checkpoint directory of autoshard"):
         saved.copy(1, tmp_path)
 
 
-def test_what_differs_between_two_steps(saved: Checkpointer, tmp_path: Path, mesh8: Mesh) -> None:
+def test_differences_between_two_steps(saved: Checkpointer, tmp_path: Path, mesh8: Mesh) -> None:
     state = train_state(2)
     placed = jax.device_put(state["params"], jax.NamedSharding(mesh8, jax.P()))
     other = state | {"params": placed | {"head": jnp.ones(3), "bias": jnp.ones(2)}}
@@ -250,10 +250,10 @@ def test_what_differs_between_two_steps(saved: Checkpointer, tmp_path: Path, mes
     assert found.only_one == ("opt_state/mu",) and found.only_other == ("params/bias",)
     assert "config.model.width: 32 | 64" in found.settings and "metrics.loss: nothing | 1.0" in found.settings
     again = compare(saved.describe(1), saved.describe(2))
-    assert len(again.values) == 8 and "other values: 8" in str(again)
+    assert len(again.values) == 8 and "different values: 8" in str(again)
 
 
-def test_a_description_says_all_but_the_values(tmp_path: Path, mesh8: Mesh, make_state: Any, config: Any) -> None:
+def test_a_description(tmp_path: Path, mesh8: Mesh, make_state: Any, config: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, make_state(mesh8, 0), config=config, metrics={"loss": 1.5}, plan='{"mesh": {"data": 8}}')
         checkpoints.wait()
@@ -266,8 +266,8 @@ def test_a_description_says_all_but_the_values(tmp_path: Path, mesh8: Mesh, make
     assert found.plan == {"mesh": {"data": 8}} and found.config == config and found.metrics == {"loss": 1.5}
     assert found.meshes == (dict(mesh8.shape),) and found.written_by["devices"] == 8
     assert found.file_bytes > found.nbytes / 2
-    told = str(found)
-    assert "params/w: float32[64, 96], 24.0 KiB on ('data', 'model')" in told and "metrics   loss 1.5" in told
+    text = str(found)
+    assert "params/w: float32[64, 96], 24.0 KiB on ('data', 'model')" in text and "metrics   loss 1.5" in text
     assert json.loads(json.dumps(found.to_json()))["step"] == 3
-    with pytest.raises(CheckpointError, match="the plan is no JSON"):
+    with pytest.raises(CheckpointError, match="the plan is not JSON"):
         checkpoints.save(4, {"w": jnp.ones(1)}, plan="fsdp:8")

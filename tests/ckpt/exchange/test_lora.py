@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them: base plus adapter computes what the merged model does."""
+"""LoRA adapters of PEFT: the merged model computes the same as base plus adapter."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def merge(base: Path, adapter: Path, out: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("fan_in_first", [False, True])
-def test_a_merged_layer_computes_what_base_plus_adapter_does(tmp_path: Path, rslora: bool, fan_in_first: bool) -> None:
+def test_a_merged_layer_equals_base_plus_adapter(tmp_path: Path, rslora: bool, fan_in_first: bool) -> None:
     w, a, b, x = normal(OUT, IN), normal(RANK, IN), normal(OUT, RANK), normal(7, IN)
     other = normal(3)
     base = write_base(tmp_path / "base", {"layers.0.up.weight": w.T if fan_in_first else w, "norm.weight": other})
@@ -94,8 +94,8 @@ def test_embeddings_saved_modules_and_patterns(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["head.weight"], new_head)
 
 
-def test_a_checkpoint_is_a_base_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Flax has fan-in first, heads as dimensions of their own, and names without `.weight`."""
+def test_a_checkpoint_as_base(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """In Flax weights are fan-in first, heads are separate dimensions, and names have no `.weight`."""
     wq, up = normal(OUT, 4, 6), normal(OUT, IN).astype(ml_dtypes.bfloat16)
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(3, {"params": {"attention": {"wq": jnp.asarray(wq)}, "up": jnp.asarray(up)}}, block=True)
@@ -113,12 +113,12 @@ def test_a_checkpoint_is_a_base_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     np.testing.assert_array_equal(found["up"], (up.astype(np.float32) + change).astype(ml_dtypes.bfloat16))
 
 
-def test_a_base_in_pieces(tmp_path: Path, mesh8: Mesh) -> None:
-    """Cut over devices when it was saved, or over files: what is merged is the same."""
+def test_a_sharded_base(tmp_path: Path, mesh8: Mesh) -> None:
+    """The merged model does not depend on whether the base was sharded over devices or files."""
     w, other, pair = normal(IN, OUT), normal(8, 8), {"A": normal(RANK, IN), "B": normal(OUT, RANK)}
-    cut = jax.device_put({"up": w, "norm": other}, NamedSharding(mesh8, PartitionSpec("data", "model")))
+    sharded = jax.device_put({"up": w, "norm": other}, NamedSharding(mesh8, PartitionSpec("data", "model")))
     with Checkpointer(tmp_path / "run") as checkpoints:
-        checkpoints.save(3, {"params": cut, "step": jnp.int32(3)}, block=True)
+        checkpoints.save(3, {"params": sharded, "step": jnp.int32(3)}, block=True)
         checkpoints.export(3, tmp_path / "files", shard_bytes=500)
     assert len([*(tmp_path / "files").glob("*.safetensors")]) == 2
     adapter = write_adapter(
@@ -139,7 +139,7 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", pair)
     with pytest.raises(MismatchError, match="is for another base than") as caught:
         merge(base, adapter, tmp_path / "out")
-    assert "2 of 2 modules do not fit" in str(caught.value)
+    assert "2 of 2 modules do not match" in str(caught.value)
     assert "gate: the base has no such weight" in str(caught.value)
     assert "up: the base has [16, 24], the adapter [24, 16], fan-out first" in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -148,16 +148,19 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(use_dora=True), "has use_dora=True: only plain and rank-stabilised LoRA"),
+        (dict(use_dora=True), "has use_dora=True: only plain and rank-stabilized LoRA"),
         (dict(peft_type="IA3"), "has peft_type='IA3'"),
         (dict(bias="all"), "has bias='all'"),
         (dict(lora_bias=True), "has lora_bias=True"),
-        (dict(init_lora_weights="pissa_niter_16"), "has init_lora_weights='pissa_niter_16': it was trained on a base"),
+        (
+            dict(init_lora_weights="pissa_niter_16"),
+            "has init_lora_weights='pissa_niter_16': it was trained on changed",
+        ),
         (dict(init_lora_weights="olora"), "has init_lora_weights='olora'"),
         (dict(init_lora_weights="corda"), "has init_lora_weights='corda'"),
         (dict(init_lora_weights="loftq"), "has init_lora_weights='loftq'"),
-        (dict(r=16), r"(?s)ranks that its settings do not have:.*up: A has rank 4, adapter_config\.json says 16"),
-        (dict(rank_pattern={"u.": 3}), r"up: A has rank 4, adapter_config\.json says 3"),
+        (dict(r=16), r"(?s)ranks that differ from its settings:.*up: A has rank 4, adapter_config\.json has 16"),
+        (dict(rank_pattern={"u.": 3}), r"up: A has rank 4, adapter_config\.json has 3"),
         (dict(r=None), "(?s)is not as PEFT writes it:.*r is None, it must be a whole number of at least 1"),
         (dict(r=0), "r is 0, it must"),
         (dict(r=-4), "r is -4, it must"),
@@ -166,14 +169,14 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
         (dict(lora_alpha=10**400), "lora_alpha is 10+, it must be a finite number"),
         (dict(lora_alpha="16"), "lora_alpha is '16', it must be a finite number"),
         (dict(rank_pattern={"up": 0}), "rank_pattern has 'up': 0, it must"),
-        (dict(rank_pattern=["up"]), "rank_pattern is .* it must be a table"),
-        (dict(rank_pattern={"u(p": 4}), r"rank_pattern has 'u\(p', which is no regular expression: "),
-        (dict(alpha_pattern={"*up": 4}), r"alpha_pattern has '\*up', which is no regular expression: "),
+        (dict(rank_pattern=["up"]), "rank_pattern is .* it must be an object"),
+        (dict(rank_pattern={"u(p": 4}), r"rank_pattern has 'u\(p', which is not a regular expression: "),
+        (dict(alpha_pattern={"*up": 4}), r"alpha_pattern has '\*up', which is not a regular expression: "),
         (dict(alpha_pattern={"up": float("inf")}), "alpha_pattern has 'up': inf, it must"),
         (dict(use_rslora="false"), "use_rslora is 'false', it must be true or false"),
     ],
 )
-def test_adapters_that_are_not_known(tmp_path: Path, config: dict, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_unsupported_adapters(tmp_path: Path, config: dict, message: str, capsys: pytest.CaptureFixture) -> None:
     pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
     adapter = write_adapter(tmp_path / "adapter", pair, **config)
     with pytest.raises(CheckpointError, match=message):
@@ -185,26 +188,26 @@ def test_adapters_that_are_not_known(tmp_path: Path, config: dict, message: str,
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_adapters_that_leave_the_base_as_it_is(tmp_path: Path, start: Any) -> None:
+def test_initializations_that_do_not_change_the_base(tmp_path: Path, start: Any) -> None:
     pair = {"up.lora_A.weight": normal(RANK, IN), "up.lora_B.weight": normal(OUT, RANK)}
     assert read_adapter(write_adapter(tmp_path / "adapter", pair, init_lora_weights=start)).scale("up") == 10 / RANK
 
 
-def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_config\.json"):
+def test_folders_without_adapters_or_models(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is not a LoRA adapter: it has no adapter_config\.json"):
         read_adapter(tmp_path)
     folder = write_adapter(tmp_path / "adapter", {"up.lora_A.weight": normal(RANK, IN)})
-    with pytest.raises(CheckpointError, match="one matrix of two:\n  up"):
+    with pytest.raises(CheckpointError, match="only one matrix of a pair:\n  up"):
         read_adapter(folder)
     settings = (folder / "adapter_config.json").read_text()
     (folder / "adapter_config.json").write_text(f"[{settings}]")
-    with pytest.raises(CheckpointError, match="is not as PEFT writes it: it holds no table of settings"):
+    with pytest.raises(CheckpointError, match="is not as PEFT writes it: it has no JSON object of settings"):
         read_adapter(folder)
     (folder / "adapter_config.json").write_text(settings)
     (folder / "adapter_model.safetensors").write_bytes(b"12345678")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_adapter(folder)
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="has no model: there is no model"):
         read_model(tmp_path)
     base = write_base(tmp_path / "base", {"w": normal(2)})
     index = {"weight_map": {"w": "../adapter/adapter_model.safetensors"}}
@@ -212,30 +215,30 @@ def test_folders_that_are_no_adapters_or_models(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="names files that are not beside it"):
         read_model(base)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"is not a LoRA adapter: it has no adapter_model\.safetensors"):
         read_adapter(folder)
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ([], "is not as HF writes it"),
-        ({"weight_map": ["w"]}, "is not as HF writes it"),
-        ({"weight_map": {"w": 1}}, "is not as HF writes it"),
-        ({"weight_map": {"w": "model.safetensors", "v": "gone.safetensors"}}, r"it has no gone\.safetensors$"),
+        ([], "has no weight_map from tensor names to file names"),
+        ({"weight_map": ["w"]}, "has no weight_map from tensor names to file names"),
+        ({"weight_map": {"w": 1}}, "has no weight_map from tensor names to file names"),
+        ({"weight_map": {"w": "model.safetensors", "v": "gone.safetensors"}}, r"there is no gone\.safetensors$"),
         ({"weight_map": {"w": "model.safetensors", "v": "model.safetensors"}}, r"model\.safetensors has no v$"),
     ],
     ids=str,
 )
-def test_an_index_that_its_files_do_not_fit(tmp_path: Path, index: Any, message: str) -> None:
+def test_an_index_that_does_not_match_its_files(tmp_path: Path, index: Any, message: str) -> None:
     base = write_base(tmp_path / "base", {"w": normal(2)})
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         read_model(base)
 
 
-def test_an_embedding_that_comes_with_its_table(tmp_path: Path) -> None:
-    """As PEFT saves one that has a pair: the adapter's table takes the base's place, and the pair is added to it."""
+def test_an_embedding_with_a_trained_table(tmp_path: Path) -> None:
+    """The table of the adapter replaces that of the base, and the pair is added to it."""
     table, a, b = normal(VOCAB, OUT), normal(RANK, VOCAB), normal(OUT, RANK)
     base = write_base(tmp_path / "base", {"embed.weight": normal(VOCAB, OUT)})
     tensors = {"embed.base_layer.weight": table, "embed.lora_embedding_A": a, "embed.lora_embedding_B": b}
@@ -243,10 +246,10 @@ def test_an_embedding_that_comes_with_its_table(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["embed.weight"], table + 10 / RANK * (b @ a).T, atol=1e-5)
 
 
-def test_a_sum_that_the_base_cannot_hold(tmp_path: Path) -> None:
+def test_a_sum_out_of_the_range_of_the_base_s_dtype(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", {"up.weight": np.full((OUT, IN), 65000, np.float16)})
     pair = {"up.lora_A.weight": np.full((RANK, IN), 10, np.float32), "up.lora_B.weight": np.full((OUT, RANK), 10, "f4")}
-    with pytest.raises(CheckpointError, match=r"^up\.weight has values of up to 65992, and float16 holds 65504"):
+    with pytest.raises(CheckpointError, match=r"^up\.weight has values of up to 65992, but the largest float16 is"):
         merge(base, write_adapter(tmp_path / "adapter", pair), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -259,4 +262,4 @@ def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
     adapter = write_adapter(tmp_path / "adapter", pairs)
     model = merged(read_model(base), read_adapter(adapter))
     assert sum(np.asarray(one.read()).nbytes for one in model.tensors) == 6 * OUT * IN * 4
-    assert all(one.read() is not one.read() for one in model.tensors)  # nothing is kept
+    assert all(one.read() is not one.read() for one in model.tensors)  # values are not cached

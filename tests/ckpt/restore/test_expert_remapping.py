@@ -1,4 +1,4 @@
-"""Experts by their numbers, whatever mesh they were saved from: some of them, more of them, dense layers as experts."""
+"""Restoring experts by number on any mesh: selecting, copying, and making experts of dense layers."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ def is_expert(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def state() -> Any:
-    """A train state of a MoE, of which no two leaves and no two experts are the same."""
+    """Return a train state of a MoE in which all leaves and all experts differ."""
     made = PROGRAM.create_state(jax.random.key(0))
     rng = np.random.default_rng(0)
 
@@ -71,14 +71,14 @@ def dims(saved: Checkpointer) -> dict[str, int]:
     return {leaf.name: leaf.expert_dim for leaf in saved.describe().leaves if leaf.expert_dim is not None}
 
 
-def test_a_plan_says_where_the_weights_of_experts_are(plans: dict[str, Any], state: Any, tmp_path: Path) -> None:
+def test_a_plan_gives_the_expert_dims_of_weights(plans: dict[str, Any], state: Any, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, plan=plans["dp:2 ep:4"], block=True)
         assert dims(checkpoints) == {name: 1 for name in with_names(state) if "/experts/w_" in name}
 
 
-def test_a_model_says_where_its_experts_are(saved: Checkpointer, state: Any) -> None:
-    """Of weights, of their moments and averages, and of the router's columns; of nothing else."""
+def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
+    """Weights, their moments and averages, and the router's columns have a dimension of experts; nothing else has."""
     found = dims(saved)
     names = with_names(state)
     expected = {name for name in names if is_expert(name)}
@@ -88,7 +88,7 @@ def test_a_model_says_where_its_experts_are(saved: Checkpointer, state: Any) -> 
 
 
 @pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
-def test_some_experts_onto_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
+def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
     found = dims(saved)
     whole = with_names(state)
     mesh = jax.tree.leaves(shardings(plans["fsdp:4 ep:2"])[0])[0].mesh
@@ -116,7 +116,7 @@ def test_some_experts_onto_another_mesh(saved: Checkpointer, state: Any, plans: 
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_some_experts_onto_explicit_axes(tmp_path: Path, within: bool) -> None:
+def test_some_experts_on_explicit_axes(tmp_path: Path, within: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("ep", "tp"), axis_types=(AxisType.Explicit,) * 2)
     weights = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2)
     where = NamedSharding(mesh, PartitionSpec("ep", "tp"))
@@ -132,27 +132,27 @@ def test_some_experts_onto_explicit_axes(tmp_path: Path, within: bool) -> None:
     np.testing.assert_array_equal(copies, np.broadcast_to(weights[0], (8, 4, 2)))
 
 
-def test_all_experts_onto_another_degree(saved: Checkpointer, state: Any, plans: Any) -> None:
+def test_all_experts_on_another_degree_of_expert_parallelism(saved: Checkpointer, state: Any, plans: Any) -> None:
     where = shardings(plans["fsdp:4 ep:2"])[0]
     restored = saved.restore(like=state, shardings=where)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(where)
 
 
-def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
+def test_experts_that_do_not_exist(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
     before = files_of(tmp_path)
-    with pytest.raises(CheckpointError, match=f"there is no expert {EXPERTS}, -1, there are 0 to {EXPERTS - 1}"):
+    with pytest.raises(CheckpointError, match=f"has no expert {EXPERTS}, -1, its experts are 0 to {EXPERTS - 1}"):
         saved.restore(experts=[0, EXPERTS, -1])
     numbers: Any
     for numbers in ([], [True], [0.0], np.array([[0, 1]])):
-        with pytest.raises(CheckpointError, match="name some by their numbers"):
+        with pytest.raises(CheckpointError, match="pass a list of numbers such as"):
             saved.restore(experts=numbers)
     with pytest.raises(MismatchError, match="differ"):
         saved.restore(like=saved.restore(), experts=[0, 1])
     assert files_of(tmp_path) == before
     with Checkpointer(tmp_path / "dense") as dense:
         dense.save(0, {"w": jnp.ones((4, 2))}, block=True)
-        with pytest.raises(CheckpointError, match="does not say which dimension of its leaves is that of experts"):
+        with pytest.raises(CheckpointError, match="does not give the dimension of experts of its leaves"):
             dense.restore(experts=[0])
         np.testing.assert_array_equal(dense.restore(experts=[0, 2], expert_dims={"w": 0})["w"], np.ones((2, 2)))
         with pytest.raises(CheckpointError, match="'v' matches no leaf"):
@@ -161,12 +161,12 @@ def test_experts_that_are_not_there(saved: Checkpointer, tmp_path: Path, files_o
             dense.save(1, {"w": jnp.ones((4, 2))}, expert_dims={"*": 2})
 
 
-def test_nothing_to_make_experts_of(tmp_path: Path) -> None:
-    """Without a renaming the template's experts would stay as they are, and nobody would know."""
+def test_upcycling_without_a_dense_layer(tmp_path: Path) -> None:
+    """Without `rename`, the template's experts would silently keep their values."""
     with Checkpointer(tmp_path) as dense:
         dense.save(0, {"mlp": jnp.ones((4, 2)), "norm": jnp.ones(2)}, block=True)
         like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
-        with pytest.raises(CheckpointError, match="'experts' matches no wanted leaf that was saved"):
+        with pytest.raises(CheckpointError, match="'experts' matches no requested leaf that was saved"):
             dense.restore(like=like, upcycle={"experts": 0}, partial=True)
         made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
     np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))
@@ -174,7 +174,7 @@ def test_nothing_to_make_experts_of(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
-    """Every expert is the dense layer, its moments and averages too: the model computes what the dense one did."""
+    """Every expert is a copy of the dense layer with its moments and averages, so the outputs are equal."""
     cfg = dataclasses.replace(TINY.config, gpt=dataclasses.replace(TINY.config.gpt, dtype="float32"))
     dense_cfg = dataclasses.replace(cfg.gpt, ffn=cfg.expert_ffn or cfg.gpt.hidden)
     dense_work = dataclasses.replace(workload("llama-tiny"), config=dense_cfg)

@@ -1,4 +1,4 @@
-"""A reader beside a run that removes steps: it goes on with the steps that are there, and nothing is called damaged."""
+"""Reading while a run removes steps: readers use the steps that are left, and no step is reported as damaged."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Removes steps just before their files are read by a function of `storage`, and saves others in their place."""
+    """Remove steps just before a function of `orbax_storage` reads their files, and save others in their place."""
 
     def arrange(function: str, *steps: int, saves: int | None = None) -> None:
         read = getattr(orbax_storage, function)
@@ -55,7 +55,7 @@ def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 @pytest.mark.parametrize("function", ["read_manifest", "read_digest_rows", "read_arrays"])
-def test_a_restore_goes_on_with_the_newest_then(
+def test_a_restore_uses_the_step_that_is_newest_then(
     run: Path, removed_at: Callable[..., None], assert_same: Any, function: str
 ) -> None:
     removed_at(function, 3, saves=7)
@@ -66,7 +66,7 @@ def test_a_restore_goes_on_with_the_newest_then(
 
 
 @pytest.mark.parametrize("function", READ)
-def test_readers_go_on_with_the_newest_then(run: Path, removed_at: Callable[..., None], function: str) -> None:
+def test_readers_use_the_step_that_is_newest_then(run: Path, removed_at: Callable[..., None], function: str) -> None:
     other = run.parent / "other"
     readers: dict[str, Callable[[Checkpointer], Any]] = {
         "read_manifest": lambda checkpoints: checkpoints.config()["model"]["step"],
@@ -80,17 +80,17 @@ def test_readers_go_on_with_the_newest_then(run: Path, removed_at: Callable[...,
     assert int(readers[function](Checkpointer(run))) == 2
 
 
-def test_a_step_that_was_asked_for_is_said_to_be_removed(run: Path, removed_at: Callable[..., None]) -> None:
+def test_a_given_step_that_was_removed(run: Path, removed_at: Callable[..., None]) -> None:
     for step, function in enumerate(("read_arrays", "file_bytes", "_read_one"), 1):
         removed_at(function, step)
         checkpoints = Checkpointer(run)
         readers = checkpoints.restore, checkpoints.describe, checkpoints.verify
-        with pytest.raises(RemovedStepError, match=f"step {step} in .* was removed while it was read") as told:
+        with pytest.raises(RemovedStepError, match=f"step {step} in .* was removed while it was read") as caught:
             readers[step - 1](step)
-        assert told.value.step == step and "damaged" not in str(told.value)
+        assert caught.value.step == step and "damaged" not in str(caught.value)
 
 
-def test_a_tensor_of_a_model_whose_step_is_removed(run: Path) -> None:
+def test_reading_a_tensor_of_a_removed_step(run: Path) -> None:
     with Checkpointer(run, keep=None) as checkpoints:
         model = checkpoints.model(3)
         checkpoints._directory.remove(3)
@@ -98,7 +98,7 @@ def test_a_tensor_of_a_model_whose_step_is_removed(run: Path) -> None:
             model.tensors[0].read()
 
 
-def test_a_fallback_is_not_what_was_removed(run: Path, removed_at: Callable[..., None], assert_same: Any) -> None:
+def test_a_fallback_skips_removed_steps(run: Path, removed_at: Callable[..., None], assert_same: Any) -> None:
     for file in (run / "step_00000003" / "state").rglob("*"):
         if file.is_file() and file.parent.name == "d":
             file.write_bytes(bytes(file.stat().st_size))
@@ -119,25 +119,25 @@ def test_a_reader_gives_up_on_a_writer_that_is_too_fast(run: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("function", ["read_manifest", "file_bytes", "_read_one", "copy_tree"])
-def test_the_command_leaves_out_what_was_removed(
+def test_the_command_omits_removed_steps(
     run: Path, removed_at: Callable[..., None], capsys: pytest.CaptureFixture, function: str
 ) -> None:
     removed_at(function, 1)
     action = {"_read_one": ["verify"], "copy_tree": ["copy", "--all"]}.get(function, ["ls", "--json"])
     target = [str(run.parent / "other")] if action[0] == "copy" else []
     assert main(["ckpt", action[0], str(run), *target, *action[1:]]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     if action[0] == "ls":
-        assert [one["step"] for one in json.loads(told)] == [2, 3]
+        assert [one["step"] for one in json.loads(printed)] == [2, 3]
     else:
-        lines = told.splitlines()
+        lines = printed.splitlines()
         assert len(lines) == 3 and lines[0].startswith("step 1 ") and lines[0].endswith("removed meanwhile")
-        assert not [line for line in lines[1:] if "removed" in line] and "damaged" not in told
+        assert not [line for line in lines[1:] if "removed" in line] and "damaged" not in printed
 
 
-def test_the_command_says_that_a_named_step_was_removed(
+def test_the_command_reports_a_given_step_that_was_removed(
     run: Path, removed_at: Callable[..., None], capsys: pytest.CaptureFixture
 ) -> None:
     removed_at("file_bytes", 2)
     assert main(["ckpt", "describe", f"{run}@2"]) == 2
-    assert "step 2 in" in (said := capsys.readouterr().err) and "was removed while it was read" in said
+    assert "step 2 in" in (error := capsys.readouterr().err) and "was removed while it was read" in error

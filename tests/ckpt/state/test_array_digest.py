@@ -1,4 +1,4 @@
-"""One digest for an array, wherever it lies."""
+"""The digest of an array does not depend on its sharding or memory."""
 
 import math
 from collections.abc import Callable
@@ -44,11 +44,11 @@ def test_devices_and_host_agree_on_every_dtype(dtype: type, mesh8: Mesh) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_blocks_of_a_large_host_array(dtype: type) -> None:
-    array = random_array((3, array_digest._BLOCK // 2 + 7), dtype, 0)
+    array = random_array((3, array_digest.DIGEST_BLOCK_ELEMENTS // 2 + 7), dtype, 0)
     assert device_digest(jnp.asarray(array)) == array_digest.host_digest(array)
 
 
-def test_what_is_summed_is_not_written_to_memory(mesh8: Mesh) -> None:
+def test_the_summands_are_not_written_to_memory(mesh8: Mesh) -> None:
     leaf = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh8, PartitionSpec("data")))
     compiled = array_digest._parts_program(mesh8, (PartitionSpec("data"),)).lower((leaf,)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**16
@@ -62,7 +62,7 @@ def test_wide_types() -> None:
 
 
 @given(st.data())
-def test_the_same_under_every_sharding(mesh_of: Callable[..., Mesh], data: st.DataObject) -> None:
+def test_the_digest_does_not_depend_on_the_sharding(mesh_of: Callable[..., Mesh], data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, 3))
     names = data.draw(st.permutations(["a", "b", "c"]))
     shape, spec = [], []
@@ -84,32 +84,32 @@ def test_explicit_axes() -> None:
 
 
 @given(st.integers(0, 95), st.integers(0, 31))
-def test_any_flipped_bit_changes_it(element: int, bit: int) -> None:
+def test_any_flipped_bit_changes_the_digest(element: int, bit: int) -> None:
     array = random_array((8, 12), np.float32, 3)
     flipped = array.copy()
     flipped.reshape(-1).view(np.uint32)[element] ^= np.uint32(1 << bit)
     assert array_digest.host_digest(flipped) != array_digest.host_digest(array)
 
 
-def test_order_counts() -> None:
+def test_the_digest_depends_on_the_order_of_elements() -> None:
     array = random_array((8, 12), np.float32, 4)
     assert len({array_digest.host_digest(a) for a in (array, array[::-1], array[:, ::-1], np.roll(array, 1))}) == 4
 
 
 def test_blocks_of_constants_differ() -> None:
-    """A plain weighted sum would keep only the exponent's bits of these."""
+    """A plain weighted sum would depend on few bits of the exponent only."""
     digests = {array_digest.host_digest(np.full(4096, value, np.float32)) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 4.0)}
     assert len(digests) == 6
 
 
-def test_nothing_is_gathered_and_devices_do_not_talk(mesh8: Mesh) -> None:
+def test_there_are_no_collectives(mesh8: Mesh) -> None:
     specs = (PartitionSpec("data", "model"), PartitionSpec(), PartitionSpec(("model", "data")))
     leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh8, spec)) for spec in specs]
     text = array_digest._parts_program(mesh8, specs).lower(tuple(leaves)).compile().as_text()
     assert not [name for name in ("all-reduce", "all-gather", "all-to-all", "permute") if name in text]
 
 
-def test_a_damaged_row_tells_on_itself(mesh8: Mesh) -> None:
+def test_a_damaged_row_is_detected(mesh8: Mesh) -> None:
     array = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh8, PartitionSpec("data")))
     rows = np.asarray(array_digest.digests([array, array + 1]))
     assert rows.shape == (8, 3) and array_digest.total(rows) is not None
@@ -119,7 +119,7 @@ def test_a_damaged_row_tells_on_itself(mesh8: Mesh) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4"])
-def test_the_bits_of_every_nan_count(mesh8: Mesh, dtype: str) -> None:
+def test_the_digest_depends_on_the_bits_of_nans(mesh8: Mesh, dtype: str) -> None:
     bits = 8 * np.dtype(dtype).itemsize
     words = np.arange(2**bits, dtype=np.uint64).astype(f"u{bits // 8}")
     expected = array_digest.host_digest(words)
@@ -130,15 +130,15 @@ def test_the_bits_of_every_nan_count(mesh8: Mesh, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_the_bits_of_wide_nans_count(dtype: str) -> None:
+def test_the_digest_depends_on_the_bits_of_wide_nans(dtype: str) -> None:
     words = np.array([0x7F800001, 0xFFC12345, 0x7FC00000, 0xFF800002, 0x7FFFFFFF, 0x80000000], np.uint32)
     array = words.view(dtype)
     assert device_digest(jnp.asarray(array)) == array_digest.host_digest(array) == array_digest.host_digest(words)
 
 
-def test_leaves_in_host_memory_among_others(mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are moved at once."""
-    monkeypatch.setattr(array_digest, "_MOVED_BYTES", 1000)
+def test_leaves_in_several_memory_kinds(mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more leaves in host memory than are moved at once."""
+    monkeypatch.setattr(array_digest, "MAX_MOVED_BYTES", 1000)
     arrays = [random_array((8, 12), np.float32, seed) for seed in range(9)]
     sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
     kinds = ["pinned_host", "device", "unpinned_host"]

@@ -1,4 +1,4 @@
-"""Many small leaves in few arrays: they are saved, found, restored and missed like any others."""
+"""Many small leaves in few arrays are saved, restored and checked like other leaves."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ LAYERS = 10
 
 @pytest.fixture
 def many(make_state: Any) -> Callable[..., dict[str, Any]]:
-    """Every kind of leaf, ten times, and some that are odd."""
+    """Make a state with every type of leaf ten times, and some unusual leaves."""
 
     def make(mesh: Mesh, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -45,7 +45,7 @@ def many(make_state: Any) -> Callable[..., dict[str, Any]]:
 
 
 def vectors(mesh: Mesh, count: int = 80, size: int = 16) -> dict[str, jax.Array]:
-    """Leaves of one kind, larger together than what Orbax writes into its index."""
+    """Return leaves of one kind, together too large for Orbax's index."""
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     rng = np.random.default_rng(count)
     leaves = {f"v{i:03}": rng.normal(size=(size, 8)).astype(np.float32) for i in range(count)}
@@ -53,9 +53,9 @@ def vectors(mesh: Mesh, count: int = 80, size: int = 16) -> dict[str, jax.Array]
 
 
 def unpacked(monkeypatch: pytest.MonkeyPatch, directory: Path, state: Any) -> Checkpointer:
-    """A step as it was written before there were array_packing."""
+    """Write a step without packs, in the older format."""
     with monkeypatch.context() as patch:
-        patch.setattr(array_packing, "FEW", 10**9)
+        patch.setattr(array_packing, "MAX_UNPACKED_LEAVES", 10**9)
         patch.setattr(manifest, "WITHOUT_TEXTS", 2)
         with Checkpointer(directory) as checkpoints:
             checkpoints.save(0, state)
@@ -83,7 +83,7 @@ def test_every_kind_of_leaf(tmp_path: Path, mesh8: Mesh, many: Any, assert_same:
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 8), (1, 1)], ids=str)
-def test_onto_another_mesh(
+def test_restore_on_another_mesh(
     tmp_path: Path, mesh8: Mesh, mesh_of: Any, many: Any, abstract: Any, assert_same: Any, shape: tuple[int, int]
 ) -> None:
     state = many(mesh8)
@@ -96,8 +96,8 @@ def test_onto_another_mesh(
         assert not isinstance(have, jax.Array) or have.sharding == want.sharding
 
 
-def test_leaves_of_one_pack_onto_several_shardings(tmp_path: Path, mesh8: Mesh, mesh_of: Any) -> None:
-    """And some as NumPy arrays."""
+def test_leaves_of_one_pack_on_several_shardings(tmp_path: Path, mesh8: Mesh, mesh_of: Any) -> None:
+    """Some of the leaves are restored as NumPy arrays."""
     state = vectors(mesh8)
     places = [NamedSharding(mesh8, jax.P(None, "model")), NamedSharding(mesh_of(x=4), jax.P("x")), None]
     template = {
@@ -115,9 +115,9 @@ def test_leaves_of_one_pack_onto_several_shardings(tmp_path: Path, mesh8: Mesh, 
         assert isinstance(leaf, jax.Array) or leaf.base is None, "a view would keep the pack"
 
 
-def test_more_leaves_than_a_pack_holds(tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_leaves_than_fit_in_one_pack(tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     state = vectors(mesh8, 101)
-    monkeypatch.setattr(array_packing, "PACK_LEAVES", 25)
+    monkeypatch.setattr(array_packing, "MAX_PACK_LEAVES", 25)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         restored = checkpoints.restore(like=state)
@@ -129,19 +129,19 @@ def test_more_leaves_than_a_pack_holds(tmp_path: Path, mesh8: Mesh, monkeypatch:
 
 def test_few_leaves_are_not_packed(tmp_path: Path, mesh8: Mesh) -> None:
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(0, vectors(mesh8, array_packing.FEW))
+        checkpoints.save(0, vectors(mesh8, array_packing.MAX_UNPACKED_LEAVES))
         checkpoints.wait()
         assert not read_manifest(checkpoints.directory / "step_00000000", 0).places
 
 
-def test_a_leaf_with_the_name_of_packs(tmp_path: Path, mesh8: Mesh, assert_same: Any) -> None:
+def test_a_leaf_with_the_path_of_packs(tmp_path: Path, mesh8: Mesh, assert_same: Any) -> None:
     state = {PACKS: {"0": jnp.ones(3)}, "v": vectors(mesh8)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         assert_same(checkpoints.restore(like=state), state)
 
 
-def test_a_part_renamed_and_cast(tmp_path: Path, mesh8: Mesh, abstract: Any) -> None:
+def test_a_partial_restore_with_rename_and_cast(tmp_path: Path, mesh8: Mesh, abstract: Any) -> None:
     state = {"a": vectors(mesh8), "b": vectors(mesh8, 70)}
     template = abstract({"c": {"v003": state["a"]["v003"].astype(jnp.bfloat16)}, "b": {"v001": state["b"]["v001"]}})
     own = {"new": jnp.full(3, 7.0)}
@@ -165,7 +165,7 @@ def test_experts_of_packed_leaves(tmp_path: Path, mesh8: Mesh) -> None:
         np.testing.assert_array_equal(found[name]["w"], np.asarray(layer["w"])[[3, 0, 3]])
 
 
-def test_donated_at_once(tmp_path: Path, mesh8: Mesh) -> None:
+def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> None:
     advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     state = vectors(mesh8)
     wanted = jax.tree.map(np.array, state)
@@ -180,10 +180,10 @@ def test_donated_at_once(tmp_path: Path, mesh8: Mesh) -> None:
 
 
 @pytest.mark.whole
-def test_an_unpacked_step_of_the_format_before(
+def test_an_unpacked_step_of_the_older_format(
     tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It restores, and its digests are those of the same state packed."""
+    """It can be restored, and its digests equal those of the packed state."""
     state = many(mesh8)
     old = unpacked(monkeypatch, tmp_path / "old", state)
     assert_same(old.restore(like=state), state)
@@ -193,11 +193,11 @@ def test_an_unpacked_step_of_the_format_before(
         assert compare(old.describe(), new.describe()).equal
         new.save(1, many(mesh8, 1))
         new.wait()
-        told = compare(new.describe(0), new.describe(1))
-    assert len(told.values) > 100 and told.kinds == () and "layers/3/params/w" in told.values
+        difference = compare(new.describe(0), new.describe(1))
+    assert len(difference.values) > 100 and difference.kinds == () and "layers/3/params/w" in difference.values
 
 
-def test_exported_and_copied(tmp_path: Path, mesh8: Mesh, assert_same: Any) -> None:
+def test_export_and_copy_of_packed_leaves(tmp_path: Path, mesh8: Mesh, assert_same: Any) -> None:
     state = {"params": vectors(mesh8), "step": jnp.int32(1)}
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(0, state, block=True)
@@ -232,7 +232,7 @@ def test_damage_in_a_pack_names_its_leaves(tmp_path: Path, mesh8: Mesh) -> None:
         file = max(files, key=lambda file: file.stat().st_size)
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 4]) + whole[len(whole) // 2 + 1 :])
-        with pytest.raises(DamagedCheckpointError, match="other values than were saved in 1 leaves") as caught:
+        with pytest.raises(DamagedCheckpointError, match="values differ from the saved ones in 1 leaves") as caught:
             checkpoints.restore(0, state)
         assert len(caught.value.leaves) == 1 and caught.value.leaves[0] in state
         assert checkpoints.verify(0) == list(caught.value.leaves)
@@ -248,7 +248,7 @@ def test_damage_in_a_pack_names_its_leaves(tmp_path: Path, mesh8: Mesh) -> None:
         assert checkpoints.verify(0) == sorted(state) == sorted(caught.value.leaves)
 
 
-def test_what_is_compiled_does_not_grow_with_the_leaves(
+def test_the_number_of_programs_does_not_grow_with_the_leaves(
     tmp_path: Path, mesh8: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compiled(count: int) -> list[str]:
@@ -270,7 +270,7 @@ def test_what_is_compiled_does_not_grow_with_the_leaves(
 )
 @pytest.mark.parametrize("kind", ["mesh", "device", "numpy"])
 def test_every_bit_of_packed_floats(tmp_path: Path, mesh8: Mesh, assert_same: Any, dtype: str, kind: str) -> None:
-    """The bits of NaNs as well: every pattern of a float8, random ones and signalling NaNs of the others."""
+    """Including NaNs: every bit pattern of 8-bit floats, random patterns and signalling NaNs of wider ones."""
     size = np.dtype(dtype).itemsize
     words = np.random.default_rng(0).integers(0, 256, (80, 32, 8 * size), np.uint8)
     if size == 1:
@@ -297,16 +297,16 @@ def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
     sharding = NamedSharding(mesh8, PartitionSpec("data"))
     with jax.enable_x64(True):
         leaves = [jax.device_put(np.roll(words, i).view(np.float64), sharding) for i in range(20)]
-        pack = array_packing.stacked(leaves)
+        pack = array_packing.stack_leaves(leaves)
         wanted = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for i, leaf in enumerate(leaves)}
-        found = array_packing.taken(pack, wanted)
+        found = array_packing.unpack_leaves(pack, wanted)
     assert pack.shape == (20, 4) and pack.sharding == array_packing.pack_sharding(sharding)
     for i in range(20):
         np.testing.assert_array_equal(np.asarray(found[i]).view(np.uint64), np.roll(words, i))
 
 
 @pytest.mark.parametrize("dtype", ["int2", "int4", "float4_e2m1fn"])
-def test_what_is_less_than_a_byte_is_not_packed(tmp_path: Path, assert_same: Any, dtype: str) -> None:
+def test_types_of_less_than_a_byte_are_not_packed(tmp_path: Path, assert_same: Any, dtype: str) -> None:
     values = np.random.default_rng(0).integers(-2, 2, (80, 6)).astype(dtype)
     state = {"narrow": [jnp.asarray(value) for value in values], "wide": [jnp.float32(i) for i in range(80)]}
     with Checkpointer(tmp_path) as checkpoints:

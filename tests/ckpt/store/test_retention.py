@@ -1,4 +1,4 @@
-"""Which steps stay, and when one is due."""
+"""Which steps are kept, and when a step is saved."""
 
 import math
 from pathlib import Path
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard import ckpt
-from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, RetentionPolicy, SaveEvery, checkpointer
-from autoshard.ckpt.restore import restore
+from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, RetentionPolicy, SaveEvery
+from autoshard.ckpt.restore import restore, step_reader
 
 
 @given(
@@ -22,7 +22,7 @@ from autoshard.ckpt.restore import restore
     st.integers(0, 20),
     st.sampled_from(["min", "max"]),
 )
-def test_what_stays(values: dict[int, float | None], last: int, best: int, every: int, mode: str) -> None:
+def test_retention_policy(values: dict[int, float | None], last: int, best: int, every: int, mode: str) -> None:
     keep = RetentionPolicy(last, best=best, metric="loss", mode=mode, every=every)  # type: ignore[arg-type]
     steps = {step: {} if value is None else {"loss": value} for step, value in values.items()}
     kept = keep.of(steps)
@@ -39,8 +39,8 @@ def test_what_stays(values: dict[int, float | None], last: int, best: int, every
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", {4, 5, 9}), ("max", {2, 3, 9})])
-def test_which_are_the_best(mode: Literal["min", "max"], kept: set[int]) -> None:
-    """Of equal ones the newer."""
+def test_the_best_steps(mode: Literal["min", "max"], kept: set[int]) -> None:
+    """Of equal values the newer step is kept."""
     values = {1: 7.0, 2: 7.0, 3: 8.0, 4: 1.0, 5: 2.0, 6: 3.0, 9: 4.0}
     assert (
         RetentionPolicy(1, best=2, metric="score", mode=mode).of({step: {"score": v} for step, v in values.items()})
@@ -48,7 +48,7 @@ def test_which_are_the_best(mode: Literal["min", "max"], kept: set[int]) -> None
     )
 
 
-def test_the_best_of_a_run_stay(tmp_path: Path) -> None:
+def test_a_run_keeps_its_best_steps(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: math.nan, 4: 2.0, 5: 2.5, 6: None}
     with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=2, metric="loss")) as checkpoints:
         for step, loss in losses.items():
@@ -56,21 +56,21 @@ def test_the_best_of_a_run_stay(tmp_path: Path) -> None:
             checkpoints.save(step, {"w": jnp.ones(2)}, metrics=metrics)
         assert checkpoints.latest() == 6
         assert checkpoints.steps() == [2, 4, 6]
-    # Another process knows the metrics from the files.
+    # Another process reads the metrics from the files.
     with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=1, metric="loss")) as checkpoints:
         checkpoints.save(7, {"w": jnp.ones(2)}, metrics={"loss": 9.0}, block=True)
         assert checkpoints.steps() == [2, 7]
         assert checkpoints.describe(2).metrics == {"loss": 1.0}
 
 
-def test_a_metric_that_is_not_finite_comes_back(tmp_path: Path) -> None:
+def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(
             0, {"w": jnp.ones(2)}, metrics={"a": math.nan, "b": -math.inf, "c": jnp.float32(2)}, block=True
         )
         found = checkpoints.describe().metrics
         assert math.isnan(found["a"]) and found["b"] == -math.inf and found["c"] == 2.0
-        with pytest.raises(CheckpointError, match="metrics are numbers: d='good' is not"):
+        with pytest.raises(CheckpointError, match="metrics must be numbers: d='good' is not"):
             checkpoints.save(1, {"w": jnp.ones(2)}, metrics={"d": "good"})
 
 
@@ -83,7 +83,7 @@ def test_a_metric_that_is_not_finite_comes_back(tmp_path: Path) -> None:
         (dict(mode="least"), "mode='least' is neither 'min' nor 'max'"),
     ],
 )
-def test_settings_that_keep_nothing(settings: dict, message: str) -> None:
+def test_invalid_settings(settings: dict, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         RetentionPolicy(**settings)
 
@@ -98,11 +98,11 @@ def test_when_a_save_is_due() -> None:
     assert every.due(32)
     every.saved()
     assert not every.due(33)
-    asked: list[bool] = []
+    answers: list[bool] = []
     shared = SaveEvery(
-        minutes=1.0, now=lambda: seconds[0], agreed=lambda due: bool(asked.append(due)) or True, asked_every=5
+        minutes=1.0, now=lambda: seconds[0], agreed=lambda due: bool(answers.append(due)) or True, asked_every=5
     )
-    assert [step for step in range(1, 11) if shared.due(step)] == [5, 10] and asked == [False, False]
+    assert [step for step in range(1, 11) if shared.due(step)] == [5, 10] and answers == [False, False]
     assert not SaveEvery().due(1)
 
 
@@ -110,8 +110,8 @@ def steps_of(directory: Path) -> list[int]:
     return Checkpointer(directory).steps()
 
 
-def test_what_was_just_saved_stays_though_its_number_is_lower(tmp_path: Path) -> None:
-    """A run that went back keeps what it saves, by the same rule as what it left behind."""
+def test_new_steps_with_lower_numbers_are_kept(tmp_path: Path) -> None:
+    """After a run went back, the policy also applies to its new steps alone."""
     state = {"w": np.arange(4.0)}
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         for step in (10, 80, 90, 100):
@@ -129,7 +129,7 @@ def damage(step: Path) -> None:
             file.write_bytes(bytes(file.stat().st_size))
 
 
-def test_a_damaged_step_makes_room_and_is_not_removed(tmp_path: Path) -> None:
+def test_a_damaged_step_is_renamed_and_not_removed(tmp_path: Path) -> None:
     state = {"w": np.arange(4096.0)}
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.save(10, state, block=True)
@@ -140,7 +140,7 @@ def test_a_damaged_step_makes_room_and_is_not_removed(tmp_path: Path) -> None:
         with pytest.warns(CheckpointWarning, match="Step 10 is restored instead"):
             back = checkpoints.restore(like=state)
         assert back["w"][0] == 0 and checkpoints.latest() == 10 and steps_of(tmp_path) == [10, 20]
-        with pytest.warns(CheckpointWarning, match="step 20 in .* is damaged: it is damaged.step_00000020 now"):
+        with pytest.warns(CheckpointWarning, match="step 20 in .* is damaged: it was renamed to damaged.step_00000020"):
             checkpoints.save(15, state, block=True)
         assert checkpoints.steps() == [15]
         checkpoints.save(20, state | {"w": state["w"] + 2}, block=True)
@@ -148,8 +148,8 @@ def test_a_damaged_step_makes_room_and_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / "damaged.step_00000020").is_dir()
 
 
-def test_pruning_leaves_the_newest_step_that_is_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are read from the newest on, until one is intact; none where nothing would go."""
+def test_pruning_keeps_the_newest_intact_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are read from the newest on until one is intact; none is read if none would be removed."""
     read: list[int] = []
     state = {"w": np.arange(4096.0)}
     with Checkpointer(tmp_path, keep=None) as checkpoints:
@@ -157,14 +157,14 @@ def test_pruning_leaves_the_newest_step_that_is_intact(tmp_path: Path, monkeypat
             checkpoints.save(step, state, block=True)
         damage(tmp_path / "step_00000030")
         damage(tmp_path / "step_00000040")
-        with pytest.warns(CheckpointWarning, match="steps 30, 40. The newest that is intact, 20, stays"):
+        with pytest.warns(CheckpointWarning, match="steps 30, 40 in .* are damaged. The newest intact step, 20, stays"):
             assert checkpoints.would_prune(RetentionPolicy(1)) == [10, 30]
-        with pytest.warns(CheckpointWarning, match="steps 30, 40. The newest that is intact, 20, stays"):
+        with pytest.warns(CheckpointWarning, match="steps 30, 40 in .* are damaged. The newest intact step, 20, stays"):
             assert checkpoints.prune(RetentionPolicy(2)) == [10]
         assert checkpoints.steps() == [20, 30, 40]
         checkpoints.save(50, state, block=True)
         monkeypatch.setattr(
-            checkpointer, "damaged_leaves", lambda path, step: read.append(step) or restore.damaged_leaves(path, step)
+            step_reader, "damaged_leaves", lambda path, step: read.append(step) or restore.damaged_leaves(path, step)
         )
         assert checkpoints.prune(RetentionPolicy(4)) == [] and read == []
         assert checkpoints.prune(RetentionPolicy(3)) == [20] and read == [50]
@@ -175,7 +175,7 @@ def test_pruning_leaves_the_newest_step_that_is_intact(tmp_path: Path, monkeypat
 
 
 def test_a_run_reads_nothing_to_remove_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointer, "damaged_leaves", lambda *_: pytest.fail("a step was read"))
+    monkeypatch.setattr(step_reader, "damaged_leaves", lambda *_: pytest.fail("a step was read"))
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": jnp.ones(2)}, block=True)

@@ -429,7 +429,7 @@ def test_a_damaged_last_step_is_saved_again(make_config: MakeConfig) -> None:
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.warns(CheckpointWarning) as caught:
         train(replace(config, resume=True))
-    assert str(caught[-1].message).endswith("is damaged: it is damaged.step_00000004 now")
+    assert str(caught[-1].message).endswith("is damaged: it was renamed to damaged.step_00000004")
     with Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == [2, 4] and not checkpoints.verify(4)
 
