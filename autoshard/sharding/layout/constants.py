@@ -5,7 +5,8 @@ benchmark.
 """
 
 # Largest slice of a stack of parameters, in bytes, for which a stored stack is gathered once before the loop over it.
-# Larger slices are gathered inside the loop (`Layout.is_gathered_before_loop`). Messages of up to this size cost little but latency.
+# Larger slices are gathered inside the loop (`Layout.is_gathered_before_loop`). Messages of up to this size are all
+# latency.
 # Source: chosen, not measured.
 EARLY_GATHER_SLICE_BYTES = 2**16
 
