@@ -40,7 +40,7 @@ from autoshard import plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
-from autoshard.sharding.autotune.contest import contest
+from autoshard.sharding.autotune.contest import requested_shortlist
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
 from autoshard.train.program.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
@@ -171,7 +171,7 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
     The best by the planner's estimate come first, then faster ones whose estimate exceeds the memory by little.
     """
     start, found, beyond = time.perf_counter(), [], []
-    shortlist = contest(CANDIDATES, 0)
+    shortlist = requested_shortlist(CANDIDATES, 0)
     assert shortlist is not None
     search = search_of(variants_of(case.work), layers_of(case.work.config))
     step, state, batch = workload_variants(case.work)

@@ -91,17 +91,17 @@ def save_ours(folder: Path, state: Any) -> tuple[float, float]:
 
 def save_orbax(folder: Path, state: Any) -> tuple[float, float]:
     """Save once, with Orbax's function and its defaults."""
-    return saved(lambda: ocp.save_async(folder / "step", state), lambda pending: pending.result())
+    return saved(lambda: ocp.save_async(str(folder / "step"), state), lambda pending: pending.result())
 
 
 @contextlib.contextmanager
 def loops(root: Path, state: Any) -> Iterator[dict[str, Callable[[int], tuple[float, float]]]]:
     """Open the checkpointers of a training loop, each with one step on disk, and yield a `save(step)` for each."""
-    newest = ocp.training.preservation_policies.LatestN(1)
+    newest: Any = ocp.training.preservation_policies.LatestN(1)  # Orbax types its parameter more narrowly
     options = orbax.checkpoint.CheckpointManagerOptions(max_to_keep=1)
     with (
         Checkpointer(root / "ours", keep=RetentionPolicy(last=1)) as ours,
-        ocp.training.Checkpointer(root / "training", preservation_policy=newest) as training,
+        ocp.training.Checkpointer(str(root / "training"), preservation_policy=newest) as training,
         orbax.checkpoint.CheckpointManager(root / "manager", options=options) as manager,
     ):
         args = orbax.checkpoint.args.StandardSave(state)

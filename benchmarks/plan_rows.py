@@ -14,7 +14,7 @@ from common import RESULTS
 from estimate import estimate
 from estimate_result import Estimate
 
-from autoshard.sharding.audit import CompileJob, build
+from autoshard.sharding.audit import CompileJob, compile_job
 from autoshard.sharding.audit.aot_compile import Compiled
 from autoshard.sharding.audit.compiler_process import versions as compilers
 
@@ -135,7 +135,7 @@ class Store:
         if known is not None:
             row = replace(known, **_plan_fields(planned), cached=True)
         else:
-            row = self._row(planned, options, digest, build(job))
+            row = self._row(planned, options, digest, compile_job(job))
         with self.lock:
             self.rows = [each for each in self.rows if _key(each) != _key(row)] + [row]
             self.save()
