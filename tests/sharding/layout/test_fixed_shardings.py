@@ -138,7 +138,7 @@ BAD = {
     "no such axis": (dict(plan="ep:8"), "no axis for ep, it has some for dp, zero1, fsdp, tp; its"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
     "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
-    "plan of no kind": (dict(plan=8), "plan is 8; give words such as 'fsdp:8'"),
+    "plan of no kind": (dict(plan=8), "plan is 8; give a strategy such as 'fsdp:8'"),
     "memory in words": (dict(memory_limit_bytes="4GB"), "memory_limit_bytes is '4GB'; give a positive number"),
     "no memory": (dict(memory_limit_bytes=0), "memory_limit_bytes is 0; give a positive number"),
     "donated": (dict(donate_argnums=5), "donate_argnums 5: the function has 2 positional arguments, numbered 0 to 1"),

@@ -64,7 +64,7 @@ def test_a_function_says_what_is_tried_next():
     ):
         with pytest.raises(TypeError, match=re.escape(said)):
             tiny(variants=wrong)
-    with pytest.raises(PlanError, match="variants name nothing to try"):
+    with pytest.raises(PlanError, match="variants gives none to try"):
         tiny(variants=lambda attempts: [])
 
 
@@ -251,7 +251,7 @@ def test_the_command_searches_what_is_not_given(capsys):
     said = capsys.readouterr().out
     assert "wq: P(None, None, None, ('fsdp', 'tp')) instead of P(" in said
     assert re.search(r"w_up .* -> P\(None, 'tp', 'fsdp'\)|w_up .*fixed", said)
-    with pytest.raises(ConfigError, match="write a path and its mesh axes by dimension"):
+    with pytest.raises(ConfigError, match="write a path and the mesh axes of each dimension"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--fixed", "*/w_up"])
     with pytest.raises(ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 layers .* groups of 3"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots,full,dots"])
