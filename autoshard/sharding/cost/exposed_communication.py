@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from autoshard.sharding.cost.collectives import StepCost
+from autoshard.sharding.cost.collectives import StepCost
 
 
 def exposed_us(cost: StepCost, hides: Sequence[str]) -> list[float]:

@@ -17,14 +17,11 @@ an estimate errs between two plans (Llama-3 8B on v5e:16x16: 2.5 % faster by the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from autoshard.sharding.axes.roles import STATE
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, changed
-
-if TYPE_CHECKING:
-    from autoshard.sharding.search.candidate import Candidate
+from autoshard.sharding.search.candidate import Candidate
 
 STARTS = 2  # of the best known plans, each on a mesh of its own
 STEP = 2e-3
