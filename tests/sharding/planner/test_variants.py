@@ -251,9 +251,9 @@ def test_the_command_searches_what_is_not_given(capsys):
     said = capsys.readouterr().out
     assert "wq: P(None, None, None, ('fsdp', 'tp')) instead of P(" in said
     assert re.search(r"w_up .* -> P\(None, 'tp', 'fsdp'\)|w_up .*fixed", said)
-    with pytest.raises(ConfigError, match="write a path and the mesh axes of each dimension"):
+    with pytest.raises(ConfigError, match="has no sharding: write a path and the mesh axes of each dimension"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--fixed", "*/w_up"])
-    with pytest.raises(ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 layers .* groups of 3"):
+    with pytest.raises(ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 scanned layers .* groups of 3"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots,full,dots"])
     with pytest.raises(ConfigError, match="remat is 'some'"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "some"])
