@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans lock clean
+.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans against lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -67,12 +67,18 @@ bench: $(DEV_STAMP) ## Run the benchmarks: BENCH="dispatch step_ratio" for some 
 bench-plans: $(DEV_STAMP) ## Compile the planner's plans and an expert's for pods and compare: ARGS="--quick" for four cases.
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench_plans.py $(ARGS)
 
+against: $(DEV_STAMP) ## Compare planning, dispatch and propagation with another revision: make against REV=v0.1.0
+	@$(BIN)/python benchmarks/against.py --against "$(REV)" $(ARGS)
+
 lock: ## Lock the newest versions: make lock OLD=python3.11 NEW=python3.12
 	@for python in $(OLD) $(NEW); do rm -rf .venv-lock-$$python; $$python -m venv .venv-lock-$$python || exit 1; \
 	  .venv-lock-$$python/bin/python -m pip install -qq --disable-pip-version-check hatchling '.[dev]' || exit 1; \
 	  .venv-lock-$$python/bin/python -m pip uninstall -qqy autoshard; done
 	@$(PYTHON) scripts/lock.py .venv-lock-$(OLD)/bin/python .venv-lock-$(NEW)/bin/python > requirements.lock.new
 	@mv requirements.lock.new requirements.lock; rm -rf .venv-lock-$(OLD) .venv-lock-$(NEW)
+
+release: $(DEV_STAMP) ## Check, test, build and tag a release, with no push: make release VERSION=0.2.0 (RELEASING.md)
+	@$(BIN)/python scripts/release.py "$(VERSION)"
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build

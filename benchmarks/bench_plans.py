@@ -1,14 +1,18 @@
-"""The planner against an expert's plans and today's practice, compiled by the same compiler for the same machine.
+"""Compare the planner with an expert's plans and with common practice, compiled for the same machine.
 
     python benchmarks/bench_plans.py [CASE ...] [--quick] [--minutes 30] [--figures]
 
-For each case: the expert's whole grid (`expert_plans.styles` x remat x microbatches), without what a roofline rules out
-(`rooflines`), compiled in the order of their bounds until the next bound is above what was reached; the planner's best
-variant by its own estimate, and the best of its candidates by the compiler (`verify=3`); both sides' best under
-all option sets; then today's practice under the expert's remat, microbatches and options. Times are `estimate.py`'s.
+For each case, these programs are compiled:
 
-All rows are kept in `results/plans/CASE.json`: what is there, or in the compiler's cache, is not compiled again. The
-quick tier compiles four cases and the first programs of their grids only, and says how much of a grid it left out.
+    expert     the grid `expert_plans.styles` x remat x microbatches, in the order of lower bounds (`rooflines`), until
+               the next bound exceeds the fastest time so far. Programs that cannot fit are left out
+    planner    its best variant by its own estimate, and the best of its candidates by the compiler (`verify=3`)
+    options    the best program of both, under every option set
+    today      common practice, under the expert's remat, microbatches and options
+
+`estimate.py` gives the times. All rows are stored in `results/plans/CASE.json`; a program that is there, or in the
+compiler's cache, is not compiled again. `--quick` compiles four cases and only the first programs of their grids, and
+reports how many it left out.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-import common  # noqa: F401  the path and the devices are set up first
+import common  # noqa: F401  sets up the path and the devices first
 from estimate import find_target
 from expert_plans import CASES, OPTION_SETS, Case, Style, styles, today
 from expert_step import expert_step
@@ -43,19 +47,19 @@ from autoshard.train.program.build import layers_of, search_of, variants_of, wor
 from autoshard.train.program.constants import REMATS
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
-QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2
+QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2  # programs of a quick grid, candidates as with verify=3, compilations
 
 
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
-    """An expert's step as the compiler takes it."""
+    """Export an expert's step for the compiler."""
     made = expert_step(case.variant(remat), style, microbatches)
     platform = "cuda" if find_target(case.target).gpu else "tpu"
-    program = export(made.fn, made.avals, made.given, made.made, platform)
+    program = export(made.fn, made.avals, made.in_shardings, made.out_shardings, platform)
     return CompileJob(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
 
 
 def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
-    """The expert's programs in the order of their bounds, and those that cannot fit."""
+    """Return the expert's programs in the order of their bounds, and those that cannot fit."""
     limit = find_target(case.target).chip.memory_bytes
     found, pruned = [], []
     for style in styles(case):
@@ -70,14 +74,14 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
                 pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
             else:
                 found.append((low, one))
-    # Bounds within 5 % of each other are no order: of those, what sends least comes first.
+    # Bounds within 5 % of each other count as equal. Of those, the program that sends least comes first.
     least = min((low.seconds for low, _ in found), default=1.0)
     found.sort(key=lambda pair: (int(pair[0].seconds / least * 20), pair[0].wire))
     return _leanest_first([one for _, one in found]), pruned
 
 
 def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
-    """Of programs with the same activations the one that holds least state first: if it does not fit, none does."""
+    """Put the program with the least state first among those with equal activations: if it does not fit, none does."""
     leanest: dict[Any, Planned] = {}
     for one in ordered:
         key = one.family, one.remat, one.microbatches
@@ -91,7 +95,7 @@ def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
 
 
 def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) -> None:
-    """Compiles the grid, two programs at once, until no bound is below what was reached."""
+    """Compile the grid, two programs at once, until no bound is below the fastest time."""
     waiting, pruned = grid(case)
     options, reached = OPTION_SETS[case.target.partition(":")[0]][0], 0
     failed: list[Planned] = []
@@ -104,7 +108,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
             elif any(_holds_more(one, other) for other in failed):
-                pruned.append(_pruned(one, "holds more than one that did not fit"))
+                pruned.append(_pruned(one, "needs more memory than one that did not fit"))
             else:
                 some.append(one)
         if not some or clock.over or (programs is not None and reached >= programs):
@@ -119,7 +123,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
 
 
 def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
-    """The best of the expert's with two remat policies for layers in turn, as the planner searches them."""
+    """Compile the expert's best with two remat policies that alternate over the layers, as in the planner's search."""
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     winner = best([row for row in store.rows if row.side == "expert" and row.options == options])
     if winner is None or "," in winner.remat:
@@ -135,11 +139,11 @@ def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
         made = partial(export_expert, case, style, remat, parts)
         one = Planned("expert", style.name, style.words, remat, parts, made)
         row = winner if remat == winner.remat else compile_all(store, [(one, options)])[0]
-        attempts.append(Attempt(choice, row.ok, row.seconds, row.held or math.inf, row.limit_bytes))
+        attempts.append(Attempt(choice, row.ok, row.seconds, row.needed_bytes or math.inf, row.limit_bytes))
 
 
 def _holds_more(one: Planned, other: Planned) -> bool:
-    """Whether a program keeps no less than another: as much state or more, no more microbatches, no stricter remat."""
+    """Whether a program needs at least another's memory: no less state, no more microbatches, no stricter remat."""
     order = ("full", "dots", "none")
     more = order.index(one.remat) >= order.index(other.remat) and one.microbatches <= other.microbatches
     return one.family == other.family and one.least_bytes >= other.least_bytes and more
@@ -150,7 +154,7 @@ def _pruned(one: Planned, why: str) -> dict[str, Any]:
 
 
 def run_planner(case: Case, store: Store, clock: Clock) -> None:
-    """The planner's best variant, and the best of its candidates by the compiler."""
+    """Compile the planner's best variant, and the best of its candidates by the compiler."""
     found, seconds = candidates(case)
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     store.notes["planning_seconds"] = round(seconds, 1)
@@ -163,13 +167,13 @@ def run_planner(case: Case, store: Store, clock: Clock) -> None:
 
 
 def candidates(case: Case) -> tuple[list[Planned], float]:
-    """What `verify` would compile of the planner's candidates over all variants, and how long it took to find.
+    """Return the candidates over all variants that `verify` would compile, and the seconds it took to plan them.
 
-    The best by its own estimate, best first; then those that hardly do not fit, if they are faster.
+    The best by the planner's estimate come first, then faster ones whose estimate exceeds the memory by little.
     """
     start, found, beyond = time.perf_counter(), [], []
-    asked = contest(CANDIDATES, 0)
-    assert asked is not None
+    shortlist = contest(CANDIDATES, 0)
+    assert shortlist is not None
     search = search_of(variants_of(case.work), layers_of(case.work.config))
     step, state, batch = workload_variants(case.work)
     limit = find_target(case.target).chip.memory_bytes
@@ -180,14 +184,14 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
         variants = ()
     seconds = time.perf_counter() - start
     for choice, _, _, peak in variants:
-        most = max(asked.over) * limit
+        most = max(shortlist.over) * limit
         if peak <= most:
             how = choice["remat"], choice["microbatches"]
             made = planned(case, *how, limit_bytes=None if peak <= limit else most)
             found += [(c, *how) for c in [c for c in made.candidates if c[2] <= limit][:CANDIDATES]]
-            beyond += [(time_us, held, (words, time_us, held), *how) for words, time_us, held in made.candidates]
+            beyond += [(time_us, peak, (words, time_us, peak), *how) for words, time_us, peak in made.candidates]
     found.sort(key=lambda each: each[0][1])
-    extra = [each[2:] for each in asked.beyond(beyond, limit, found[0][0][1] if found else math.inf)]
+    extra = [each[2:] for each in shortlist.beyond(beyond, limit, found[0][0][1] if found else math.inf)]
     return [_candidate(case, *each) for each in [*found[:CANDIDATES], *extra]], seconds
 
 
@@ -197,22 +201,22 @@ def _candidate(case: Case, candidate: tuple[str, float, float], remat: str, micr
     return Planned("plan", words, words, remat, microbatches, made, {"step": candidate[1] / 1e6})
 
 
-@lru_cache(maxsize=32)  # a plan is exported for each option set, and asked what it says
+@lru_cache(maxsize=32)  # each option set exports the plan, and `predict` reads its estimate
 def planned(
     case: Case, remat: str, microbatches: int, words: str | None = None, limit_bytes: float | None = None
 ) -> Any:
-    """The plan of a variant, the best or one by its words."""
+    """Plan a variant: the best plan, or the one with this text."""
     made = workload_step(case.variant(remat), microbatches)
     return plan(*made, target=case.target, plan=words, donate_argnums=0, memory_limit_bytes=limit_bytes)
 
 
 def export_ours(case: Case, words: str, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
-    """A plan of the planner as the compiler takes it."""
+    """Export one of the planner's plans for the compiler."""
     return export_plan(bound_or_error(planned(case, remat, microbatches, words).bound).executable, options)
 
 
 def run_options(case: Case, store: Store, side: str, clock: Clock) -> None:
-    """The best of a side under the other option sets."""
+    """Compile the best program of one side under the other option sets."""
     first, *others = OPTION_SETS[case.target.partition(":")[0]]
     winner = best([row for row in store.rows if row.side == side and row.options == first])
     if winner is None or clock.over:
@@ -231,7 +235,7 @@ def _again(case: Case, row: Row) -> Planned:
 
 
 def run_today(case: Case, store: Store) -> None:
-    """Today's practice, under the remat, microbatches and options of the best of the expert's."""
+    """Compile common practice, under the remat, microbatches and options of the expert's best."""
     winner = best([row for row in store.rows if row.side == "expert"])
     if winner is None:
         return
@@ -245,7 +249,7 @@ def run_today(case: Case, store: Store) -> None:
 
 
 def predict(case: Case, store: Store) -> None:
-    """What the planner says of every row, the expert's by the same words."""
+    """Add the planner's estimate to every row. An expert's plan is estimated by its text in the planner's words."""
     known: dict[Any, Mapping[str, float]] = {}
     for index, row in enumerate(store.rows):
         if not row.words:
@@ -270,21 +274,21 @@ def predict(case: Case, store: Store) -> None:
 
 
 def compile_all(store: Store, jobs: Sequence[tuple[Planned, Mapping[str, str]]]) -> list[Row]:
-    """Compiles programs, two at once; they are exported one after the other, as tracing is not made for threads."""
+    """Compile programs, two at once. They are exported one by one, because tracing is not thread-safe."""
     exported = [(one, options, one.export(options)) for one, options in jobs]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         rows = list(pool.map(lambda job: store.finish(*job), exported))
     for row in rows:
-        said = f"{row.seconds * 1e3:.0f} ms" if row.ok else "does not fit" if row.too_large else row.kind
+        outcome = f"{row.seconds * 1e3:.0f} ms" if row.ok else "does not fit" if row.too_large else row.kind
         print(
-            f"  {row.side}: {row.name}: {said} ({'cached' if row.cached else f'{row.compile_seconds:.0f} s'})",
+            f"  {row.side}: {row.name}: {outcome} ({'cached' if row.cached else f'{row.compile_seconds:.0f} s'})",
             flush=True,
         )
     return rows
 
 
 class Clock:
-    """Time for a run."""
+    """The time limit of a run."""
 
     def __init__(self, minutes: float):
         self.end = time.monotonic() + 60 * minutes
@@ -296,30 +300,30 @@ class Clock:
 
 
 def main() -> None:
-    """Runs the cases that were asked for."""
-    given = _parser().parse_args()
-    names = given.cases or (QUICK if given.quick else list(CASES))
-    for done, name in enumerate([] if given.figures else names):
+    """Run the cases of the command line."""
+    arguments = _parser().parse_args()
+    names = arguments.cases or (QUICK if arguments.quick else list(CASES))
+    for done, name in enumerate([] if arguments.figures else names):
         case, left = CASES[name], len(names) - done
-        clock = Clock(given.minutes / len(names) if given.quick else given.minutes / left)
+        clock = Clock(arguments.minutes / len(names) if arguments.quick else arguments.minutes / left)
         store = Store(name, case.target)
         print(f"{name} on {case.target}", flush=True)
-        if not given.predict:
+        if not arguments.predict:
             run_planner(case, store, clock)
-            run_experts(case, store, clock, QUICK_PROGRAMS if given.quick else None)
+            run_experts(case, store, clock, QUICK_PROGRAMS if arguments.quick else None)
             run_today(case, store)
         predict(case, store)
     show([Store(name, CASES[name].target) for name in names])
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run; default: all")
-    made.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}, and only the start of their grids")
-    made.add_argument("--minutes", type=float, default=30.0, help="after which nothing new is compiled")
-    made.add_argument("--predict", action="store_true", help="estimate what was compiled before anew, compile nothing")
-    made.add_argument("--figures", action="store_true", help="print the figures of what was compiled before")
-    return made
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run; default: all")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and the start of their grids")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time after which no compilation starts")
+    parser.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
+    parser.add_argument("--figures", action="store_true", help="print the figures of stored rows, compile nothing")
+    return parser
 
 
 if __name__ == "__main__":

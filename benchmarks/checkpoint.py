@@ -1,18 +1,18 @@
-"""What a save costs: how long the training loop is held up, how long it takes, memory and bytes, beside Orbax's own.
+"""Measure a save beside Orbax's own: how long it blocks the training loop, its total time, memory and bytes written.
 
     python benchmarks/checkpoint.py [--mib 400] [--many 10000]
 
-The state is float32 matrices, sharded over eight virtual devices, and moments of them. In one process, in turn:
+The state is float32 matrices, sharded over eight virtual devices. One process measures in turn:
 
-    copy       one on-device copy of the state, waited for
-    blocking   until `save` returns
-    total      until the step is committed
-    digests    of the state, alone; behind the step they are part of the total
+    copy       one copy of the state on the devices, until it is done
+    blocking   the time until `save` returns
+    total      the time until the step is committed
+    digests    of the state, alone. A save computes them in the background, as a part of the total
 
-Memory is that of a process of its own: the largest resident size during a save, a restore or an export, less that
-before it. A small state goes first: imports and XLA's first programs are some 60 to 100 MiB once a process.
-Steps change all of the state in place and multiply matrices for some tenths of a second, with and without a save
-behind them.
+Memory is measured in separate processes: the largest resident size during a save, a restore or an export, minus that
+before it. A small state is saved first, because imports and XLA's first programs take 60 to 100 MiB once a process.
+Training steps, with and without a save in the background, change all of the state in place and multiply matrices for
+some tenths of a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import common  # the devices are set up first
+import common  # sets up the devices first
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,24 +49,24 @@ MIB = 2**20
 
 
 def make_state(mib: int, leaves: int) -> dict[str, Any]:
-    """A state of so many MiB in equal leaves, sharded by rows, of values that do not compress."""
+    """Create a state of `mib` MiB in equal leaves, sharded by rows, of values that do not compress."""
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rows = max(8, mib * MIB // 4 // leaves // 256 // 8 * 8)
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     rng = np.random.default_rng(0)
-    # Put and not made in a program: compiling one that returns thousands of leaves takes minutes.
+    # Not made by a program: compiling one that returns thousands of leaves takes minutes.
     return jax.block_until_ready(
         {f"w{i:05d}": jax.device_put(rng.random((rows, 256), np.float32), sharding) for i in range(leaves)}
     )
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of all leaves."""
+    """Return the bytes of all leaves."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -75,7 +75,7 @@ advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate
 
 
 def saved(begin: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
-    """Seconds until a save returns, and until it is committed."""
+    """Return the seconds until a save returns, and until it is committed."""
     begun = time.perf_counter()
     pending = begin()
     blocked = time.perf_counter() - begun
@@ -84,19 +84,19 @@ def saved(begin: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, 
 
 
 def save_ours(folder: Path, state: Any) -> tuple[float, float]:
-    """One save by a `Checkpointer` of its own."""
+    """Save once, with a new `Checkpointer`."""
     with Checkpointer(folder) as checkpoints:
         return saved(lambda: checkpoints.save(0, state), lambda _: checkpoints.wait())
 
 
 def save_orbax(folder: Path, state: Any) -> tuple[float, float]:
-    """One save by Orbax's function, by its defaults."""
+    """Save once, with Orbax's function and its defaults."""
     return saved(lambda: ocp.save_async(folder / "step", state), lambda pending: pending.result())
 
 
 @contextlib.contextmanager
 def loops(root: Path, state: Any) -> Iterator[dict[str, Callable[[int], tuple[float, float]]]]:
-    """What a training loop would call at each step that is saved, kept open over the steps, one step on disk each."""
+    """Open the checkpointers of a training loop, each with one step on disk, and yield a `save(step)` for each."""
     newest = ocp.training.preservation_policies.LatestN(1)
     options = orbax.checkpoint.CheckpointManagerOptions(max_to_keep=1)
     with (
@@ -117,7 +117,7 @@ def loops(root: Path, state: Any) -> Iterator[dict[str, Callable[[int], tuple[fl
 
 
 def times(mib: int) -> list[common.Row]:
-    """Blocking and total times, all in turn."""
+    """Measure blocking and total times, all in turn."""
     state = make_state(mib, LEAVES)
     taken: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as root, loops(Path(root), state) as savers:
@@ -148,7 +148,7 @@ def times(mib: int) -> list[common.Row]:
 
 
 def slowdown(mib: int) -> list[common.Row]:
-    """Steps with a save behind them over steps without."""
+    """Measure steps during a save, relative to other steps."""
     state = make_state(mib, LEAVES)
     x = jnp.ones((1024, 1024))
     work = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ y), x))
@@ -158,38 +158,38 @@ def slowdown(mib: int) -> list[common.Row]:
 
         def run() -> None:
             nonlocal state
-            state = advance(state)  # donates what was just saved
+            state = advance(state)  # donates the arrays that were just saved
             jax.block_until_ready((state, work(x)))
 
         return common.timed(run)[0]
 
     step()
-    ratios, held = [], []
+    ratios, with_save = [], []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as root, Checkpointer(Path(root)) as checkpoints:
             plain = float(np.median([step() for _ in range(5)]))
             begun = time.perf_counter()
             checkpoints.save(0, state)
             step()
-            held.append((time.perf_counter() - begun) / plain)
+            with_save.append((time.perf_counter() - begun) / plain)
             beside = []
             while not checkpoints.steps():
                 beside.append(step())
             ratios.append(float(np.median(beside or [plain])) / plain)
     return [
-        common.measured("a step with its save / a step", np.array(held), "x"),
+        common.measured("a step with its save / a step", np.array(with_save), "x"),
         common.measured("steps during a save / others", np.array(ratios), "x"),
     ]
 
 
 def restored(folder: Path, state: Any) -> float:
-    """Seconds of a restore onto the same devices."""
+    """Return the seconds of a restore onto the same devices."""
     with Checkpointer(folder) as checkpoints:
         return common.timed(lambda: jax.block_until_ready(checkpoints.restore(like=state)))[0]
 
 
 def many_leaves(mib: int, count: int) -> list[common.Row]:
-    """The same bytes in 100 leaves and in many: medians of some times, without the first, which compiles."""
+    """Compare the same bytes in 100 leaves and in many, by medians without the first round, which compiles."""
     found: dict[int, np.ndarray] = {}
     for leaves in (100, count):
         state = make_state(mib, leaves)
@@ -209,13 +209,13 @@ def many_leaves(mib: int, count: int) -> list[common.Row]:
 
 
 def resident() -> int:
-    """Bytes that this process has in memory."""
+    """Return the resident size of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """The largest resident size during an action, less that before it."""
+    """Return the largest resident size during an action, minus that before it, in bytes."""
     gc.collect()
     before, largest, done = resident(), [0], threading.Event()
 
@@ -235,7 +235,7 @@ def peak_of(action: Callable[[], Any]) -> int:
 
 
 def memory(what: str, mib: int, folder: Path) -> int:
-    """Peak extra bytes of one kind of work, in this process."""
+    """Return the peak extra bytes of one kind of work, in this process."""
     _warm(Path(tempfile.mkdtemp(dir=folder)))
     if what.startswith("export"):
         saved_in = folder / ("ours" if what == "export" else "large")
@@ -274,7 +274,7 @@ def _blocking(folder: Path, state: Any) -> None:
 
 
 def memories(mib: int) -> list[common.Row]:
-    """Peaks, each of a process of its own."""
+    """Measure the peak memory of each kind of work, each in a new process."""
     rows = []
     large = f"export of a tensor of {LARGE} MiB"
     with tempfile.TemporaryDirectory() as root:
@@ -284,7 +284,7 @@ def memories(mib: int) -> list[common.Row]:
             ("blocking save", mib * MIB, None),
             ("restore", mib * MIB, None),
             ("export", mib * MIB, None),
-            (large, LARGE * MIB, None),  # which makes it, in a process of its own
+            (large, LARGE * MIB, None),  # this first process only saves the tensor
             (large, LARGE * MIB, 1.2),
         ):
             command = [sys.executable, __file__, "--mib", str(mib), "--memory", what, "--folder", root]
@@ -294,19 +294,21 @@ def memories(mib: int) -> list[common.Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mib", type=int, default=400, help="of the state")
-    parser.add_argument("--many", type=int, default=10_000, help="leaves of a state, beside 100: 1 GiB and 64 MiB")
+    parser.add_argument("--mib", type=int, default=400, help="size of the state")
+    parser.add_argument(
+        "--many", type=int, default=10_000, help="number of leaves that is compared with 100, for 1 GiB and 64 MiB"
+    )
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.memory:
-        print(json.dumps(memory(given.memory, given.mib, given.folder)))
+    options = parser.parse_args()
+    if options.memory:
+        print(json.dumps(memory(options.memory, options.mib, options.folder)))
         return
-    rows = [*times(given.mib), *slowdown(given.mib), *memories(given.mib)]
-    rows += [row for mib in (1024, 64) for row in many_leaves(mib, given.many)]
-    common.report("checkpoint", rows, mib=given.mib, rounds=ROUNDS)
+    rows = [*times(options.mib), *slowdown(options.mib), *memories(options.mib)]
+    rows += [row for mib in (1024, 64) for row in many_leaves(mib, options.many)]
+    common.report("checkpoint", rows, mib=options.mib, rounds=ROUNDS)
 
 
 if __name__ == "__main__":

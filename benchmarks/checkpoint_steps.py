@@ -1,15 +1,15 @@
-"""What checkpoints take of the training of a model of 100 million parameters.
+"""Measure how much checkpoints slow down the training of a model of 100 million parameters.
 
     python benchmarks/checkpoint_steps.py [--rounds 5]
 
-A GPT with AdamW on eight virtual devices, sharded as the planner has it, trained by steps on random tokens. In turn:
+A GPT with AdamW, sharded by the planner over eight virtual devices, takes steps on random tokens. In turn:
 
     plain      a step
-    saved      a step with `save` before it; `returned` is when `save` did, and the copy on the devices, which was
-               dispatched then, delays the step as well
-    beside     steps while a save is being written; digests are computed then, too
+    returned   the time until `save` returns, before a step
+    saved      that step with its `save`. The copy on the devices that `save` dispatches delays the step, too
+    beside     steps while a save is computing digests and writing
 
-On virtual devices the copy, the digests, the writing and the steps share two cores, which on a pod they do not.
+On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import common  # the devices are set up first
+import common  # sets up the devices first
 import jax
 import numpy as np
 from real_steps import batch_of, create
@@ -35,7 +35,7 @@ PLAN = "fsdp:8"
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
@@ -48,29 +48,29 @@ def main() -> None:
     tokens = batch_of(MODEL)
 
     def timed_step(checkpoints: Checkpointer | None = None) -> tuple[float, float]:
-        """Seconds of a step, and until `save` returned before it."""
+        """Return the seconds of a step with its save, and of the save alone until it returns."""
         nonlocal state
         begun = time.perf_counter()
         if checkpoints is not None:
             checkpoints.save(0, state)
-        held = time.perf_counter() - begun
+        returned = time.perf_counter() - begun
         state, metrics = step(state, tokens)
         jax.block_until_ready((state, metrics))
-        return time.perf_counter() - begun, held
+        return time.perf_counter() - begun, returned
 
-    found: dict[str, list[float]] = {name: [] for name in ("plain", "saved", "returned", "beside")}
+    seconds: dict[str, list[float]] = {name: [] for name in ("plain", "saved", "returned", "beside")}
     for number in range(rounds + 1):
         with tempfile.TemporaryDirectory() as root, Checkpointer(Path(root)) as checkpoints:
             plain = timed_step()[0]
-            saved, held = timed_step(checkpoints)
+            saved, returned = timed_step(checkpoints)
             beside = []
             while not checkpoints.steps():
                 beside.append(timed_step()[0])
             if number:  # the first compiles
-                for name, value in (("plain", plain), ("saved", saved), ("returned", held)):
-                    found[name].append(value)
-                found["beside"] += beside[:-1]  # the last one is beside the end of the writing
-    values = {name: np.array(each) for name, each in found.items()}
+                for name, value in (("plain", plain), ("saved", saved), ("returned", returned)):
+                    seconds[name].append(value)
+                seconds["beside"] += beside[:-1]  # the writing ends during the last one
+    values = {name: np.array(each) for name, each in seconds.items()}
     rows = [common.measured(name, 1e3 * each, "ms") for name, each in values.items() if len(each)]
     plain = float(np.median(values["plain"]))
     rows += [

@@ -1,4 +1,4 @@
-"""What the benchmarks share: eight virtual devices, timing, a small GPT's train step, one form of result."""
+"""Shared parts of the benchmarks: eight virtual devices, timing, one format of results."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jax  # noqa: E402  the devices are set up first
-import jax.numpy as jnp  # noqa: E402
+import jax  # noqa: E402  after the devices are set up
 import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import nnx  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from autoshard.models import GPT, GPTConfig, cross_entropy  # noqa: E402
-
 if not os.environ.get("JAX_PLATFORMS"):
-    jax.config.update("jax_platforms", "cpu")  # not by the environment: a benchmark may have imported jax before
+    jax.config.update("jax_platforms", "cpu")  # a benchmark may import jax first, and then ignores the environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -37,7 +32,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: a median with its 95 % interval where it was measured often, and what it should not exceed."""
+    """One figure: a value, or a median with its 95 % interval, and the target that it should not exceed."""
 
     name: str
     value: float
@@ -49,7 +44,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the target is met; `unclear` where the interval holds both answers."""
+        """Whether the target is met: `met`, `missed`, or `unclear` if the target is inside the interval."""
         if self.target is None:
             return ""
         low, high = (self.value if end is None else end for end in (self.low, self.high))
@@ -57,7 +52,7 @@ class Row:
 
 
 def summary(samples: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """The median and its 95 % interval by order statistics, which assume nothing of the distribution."""
+    """Return the median and its 95 % interval. Order statistics assume nothing about the distribution."""
     ordered = np.sort(np.asarray(samples, float))
     count = len(ordered)
     spread = 0.98 * count**0.5
@@ -68,55 +63,20 @@ def summary(samples: Sequence[float] | np.ndarray) -> tuple[float, float, float]
 def measured(
     name: str, samples: Sequence[float] | np.ndarray, unit: str, target: float | None = None, note: str = ""
 ) -> Row:
-    """A row from samples."""
+    """Make a row from samples."""
     value, low, high = summary(samples)
     return Row(name, value, unit, target, low, high, note)
 
 
 def timed(action: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-    """How many seconds a call takes, once, and its result."""
+    """Call a function once and return the seconds that it took and its result."""
     begin = time.perf_counter()
     result = action(*args, **kwargs)
     return time.perf_counter() - begin, result
 
 
-def gpt_step(
-    config: GPTConfig, batch: int, forward: Callable[[GPT, jax.Array], jax.Array] = GPT.__call__
-) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
-    """A train step (AdamW, clipping) of a GPT, written for one device.
-
-    Args:
-        config: the model.
-        batch: sequences in a batch.
-        forward: the model's forward pass; a place for constraints by hand.
-
-    Returns:
-        The step `(state, tokens) -> (state, loss)`, the function that creates the state from a key, and the shapes
-        of the state and of the tokens `[batch, context + 1]`.
-    """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
-
-    def create(key: jax.Array) -> dict[str, Any]:
-        params = nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key))))
-        return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
-
-    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
-        total, count = cross_entropy(forward(nnx.merge(graph, params), tokens[:, :-1]), tokens[:, 1:])
-        return total / count
-
-    def train_step(state: dict[str, Any], tokens: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"], tokens)
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
-
-    shapes = jax.eval_shape(create, jax.random.key(0))
-    return train_step, create, shapes, jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
-
-
 def report(name: str, rows: Sequence[Row], **context: Any) -> None:
-    """Prints a table and writes `results/NAME.json`."""
+    """Print a table and write `results/NAME.json`."""
     table = Table(title=name, title_justify="left")
     for column in ("", "median", "95 % interval", "target", "", ""):
         table.add_column(column, justify="left" if not column else "right")

@@ -1,11 +1,11 @@
-"""What the TPU compiler's cycles say of programs that only read and write memory.
+"""Check the TPU compiler's estimated cycles on kernels that are bound by memory.
 
     python benchmarks/compiler_cycles.py
 
-Each is one kernel on 512 MiB or 1 GiB a device, with nothing to multiply. The bytes that it reads and writes over the
-seconds of the compiler's cycles are the bandwidth by them, shown as a part of the chip's. One that does more on the
-same bytes cannot be faster, and half the bytes cannot take as long: where the figures say so, the cycles are no measure
-of memory-bound work, and neither is agreement with them.
+Each program is one elementwise kernel on 512 MiB or 1 GiB a device. Its bandwidth is the bytes that it reads and writes
+over the seconds of the compiler's cycles, shown relative to the chip's bandwidth. A kernel that does more work on the
+same bytes cannot be faster, and a kernel on half the bytes cannot take as long. Where the figures claim that, the
+cycles are no measure of memory-bound work, and agreement with them proves nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import common  # the devices are set up first
+import common  # sets up the devices first
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +36,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def bandwidth(target: str, kernel: Callable[..., Any], operands: tuple[Any, ...]) -> float:
-    """Bytes per second by the compiler's cycles, over those of the chip."""
+    """Return the bandwidth by the compiler's cycles, relative to the chip's."""
     plan = autoshard.plan(kernel, *operands, target=target, plan=f"dp:{DEVICES}")
     seconds = (plan.verify().step_time_us or float("nan")) / 1e6
     result = jax.eval_shape(kernel, *operands)
@@ -45,7 +45,7 @@ def bandwidth(target: str, kernel: Callable[..., Any], operands: tuple[Any, ...]
 
 
 def main() -> None:
-    """Compiles and reports."""
+    """Compile and report."""
     rows = [
         common.Row(f"{target}: {name}", bandwidth(target, kernel, operands), "of the chip's bandwidth")
         for target in TARGETS

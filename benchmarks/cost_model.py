@@ -1,16 +1,18 @@
-"""What the planner says of plans against what the compiler made of them.
+"""Compare the planner's estimates with the compiled programs.
 
     python benchmarks/cost_model.py [CASE ...]
 
-Of every program that `bench_plans.py` compiled and that has a plan in the planner's words: an expert's, too, which is
-another program for the same plan. Predicted / compiled for the step (the compiler's cycles, and a roofline of what was
-compiled), for the peak of memory and for the bytes sent; the median error of each; and Kendall's tau of the order of
-step times: of all rows; of plans, each with the compiler options that serve it best; and of those of them that the
-compiler kept to, whose bytes sent are within 10 % of the plan's. The planner's estimate knows nothing of options: rows
-that differ in them alone are a pair that it cannot rank. Nor does it know what the compiler sends beyond a plan: an
-expert's constraints leave that to it, and the audit tells it of the planner's own. Programs that do not fit are among
-the rows where a compiler makes them all the same (a GPU's, which then computes much of them twice): those that fit have
-a line of their own.
+The rows are all programs that `bench_plans.py` compiled and whose plan has a text in the planner's words, an expert's
+included. The tables show predicted / compiled for the step (by the compiler's cycles, and by a roofline of the compiled
+program), the peak memory and the bytes sent, with the median error of each. Kendall's tau compares the order of step
+times over three sets:
+
+    rows    all rows. The estimate does not depend on compiler options, so it cannot rank rows that differ only in them
+    plans   one row for each plan and variant, with the compiler options that are fastest for it
+    kept    the plans that the compiler followed: bytes sent are within 10 % of the plan's
+
+The estimate does not include unplanned traffic that the compiler adds. Some compilers accept programs that do not fit
+(XLA:GPU then recomputes much of them). Such programs are among the rows; those that fit have a line of their own.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from plan_rows import FOLDER, Row, Store
 from rich.console import Console
 from rich.table import Table
 
-UNPLANNED = 0.10  # of the bytes sent, up to which a program is as planned
-APART = 1.03  # plans whose times differ by less are no pair to rank
+UNPLANNED = 0.10  # a program is as planned if its bytes sent differ by at most this part
+APART = 1.03  # pairs of plans whose times differ by less are not ranked
 
 
-def able(store: Store) -> list[Row]:
-    """The rows of which the planner has said something, and the compiler too."""
+def comparable(store: Store) -> list[Row]:
+    """Return the rows that compiled and have an estimate."""
     return [row for row in store.rows if row.kind == "ok" and row.predicted.get("memory_bytes")]
 
 
 def predicted(stores: Sequence[Store]) -> Table:
-    """Errors of the planner's estimates by case: median of their sizes, smallest and largest."""
+    """Tabulate the errors of the planner's estimates by case: median of their sizes, smallest and largest."""
     table = Table(title="estimated / compiled - 1 of all rows: median of sizes (smallest to largest)")
     for column in ("case", "rows", "step", "step by roofline", "memory", "wire", "tau of rows", "of plans", "kept"):
         table.add_column(column)
     everything: list[Row] = []
     for store in stores:
-        rows = able(store)
+        rows = comparable(store)
         everything += rows
         plans = with_best_options(rows)
         kept = [row for row in plans if _as_planned(row)]
@@ -54,7 +56,7 @@ def predicted(stores: Sequence[Store]) -> Table:
 
 
 def with_best_options(rows: Sequence[Row]) -> list[Row]:
-    """Of rows of the same plan and program variant, the fastest."""
+    """Return the fastest of the rows of each plan and program variant."""
     best: dict[tuple[str, str, int], Row] = {}
     for row in sorted(rows, key=lambda row: row.seconds):
         best.setdefault((row.words, row.remat, row.microbatches), row)
@@ -62,24 +64,23 @@ def with_best_options(rows: Sequence[Row]) -> list[Row]:
 
 
 def _as_planned(row: Row) -> bool:
-    """Whether the compiler sends what the plan says."""
-    said, sent = row.predicted["wire_bytes"], row.wire_bytes
-    return abs(said - sent) <= UNPLANNED * sent
+    """Whether the compiled program sends what the plan predicts."""
+    return abs(row.predicted["wire_bytes"] - row.wire_bytes) <= UNPLANNED * row.wire_bytes
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:
     errors = {
         "step": [row.predicted["step"] / row.seconds - 1 for row in rows],
         "roofline": [row.predicted["step"] / row.step["roofline"] - 1 for row in rows],
-        "memory": [row.predicted["memory_bytes"] / peak - 1 for row in rows if (peak := row.held)],
+        "memory": [row.predicted["memory_bytes"] / peak - 1 for row in rows if (peak := row.needed_bytes)],
         "wire": [row.predicted["wire_bytes"] / row.wire_bytes - 1 for row in rows if row.wire_bytes],
     }
-    said = [f"{median(map(abs, e)):.1%} ({min(e):+.0%} to {max(e):+.0%})" if e else "-" for e in errors.values()]
-    return [str(len(rows)), *said]
+    cells = [f"{median(map(abs, e)):.1%} ({min(e):+.0%} to {max(e):+.0%})" if e else "-" for e in errors.values()]
+    return [str(len(rows)), *cells]
 
 
 def tau(rows: Sequence[Row]) -> float:
-    """Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart."""
+    """Return Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart."""
     concordant = total = 0
     for one, other in combinations(rows, 2):
         if max(one.seconds, other.seconds) <= APART * min(one.seconds, other.seconds):
@@ -91,36 +92,36 @@ def tau(rows: Sequence[Row]) -> float:
 
 
 def every_row(store: Store) -> Table:
-    """Each row of a case."""
+    """Tabulate each row of a case."""
     table = Table(title=f"{store.case} on {store.target}: predicted / compiled")
     for column in ("made by", "plan", "step (s)", "memory (GiB)", "sent (GB)"):
         table.add_column(column)
-    for row in sorted(able(store), key=lambda row: row.seconds):
-        said, peak = row.predicted, row.held
+    for row in sorted(comparable(store), key=lambda row: row.seconds):
+        estimate, peak = row.predicted, row.needed_bytes
         table.add_row(
             row.side,
             row.name,
-            f"{said['step']:.3f} / {row.seconds:.3f}",
-            f"{said['memory_bytes'] / 2**30:.1f} / {peak / 2**30:.1f}" if peak else "-",
-            f"{said['wire_bytes'] / 1e9:.2f} / {row.wire_bytes / 1e9:.2f}",
+            f"{estimate['step']:.3f} / {row.seconds:.3f}",
+            f"{estimate['memory_bytes'] / 2**30:.1f} / {peak / 2**30:.1f}" if peak else "-",
+            f"{estimate['wire_bytes'] / 1e9:.2f} / {row.wire_bytes / 1e9:.2f}",
         )
     return table
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints the tables of these cases; or of all that there are, and keeps the last one under `results`."""
-    found = [Store.read(path) for path in sorted(FOLDER.glob("*.json")) if not names or path.stem in names]
+    """Print the tables of these cases. Without names, print those of all cases and store the summary in `results`."""
+    stores = [Store.read(path) for path in sorted(FOLDER.glob("*.json")) if not names or path.stem in names]
     console = Console(width=170)
-    table = predicted(found)
-    console.print(*map(every_row, found), table)
+    table = predicted(stores)
+    console.print(*map(every_row, stores), table)
     if not names:
         columns = [(str(column.header), list(map(str, column.cells))) for column in table.columns]
         rows = [
             dict(zip((name for name, _ in columns), row, strict=True))
             for row in zip(*(cells for _, cells in columns), strict=True)
         ]
-        kept = {"benchmark": "cost_model", "says": str(table.title), "rows": rows}
-        (FOLDER.parent / "cost_model.json").write_text(json.dumps(kept, indent=1) + "\n")
+        body = {"benchmark": "cost_model", "says": str(table.title), "rows": rows}
+        (FOLDER.parent / "cost_model.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a call through `auto_shard` costs before the devices have it, beside `jax.jit` and `nnx.jit`.
+"""Measure the dispatch time of `auto_shard` beside that of `jax.jit` and `nnx.jit`.
 
     python benchmarks/dispatch.py
 
-The same function, the same shardings, 200 leaves; a call is timed until it returns, and the devices are waited for
-outside the timing.
+Both sides run the same function on 200 leaves with the same shardings. A call is timed until it returns. The devices
+finish outside of the timing.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def bump(state: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
 
 
 def bump_model(model: Many, x: jax.Array) -> jax.Array:
-    """The same on an nnx model, updated in place."""
+    """A cheap step that updates an nnx model in place."""
     for layer in model.layers:
         layer.bias[...] += jnp.mean(x)
     return jnp.mean(x)
 
 
 def timer(call: Callable[[], Any]) -> Callable[[], float]:
-    """Seconds per call until it returns; what it dispatched is waited for between calls."""
+    """Return a function that measures the seconds of a call until it returns. The devices finish between calls."""
 
     def once() -> float:
         spent = 0.0
@@ -66,7 +66,7 @@ def timer(call: Callable[[], Any]) -> Callable[[], float]:
 
 
 def dict_rows(place: str, **options: Any) -> list[Row]:
-    """`auto_shard` over `jax.jit` on a dict."""
+    """Compare `auto_shard` with `jax.jit` on a dict."""
     step = auto_shard(bump, **options)
     state, x = {f"w{i}": jnp.full((8, 4), i, jnp.float32) for i in range(LEAVES)}, jnp.ones((8, 4))
     state = step(state, x)
@@ -82,17 +82,17 @@ def dict_rows(place: str, **options: Any) -> list[Row]:
 
 
 def input_shardings(step: Any, *args: Any) -> Any:
-    """Where the planned function has its arguments."""
+    """Return the shardings of the planned function's arguments."""
     return step.lower(*args).compile().input_shardings[0]
 
 
 def nnx_rows(place: str, **options: Any) -> list[Row]:
-    """`auto_shard` over `nnx.jit` on a module."""
+    """Compare `auto_shard` with `nnx.jit` on a module."""
     x = jnp.ones((8, 4))
     mine, yours = Many(nnx.Rngs(0)), Many(nnx.Rngs(0))
     step, plain = auto_shard(bump_model, **options), nnx.jit(bump_model)
     step(mine, x)
-    # The same arrays in the same places for both.
+    # Both have the same arrays with the same shardings.
     nnx.update(yours, jax.tree.map(lambda leaf: leaf, nnx.state(mine)))
     ours, theirs = paired(timer(lambda: step(mine, x)), timer(lambda: plain(yours, x)), rounds=ROUNDS)
     np.testing.assert_allclose(mine.layers[0].bias[...], yours.layers[0].bias[...], rtol=1e-6)
@@ -104,7 +104,7 @@ def nnx_rows(place: str, **options: Any) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     rows = [
         row for place, options in PLACES.items() for make in (dict_rows, nnx_rows) for row in make(place, **options)
     ]

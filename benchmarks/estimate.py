@@ -1,29 +1,29 @@
-"""Estimates a compiled step from its scheduled HLO: the referee between plans, whoever made them.
+"""Estimate a compiled step from its scheduled HLO. Serves as a referee between plans of any origin.
 
     python benchmarks/estimate.py PROGRAM.hlo[.gz] v5e:4x4 [result.json beside it]
 
-It knows the text that the compiler printed, the machine's figures below and nothing else; it imports nothing of
-autoshard. Units: seconds, bytes, operations (2 for a multiply-add), of one device and one step.
+The estimate uses only the compiler's text and the machine figures below. It imports nothing of autoshard. Units:
+seconds, bytes, operations (2 for a multiply-add), of one device and one step.
 
-Compute, by two independent measures, summed over all scheduled instructions times the trips of the loops around them:
-    cycles     the compiler's own `estimated_cycles` / clock; where it has none (it says 2^63 - 1, or nothing), roofline
+Compute, by two independent measures, summed over all scheduled instructions times the trips of their enclosing loops:
+    cycles     the compiler's own `estimated_cycles` / clock. Where it has none (2^63 - 1, or no entry), roofline
     roofline   max(work / (0.95 peak), bytes / (0.8 memory bandwidth), host bytes / host bandwidth)
-               work and bytes as in `hlo_cost.py`: products only; slices and updates in place cost what they touch; what
-               the compiler keeps on the chip costs nothing but the copies there and back
-The cycles of memory-bound instructions are two to five times too many on a TPU, the roofline knows nothing of
-elementwise arithmetic and small shapes: an order of two plans is to be trusted where both agree. A GPU's compiler gives
-no cycles.
+               work and bytes as in `hlo_cost.py`: only products are work; slices and in-place updates cost the bytes
+               that they touch; buffers that the compiler keeps on the chip cost only the copies there and back
+On a TPU the cycles of memory-bound instructions are two to five times too many. The roofline ignores elementwise
+arithmetic and the inefficiency of small shapes. Trust the order of two plans where both measures agree. A GPU's
+compiler gives no cycles.
 
 Communication: kind, payload and wire bytes of each collective as in `hlo_collectives.py`, time on the links as in
-`links.py`, at 0.9 of their rated bandwidth. Exposed is what is not hidden behind compute, and likewise the copies
-between memories that run beside it, as in `hlo_schedule.py`; synchronous collectives are exposed whole.
+`links.py`, at 0.9 of their rated bandwidth. The exposed part of collectives and of asynchronous copies is the part that
+compute does not hide, as in `hlo_schedule.py`. Synchronous collectives are fully exposed.
 
     step time = compute + exposed communication + exposed copies          by each measure of compute
-    memory    = arguments + temporaries + results - results that take an argument's place   (compiler's analysis)
-    peak      = the compiler's own, where it says: less, where not all of these are alive at once
+    memory    = arguments + temporaries + results - results that reuse an argument's memory   (compiler's analysis)
+    peak      = the compiler's own, if it reports one: less than `memory` where not all buffers are live at once
 
-Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, a network
-between slices of a TPU, and custom kernels that give no cost (named in `opaque`; only their operands and results cost).
+Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, the network
+between slices of a TPU, and custom kernels without a cost (listed in `opaque`; only their operands and results count).
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ from hlo_cost import Cost, opaque
 from hlo_schedule import Device, Schedule
 from links import Chip, Target, wire
 
+# Fractions of the peak and of the memory bandwidth that kernels reach. Chosen, not measured.
 FLOPS_SHARE, MEMORY_SHARE = 0.95, 0.8
 UNKNOWN_CYCLES = 2**63 - 1
 GiB = 2**30
-# TPU: Google Cloud's page on each version (peak, memory bandwidth, interconnect per chip / links / 2); the clock is the
-# one at which the matrix units reach that peak, and at which cycles of large products come to 88 to 97 % of it. The
-# memory is what XLA lets a program have, by its own messages. Rings: a v5e or v6e dimension closes at 16; v4 and v5p
-# are built of 4 x 4 x 4 cubes, and all dimensions close or none. A v4 device is a chip, both cores together. Rings and
-# bandwidth to the host: jax-ml.github.io/scaling-book. GPU: NVIDIA's data sheets of the H100 SXM (the link is all its
-# NVLinks) and the DGX H100 (one 400 Gb/s port for each GPU).
+# TPU: Google Cloud's page on each version gives the peak, the memory bandwidth and the interconnect bandwidth per chip,
+# which is divided by the number of links and by 2. The clock is the one at which the matrix units reach the peak; at
+# that clock, the cycles of large products amount to 88 to 97 % of the peak. The memory is the limit in XLA's own
+# messages. A dimension of v5e or v6e is a ring from size 16 on. v4 and v5p consist of 4 x 4 x 4 cubes, and either all
+# dimensions are rings or none. A v4 device is a chip with both cores. Rings and bandwidth to the host:
+# jax-ml.github.io/scaling-book. GPU: NVIDIA's data sheets of the H100 SXM (`link` is all its NVLinks together) and of
+# the DGX H100 (one 400 Gb/s port for each GPU).
 CHIPS: Mapping[str, Chip] = {
     "v4": Chip(1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, torus=3, wraps_at=4, all_wrap=True),
     "v5e": Chip(1.5e9, 197e12, 819e9, 15.75 * GiB, 50e9, 15e9, torus=2, wraps_at=16),
@@ -64,13 +66,13 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def find_target(name: str) -> Target:
-    """A machine by name: `v5p:4x4x4`, `h100:4x8` (hosts x devices of a host)."""
+    """Return a machine by name: `v5p:4x4x4`, `h100:4x8` (hosts x devices of a host)."""
     chip, _, shape = name.partition(":")
     sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
-    wanted = CHIPS[chip].torus if chip in CHIPS else 0
-    if chip not in CHIPS or len(sizes) != (wanted or 2):
-        known = ", ".join(f"{key}:{'x'.join('4' * (found.torus or 2))}" for key, found in CHIPS.items())
-        raise ValueError(f"{name!r} is no target. There are {known} and other shapes of as many dimensions.")
+    dimensions = CHIPS[chip].torus if chip in CHIPS else 0
+    if chip not in CHIPS or len(sizes) != (dimensions or 2):
+        known = ", ".join(f"{key}:{'x'.join('4' * (each.torus or 2))}" for key, each in CHIPS.items())
+        raise ValueError(f"{name!r} is not a target. Give {known}, or another shape with as many dimensions.")
     return Target(name, CHIPS[chip], sizes)
 
 
@@ -80,20 +82,23 @@ def estimate(
     places: Sequence[Sequence[int]] | None = None,
     memory: Mapping[str, float] | None = None,
 ) -> Estimate:
-    """What a step takes on a target.
+    """Estimate a step on a target.
 
     Args:
         text: the scheduled HLO of the program.
         target: the machine, or its name.
-        places: where the device of each partition stands: (x, y, z, core) on a TPU, (slice, host, index) on a GPU.
-            Default: row by row, with x (a host's index) running fastest.
-        memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`.
+        places: the coordinates of each partition's device: (x, y, z, core) on a TPU, (slice, host, index) on a GPU.
+            By default row by row, with x (on a GPU the index) running fastest.
+        memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`, `peak`.
+
+    Raises:
+        ValueError: the program has more partitions than the target has devices.
     """
     machine = find_target(target) if isinstance(target, str) else target
     module = read(text)
     at = [tuple(place) for place in places or machine.places()]
     if len(at) < module.partitions:
-        raise ValueError(f"{machine.name} has {len(at)} devices, the program {module.partitions} partitions.")
+        raise ValueError(f"{machine.name} has {len(at)} devices, the program {module.partitions} partitions")
     wires = {}
 
     def wire_of(collective: Collective) -> Any:
@@ -111,7 +116,7 @@ def estimate(
     named = {(where.name, i.name): i for where in module.computations.values() for i in where.instructions}
     rows = _rows(schedule, runs, named, module.source)
     computed = [named[entry.key] for entry in runs["roofline"].log if entry.what == "compute"]
-    lacking = {i.name for i in computed if machine.chip.clock and cycles(i) is None}
+    without = {i.name for i in computed if machine.chip.clock and cycles(i) is None}
     return Estimate(
         target=machine.name,
         partitions=module.partitions,
@@ -125,21 +130,21 @@ def estimate(
         memory_bytes=sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory else None,
         peak_bytes=memory.get("peak") or None if memory else None,
         memory_limit=machine.chip.memory_bytes,
-        without_cycles=len(lacking),
-        without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in lacking and row.seconds),
+        without_cycles=len(without),
+        without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in without and row.seconds),
         unknown_loops=sorted(name for _, name in schedule.unknown_loops),
         opaque=sorted({i.name for i in computed if opaque(i)}),
     )
 
 
 def cycles(instruction: Instruction) -> int | None:
-    """The compiler's estimate for an instruction, None where it has none."""
+    """Return the compiler's estimate for an instruction, or None."""
     found = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     return int(found[1]) if found and int(found[1]) != UNKNOWN_CYCLES else None
 
 
 def roofline(chip: Chip, cost: Cost) -> tuple[float, float]:
-    """Seconds of an instruction, and of its memory traffic alone."""
+    """Return the seconds of an instruction, and of its memory traffic alone."""
     traffic = cost.hbm_bytes / (MEMORY_SHARE * chip.hbm)
     return max(cost.work / (FLOPS_SHARE * chip.flops), traffic, cost.host_bytes / chip.host), traffic
 
@@ -196,7 +201,7 @@ def _traffic(schedule: Schedule, runs: Mapping[str, Device], wire_of: Callable[[
                 weights[entry.key] = weights.get(entry.key, 0.0) + entry.weight
     found = []
     for key, each in schedule.collectives.items():
-        for collective in each:  # a fusion can hold several: they share what is exposed of it
+        for collective in each:  # a fusion can contain several, which share its exposed time
             share = {name: seconds / len(each) for name, seconds in exposed.get(key, {}).items()}
             one = wire_of(collective)
             found.append(Traffic(collective, weights.get(key, 0.0) / len(each), one.seconds, one.over, share))
@@ -208,7 +213,7 @@ def _sum(device: Device, what: str) -> float:
 
 
 def main(path: str, target: str, result: str = "") -> None:
-    """Prints the estimate of a program."""
+    """Print the estimate of a program."""
     data = Path(path).read_bytes()
     text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
     known = json.loads(Path(result).read_text()) if result else {}

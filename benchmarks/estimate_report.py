@@ -12,35 +12,35 @@ SHOWN = 12
 WIDTH = 160
 
 
-def table(found: Estimate) -> str:
-    """Step, compute, communication and memory; the largest collectives; the instructions that take longest."""
+def table(estimate: Estimate) -> str:
+    """Return the text: step, compute, communication, memory; the largest collectives; the longest instructions."""
     console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(f"{found.target}, {found.partitions} partitions, one device: {_sums(found)}")
-    console.print(_summary(found))
-    console.print(_collectives(found))
-    console.print(_instructions(found))
-    for note in _notes(found):
+    console.print(f"{estimate.target}, {estimate.partitions} partitions, one device: {_sums(estimate)}")
+    console.print(_summary(estimate))
+    console.print(_collectives(estimate))
+    console.print(_instructions(estimate))
+    for note in _notes(estimate):
         console.print(note)
     return console.export_text().rstrip()
 
 
-def _sums(found: Estimate) -> str:
-    gigabytes = f"{found.hbm_bytes / 1e9:.4g} GB of memory traffic, {found.wire_bytes / 1e9:.4g} GB sent"
-    return f"{found.flops:.4g} operations, {gigabytes}"
+def _sums(estimate: Estimate) -> str:
+    gigabytes = f"{estimate.hbm_bytes / 1e9:.4g} GB of memory traffic, {estimate.wire_bytes / 1e9:.4g} GB sent"
+    return f"{estimate.flops:.4g} operations, {gigabytes}"
 
 
-def _summary(found: Estimate) -> Table:
+def _summary(estimate: Estimate) -> Table:
     rows = Table()
     for column in ("ms", "step", "compute", "exposed wire", "exposed copies", "memory", "peak", "limit"):
         rows.add_column(column, justify="right" if column != "ms" else "left")
-    for name in found.compute:
-        parts = (found.step[name], found.compute[name], found.exposed[name], found.copies[name])
-        memory = (found.memory_bytes, found.peak_bytes, found.memory_limit)
+    for name in estimate.compute:
+        parts = (estimate.step[name], estimate.compute[name], estimate.exposed[name], estimate.copies[name])
+        memory = (estimate.memory_bytes, estimate.peak_bytes, estimate.memory_limit)
         rows.add_row(name, *map(_ms, parts), *("" if size is None else f"{size / 2**30:.2f} GiB" for size in memory))
     return rows
 
 
-def _collectives(found: Estimate) -> Table:
+def _collectives(estimate: Estimate) -> Table:
     rows = Table(title="collectives", title_justify="left")
     for column in (
         "kind",
@@ -55,7 +55,7 @@ def _collectives(found: Estimate) -> Table:
         "source",
     ):
         rows.add_column(column, justify="left" if column in ("kind", "name", "over", "source") else "right")
-    largest = sorted(found.traffic, key=lambda each: -each.trips * each.seconds)
+    largest = sorted(estimate.traffic, key=lambda each: -each.trips * each.seconds)
     for each in largest[:SHOWN]:
         one = each.collective
         rows.add_row(
@@ -66,26 +66,26 @@ def _collectives(found: Estimate) -> Table:
     return rows
 
 
-def _instructions(found: Estimate) -> Table:
+def _instructions(estimate: Estimate) -> Table:
     rows = Table(title="instructions", title_justify="left")
-    for column in ("name", "what", "trips", *(f"{name} ms" for name in found.compute), "of", "source"):
+    for column in ("name", "what", "trips", *(f"{name} ms" for name in estimate.compute), "of", "source"):
         rows.add_column(column, justify="right" if "ms" in column or column == "trips" else "left")
-    measure = "cycles" if "cycles" in found.compute else "roofline"
-    for row in found.top(SHOWN, measure):
-        spent = [row.seconds.get(name, row.exposed.get(name, 0.0)) for name in found.compute]
+    measure = "cycles" if "cycles" in estimate.compute else "roofline"
+    for row in estimate.top(SHOWN, measure):
+        spent = [row.seconds.get(name, row.exposed.get(name, 0.0)) for name in estimate.compute]
         rows.add_row(row.name, row.what, f"{row.trips:g}", *map(_ms, spent), row.op_name[-44:], _short(row.source))
     return rows
 
 
-def _notes(found: Estimate) -> list[str]:
+def _notes(estimate: Estimate) -> list[str]:
     notes = []
-    if found.without_cycles:
-        seconds = _ms(found.without_cycles_seconds)
-        notes.append(f"{found.without_cycles} instructions without cycles: roofline in their place, {seconds} ms")
-    if found.unknown_loops:
-        notes.append(f"loops of unknown trips, counted once: {', '.join(found.unknown_loops)}")
-    if found.opaque:
-        notes.append(f"kernels of unknown cost: {', '.join(found.opaque)}")
+    if estimate.without_cycles:
+        seconds = _ms(estimate.without_cycles_seconds)
+        notes.append(f"{estimate.without_cycles} instructions have no cycles and count by the roofline: {seconds} ms")
+    if estimate.unknown_loops:
+        notes.append(f"loops with unknown trip counts, counted once: {', '.join(estimate.unknown_loops)}")
+    if estimate.opaque:
+        notes.append(f"kernels with unknown cost: {', '.join(estimate.opaque)}")
     return notes
 
 

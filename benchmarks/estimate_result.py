@@ -1,4 +1,4 @@
-"""What `estimate.py` finds out about a compiled step: its times, traffic and memory."""
+"""The result of `estimate.py` for a compiled step: its times, traffic and memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hlo_collectives import Collective
 
 @dataclass(frozen=True)
 class Row:
-    """An instruction of the schedule: how often it runs, and what all its runs take.
+    """An instruction of the schedule: how often it runs, and the cost of all its runs.
 
-    `seconds` are by measure, and `exposed` what of a collective or a copy is not hidden, by measure.
+    `seconds`, and for a collective or a copy the `exposed` seconds, are by measure.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A collective, how often it runs, how long its wire takes once, over which links, and what is exposed in all."""
+    """A collective: how often it runs, the seconds and links of one run, and the exposed seconds of all runs."""
 
     collective: Collective
     trips: float
@@ -62,22 +62,22 @@ class Estimate:
 
     @property
     def step(self) -> dict[str, float]:
-        """Seconds of a step."""
+        """Seconds of a step, by measure."""
         return {name: self.compute[name] + self.exposed[name] + self.copies[name] for name in self.compute}
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits the device's memory, where that is known; a TPU's compiler refuses what does not."""
+        """Whether the step fits the device's memory, or None if unknown. A TPU's compiler refuses one that does not."""
         needed = [size for size in (self.memory_bytes, self.peak_bytes) if size is not None]
         return min(needed) <= self.memory_limit if needed else None
 
     @property
     def wire_bytes(self) -> float:
-        """What leaves a device."""
+        """Bytes that a device sends."""
         return sum(each.trips * each.collective.wire_bytes for each in self.traffic)
 
     def split(self, groups: Mapping[str, str]) -> dict[str, dict[str, float]]:
-        """Compute seconds by the first pattern that an instruction's `op_name` contains; the rest under `other`."""
+        """Group compute seconds by the first pattern that matches an instruction's `op_name`, else under `other`."""
         found: dict[str, dict[str, float]] = {name: dict.fromkeys(self.compute, 0.0) for name in (*groups, "other")}
         for row in self.rows:
             if row.what == "compute":
@@ -87,11 +87,11 @@ class Estimate:
         return found
 
     def top(self, count: int = 15, measure: str = "roofline") -> list[Row]:
-        """The instructions that take longest."""
+        """Return the instructions that take longest."""
         return sorted(self.rows, key=lambda row: -row.seconds.get(measure, 0.0) - row.exposed.get(measure, 0.0))[:count]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON takes it; a collective's groups by their number and size."""
+        """Return everything as JSON data. A collective's groups become their number and size."""
         data = asdict(replace(self, traffic=[])) | {"step": self.step, "wire_bytes": self.wire_bytes}
         data["traffic"] = [
             {key: value for key, value in asdict(each.collective).items() if key != "groups"}

@@ -1,16 +1,17 @@
-"""Plans as an expert writes them by hand, and what most people write: what the planner is measured against.
+"""Plans that an expert writes by hand, and common practice. The planner is measured against both.
 
-Nothing here asks the planner for anything: a plan is a mesh, a PartitionSpec for each parameter, by its name, and
-constraints inside the model, by the letters of its products (`expert_step`). Everything an expert knows is in it:
+Nothing here uses the planner. A plan is a mesh, a PartitionSpec for each parameter by its name, and constraints inside
+the model by the letters of its einsums (`expert_step`). It contains what an expert knows about each mesh axis:
 
-    batch       over data, fsdp and expert; the step's first axis of every activation
+    batch       the first dimension of every activation, over data, fsdp and expert
     tensor      heads, hidden sizes, vocabulary (Megatron: column, then row), `sequence` between the products
-    fsdp        parameters (ZeRO-3), gradients too (ZeRO-2) or moments alone (ZeRO-1) along the width of the stream;
-                what is gathered is gathered after its cast to 16 bits, what is reduced is scattered where it is kept
-    expert      experts, whose tokens come by all-to-all; dropless ones run under a shard_map, each on its own tokens
+    fsdp        moments (ZeRO-1), gradients too (ZeRO-2) or parameters too (ZeRO-3), along the width of the residual
+                stream. Parameters are gathered after their cast to 16 bits, gradients are reduce-scattered to where
+                they are stored
+    expert      experts, with all-to-alls of their tokens. Dropless experts run under a shard_map on local tokens
 
-on the same step function, under the same remat policies, microbatches and compiler options as the planner's. The mesh
-is laid row by row, tensor innermost: neighbours on the torus, the same host on GPUs.
+The step function, remat policies, microbatches and compiler options are the planner's. Devices are assigned to the mesh
+row by row, tensor innermost: neighbours on the torus, devices of one host on GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autoshard.models.workloads import Workload, workload
 from autoshard.train.program.build import variants_of
 
 AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor")
-MAX_TENSOR = 16
+MAX_TENSOR = 16  # chosen: experts use no more devices along tensor
 Spec = tuple[Any, ...]
 
 
@@ -42,17 +43,17 @@ class Case:
 
     @property
     def devices(self) -> int:
-        """How many chips the machine has."""
+        """The number of chips of the machine."""
         return math.prod(int(size) for size in self.target.partition(":")[2].split("x"))
 
     @property
     def variants(self) -> list[tuple[str, int]]:
-        """Remat policies and microbatches that are tried: the same for the expert and the planner."""
-        found = variants_of(self.work)
-        return [(remat, parts) for remat in found["remat"] for parts in found["microbatches"]]
+        """The remat policies and microbatches to try, for the expert and the planner alike."""
+        choices = variants_of(self.work)
+        return [(remat, parts) for remat in choices["remat"] for parts in choices["microbatches"]]
 
     def variant(self, remat: str) -> Workload:
-        """The workload under a remat policy."""
+        """Return the workload under a remat policy."""
         return self.work.with_(remat=remat)
 
 
@@ -87,19 +88,19 @@ OPTION_SETS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "v6e": (_WINDOWS | _OFFLOADED, _OFFLOADED, _WINDOWS, {}),
     "h100": ({},),
 }
-"""Compiler options that are tried on a chip, what is known to be best first."""
+"""Sets of compiler options to try on a chip, the best known one first."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How the devices are used.
+    """A way to use the devices.
 
     Attributes:
         sizes: devices along `AXES`.
-        zero: what is stored in parts along fsdp: moments (1), gradients too (2), parameters too (3).
-        sequence: whether the residual stream's sequence is cut along tensor.
-        spread: whether what is no expert's is stored in parts along expert as well, which is a data axis to it.
-        today: what most people write instead: the batch cut, each parameter cut along its largest dimension.
+        zero: what is sharded along fsdp: moments (1), gradients too (2), parameters too (3).
+        sequence: whether the residual stream's sequence is sharded along tensor.
+        spread: whether the dense parameters' state is sharded along expert, too. For them expert is a data axis.
+        today: common practice instead: the batch is sharded, and each parameter along its largest dimension.
     """
 
     sizes: tuple[int, int, int, int]
@@ -120,7 +121,7 @@ class Style:
 
     @property
     def words(self) -> str:
-        """The same in the planner's words; ZeRO-2 is called `zero1` there, where gradients follow the moments."""
+        """The strategy in the planner's words. ZeRO-2 is `zero1` there, because gradients follow the moments."""
         data, group, expert, tensor = self.sizes
         kind = "fsdp" if self.zero == 3 else "zero1"
         named = {"dp": data, kind: group, "ep": expert, "tp": tensor}
@@ -131,21 +132,21 @@ class Style:
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The axes that cut the batch."""
+        """The axes that shard the batch."""
         return ("fsdp",) if self.today else ("data", "fsdp", "expert")
 
     @property
     def mesh(self) -> AbstractMesh:
-        """The mesh, with all its axes."""
+        """The mesh, with axes of size 1."""
         return AbstractMesh(self.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """In how many parts these axes cut."""
+        """Return the number of shards over these axes."""
         return math.prod(self.sizes[AXES.index(axis)] for axis in axes)
 
 
 def styles(case: Case) -> list[Style]:
-    """The whole grid of an expert's styles on a case's machine; those whose batch does not divide are none."""
+    """Return the whole grid of an expert's styles on a case's machine, except those that do not divide the batch."""
     devices, config = case.devices, case.work.config
     capacity = isinstance(config, MoEConfig) and config.dispatch == "capacity"
     found = []
@@ -167,7 +168,7 @@ def styles(case: Case) -> list[Style]:
 
 
 def today(case: Case) -> Style:
-    """What most people write."""
+    """Return common practice on a case's machine."""
     return Style((1, case.devices, 1, 1), today=True)
 
 

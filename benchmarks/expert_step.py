@@ -1,4 +1,4 @@
-"""A workload's train step under an expert's style: specs by parameter names, constraints by the letters of products."""
+"""A workload's train step under an expert's style: specs by parameter names, constraints by the letters of einsums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedu
 from autoshard.train.step.train_state import Program, make_program
 from autoshard.train.step.train_step import make_train_step
 
-# The dimensions of each parameter, by the end of its path; a stack of layers has one more in front.
+# The dimensions of each parameter, by the end of its path. A stack of layers has one more dimension in front.
 _PARAMETERS: Sequence[tuple[str, tuple[str | None, ...]]] = (
     (r"experts/w_(up|gate)", ("experts", "width", "hidden")),
     (r"experts/w_down", ("experts", "hidden", "width")),
@@ -48,13 +48,13 @@ _TENSOR = ("heads", "hidden", "vocab")
 
 @dataclass(frozen=True)
 class Annotator:
-    """A style's specs for a model."""
+    """The specs of a style for a model."""
 
     style: Style
     config: Any
 
     def spec(self, names: Sequence[str | None], shape: Sequence[int], *, stored: bool) -> Spec:
-        """How an array with these dimensions is cut: as parameters are stored, or as they are computed with."""
+        """Return the spec of an array with these dimensions, as parameters are stored or as they are used."""
         found = []
         for name, size in zip(names, shape, strict=True):
             axes: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Annotator:
         return tuple(found)
 
     def parameter(self, path: str, shape: Sequence[int], *, stored: bool) -> Spec:
-        """How a parameter is cut."""
+        """Return the spec of a parameter."""
         if self.style.today:
             return _largest(shape, self.style.sizes[1])
         for pattern, names in _PARAMETERS:
@@ -84,36 +84,36 @@ class Annotator:
                 return self.spec(names, shape, stored=stored)
         return (None,) * len(shape)
 
-    def kept(self, x: jax.Array, *names: str | None) -> jax.Array:
-        """An activation, and its gradient, cut so."""
+    def constrained(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """Constrain an activation and its gradient."""
         if self.style.today:
             return x
         spec = PartitionSpec(*self.spec(names, x.shape, stored=False))
         return lax.with_sharding_constraint(x, NamedSharding(self.style.mesh, spec))
 
     def gathered(self, weight: jax.Array, *names: str | None) -> jax.Array:
-        """A weight as it is computed with; its gradient is reduced to where it is kept."""
+        """Gather a weight for its use, and reduce its gradient to where that is stored."""
         if self.style.today:
             return weight
-        given = self.spec(names, weight.shape, stored=False)
-        return _turned(weight, given, self.spec(names, weight.shape, stored=self.style.zero > 1), self.style)
+        used = self.spec(names, weight.shape, stored=False)
+        return _resharded(weight, used, self.spec(names, weight.shape, stored=self.style.zero > 1), self.style)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _turned(x: jax.Array, forward: Spec, backward: Spec, style: Style) -> jax.Array:
-    """A value cut one way, its gradient another."""
+def _resharded(x: jax.Array, forward: Spec, backward: Spec, style: Style) -> jax.Array:
+    """Constrain a value to one spec and its gradient to another."""
     return lax.with_sharding_constraint(x, NamedSharding(style.mesh, PartitionSpec(*forward)))
 
 
-def _turned_forward(x, forward, backward, style):
-    return _turned(x, forward, backward, style), None
+def _resharded_forward(x, forward, backward, style):
+    return _resharded(x, forward, backward, style), None
 
 
-def _turned_backward(forward, backward, style, _, gradient):
+def _resharded_backward(forward, backward, style, _, gradient):
     return (lax.with_sharding_constraint(gradient, NamedSharding(style.mesh, PartitionSpec(*backward))),)
 
 
-_turned.defvjp(_turned_forward, _turned_backward)
+_resharded.defvjp(_resharded_forward, _resharded_backward)
 
 
 def _largest(shape: Sequence[int], devices: int) -> Spec:
@@ -121,8 +121,8 @@ def _largest(shape: Sequence[int], devices: int) -> Spec:
     return tuple(("fsdp",) if dims and d == dims[0] else None for d in range(len(shape)))
 
 
-class _Instead:
-    """A module some functions of which are others."""
+class _Patched:
+    """A module with some of its functions replaced."""
 
     def __init__(self, module: Any, **others: Any):
         self.__dict__.update(others, _module=module)
@@ -132,7 +132,7 @@ class _Instead:
 
 
 class _Table:
-    """A parameter that is gathered where it is read."""
+    """A parameter that is gathered when it is read."""
 
     def __init__(self, param: Any, gathered: Callable[[jax.Array], jax.Array]):
         self.param, self.gathered = param, gathered
@@ -143,46 +143,47 @@ class _Table:
 
 
 _GPT = {"b": "batch", "e": "width", "h": "heads", "f": "hidden", "v": "vocab"}
-_ATTENTION = importlib.import_module("autoshard.models.attention")  # the package has a function of that name
+_ATTENTION = importlib.import_module("autoshard.models.attention")  # `models.attention` is a function
 
 
 @contextlib.contextmanager
 def annotated(note: Annotator) -> Iterator[None]:
-    """Inside, the models' products, lookups and convolutions are annotated."""
+    """Annotate the models' einsums, lookups and convolutions inside this context."""
     embed_tokens = gpt.embed_tokens
 
     def gpt_einsum(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
         letters, out = spec.split("->")[0].split(",")[1], spec.split("->")[1]
         y = jnp.einsum(spec, x, note.gathered(weight, *map(_GPT.get, letters)))
         if out == "bse":
-            return note.kept(y, "batch", "stream", None)
-        return note.kept(y, *(None if letter == "e" else _GPT.get(letter) for letter in out))
+            return note.constrained(y, "batch", "stream", None)
+        return note.constrained(y, *(None if letter == "e" else _GPT.get(letter) for letter in out))
 
     def attention_einsum(spec: str, *operands: jax.Array, **options: Any) -> jax.Array:
         y, letters = jnp.einsum(spec, *operands, **options), spec.split("->")[1]
         sizes, tensor = dict(zip(letters, y.shape, strict=True)), note.style.ways(("tensor",))
-        cut = next((letter for letter in "kg" if sizes.get(letter, 1) % tensor == 0), None)
-        if cut is None:  # key-value heads and groups only together: left to the partitioner
+        sharded = next((letter for letter in "kg" if sizes.get(letter, 1) % tensor == 0), None)
+        if sharded is None:  # only key-value heads and groups together divide: left to the partitioner
             return y
-        return note.kept(y, *("batch" if letter == "b" else "heads" if letter == cut else None for letter in letters))
+        names = {"b": "batch", sharded: "heads"}
+        return note.constrained(y, *map(names.get, letters))
 
     def moe_einsum(spec: str, *operands: jax.Array, **options: Any) -> jax.Array:
         if spec in ("bsd,de->bse", "gske,gskc->gsec"):
             return jnp.einsum(spec, *operands, **options)
         if spec == "gsec,gsd->egcd":
-            return note.kept(jnp.einsum(spec, *operands), "experts", "groups", None, None)
+            return note.constrained(jnp.einsum(spec, *operands), "experts", "groups", None, None)
         if spec == "gsec,egcd->gsd":
-            return note.kept(jnp.einsum(spec, *operands), "tokens", None, None)
+            return note.constrained(jnp.einsum(spec, *operands), "tokens", None, None)
         assert spec == "egci,eio->egco", spec
         rows, weight = operands
         up = weight.shape[2] == note.config.expert_hidden
         names = ("experts", "width", "hidden") if up else ("experts", "hidden", "width")
         y = jnp.einsum(spec, rows, note.gathered(weight, *names))
-        return note.kept(y, "experts", "groups", None, "hidden" if up else None)
+        return note.constrained(y, "experts", "groups", None, "hidden" if up else None)
 
     def embedded(cfg: Any, embed: Any, position: Any, tokens: jax.Array) -> jax.Array:
         table = _Table(embed, lambda weight: note.gathered(weight, "vocab", "width"))
-        return note.kept(embed_tokens(cfg, table, position, tokens), "batch", "stream", None)  # pyright: ignore[reportArgumentType]
+        return note.constrained(embed_tokens(cfg, table, position, tokens), "batch", "stream", None)  # pyright: ignore[reportArgumentType]
 
     def convolved(x: jax.Array, kernel: jax.Array, strides: Sequence[int], *args: Any, **options: Any) -> jax.Array:
         size, _, inputs, outputs = kernel.shape
@@ -190,19 +191,19 @@ def annotated(note: Annotator) -> Iterator[None]:
         row = size == 1 and strides[0] == 1 and outputs * note.config.width_factor == inputs * 4
         names = (None, None, "width" if column else "hidden" if row else None, "hidden" if column else "width")
         y = lax.conv_general_dilated(x, note.gathered(kernel, *names), strides, *args, **options)
-        return note.kept(y, "batch", None, None, "hidden" if column else None)
+        return note.constrained(y, "batch", None, None, "hidden" if column else None)
 
     def by_sorting(self: moe.Experts, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         return _sorted_on_shards(self, note, x, gates, chosen)
 
     patches = [
-        mock.patch.object(gpt, "jnp", _Instead(jnp, einsum=gpt_einsum)),
+        mock.patch.object(gpt, "jnp", _Patched(jnp, einsum=gpt_einsum)),
         mock.patch.object(gpt, "embed_tokens", embedded),
         mock.patch.object(moe, "embed_tokens", embedded),
-        mock.patch.object(_ATTENTION, "jnp", _Instead(jnp, einsum=attention_einsum)),
+        mock.patch.object(_ATTENTION, "jnp", _Patched(jnp, einsum=attention_einsum)),
         mock.patch.object(_ATTENTION, "_einsum", partial(attention_einsum, preferred_element_type=jnp.float32)),
-        mock.patch.object(moe, "jnp", _Instead(jnp, einsum=moe_einsum)),
-        mock.patch.object(wide_resnet, "lax", _Instead(lax, conv_general_dilated=convolved)),
+        mock.patch.object(moe, "jnp", _Patched(jnp, einsum=moe_einsum)),
+        mock.patch.object(wide_resnet, "lax", _Patched(lax, conv_general_dilated=convolved)),
         mock.patch.object(moe.Experts, "_by_sorting", by_sorting),
     ]
     with contextlib.ExitStack() as stack:
@@ -214,7 +215,7 @@ def annotated(note: Annotator) -> Iterator[None]:
 def _sorted_on_shards(
     experts: moe.Experts, note: Annotator, x: jax.Array, gates: jax.Array, chosen: jax.Array
 ) -> jax.Array:
-    """Dropless experts: each device sorts its own tokens, and has its part of every expert's hidden size."""
+    """Run dropless experts: each device sorts its own tokens, and has a shard of every expert's hidden size."""
     up, down = ("experts", "width", "hidden"), ("experts", "hidden", "width")
     named = {"w_up": up, "w_gate": up, "w_down": down}
     given = {name: getattr(experts, name) for name in named if getattr(experts, name) is not None}
@@ -243,48 +244,49 @@ def _sorted_on_shards(
     shards = jax.shard_map(
         body, mesh=note.style.mesh, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
     )
-    return note.kept(shards(weights, x, gates, chosen), "batch", "stream", None)
+    return note.constrained(shards(weights, x, gates, chosen), "batch", "stream", None)
 
 
 @dataclass(frozen=True)
 class Annotated(Program):
-    """A model whose parameters' gradients lie where they are used."""
+    """A program whose gradients are stored where their consumers need them."""
 
     note: Annotator | None = field(default=None)
 
     def model(self, params: Any, frozen: Any, variables: Any, key: Any) -> Any:
-        """The model; gradients of its parameters are reduced to where the style keeps them."""
+        """Build the model. Gradients of its parameters are reduced to where the style stores them."""
         note = self.note
         assert note is not None
 
-        def turned(path: Any, leaf: jax.Array) -> jax.Array:
+        def resharded(path: Any, leaf: jax.Array) -> jax.Array:
             stored = note.parameter(path_name(path), leaf.shape, stored=note.style.zero == 3)
-            return _turned(
+            return _resharded(
                 leaf, stored, note.parameter(path_name(path), leaf.shape, stored=note.style.zero > 1), note.style
             )
 
         if not note.style.today:
-            params = jax.tree_util.tree_map_with_path(turned, params)
+            params = jax.tree_util.tree_map_with_path(resharded, params)
         return super().model(params, frozen, variables, key)
 
 
 @dataclass(frozen=True)
 class Expert:
-    """A step by hand: a function of flat arguments, their shapes, and how they are cut.
+    """A hand-written step: a function of flat arguments, with their shapes and shardings.
 
-    `avals` and both lists of shardings are those of the leaves; `donated` are the leaves of the state.
+    `avals` and `in_shardings` are those of the arguments' leaves, `out_shardings` those of the results' leaves, and
+    `donated` the numbers of the state's leaves.
     """
 
     fn: Callable[..., list[Any]] = field(repr=False)
     avals: list[Any] = field(repr=False)
-    given: list[NamedSharding] = field(repr=False)
-    made: list[NamedSharding] = field(repr=False)
+    in_shardings: list[NamedSharding] = field(repr=False)
+    out_shardings: list[NamedSharding] = field(repr=False)
     donated: tuple[int, ...] = field(repr=False)
     mesh: Mapping[str, int] = field(default_factory=dict)
 
 
 def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
-    """The workload's train step, as `autoshard.train.program.build.workload_step` makes it, under a style."""
+    """Make the workload's train step, that of `autoshard.train.program.build.workload_step`, under a style."""
     note, settings = Annotator(style, work.config), OptimizerConfig()
     plain = make_program(work.build, make_optimizer(settings, 1000))
     program = Annotated(**{name: getattr(plain, name) for name in Program.__dataclass_fields__}, note=note)
@@ -302,10 +304,11 @@ def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
         with annotated(note):
             return jax.tree.leaves(step(*jax.tree.unflatten(tree, flat)))
 
-    given = [NamedSharding(style.mesh, PartitionSpec(*spec_of(*each))) for each in leaves]
+    shardings = [NamedSharding(style.mesh, PartitionSpec(*spec_of(*each))) for each in leaves]
     count = len(jax.tree.leaves(state))
     plain_step, *_ = workload_step(work, microbatches)
     metrics = len(jax.tree.leaves(jax.eval_shape(plain_step, state, batch))) - count
-    whole = [NamedSharding(style.mesh, PartitionSpec())] * metrics
+    replicated = [NamedSharding(style.mesh, PartitionSpec())] * metrics
     sizes = dict(zip(AXES, style.sizes, strict=True))
-    return Expert(run, [leaf for _, leaf in leaves], given, given[:count] + whole, tuple(range(count)), sizes)
+    results = shardings[:count] + replicated
+    return Expert(run, [leaf for _, leaf in leaves], shardings, results, tuple(range(count)), sizes)

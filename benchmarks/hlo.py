@@ -1,10 +1,10 @@
-"""Reads scheduled HLO text: computations, instructions, shapes, source lines.
+"""Read scheduled HLO text: computations, instructions, shapes, source lines.
 
-It reads what XLA:TPU (libtpu 0.0.42, 0.0.50), XLA:GPU and XLA:CPU print for an SPMD program. Instructions stand in the
-order in which the compiler scheduled them (`is_scheduled=true`). Sizes are in bytes and without the padding of tiles.
+The text is that of XLA:TPU (libtpu 0.0.42, 0.0.50), XLA:GPU or XLA:CPU for an SPMD program, with instructions in the
+order of the compiler's schedule (`is_scheduled=true`). Sizes are in bytes and without the padding of tiles.
 
-A buffer's layout says in which memory it lives: `S(1)` is a TPU core's on-chip memory, `S(5)` the host's, other numbers
-are semaphores and scalar memory; without `S` it lives in the device's main memory.
+A buffer's layout names its memory: `S(1)` is a TPU core's on-chip memory, `S(5)` the host's, other numbers are
+semaphores and scalar memory. Without `S` it is the device's main memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 
 @dataclass(frozen=True)
 class Array:
-    """A buffer: its type, its size in each dimension, and the memory it lives in."""
+    """A buffer: its type, its size in each dimension, and the memory that holds it."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -31,12 +31,12 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return prod(self.dims)
 
     @property
     def bytes(self) -> float:
-        """What it takes, without padding."""
+        """The size in bytes, without padding."""
         return self.elements * bits_of(self.dtype) / 8
 
 
@@ -53,7 +53,7 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of the instructions whose results it takes."""
+        """The names of its operands."""
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
         if "%" in self.arguments:
@@ -66,27 +66,27 @@ class Instruction:
         return tuple(_leaves(self.shape))
 
     def attribute(self, name: str) -> str | None:
-        """A plain attribute's text: a name, a number or what stands between braces."""
+        """Return a plain attribute's text: a name, a number, or the text between braces."""
         found = re.search(rf"(?:^|, ){name}=(?:\{{([^{{}}]*)\}}|%?([^,\s]+))", self.attributes)
         return found and (found[1] if found[1] is not None else found[2])
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs as a whole: a fusion's, a call's, an asynchronous wrapper's, the branches'."""
+        """The computations that it runs: of a fusion, a call, an asynchronous wrapper or the branches."""
         names = (self.attribute(key) for key in ("calls", "called_computations", "branch_computations"))
         found = [part.strip().lstrip("%") for text in names if text for part in text.split(",")]
         found += [text for key in ("true_computation", "false_computation") if (text := self.attribute(key))]
-        runs_whole = self.opcode.startswith(("call", "async"))  # elsewhere `to_apply` is a reduction's scalar function
-        return (*found, *([text] if runs_whole and (text := self.attribute("to_apply")) else []))
+        is_call = self.opcode.startswith(("call", "async"))  # elsewhere `to_apply` is a reduction's scalar function
+        return (*found, *([text] if is_call and (text := self.attribute("to_apply")) else []))
 
     @cached_property
     def channel(self) -> str | None:
-        """What a collective's start and its end have in common."""
+        """The channel, which a collective's start and end share."""
         return self.attribute("channel_id")
 
     @cached_property
     def op_name(self) -> str:
-        """Where in the traced program it comes from."""
+        """Its origin in the traced program."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
@@ -105,7 +105,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """The one whose result is the computation's."""
+        """The instruction whose result is the computation's."""
         return next((i for i in self.instructions if i.root), self.instructions[-1])
 
     @cached_property
@@ -115,7 +115,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
-        """Who takes an instruction's result."""
+        """The users of each instruction's result."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -123,13 +123,13 @@ class Computation:
         return found
 
     def inputs(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results one takes."""
+        """Return the operands of an instruction."""
         return [self.named[name] for name in instruction.operands if name in self.named]
 
 
 @dataclass
 class Module:
-    """A program: its computations, where it starts, on how many partitions it runs, and its source lines."""
+    """A program: its computations, its entry, its number of partitions, and its source lines."""
 
     computations: dict[str, Computation]
     entry: Computation
@@ -138,12 +138,12 @@ class Module:
 
     @cached_property
     def loops(self) -> Mapping[str, tuple[Computation, Instruction]]:
-        """Of each loop's body, where the loop stands."""
+        """For each loop's body, the loop and the computation that contains it."""
         every = ((where, i) for where in self.computations.values() for i in where.instructions)
         return {i.attribute("body") or "": (where, i) for where, i in every if i.opcode == "while"}
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the user's code, empty where the text does not say."""
+        """Return `file:line` of the user's code, or an empty text if unknown."""
         direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if direct or not frame:
@@ -157,7 +157,7 @@ class Module:
         return dict(re.findall(r"(\w+)=(\d+)", text))
 
     def within(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """Every instruction of the computations that one runs as a whole, at any depth."""
+        """Yield every instruction of the computations that one runs, at any depth, with its computation."""
         for name in instruction.called:
             for inner in self.computations[name].instructions:
                 yield self.computations[name], inner
@@ -165,7 +165,7 @@ class Module:
 
 
 def read(text: str) -> Module:
-    """The program that a text is."""
+    """Parse a program."""
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[int, str]] = {}
     entry, current, table = "", None, None
@@ -185,7 +185,7 @@ def read(text: str) -> Module:
 
 
 def instruction_of(line: str) -> Instruction:
-    """The instruction on a line."""
+    """Parse a line as an instruction."""
     head = INSTRUCTION.match(line)
     if head is None:
         raise ValueError(f"not an instruction: {line[:120]!r}")
@@ -199,7 +199,7 @@ def instruction_of(line: str) -> Instruction:
 
 
 def shape_of(text: str) -> Array | tuple:
-    """A shape: `f32[2,3]{1,0:T(8,128)S(1)}`, or a tuple of shapes in parentheses."""
+    """Parse a shape: `f32[2,3]{1,0:T(8,128)S(1)}`, or a tuple of shapes in parentheses."""
     if not text.startswith("("):
         found = ARRAY.match(text)
         if found is None:
@@ -218,7 +218,7 @@ def shape_of(text: str) -> Array | tuple:
 
 
 def bits_of(dtype: str) -> int:
-    """Bits of one number."""
+    """Return the bits of one element."""
     size = re.match(r"[a-z]+(\d+)", dtype)
     return BITS[dtype] if dtype in BITS else int(size[1]) if size else 0
 
@@ -232,7 +232,7 @@ def _leaves(shape: Array | tuple) -> Iterator[Array]:
 
 
 def _closing(text: str, at: int) -> int:
-    """One past the parenthesis that closes the one at `at`."""
+    """Return the index after the parenthesis that closes the one at `at`."""
     depth = 0
     for index in range(at, len(text)):
         depth += (text[index] == "(") - (text[index] == ")")

@@ -1,19 +1,19 @@
-"""Finds the collectives of an HLO program, whatever form they take.
+"""Find the collectives of an HLO program, in all their forms.
 
-    all-gather(...), all-gather-start/-done          as they are; `"is_sync":true` makes a pair synchronous (GPU)
-    async-, call-, fusion-start/-update/-done        around a computation that holds the collective; it starts where its
-                                                     operands are handed over: at the start, or at the update
-    a fusion with AsyncCollectiveStart or -Done      XLA:TPU's asynchronous collective fusion; the same collective also
-                                                     stands in every fusion that carries on with it, and counts once
-    a fusion of a computation `all-reduce-scatter`   a reduce-scatter, although an all-reduce stands in it
+    all-gather(...), all-gather-start/-done          `"is_sync":true` makes a pair synchronous (GPU)
+    async-, call-, fusion-start/-update/-done        around a computation that contains the collective; it starts at the
+                                                     start or the update, whichever gets the operands
+    a fusion with AsyncCollectiveStart or -Done      XLA:TPU's asynchronous collective fusion. Later fusions repeat the
+                                                     collective to continue it; it counts once
+    a fusion of a computation `all-reduce-scatter`   a reduce-scatter, although its text has an all-reduce
     send, send-done                                  a permute; recv and recv-done wait for it
 
-Payload, in bytes: what an all-gather gives; what all others take, for each device.
-Wire bytes, what leaves one device of a group of n:
+Payload, in bytes of one device: the result of an all-gather, the operands of the others.
+Wire bytes, which one device of a group of n sends:
     all-gather, reduce-scatter, all-to-all           (n - 1) / n x payload
     all-reduce                                       2 (n - 1) / n x payload
     collective-permute, collective-broadcast, send   payload
-A ragged all-to-all counts as if its whole operand were sent.
+A ragged all-to-all counts as if it sent its whole operand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hlo import Computation, Instruction, Module
 from hlo_cost import COLLECTIVES
 
 Groups = tuple[tuple[int, ...], ...]
-Role = Literal["whole", "start", "done"]
+Role = Literal["sync", "start", "done"]
 WIRE = {"all-reduce": 2.0, "collective-permute": 0.0, "collective-broadcast": 0.0}
 NUMBERS = re.compile(r"\d+")
 
@@ -40,13 +40,13 @@ class Collective:
     """One collective of the program text.
 
     Attributes:
-        kind: what moves: `reduce-scatter` also where the text hides it.
-        name: of the instruction in the schedule.
-        groups: the partitions that talk to each other; of a permute, pairs (from, to).
+        kind: the kind; `reduce-scatter` also where the text has an all-reduce.
+        name: the name of the instruction in the schedule.
+        groups: the partitions of each group; of a permute, pairs (from, to).
         payload_bytes, wire_bytes: see the module.
-        op_name, source: where in the traced program and in which line of code it comes from.
-        emitter: what the compiler says of how it runs it, where it does.
-        channel: what its start and end have in common.
+        op_name, source: its origin in the traced program, and its source line.
+        emitter: the compiler's name for its implementation, if there is one.
+        channel: the channel, which its start and end share.
     """
 
     kind: str
@@ -60,19 +60,19 @@ class Collective:
 
     @property
     def size(self) -> int:
-        """Devices in a group; 2 for a permute."""
+        """The number of devices in a group; 2 for a permute."""
         return max((len(group) for group in self.groups), default=1)
 
     @property
     def wire_bytes(self) -> float:
-        """What leaves a device."""
+        """Bytes that a device sends."""
         rounds = WIRE.get(self.kind, 1.0)
         return self.payload_bytes * (rounds * (self.size - 1) / self.size if rounds else 1.0)
 
 
 @dataclass(frozen=True)
 class Event:
-    """What an instruction does to a collective: runs it whole, starts it, or waits for it (by any of `keys`)."""
+    """What an instruction does to a collective: runs it synchronously, starts it, or waits for it by any of `keys`."""
 
     role: Role
     keys: tuple[str, ...]
@@ -80,7 +80,7 @@ class Event:
 
 
 def events(module: Module, where: Computation, instruction: Instruction) -> list[Event]:
-    """What an instruction of the schedule does to collectives, in order."""
+    """Return what an instruction of the schedule does to collectives, in order."""
     opcode = instruction.opcode
     base, _, phase = opcode.rpartition("-") if opcode.endswith(("-start", "-update", "-done")) else (opcode, "", "")
     if phase == "done":
@@ -94,13 +94,13 @@ def events(module: Module, where: Computation, instruction: Instruction) -> list
     if opcode == "send":
         return _begin(module, where, instruction)
     if opcode in COLLECTIVES and opcode != "recv":
-        return [Event("whole", (), _collective(module, where, instruction, instruction))]
+        return [Event("sync", (), _collective(module, where, instruction, instruction))]
     return list(_fused(module, instruction)) if opcode == "fusion" else []
 
 
 def _begin(module: Module, where: Computation, start: Instruction) -> list[Event]:
     found = [_collective(module, inside, one, start) for inside, one in _inner(module, where, start)]
-    role: Role = "whole" if '"is_sync":true' in start.attributes else "start"
+    role: Role = "sync" if '"is_sync":true' in start.attributes else "start"
     return [Event(role, _keys(start, each.channel), each) for each in found]
 
 
@@ -111,7 +111,7 @@ def _inner(module: Module, where: Computation, start: Instruction) -> Iterator[t
 
 
 def carries(module: Module, where: Computation, instruction: Instruction) -> bool:
-    """Whether a `-start`, `-update` or `-done` is a collective's, and not a copy's."""
+    """Whether a `-start`, `-update` or `-done` belongs to a collective and not to a copy."""
     return _holds(module, _start(where, instruction))
 
 
@@ -121,7 +121,7 @@ def _holds(module: Module, start: Instruction) -> bool:
 
 
 def _start(where: Computation, instruction: Instruction) -> Instruction:
-    """Where what an update or an end belongs to began; the end itself where that is out of sight."""
+    """Return the start of an update or an end, or the end itself if its start is in another computation."""
     value = instruction
     while value.opcode.endswith(("-update", "-done")) or value.opcode in ("get-tuple-element", "tuple", "bitcast"):
         inputs = where.inputs(value)
@@ -136,7 +136,7 @@ def _keys(start: Instruction, channel: str | None) -> tuple[str, ...]:
 
 
 def _fused(module: Module, fusion: Instruction) -> Iterator[Event]:
-    """The collectives in a fusion: of XLA:TPU's asynchronous ones, what this fusion does to them."""
+    """Yield what a fusion does to the collectives in it, XLA:TPU's asynchronous ones included."""
     inner = list(module.within(fusion))
     begun = _marked(inner, "AsyncCollectiveStart")
     ended = _marked(inner, "AsyncCollectiveDone")
@@ -149,11 +149,11 @@ def _fused(module: Module, fusion: Instruction) -> Iterator[Event]:
         elif one.name in begun:
             yield Event("start", _keys(fusion, one.channel), found)
         elif '"async_collective_fusion_config"' not in one.attributes:
-            yield Event("whole", (), found)
+            yield Event("sync", (), found)
 
 
 def _marked(inner: list[tuple[Computation, Instruction]], target: str) -> set[str]:
-    """The collectives that a marker call takes."""
+    """Return the names of the collectives that are operands of a marker call."""
     calls = (one for _, one in inner if one.attribute("custom_call_target") == f'"{target}"')
     return {name for call in calls for name in call.operands}
 
@@ -168,16 +168,16 @@ def _collective(module: Module, where: Computation, one: Instruction, scheduled:
     payload = sum(leaf.bytes for operand in taken for leaf in operand.leaves)
     if kind == "all-gather":
         payload *= max(len(group) for group in groups)
-    said = one if one.op_name else scheduled
+    named = one if one.op_name else scheduled
     emitter = " ".join(
         dict.fromkeys(re.findall(r'"(?:emitter|strategy)":"(\w+)', scheduled.attributes + one.attributes))
     )
-    return Collective(kind, scheduled.name, groups, payload, said.op_name, module.source(said), emitter, one.channel)
+    return Collective(kind, scheduled.name, groups, payload, named.op_name, module.source(named), emitter, one.channel)
 
 
 @lru_cache(maxsize=4096)
 def groups_of(attributes: str, partitions: int) -> Groups:
-    """The partitions that talk to each other, from a collective's attributes; a permute's pairs (from, to)."""
+    """Parse a collective's groups of partitions, or a permute's pairs (from, to), from its attributes."""
     pairs = re.search(r"source_target_pairs=\{(.*?\})\}", attributes)
     pairs = pairs or re.search(r'_xla_send_recv_source_target_pairs="\{(.*?\})\}"', attributes)
     if pairs or (listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes)):
@@ -191,21 +191,27 @@ def groups_of(attributes: str, partitions: int) -> Groups:
 
 
 def _mesh_groups(axes: str, devices: str | None, grouped: str) -> Groups:
-    """Groups along some axes of a mesh: `'a'=4,'b'=2`, its devices if not 0, 1, ..., and `'a','b':(1)2`."""
+    """Return the groups along some axes of a mesh.
+
+    Args:
+        axes: the mesh, `'a'=4,'b'=2`.
+        devices: its devices, if not 0, 1, ...
+        grouped: the axes of a group, or parts of axes, `'a','b':(1)2`.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
     order = _ordered(devices) if devices else list(range(prod(sizes.values())))
     parts = [(name, before, size) for name, before, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", grouped)]
-    dims: list[tuple[str, int, int]] = []  # (axis, how much lies before it in the axis, size), outermost first
+    dims: list[tuple[str, int, int]] = []  # (axis, size of the axis's parts before it, size), outermost first
     for name, size in sizes.items():
-        cuts = sorted((int(before), int(part)) for axis, before, part in parts if axis == name and part)
+        splits = sorted((int(before), int(part)) for axis, before, part in parts if axis == name and part)
         at = 1
-        for before, part in cuts:
+        for before, part in splits:
             dims += [(name, at, before // at)] * (before > at) + [(name, before, part)]
             at = before * part
-        dims += [(name, at, size // at)] if size > at or not cuts else []
+        dims += [(name, at, size // at)] if size > at or not splits else []
     whole = {name for name, _, part in parts if not part}
-    cut = {(name, int(before)) for name, before, part in parts if part}
-    chosen = [axis in whole or (axis, before) in cut for axis, before, _ in dims]
+    split = {(name, int(before)) for name, before, part in parts if part}
+    chosen = [axis in whole or (axis, before) in split for axis, before, _ in dims]
     found: dict[tuple[int, ...], list[int]] = {}
     for device, place in zip(order, product(*(range(size) for _, _, size in dims)), strict=True):
         found.setdefault(tuple(p for p, inside in zip(place, chosen, strict=True) if not inside), []).append(device)
@@ -213,15 +219,15 @@ def _mesh_groups(axes: str, devices: str | None, grouped: str) -> Groups:
 
 
 def _ordered(text: str) -> list[int]:
-    """`[4,2]T(1,0)`: 0 to 7 laid out in 4 rows of 2 and read by columns; or the numbers themselves."""
+    """Return the numbers of a text. `[4,2]T(1,0)` is 0 to 7 in 4 rows of 2, transposed."""
     shape = re.match(r"(\[[\d,]+\])(?:T\(([\d,]+)\))?$", text)
     if not shape:
         return _ints(text)
     dims = _ints(shape[1])
-    turned = _ints(shape[2]) if shape[2] else list(range(len(dims)))
+    permutation = _ints(shape[2]) if shape[2] else list(range(len(dims)))
     strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
-    places = product(*(range(dims[dim]) for dim in turned))
-    return [sum(p * strides[dim] for p, dim in zip(place, turned, strict=True)) for place in places]
+    places = product(*(range(dims[dim]) for dim in permutation))
+    return [sum(p * strides[dim] for p, dim in zip(place, permutation, strict=True)) for place in places]
 
 
 def _ints(text: str) -> list[int]:

@@ -1,20 +1,21 @@
-"""What one scheduled HLO instruction computes and moves: operations of its products, bytes of memory.
+"""The cost of one scheduled HLO instruction: operations of its products, bytes of memory.
 
-Operations: 2 for each multiply-add of the matrix products and convolutions in an instruction and in what it calls.
-    dot           2 x numbers of the result x product of the contracted dimensions
-    convolution   2 x batch x features of the result x input features of the kernel x pairs (output position, kernel
-                  position) that hit a real input, for each spatial dimension: neither padding nor the holes of a
-                  dilation count (XLA:TPU writes batched products as such convolutions)
-    cuBLAS, cuDNN calls alike; other custom calls by the estimate in their `cost_estimate`, or else not at all
+Operations: 2 for each multiply-add of the matrix products and convolutions in an instruction and in the computations
+that it calls.
+    dot           2 x elements of the result x product of the contracted dimensions
+    convolution   2 x batch x features of the result x input features of the kernel x, for each spatial dimension, the
+                  pairs (output position, kernel position) that meet a real input, neither padding nor the holes of a
+                  dilation (XLA:TPU writes batched products as such convolutions)
+    cuBLAS, cuDNN calls count alike; other custom calls count by their `cost_estimate`, if they have one
 Products at a higher precision take several passes of a TPU's matrix unit (3 for `high`, 6 for `highest`); 32-bit ones
-run at half speed on a GPU (TF32). `work` counts those, `flops` does not. Elementwise arithmetic is not counted.
+run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Elementwise arithmetic is not counted.
 
-Bytes: operands plus results, of buffers in main memory only (those that the compiler placed on the chip cost what the
-copies between the two cost), with
-    dynamic-slice, slice, gather         the operand costs what is taken of it
-    dynamic-update-slice, scatter        the buffer updated in place costs the update (scatter: read and written)
-    bitcasts, tuples, what is passed on  nothing
-also where they stand inside a fusion. A buffer in the host's memory counts on its own.
+Bytes: operands plus results, of buffers in main memory only (for buffers on the chip, the copies there and back count).
+Also inside a fusion,
+    dynamic-slice, slice, gather         read only the slices of the operand
+    dynamic-update-slice, scatter        write only the update into a buffer in place (scatter: read and write)
+    bitcasts, tuples, forwarded values   move nothing
+Bytes of the host's memory are counted separately.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ COLLECTIVES = {
 }  # fmt: skip
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
-MOVES = ("copy", "convert", "transpose")  # each number of the result is one of the operand
+MOVES = ("copy", "convert", "transpose")  # each element of the result is one of the operand
 PASSES = {"high": 3, "highest": 6}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations, the same in units of 16-bit ones, and bytes to and from the device's memory and the host's."""
+    """Operations (`flops`), their time in units of 16-bit operations (`work`), and bytes of each memory."""
 
     flops: float = 0.0
     work: float = 0.0
@@ -55,7 +56,7 @@ class Cost:
 
 
 def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool = False) -> Cost:
-    """What an instruction costs, without what an asynchronous collective in it sends."""
+    """Return the cost of an instruction, without the traffic of an asynchronous collective in it."""
     inner = [(where, instruction), *module.within(instruction)]
     products = [(flops(*pair), _slowdown(*pair, gpu)) for pair in inner]
     total, work = sum(n for n, _ in products), sum(n * slow for n, slow in products)
@@ -64,21 +65,21 @@ def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether it takes no time of its own."""
+    """Whether an instruction itself takes no time."""
     if instruction.opcode == "custom-call":
         return instruction.attribute("custom_call_target") in {f'"{name}"' for name in FREE_CALLS}
     return instruction.opcode in FREE
 
 
 def opaque(instruction: Instruction) -> bool:
-    """Whether it is a kernel of which only operands and results are known."""
+    """Whether an instruction is a kernel of unknown cost, apart from its operands and results."""
     target = instruction.attribute("custom_call_target") or ""
     known = is_free(instruction) or "__cu" in target or _given_flops(instruction)
     return instruction.opcode == "custom-call" and not known
 
 
 def flops(where: Computation, instruction: Instruction) -> float:
-    """Operations of one product; 0 of anything else."""
+    """Return the operations of one product, and 0 for any other instruction."""
     if instruction.opcode == "custom-call":
         return _called_flops(where, instruction)
     operands = [operand.leaves[0] for operand in where.inputs(instruction) if operand.leaves]
@@ -91,14 +92,14 @@ def flops(where: Computation, instruction: Instruction) -> float:
 
 
 def traffic(module: Module, where: Computation, instruction: Instruction) -> list[tuple[int, float]]:
-    """Bytes read and written, each with the memory that its buffer lives in."""
+    """Return the bytes that an instruction reads and writes, with the memory of each buffer."""
     if is_free(instruction) or instruction.opcode in COLLECTIVES:
         return []
     inputs = where.inputs(instruction)
     if instruction.opcode == "fusion" or instruction.called:
         inside = module.computations[instruction.called[0]]
         read = [
-            (leaf.space, _taken(module, inside, inside.parameters[number], leaf.bytes))
+            (leaf.space, _read_bytes(module, inside, inside.parameters[number], leaf.bytes))
             for number, operand in enumerate(inputs)
             for leaf in operand.leaves
             if number in inside.parameters
@@ -118,9 +119,9 @@ def traffic(module: Module, where: Computation, instruction: Instruction) -> lis
 
 
 def copied(module: Module, where: Computation, start: Instruction) -> Cost:
-    """What a copy, slice or fusion that runs beside the rest moves, from its `-start`."""
+    """Return the cost of an asynchronous copy, slice or fusion, from its `-start`."""
     base = start.opcode.removesuffix("-start")
-    if isinstance(start.shape, tuple) and base == "copy":  # (where to, where from, context)
+    if isinstance(start.shape, tuple) and base == "copy":  # (destination, source, context)
         result, whole = start.leaves[0], start.leaves[1]
     else:  # ((operands), result, context)
         result = start.shape[1] if isinstance(start.shape, tuple) and len(start.shape) > 1 else start.shape
@@ -136,30 +137,30 @@ def copied(module: Module, where: Computation, start: Instruction) -> Cost:
     return Cost(hbm_bytes=size * ends.count(HBM), host_bytes=size * ends.count(HOST))
 
 
-def _taken(module: Module, where: Computation, value: Instruction, whole: float) -> float:
-    """How many bytes of a parameter a fused computation reads."""
+def _read_bytes(module: Module, where: Computation, value: Instruction, whole: float) -> float:
+    """Return how many bytes of a parameter a fused computation reads."""
     total = 0.0
     for user in where.users.get(value.name, ()):
         first = user.operands[0] == value.name
         if user.opcode in ("bitcast", "get-tuple-element", "reshape"):
-            total += _taken(module, where, user, whole)
+            total += _read_bytes(module, where, user, whole)
         elif user.opcode in SLICES and first:
             total += user.leaves[0].elements * bits_of(value.leaves[0].dtype) / 8
         elif user.opcode in UPDATES and first and user.operands.count(value.name) == 1:
             continue  # written in place: `_written` counts it
-        elif _moves(module, user) and user is not where.root:  # laid out anew, and only then cut
-            total += _taken(module, where, user, user.leaves[0].bytes) / user.leaves[0].bytes * whole
+        elif _moves(module, user) and user is not where.root:  # relayouted before it is sliced
+            total += _read_bytes(module, where, user, user.leaves[0].bytes) / user.leaves[0].bytes * whole
         elif user.called and user.opcode != "custom-call":
             inside = module.computations[user.called[0]]
             places = [number for number, name in enumerate(user.operands) if name == value.name]
-            total += sum(_taken(module, inside, inside.parameters[place], whole) for place in places)
+            total += sum(_read_bytes(module, inside, inside.parameters[place], whole) for place in places)
         elif not (is_free(user) or user.opcode in COLLECTIVES):
             return whole
     return min(total, whole)
 
 
 def _moves(module: Module, one: Instruction) -> bool:
-    """Whether an instruction in a fusion only gives the numbers of its one operand another place or type."""
+    """Whether an instruction in a fusion only changes the order or the type of its one operand's elements."""
     if one.opcode != "fusion":
         return one.opcode in MOVES
     inside = module.computations[one.called[0]]
@@ -168,14 +169,14 @@ def _moves(module: Module, one: Instruction) -> bool:
 
 
 def _written(module: Module, inside: Computation, leaves: Sequence[Array]) -> list[tuple[int, float]]:
-    """Bytes that a fused computation writes to each of its results."""
+    """Return the bytes that a fused computation writes to each of its results, with the memory of each."""
     roots = inside.inputs(inside.root) if inside.root.opcode == "tuple" else [inside.root]
     if len(roots) != len(leaves):
         return [] if is_free(inside.root) else [(leaf.space, leaf.bytes) for leaf in leaves]
-    return [(leaf.space, _put(module, inside, root, leaf.bytes)) for root, leaf in zip(roots, leaves, strict=True)]
+    return [(leaf.space, _stored(module, inside, root, leaf.bytes)) for root, leaf in zip(roots, leaves, strict=True)]
 
 
-def _put(module: Module, inside: Computation, root: Instruction, whole: float) -> float:
+def _stored(module: Module, inside: Computation, root: Instruction, whole: float) -> float:
     root = _original(inside, root)
     if root.opcode == "parameter" or root.opcode in COLLECTIVES or is_free(root):
         return 0.0
@@ -194,7 +195,7 @@ def _original(where: Computation, value: Instruction) -> Instruction:
 
 
 def _update(where: Computation, instruction: Instruction) -> Array:
-    """The values that an update writes: the operand after the buffer, after its indices too for a scatter."""
+    """Return the values that an update writes: the second operand, for a scatter the last one."""
     place = 1 if instruction.opcode.startswith("dynamic-update-slice") else -1
     return where.inputs(instruction)[place].leaves[0]
 
@@ -232,7 +233,7 @@ def _window(instruction: Instruction) -> dict[str, list[list[int]]]:
 
 
 def _hits(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> int:
-    """Pairs of an output and a kernel position that fall on an input, in one dimension."""
+    """Count the pairs of an output and a kernel position that meet an input, in one dimension."""
     stride, low = window.get("stride", [1])[0], window.get("pad", [0])[0]
     spread, gap = window.get("lhs_dilate", [1])[0], window.get("rhs_dilate", [1])[0]
     reach = (size - 1) * spread

@@ -1,9 +1,9 @@
-"""How often a loop of an HLO program runs.
+"""Trip counts of the loops of an HLO program.
 
-It is `known_trip_count` in `backend_config` where that stands (GPU, CPU). XLA:TPU prints none; there it follows from
-the condition, `state[i] < limit` or another comparison, the loop's initial `state[i]` and what its body adds to it.
-Each is followed through copies, tuples, fusions, calls and what enclosing loops carry unchanged. The count is None
-where one of them is not a constant.
+XLA:GPU and XLA:CPU print a `known_trip_count` in `backend_config`. XLA:TPU does not: there the count follows from the
+condition (`state[i] < limit` or another comparison), the initial `state[i]`, and the increment in the body. Each is
+traced through copies, tuples, fusions, calls and values that enclosing loops carry unchanged. The count is None if one
+of them is not a constant.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import ceil
 
 from hlo import Computation, Instruction, Module
 
-# A scalar as an element of the loop's state (None: no element) plus a constant; None where it is neither.
+# A scalar that is an element of the loop's state (None: no element) plus a constant. None if it has another form.
 Linear = tuple[int | None, int] | None
 Given = Mapping[int, Linear]
 COPIES = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-start", "copy-done", "optimization-barrier")
 
 
 def trips(module: Module, parent: Computation, loop: Instruction) -> int | None:
-    """How often a `while` of a computation runs its body, None where that cannot be told."""
+    """Return how often a `while` of a computation runs its body, or None if unknown."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])
@@ -41,7 +41,7 @@ def trips(module: Module, parent: Computation, loop: Instruction) -> int | None:
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[tuple[int, int], str, tuple[int | None, int]] | None:
-    """The element that decides, by what comparison, and with what."""
+    """Return the compared element of the state with its offset, the direction, and the limit."""
     root, where, given = condition.root, condition, {}
     while root.opcode == "fusion":  # the comparison alone is often put in a fusion
         given = _inputs(module, where, root, given)
@@ -57,7 +57,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[tuple[int, int]
 
 
 def _initial(module: Module, parent: Computation, loop: Instruction, index: int) -> int | None:
-    """The number that an element of a loop's state starts with."""
+    """Return the initial value of an element of a loop's state, or None if unknown."""
     value = _element(module, parent, parent.named[loop.operands[0]], index)
     if value is None or value[0] is None:
         return value and value[1]
@@ -73,8 +73,8 @@ def _unchanged(module: Module, body: Computation, index: int) -> bool:
 
 
 def _element(module: Module, where: Computation, whole: Instruction, index: int, given: Given | None = None) -> Linear:
-    """An element of a tuple."""
-    whole = _behind(where, whole)
+    """Return an element of a tuple."""
+    whole = _source(where, whole)
     if whole.opcode == "tuple":
         return _linear(module, where, where.named[whole.operands[index]], given or {})
     if whole.opcode in ("fusion", "call"):
@@ -84,7 +84,7 @@ def _element(module: Module, where: Computation, whole: Instruction, index: int,
 
 
 def _linear(module: Module, where: Computation, value: Instruction, given: Given) -> Linear:
-    value = _behind(where, value)
+    value = _source(where, value)
     match value.opcode:
         case "constant":
             return (None, int(value.arguments)) if re.fullmatch(r"-?\d+", value.arguments) else None
@@ -108,13 +108,13 @@ def _inputs(module: Module, where: Computation, value: Instruction, given: Given
     return {number: _linear(module, where, operand, given) for number, operand in enumerate(where.inputs(value))}
 
 
-def _behind(where: Computation, value: Instruction) -> Instruction:
-    """What a value is a copy of."""
+def _source(where: Computation, value: Instruction) -> Instruction:
+    """Return the value that a value is a copy of."""
     while True:
         if value.opcode in COPIES:
             value = where.inputs(value)[0]
         elif (
-            value.opcode == "get-tuple-element" and (whole := _behind(where, where.inputs(value)[0])).opcode == "tuple"
+            value.opcode == "get-tuple-element" and (whole := _source(where, where.inputs(value)[0])).opcode == "tuple"
         ):
             value = where.named[whole.operands[int(value.attribute("index") or 0)]]
         else:

@@ -1,17 +1,17 @@
-"""Runs a scheduled program on a device of two clocks: how long it computes, and how long it waits.
+"""Simulate a scheduled program on a device with two clocks: how long it computes, and how long it waits.
 
-`now` is wall time. `spare` is the time for which the memory's bandwidth was free: it stands still while an instruction
-uses all of it. Instructions run one after the other, in the order of the schedule.
-    instruction                  now += its seconds;  spare += its seconds - what its own traffic takes of the memory
-    collective, synchronous      begins when its links are free; now and spare += the wait until it ends: all exposed
-    collective, asynchronous     begins when its links are free, from its start on; at its end, now and spare += what is
-                                 still to come: its exposed time. If it has its links to itself that is
-                                 max(0, wire time - time of what is scheduled between its start and its end)
-    copy, slice beside the rest  moves in spare time, one after the other; at its end now and spare += what is missing
-                                 (to and from the host: in wall time, one after the other)
-    while                        its body once, then once more as the steady state, which counts for the rest of its
-                                 trips; a collective may start in one trip and end in the next. Unknown trips count once
-    conditional                  the branch that takes longest
+`now` is elapsed time. `spare` is the time for which the memory's bandwidth was free. It does not advance while an
+instruction uses all of the bandwidth. Instructions run one after the other, in the order of the schedule.
+    instruction                  now += its seconds;  spare += its seconds - the seconds of its memory traffic
+    synchronous collective       starts when its links are free; now and spare += the time until it ends, all exposed
+    asynchronous collective      starts when its links are free; at its end, now and spare += the remaining time, which
+                                 is exposed. If no other collective uses its links, that is
+                                 max(0, wire time - time of the instructions between its start and its end)
+    asynchronous copy or slice   moves in spare time (to and from the host: in elapsed time), one after the other;
+                                 at its end now and spare += the remaining time
+    while                        its body once, then once more as the steady state of all other trips. A collective may
+                                 start in one trip and end in the next. A loop with unknown trips counts once
+    conditional                  the longest branch
     call                         its computation
 A loop's condition costs nothing.
 """
@@ -29,13 +29,13 @@ from hlo_loops import trips
 from links import Wire
 
 Key = tuple[str, str]  # computation, instruction
-What = Literal["compute", "wire", "copy", "sent"]  # sent: a collective begins; its seconds are the wire's
+What = Literal["compute", "wire", "copy", "sent"]  # sent: a collective starts; its seconds are those on the wire
 STALLS = ("-start", "-update", "-done")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Time in the log: of what, of which instruction, how often it runs, and how long each time."""
+    """Time in the log: its kind, the instruction, how often that runs, and the seconds of one run."""
 
     what: What
     key: Key
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """What runs beside the rest: when it ends by its clock (`spare`, or else `now`), and what it is."""
+    """An asynchronous operation in flight: when it ends by its clock (`spare`, or else `now`), and what it is."""
 
     end: float
     what: What
@@ -55,34 +55,34 @@ class Flight:
 
 @dataclass
 class Device:
-    """The clocks, until when each link is taken, what is in flight, and the log."""
+    """The clocks, the time until which each link is occupied, the operations in flight, and the log."""
 
     now: float = 0.0
     spare: float = 0.0
-    taken: dict[Hashable, float] = field(default_factory=dict)
+    busy_until: dict[Hashable, float] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)
     log: list[Entry] = field(default_factory=list)
 
     def copy(self) -> Device:
-        """One that can go another way."""
-        return replace(self, taken=dict(self.taken), flights=dict(self.flights), log=[])
+        """Return a copy with an empty log, to simulate a branch."""
+        return replace(self, busy_until=dict(self.busy_until), flights=dict(self.flights), log=[])
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass in which nothing is computed."""
+        """Advance both clocks without computing."""
         self.now += seconds
         self.spare += seconds
 
 
 @dataclass
 class Schedule:
-    """A program with what its parts take.
+    """A program with the cost of its parts.
 
     Attributes:
         module: the program.
-        seconds: of a computation's instruction that costs something: how long it takes, and how long its traffic alone.
-        wire: of a collective: how long it takes on which links.
-        copy: of what a copy moves: seconds of the device's memory, and of the link to its host.
-        gpu: whether to count operations as a GPU does them.
+        seconds: returns the seconds of an instruction with a cost, and of its memory traffic alone.
+        wire: returns the seconds and links of a collective.
+        copy: returns the seconds of a copy in the device's memory, and on the link to its host.
+        gpu: whether products cost what they cost on a GPU.
     """
 
     module: Module
@@ -95,7 +95,7 @@ class Schedule:
     unknown_loops: set[Key] = field(default_factory=set)
 
     def run(self) -> Device:
-        """The device after the program."""
+        """Return the device after the program."""
         device = Device()
         self._body(device, self.module.entry, 1.0)
         while device.flights:
@@ -121,13 +121,13 @@ class Schedule:
             if event.role == "start" and event.collective:
                 self._start(device, key, event.collective, event.keys, weight)
         if instruction.opcode.endswith(STALLS):
-            self._beside(device, where, instruction, weight)
-        elif instruction.opcode not in COLLECTIVES and not any(event.role == "whole" for event in happened):
+            self._asynchronous(device, where, instruction, weight)
+        elif instruction.opcode not in COLLECTIVES and not any(event.role == "sync" for event in happened):
             self._compute(device, where, instruction, weight)
         for event in happened:
-            if event.role == "whole" and event.collective:
-                self._start(device, key, event.collective, ("whole",), weight)
-                self._end(device, ("whole",), weight)
+            if event.role == "sync" and event.collective:
+                self._start(device, key, event.collective, ("sync",), weight)
+                self._end(device, ("sync",), weight)
             elif event.role == "done":
                 self._end(device, event.keys, weight)
 
@@ -147,9 +147,9 @@ class Schedule:
         if collective not in found:
             found.append(collective)
         wire = self.wire(collective)
-        begin = max([device.now, *(device.taken.get(link, 0.0) for link in wire.links)])
+        begin = max([device.now, *(device.busy_until.get(link, 0.0) for link in wire.links)])
         for link in wire.links:
-            device.taken[link] = begin + wire.seconds
+            device.busy_until[link] = begin + wire.seconds
         device.log.append(Entry("sent", key, weight, wire.seconds))
         for name in names:
             device.flights[name] = Flight(begin + wire.seconds, "wire", key)
@@ -162,8 +162,8 @@ class Schedule:
             device.wait(left)
             device.log.append(Entry(flight.what, flight.key, weight, left))
 
-    def _beside(self, device: Device, where: Computation, instruction: Instruction, weight: float) -> None:
-        """A copy (or a fusion) that runs beside the rest starts or ends."""
+    def _asynchronous(self, device: Device, where: Computation, instruction: Instruction, weight: float) -> None:
+        """Start or end an asynchronous copy or fusion."""
         if carries(self.module, where, instruction):
             return
         if instruction.opcode.endswith("-done"):
@@ -175,8 +175,8 @@ class Schedule:
             memory, host = self.copy(self.costs[key])
             spare, clock = (False, device.now) if host else (True, device.spare)
             link = "host" if host else "memory"
-            end = max(clock, device.taken.get(link, 0.0)) + max(memory, host)
-            device.taken[link] = end
+            end = max(clock, device.busy_until.get(link, 0.0)) + max(memory, host)
+            device.busy_until[link] = end
             device.flights[instruction.name] = Flight(end, "copy", key, spare)
 
     def _loop(self, device: Device, where: Computation, loop: Instruction, weight: float) -> None:
@@ -193,22 +193,22 @@ class Schedule:
             _repeat(device, before, count - 2)
 
     def _branch(self, device: Device, conditional: Instruction, weight: float) -> None:
-        ways = []
+        branches = []
         for name in conditional.called:
-            way = device.copy()
-            self._body(way, self.module.computations[name], weight)
-            ways.append(way)
-        longest = max(ways, key=lambda way: way.now)
+            branch = device.copy()
+            self._body(branch, self.module.computations[name], weight)
+            branches.append(branch)
+        longest = max(branches, key=lambda branch: branch.now)
         log = device.log + longest.log
         device.__dict__.update(longest.__dict__ | {"log": log})
 
 
 def _repeat(device: Device, before: Device, times: int) -> None:
-    """Lets pass again, some times, what passed since `before`; what began in it begins so much later."""
+    """Repeat the time since `before`. Operations that started since then end later by as much."""
     now, spare = times * (device.now - before.now), times * (device.spare - before.spare)
-    for link, end in device.taken.items():
-        if before.taken.get(link) != end:
-            device.taken[link] = end + (spare if link == "memory" else now)
+    for link, end in device.busy_until.items():
+        if before.busy_until.get(link) != end:
+            device.busy_until[link] = end + (spare if link == "memory" else now)
     for name, flight in device.flights.items():
         if before.flights.get(name) != flight:
             device.flights[name] = replace(flight, end=flight.end + (spare if flight.spare else now))

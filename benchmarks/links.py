@@ -1,24 +1,24 @@
-"""How long a collective occupies a machine's links.
+"""The time for which a collective occupies a machine's links.
 
-Units: bytes, seconds, bytes per second. Bandwidth is one way; a device's links are its target's figure times
-`LINK_SHARE`, the part of it that large messages get.
+Units: bytes, seconds, bytes per second. Bandwidth is one way, and is the target's figure times `LINK_SHARE`, the part
+of it that large messages reach.
 
 On a torus (TPU). A group spans a dimension if its chips differ in that coordinate. In each spanned dimension it has
-    ways    2 where its chips lie evenly around a ring (both directions carry), 1 where they lie on a line
-    shared  the largest number of groups of the same collective that need one and the same link
+    ways    2 if its chips are spaced evenly around a ring (both directions carry), 1 if they are on a line
+    shared  the largest number of groups of the same collective that use one link
     width   ways / shared, links
-and all its dimensions work at once, on different parts of the data: links = sum of widths. That is what the device with
-the fewest links (the corner of a mesh without wrap-around) can take in, and is reached by rings in every order of the
-dimensions. A group whose chips are no box in the torus counts as one line through its bounding box: links = 1 / the
-number of groups whose boxes overlap it. The worst group counts.
+All its dimensions work at once, on different parts of the data: links = sum of widths. The device with the fewest links
+(the corner of a mesh without wrap-around) can receive at that rate, and rings in every order of the dimensions reach
+it. A group whose chips are no box in the torus counts as one line through its bounding box: links = 1 / the number of
+groups whose boxes overlap it. The slowest group counts.
     all-gather, reduce-scatter     (n - 1) / n x payload / (links x bandwidth)
     all-reduce                     2 (n - 1) / n x payload / (links x bandwidth)
     all-to-all                     the larger of (n - 1) / n x payload / (links x bandwidth) and, for each dimension
                                    spanned with m chips, its middle: floor(m/2) ceil(m/2) / m x payload / (width x bw)
-    collective-permute             payload x the most messages over one directed link / bandwidth; messages go one
-                                   dimension after the other, the shorter way around
-and never less than HOP_SECONDS for each hop: half a ring or a whole line in each dimension, twice for an all-reduce,
-the longest way of a permute. n counts chips: what two devices of a chip exchange goes through the chip's memory.
+    collective-permute             payload x the largest number of messages over one directed link / bandwidth; messages
+                                   travel one dimension after the other, the shorter way around
+Each takes at least HOP_SECONDS for each hop: half a ring or a whole line in each dimension, twice that for an
+all-reduce, the longest path of a permute. n counts chips: two devices of a chip exchange data through its memory.
 
 On hosts with switches (GPU). A group has g devices on each of its h hosts.
     all-gather, reduce-scatter, all-reduce   the larger of wire bytes / NVLink and, if h > 1,
@@ -26,11 +26,11 @@ On hosts with switches (GPU). A group has g devices on each of its h hosts.
     all-to-all                               the larger of (g - 1) / n x payload / NVLink and
                                              (n - g) / n x payload / network
     collective-permute                       payload / network if one message leaves its host, else payload / NVLink
-and never less than SWITCH_SECONDS within a host, NETWORK_SECONDS between hosts, about what NCCL takes for a small
-message. network is one device's share of what its host sends.
+Each takes at least SWITCH_SECONDS within a host and NETWORK_SECONDS between hosts, about NCCL's time for a small
+message. network is one device's share of its host's bandwidth.
 
-A collective also says which links it occupies, so that two at once take turns where they meet: a torus collective all
-links along its dimensions, a permute those on its ways, on GPUs NVLink or the network.
+Collectives that occupy the same links take turns. A torus collective occupies all links along its dimensions, a permute
+those on its paths, a collective on GPUs NVLink or the network.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from math import prod
 
+# All chosen, not measured: the part of a link's bandwidth that large messages reach, and the latency of a hop on a
+# torus, of a collective within a host and of one between hosts.
 LINK_SHARE = 0.9
 HOP_SECONDS = 1e-6
 SWITCH_SECONDS, NETWORK_SECONDS = 10e-6, 25e-6
@@ -52,11 +54,11 @@ ROUNDS = {"all-reduce": 2.0}
 
 @dataclass(frozen=True)
 class Chip:
-    """What one chip does, per second: its clock (0: the compiler gives no cycles), operations at 16 bits, bytes.
+    """The rates of one chip, per second: clock (0: the compiler gives no cycles), operations at 16 bits, bytes.
 
     `link` is one link, one way; a GPU's is all its NVLinks together, and `network` its share of the host's network.
-    `torus` is the number of dimensions of a TPU's torus; one of them is a ring where its size is a multiple of
-    `wraps_at`, and, if `all_wrap`, only where all are.
+    `torus` is the number of dimensions of a TPU's torus. A dimension is a ring if its size is a multiple of `wraps_at`;
+    with `all_wrap`, only if all sizes are.
     """
 
     clock: float
@@ -81,18 +83,18 @@ class Target:
 
     @property
     def gpu(self) -> bool:
-        """Whether devices hang on switches."""
+        """Whether switches connect the devices."""
         return not self.chip.torus
 
     @cached_property
     def rings(self) -> tuple[bool, ...]:
-        """Which dimensions of the torus close."""
+        """Which dimensions of the torus are rings."""
         closes = [size > 2 and size % self.chip.wraps_at == 0 for size in self.shape]
         sized = [close for close, size in zip(closes, self.shape, strict=True) if size > 1]
         return tuple(close and (all(sized) or not self.chip.all_wrap) for close in closes)
 
     def places(self) -> list[Place]:
-        """The coordinates of the devices, the last dimension of a GPU's and the first of a TPU's running fastest."""
+        """Return the coordinates of the devices. On GPUs the last dimension runs fastest, on TPUs the first."""
         if self.gpu:
             return [(0, *place) for place in product(*map(range, self.shape))]
         return [(*reversed(place), 0) for place in product(*map(range, reversed(self.shape)))]
@@ -100,7 +102,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Wire:
-    """How long a collective takes if it has its links to itself, which links, and over what."""
+    """The seconds of a collective if no other one uses its links, the links, and their description."""
 
     seconds: float
     links: frozenset = frozenset()
@@ -109,7 +111,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Span:
-    """A dimension that the groups of a collective span: its index, chips of a group in it, links, hops across."""
+    """A dimension that a collective's groups span: its index, a group's chips in it, links, hops from end to end."""
 
     dim: int
     chips: int
@@ -118,7 +120,7 @@ class Span:
 
 
 def wire(target: Target, kind: str, groups: Groups, payload: float, places: Sequence[Place]) -> Wire:
-    """The time of a collective on a target, with the place of each partition."""
+    """Return the time of a collective on a target. `places` has the coordinates of each partition."""
     if max(map(len, groups), default=1) == 1:
         return Wire(0.0)
     placed = tuple(tuple(tuple(places[partition]) for partition in group) for group in groups)
@@ -150,7 +152,7 @@ def _rings(target: Target, kind: str, groups: tuple[tuple[Place, ...], ...], pay
 
 @lru_cache(maxsize=1024)
 def spans_of(target: Target, groups: tuple[tuple[Place, ...], ...]) -> tuple[Span, ...]:
-    """The dimensions that groups of chips span, and how many links they have in each."""
+    """Return the dimensions that groups of chips span, with the links of each."""
     if not all(_is_box(group) for group in groups):
         boxes = [[(min(axis), max(axis)) for axis in zip(*group, strict=True)] for group in groups]
         shared = max(sum(_meet(box, other) for other in boxes) for box in boxes)
@@ -162,7 +164,7 @@ def spans_of(target: Target, groups: tuple[tuple[Place, ...], ...]) -> tuple[Spa
 
 
 def _span(target: Target, groups: Sequence[tuple[Place, ...]], dim: int) -> Span | None:
-    """Groups that are boxes, along one dimension; the worst line of chips counts."""
+    """Return the span along one dimension of groups that are boxes. The slowest line of chips counts."""
     size, ring = target.shape[dim], target.rings[dim]
     lines: dict[Place, list[list[int]]] = {}
     for group in groups:
@@ -182,7 +184,7 @@ def _span(target: Target, groups: Sequence[tuple[Place, ...]], dim: int) -> Span
 
 
 def _widths(line: list[list[int]], size: int, ring: bool) -> Iterator[tuple[list[int], float, int]]:
-    """Of each group on one line of chips: where it stands, how many links it has, how far its ends are apart."""
+    """Yield, for each group on one line of chips, its coordinates, its links, and the hops between its ends."""
     around = [ring and size % len(at) == 0 and all(b - a == size // len(at) for a, b in pairwise(at)) for at in line]
     segments = [range(size) if whole else range(at[0], at[-1]) for at, whole in zip(line, around, strict=True)]
     load = [sum(at in covered for covered in segments) for at in range(size)]
@@ -203,7 +205,7 @@ def _permute(target: Target, pairs: Sequence[Sequence[Place]], payload: float) -
 
 
 def _way(target: Target, start: Place, end: Place) -> Iterator[tuple[Place, int, int]]:
-    """The directed links from one chip to another: (chip, dimension, +1 or -1)."""
+    """Yield the directed links from one chip to another: (chip, dimension, +1 or -1)."""
     at = list(start)
     for dim, size in enumerate(target.shape):
         distance = end[dim] - at[dim]

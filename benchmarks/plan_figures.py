@@ -1,4 +1,4 @@
-"""What the compiled rows say: plans against the expert's, against today's practice, and predictions against both."""
+"""The figures of the compiled rows: the planner's plans and predictions beside the expert's and common practice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MEASURES = ("cycles", "roofline")
 
 
 def show(stores: Sequence[Store]) -> None:
-    """Prints all figures of these cases."""
+    """Print all figures of these cases."""
     console = Console(width=150)
     console.print(_against(stores), predicted(stores))
     for store in stores:
         reached = sum(p["why"] != "not reached" for p in store.pruned)
         left = len(store.pruned) - reached
-        console.print(f"{store.case}: {reached} programs of the grid ruled out by bounds, {left} not reached")
+        console.print(f"{store.case}: bounds rule out {reached} programs of the grid; {left} were not reached")
 
 
 def _against(stores: Sequence[Store]) -> Table:
@@ -47,7 +47,7 @@ def _against(stores: Sequence[Store]) -> Table:
 
 
 def winners(store: Store) -> tuple[Row | None, Row | None, Row | None, Row | None]:
-    """The expert's best, the planner's best, the planner's own choice without a compiler, and today's practice."""
+    """Return the expert's best, the planner's best, the planner's choice without a compiler, and common practice."""
     side = {name: [row for row in store.rows if row.side == name] for name in ("expert", "plan", "today")}
     fitting = [row for row in side["plan"] if row.predicted.get("memory_bytes", 0.0) <= (row.limit_bytes or inf)]
     chosen = min(fitting, key=lambda row: (row.predicted.get("step", 1e9), row.seconds), default=None)
@@ -73,4 +73,4 @@ def _ratio(one: Row | None, other: Row | None) -> str:
 
 
 def _gib(row: Row | None) -> str:
-    return f"{row.held / 2**30:.1f}" if row is not None and row.held else "-"
+    return f"{row.needed_bytes / 2**30:.1f}" if row is not None and row.needed_bytes else "-"

@@ -1,4 +1,4 @@
-"""Programs compiled for a target, a row each, and the file that keeps them."""
+"""Programs compiled for a target, a row each, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ FOLDER = RESULTS / "plans"
 
 @dataclass(frozen=True)
 class Row:
-    """What the compiler made of a plan, and what the planner says of it. Seconds and bytes of a device and a step.
+    """A compiled plan beside the planner's prediction. Seconds and bytes are of one device and one step.
 
     Attributes:
         side: who made the plan: `expert`, `today` or `plan` (the planner).
-        style: the plan, in its maker's words.
-        words: the same in the planner's words.
-        remat: policy of the layers.
-        microbatches: in how many parts a batch is processed.
-        options: compiler options.
-        digest: of the exported program, the machine, the options and the compiler's version.
-        kind: `ok`, `oom`, or what else became of it.
-        message: the compiler's words where it is not ok.
-        step: seconds by the estimate, by measure: cycles, roofline.
-        exposed: of these waited for, by measure.
-        wire_bytes: what leaves a device.
+        style: the plan's text, in its maker's words.
+        words: the plan's text in the planner's words.
+        remat: the remat policy of the layers.
+        microbatches: the number of microbatches.
+        options: the compiler options.
+        digest: the hash of the exported program, the machine, the options and the compiler's version.
+        kind: the compiler's result: `ok`, `oom` or another failure.
+        message: the compiler's message if it failed.
+        step: seconds by `estimate.py`, by measure: cycles, roofline.
+        exposed: the exposed seconds among these, by measure.
+        wire_bytes: bytes that a device sends.
         memory_bytes: arguments, results and temporaries.
         peak_bytes: the compiler's own peak.
-        limit_bytes: what there is.
-        predicted: the planner's `step`, `wire_bytes` and `memory_bytes` for these words.
-        bound: the roofline's seconds, below which no program of this style can be.
-        compile_seconds: how long it took.
-        cached: whether it was there from an earlier run.
-        versions: of the compiler.
+        limit_bytes: the memory of a device.
+        predicted: the planner's `step`, `wire_bytes` and `memory_bytes` for `words`.
+        bound: the roofline's lower bound for programs of this style, in seconds.
+        compile_seconds: the duration of the compilation.
+        cached: whether an earlier run had compiled it.
+        versions: the compiler's versions.
     """
 
     side: str
@@ -71,22 +71,22 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step, by the compiler's cycles where it gives any."""
+        """Seconds of a step, by the compiler's cycles if there are any, else by the roofline."""
         return self.step.get("cycles", self.step.get("roofline", float("inf")))
 
     @property
-    def held(self) -> float | None:
-        """Bytes that a device holds at most: the compiler's own peak where it says it."""
+    def needed_bytes(self) -> float | None:
+        """The peak memory of a device in bytes, by the compiler if it reports one."""
         return self.peak_bytes or self.memory_bytes
 
     @property
     def too_large(self) -> bool:
-        """Whether a device has too little memory for it: not all compilers refuse such a program."""
+        """Whether the program exceeds a device's memory. Not all compilers refuse such a program."""
         return self.kind == "oom" or bool(self.limit_bytes and (self.peak_bytes or 0.0) > self.limit_bytes)
 
     @property
     def ok(self) -> bool:
-        """Whether it compiled, and fits."""
+        """Whether the program compiled and fits."""
         return self.kind == "ok" and not self.too_large
 
     @property
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A program that is to be compiled: a row without what the compiler says, and how it is exported."""
+    """A program to compile: a row without the compiler's figures, and a function that exports it."""
 
     side: str
     style: str
@@ -108,12 +108,12 @@ class Planned:
     export: Any = field(repr=False, compare=False)
     predicted: Mapping[str, float] = field(default_factory=dict)
     bound: float = 0.0
-    family: tuple[Any, ...] = ()  # what programs share that hold the same activations
-    least_bytes: float = 0.0  # what it holds at least
+    family: tuple[Any, ...] = ()  # equal for programs with the same activations
+    least_bytes: float = 0.0  # a lower bound of its memory
 
 
 class Store:
-    """The rows of a case, kept in a file after each; a row that is there is not compiled again."""
+    """The rows of a case, stored in a file after each new one. A stored row is not compiled again."""
 
     def __init__(self, case: str, target: str, folder: Path = FOLDER):
         self.case, self.target, self.path = case, target, folder / f"{case}.json"
@@ -125,15 +125,15 @@ class Store:
 
     @classmethod
     def read(cls, path: Path) -> Store:
-        """The store of a file."""
+        """Read a store from its file."""
         return cls(path.stem, json.loads(path.read_text())["target"], path.parent)
 
     def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
-        """The row of an exported program, from the file, the compiler's cache or the compiler."""
+        """Return the row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
         known = next((row for row in self.rows if row.digest == digest), None)
         if known is not None:
-            row = replace(known, **_said(planned), cached=True)
+            row = replace(known, **_plan_fields(planned), cached=True)
         else:
             row = self._row(planned, options, digest, build(job))
         with self.lock:
@@ -141,29 +141,29 @@ class Store:
             self.save()
         return row
 
-    def _row(self, planned: Planned, options: Mapping[str, str], digest: str, found: Compiled) -> Row:
-        given: dict[str, Any] = _said(planned) | {"options": dict(options), "digest": digest, "kind": found.kind}
-        more: dict[str, Any] = {}
-        if found.kind == "ok":
-            made: Estimate = estimate(found.text, self.target, found.coordinates or None, found.memory)
-            more = {"step": made.step, "exposed": made.exposed, "wire_bytes": made.wire_bytes}
-            more |= {"memory_bytes": made.memory_bytes, "peak_bytes": made.peak_bytes}
-            more["limit_bytes"] = made.memory_limit
-        elif found.kind == "oom":
-            more = {"memory_bytes": found.needed_bytes, "limit_bytes": found.limit_bytes or 0.0}
-        more |= {"compile_seconds": round(found.seconds, 1), "cached": found.cached, "versions": dict(found.versions)}
-        return Row(**given, **more, message=found.message[:400])
+    def _row(self, planned: Planned, options: Mapping[str, str], digest: str, result: Compiled) -> Row:
+        job: dict[str, Any] = _plan_fields(planned) | {"options": dict(options), "digest": digest, "kind": result.kind}
+        figures: dict[str, Any] = {}
+        if result.kind == "ok":
+            step: Estimate = estimate(result.text, self.target, result.coordinates or None, result.memory)
+            figures = {"step": step.step, "exposed": step.exposed, "wire_bytes": step.wire_bytes}
+            figures |= {"memory_bytes": step.memory_bytes, "peak_bytes": step.peak_bytes}
+            figures["limit_bytes"] = step.memory_limit
+        elif result.kind == "oom":
+            figures = {"memory_bytes": result.needed_bytes, "limit_bytes": result.limit_bytes or 0.0}
+        figures |= {"compile_seconds": round(result.seconds, 1), "cached": result.cached}
+        return Row(**job, **figures, versions=dict(result.versions), message=result.message[:400])
 
     def save(self) -> None:
-        """Writes the file."""
+        """Write the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = sorted(map(asdict, self.rows), key=lambda r: (r["side"], r["style"], r["remat"], r["digest"]))
-        made = {"case": self.case, "target": self.target, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
-        data = made | {"versions": compilers(), "notes": self.notes, "rows": rows, "pruned": self.pruned}
+        head = {"case": self.case, "target": self.target, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
+        data = head | {"versions": compilers(), "notes": self.notes, "rows": rows, "pruned": self.pruned}
         self.path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def _said(planned: Planned) -> dict[str, Any]:
+def _plan_fields(planned: Planned) -> dict[str, Any]:
     names = ("side", "style", "words", "remat", "microbatches", "predicted", "bound")
     return {name: getattr(planned, name) for name in names}
 
@@ -173,5 +173,5 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The fastest that fits."""
+    """Return the fastest row that fits."""
     return min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)

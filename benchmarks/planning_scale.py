@@ -1,12 +1,12 @@
-"""What planning a large model costs beyond the one trace that planning and lowering share: Llama-3 8B for pods.
+"""Measure the planning of a large model, Llama-3 8B for pods, beyond the trace that planning and lowering share.
 
-    python benchmarks/planning_scale.py            all of it, RUNS times in turn
+    python benchmarks/planning_scale.py            all measurements, RUNS times in turn
     python benchmarks/planning_scale.py plan v5p:4x4x4 scan_layers=false layers=128        one measurement
 
-Each measurement is a process of its own, so that nothing is cached and the peak of memory is that of one plan. Times
-are those of the processor, all threads together, which other work on the machine changes less than those on the clock;
-planning has one thread. Of each the best run counts, and the seconds on the clock of that run stand beside it.
-512 chips do not divide the workload's batch of 128, so that its padding is priced, too; they do divide 1024 rows.
+Each measurement is a new process, so that nothing is cached and the peak memory is that of one plan. Times are CPU
+times of all threads, which depend less on other work on the machine than elapsed times do. Planning uses one thread.
+The best run of each counts; its elapsed time is in the note. 512 chips do not divide the workload's batch of 128, so
+the plan prices its padding, too. They do divide 1024 rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMIT_BYTES = 2e9
 
 @dataclass(frozen=True)
 class Measured:
-    """One process: seconds of the processor by what they were spent on, those on the clock, its peak of memory."""
+    """The figures of one process: CPU seconds and elapsed seconds (`clock`) of each stage, and its peak memory."""
 
     seconds: dict[str, float]
     clock: dict[str, float]
@@ -44,7 +44,7 @@ class Measured:
 
 
 def main() -> None:
-    """Measures and reports; with arguments one measurement, as JSON."""
+    """Measure and report. With arguments, print one measurement as JSON."""
     if sys.argv[1:]:
         kind, target, *changes = sys.argv[1:]
         fields = {name: json.loads(value) for name, _, value in (each.partition("=") for each in changes)}
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def rows_of(best: dict[str, Measured]) -> list[Row]:
-    """The figures and their targets."""
+    """Return the figures with their targets."""
     rows = []
     for name in ("scanned", "32 unrolled layers"):
         for what in ("trace", "lower"):
@@ -92,11 +92,11 @@ def rows_of(best: dict[str, Measured]) -> list[Row]:
 
 
 def _row(found: Measured, name: str, what: str, limit: float | None = None) -> Row:
-    return Row(name, found.seconds[what], "s", limit, note=f"{found.clock[what]:.1f} s on the clock")
+    return Row(name, found.seconds[what], "s", limit, note=f"{found.clock[what]:.1f} s elapsed")
 
 
 def in_a_process(arguments: tuple[str, ...]) -> Measured:
-    """One measurement, by this file in a process of its own."""
+    """Run one measurement, by this file in a new process."""
     done = subprocess.run(
         [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
     )
@@ -104,7 +104,7 @@ def in_a_process(arguments: tuple[str, ...]) -> Measured:
 
 
 def lowered(fields: dict[str, Any]) -> Measured:
-    """Tracing and lowering the step with JAX alone."""
+    """Measure tracing and lowering of the step with JAX alone."""
     step, state, batch = workload_step(workload(MODEL).with_(**fields))
     spent = Spent()
     traced = spent.on("trace", lambda: jax.jit(step).trace(state, batch))
@@ -113,30 +113,30 @@ def lowered(fields: dict[str, Any]) -> Measured:
 
 
 def planned(target: str, fields: dict[str, Any]) -> Measured:
-    """Planning the traced step for a machine."""
+    """Measure planning of the traced step for a machine."""
     step, state, batch = workload_step(workload(MODEL).with_(**fields))
     spent = Spent()
     traced = spent.on("trace", lambda: trace(step, (state, batch), {}, (0,)))
-    made = spent.on("plan", lambda: plan_traced(traced, ((state, batch), {}), target=target))
-    return spent.measured(made.chosen)
+    bound = spent.on("plan", lambda: plan_traced(traced, ((state, batch), {}), target=target))
+    return spent.measured(bound.plan.chosen)
 
 
 class Spent:
-    """Seconds by what they were spent on."""
+    """The seconds of each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.clock: dict[str, float] = {}
 
     def on(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of an action, whose time is noted."""
+        """Run a stage, record its time and return its result."""
         processor, clock = time.process_time(), time.perf_counter()
         result = action()
         self.seconds[name], self.clock[name] = time.process_time() - processor, time.perf_counter() - clock
         return result
 
     def measured(self, chosen: str = "") -> Measured:
-        """All of it, and the peak of memory so far."""
+        """Return all times, and the peak memory so far."""
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return Measured(self.seconds, self.clock, kilobytes * 1024.0, chosen)
 

@@ -1,8 +1,9 @@
-"""What planning costs beyond one trace, which planning and lowering share.
+"""Measure the time of planning beyond the trace that planning and lowering share.
 
     python benchmarks/planning_time.py
 
-All from shapes: no array is made. Each figure is the best of a few fresh runs, as one process plans once.
+Everything is planned from shapes, without arrays. Each figure is the best of a few runs of new functions, because a
+process usually plans once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-from common import GPTConfig, Row, gpt_step, report, timed
+from common import Row, report, timed
+from small_gpt import GPTConfig, gpt_step
 
 from autoshard import plan
 
@@ -19,20 +21,20 @@ RUNS, BATCH = 3, 16
 
 
 def times(config: GPTConfig) -> tuple[float, float, float]:
-    """Seconds to trace, to lower what was traced, and to plan (tracing included)."""
+    """Return the seconds to trace, to lower the trace, and to plan (tracing included)."""
     best = [float("inf")] * 3
     for _ in range(RUNS):
         train_step, _, state, tokens = gpt_step(config, BATCH)
         trace_s, traced = timed(jax.jit(train_step).trace, state, tokens)
         lower_s, _ = timed(traced.lower)
-        train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, so that nothing is cached
+        train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, which no cache knows
         plan_s, _ = timed(plan, train_step, state, tokens, donate_argnums=0)
         best = [min(old, new) for old, new in zip(best, (trace_s, lower_s, plan_s), strict=True)]
     return best[0], best[1], best[2]
 
 
 def rows_of(name: str, config: GPTConfig, limit_s: float | None) -> list[Row]:
-    """The figures of one model; without `limit_s` the target is twice tracing and lowering."""
+    """Return the figures of one model. Without `limit_s`, the target is twice the time of tracing and lowering."""
     trace_s, lower_s, plan_s = times(config)
     target = 2 * (trace_s + lower_s) if limit_s is None else limit_s
     return [
@@ -43,7 +45,7 @@ def rows_of(name: str, config: GPTConfig, limit_s: float | None) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     unrolled = replace(SCANNED, scan_layers=False)
     rows = [*rows_of("scanned, 24 layers", SCANNED, 2.0), *rows_of("unrolled, 24 layers", unrolled, None)]
     report("planning_time", rows, batch=BATCH, model=vars(SCANNED), devices=jax.device_count(), runs=RUNS)

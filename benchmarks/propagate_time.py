@@ -1,8 +1,9 @@
-"""What running the rules over a long program costs beyond tracing it.
+"""Measure the time of propagation over a long program beyond tracing it.
 
     python benchmarks/propagate_time.py
 
-An unrolled 48-layer GPT's train step, from shapes: batch over `dp`, the wide dimensions of weights over `tp`.
+The program is an unrolled 48-layer GPT's train step, with the batch over `dp` and the wide dimensions of weights over
+`tp`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import gc
 from typing import Any
 
 import jax
-from common import GPTConfig, Row, gpt_step, report, timed
+from common import Row, report, timed
 from jax.sharding import PartitionSpec as P
+from small_gpt import GPTConfig, gpt_step
 
 from autoshard import propagate
 from autoshard.spmdrules.ir.program import build
@@ -28,7 +30,7 @@ MESH = {"dp": 2, "tp": 4}
 
 
 def specs_of(state: Any) -> Any:
-    """Matrices cut over `tp` along their longer dimension, everything else replicated."""
+    """Shard matrices over `tp` along their longer dimension, and replicate everything else."""
 
     def spec(x: jax.ShapeDtypeStruct) -> P:
         if len(x.shape) != 2:
@@ -39,20 +41,20 @@ def specs_of(state: Any) -> Any:
 
 
 def rows_of(name: str, config: GPTConfig) -> list[Row]:
-    """The figures of one model: the best of a few runs of each."""
+    """Return the figures of one model, each the best of a few runs."""
     trace_s = whole_s = float("inf")
     equations = reshards = 0
     for _ in range(RUNS):
         train_step, _, state, tokens = gpt_step(config, BATCH)
-        gc.collect()  # what an earlier run left is not this one's to tidy up
+        gc.collect()  # no run collects the garbage of an earlier one
         once_s, closed = timed(jax.make_jaxpr(train_step), state, tokens)
         equations = equations or sum(1 for _ in build(closed).ops())
         del closed
-        train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, so that nothing is cached
+        train_step, _, state, tokens = gpt_step(config, BATCH)  # a new function, which no cache knows
         gc.collect()
-        found_s, found = timed(propagate, train_step, state, tokens, in_specs=(specs_of(state), P("dp")), mesh=MESH)
-        reshards = len(found.reshards)
-        trace_s, whole_s = min(trace_s, once_s), min(whole_s, found_s)
+        run_s, result = timed(propagate, train_step, state, tokens, in_specs=(specs_of(state), P("dp")), mesh=MESH)
+        reshards = len(result.reshards)
+        trace_s, whole_s = min(trace_s, once_s), min(whole_s, run_s)
     beyond_s = max(whole_s - trace_s, 0.0)
     return [
         Row(f"{name}: tracing {equations} equations", trace_s, "s"),
@@ -61,7 +63,7 @@ def rows_of(name: str, config: GPTConfig) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     rows = [row for name, config in MODELS.items() for row in rows_of(name, config)]
     report("propagate_time", rows, batch=BATCH, models={n: vars(c) for n, c in MODELS.items()}, mesh=MESH, runs=RUNS)
 

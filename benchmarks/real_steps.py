@@ -1,16 +1,15 @@
-"""Real steps on eight virtual CPU devices: the planner's plan beside the best plan of an expert's grid.
+"""Run real steps on eight virtual CPU devices: the planner's plan beside the best plan of an expert's grid.
 
     python benchmarks/real_steps.py [CASE ...]
 
-Each model's step is planned for the devices that are there, knowing nothing of the grid: by the estimate alone, and
-with `measure=24`, which runs the 24 best by the estimate before one is taken. The expert's side is every style of
-`expert_plans.styles` on eight devices, on the same step function, run for real: all for a few steps in turn, the
-fastest again for more, so that the best is known by measurement and not by a model. Then each of the planner's and the
-best by hand take turns for `ROUNDS` steps each, from states of their own; a pair gives one ratio. The median of the
-ratios should be at most 1.03.
+The planner plans each model's step for the attached devices, twice: by the estimate alone, and with `measure=24`, which
+runs the 24 best by the estimate and takes the fastest. The expert's side is every style of `expert_plans.styles` on
+eight devices, on the same step function. All styles run for a few steps, and the fastest ones for more, so the best
+style is known by measurement. Then each of the planner's plans and the best style take turns for `ROUNDS` steps each,
+from separate states. Each pair of steps gives one ratio, and the median ratio should be at most 1.03.
 
-Without a limit of memory neither side recomputes nor splits the batch: both have remat `none` and one microbatch. Both
-must report the same loss on the first step, or the comparison ends.
+Memory is not limited, so neither side recomputes or splits the batch: both have remat `none` and one microbatch. The
+comparison stops if the two losses of the first step differ.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import common  # the devices are set up first
+import common  # sets up the devices first
 import jax
 import numpy as np
 from expert_plans import AXES, Case, Style, styles
@@ -40,7 +39,7 @@ from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 
 DEVICES, ROUNDS, TARGET, MEASURED = 8, 100, 1.03, 24
-SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, the styles that go on, their steps
+SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, number of styles in the final, their steps in it
 
 _TEXT: Mapping[str, Any] = {"width": 128, "ffn": 512, "layers": 4, "context": 64, "vocab": 1024, "remat": "none"}
 _SMALL: Mapping[str, Workload] = {
@@ -52,7 +51,7 @@ _SMALL: Mapping[str, Workload] = {
 
 
 def batch_of(work: Workload) -> dict[str, np.ndarray]:
-    """A random batch."""
+    """Make a random batch."""
     rng, found = np.random.default_rng(0), {}
     for name, aval in work.batch().items():
         whole = np.issubdtype(aval.dtype, np.integer)
@@ -62,7 +61,7 @@ def batch_of(work: Workload) -> dict[str, np.ndarray]:
 
 
 def planned(work: Workload, measure: int = 0) -> tuple[Loop, str]:
-    """The step under the planner's plan, the best of so many that were run, and the plan's words."""
+    """Return the step under the planner's plan, and the plan's text. With `measure`, the fastest of as many plans."""
     train_step, state, batch = workload_step(work)
     step = auto_shard(train_step, donate_argnums=0, measure=measure)
     words = step.plan(state, batch).chosen
@@ -71,31 +70,34 @@ def planned(work: Workload, measure: int = 0) -> tuple[Loop, str]:
 
 
 def by_hand(work: Workload, style: Style, microbatches: int = 1) -> Loop:
-    """The step under an expert's style."""
-    made = expert_step(work, style, microbatches)
+    """Return the step under an expert's style."""
+    expert = expert_step(work, style, microbatches)
     mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(style.sizes), AXES)
-    given, out = ([NamedSharding(mesh, s.spec) for s in some] for some in (made.given, made.made))
-    count = len(made.donated)
-    run = jax.jit(made.fn, in_shardings=given, out_shardings=out, donate_argnums=made.donated)
+    arguments, results = (
+        [NamedSharding(mesh, sharding.spec) for sharding in shardings]
+        for shardings in (expert.in_shardings, expert.out_shardings)
+    )
+    count = len(expert.donated)
+    run = jax.jit(expert.fn, in_shardings=arguments, out_shardings=results, donate_argnums=expert.donated)
     train_step, *shapes = workload_step(work)
     tree = jax.tree.structure(jax.eval_shape(train_step, *shapes)[1])
 
     def step(state: Sequence[jax.Array], batch: Sequence[jax.Array]) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-        results = run(*state, *batch)
-        return results[:count], jax.tree.unflatten(tree, results[count:])
+        values = run(*state, *batch)
+        return values[:count], jax.tree.unflatten(tree, values[count:])
 
     leaves = jax.tree.leaves(create(work)(jax.random.key(0)))
-    batch = jax.device_put(jax.tree.leaves(batch_of(work)), given[count:])
-    return Loop(step, jax.device_put(leaves, given[:count]), batch)
+    batch = jax.device_put(jax.tree.leaves(batch_of(work)), arguments[count:])
+    return Loop(step, jax.device_put(leaves, arguments[:count]), batch)
 
 
 def create(work: Workload) -> Callable[[jax.Array], Any]:
-    """What makes the state from a key."""
+    """Return a function that makes the state from a key."""
     return make_program(work.build, make_optimizer(OptimizerConfig(), 1000)).create_state
 
 
 def fastest(loops: Mapping[str, Loop], rounds: int) -> list[str]:
-    """The names in the order of their median times, all measured in turn."""
+    """Return the names in the order of their median times, all measured in turn."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(rounds):
         for name, loop in loops.items():
@@ -104,11 +106,11 @@ def fastest(loops: Mapping[str, Loop], rounds: int) -> list[str]:
 
 
 def rows_of(name: str) -> list[common.Row]:
-    """The figures of one model."""
+    """Return the figures of one model."""
     work = _SMALL[name]
     ours, words = planned(work)
     loss = float(ours.metrics()["loss"])
-    hands: dict[str, tuple[float, Loop]] = {}  # the fastest so far: one process has no room for the code of them all
+    hands: dict[str, tuple[float, Loop]] = {}  # the fastest so far: the programs of all do not fit in one process
     tried = 0
     for style in styles(Case(name, work, f"cpu:{DEVICES}")):
         loop = by_hand(work, style)
@@ -142,19 +144,19 @@ def rows_of(name: str) -> list[common.Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*_SMALL, []], help="models; default: all")
     names = parser.parse_args().cases or list(_SMALL)
-    if len(names) > 1:  # each in a process of its own: one has no room for the code of all their programs
+    if len(names) > 1:  # each in a new process: the programs of all do not fit in one
         for name in names:
             subprocess.run([sys.executable, __file__, name], check=True)
         return
-    common.report("real_steps", [*kept(names), *rows_of(names[0])], rounds=ROUNDS)
+    common.report("real_steps", [*stored_rows(names), *rows_of(names[0])], rounds=ROUNDS)
 
 
-def kept(names: Sequence[str]) -> list[common.Row]:
-    """The rows of other models, from the last run of each; their notes have its date."""
+def stored_rows(names: Sequence[str]) -> list[common.Row]:
+    """Return the stored rows of other models. Their notes have the dates of their runs."""
     path = common.RESULTS / "real_steps.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     fields = common.Row.__dataclass_fields__

@@ -1,20 +1,20 @@
-"""What no program can beat: bounds on a style's step time and memory, before anything is compiled.
+"""Lower bounds of a style's step time and memory, without compilation.
 
-Of one device; seconds, bytes, operations (2 for a multiply-add). n devices, t of them along tensor, e along expert, g
-along fsdp, m microbatches, P parameters (P_e of them experts'), L layers, B tokens of a device's batch.
+Units: seconds, bytes, operations (2 for a multiply-add), of one device. n devices, t of them along tensor, e along
+expert, g along fsdp, m microbatches, P parameters (P_e of them experts'), L layers, B tokens of a device's batch.
 
-    compute   products of the traced step, recomputed ones included / n / (0.95 peak)
-    wire      what must leave a device, all links carrying at 0.9 of their bandwidth, all of it hidden but no faster:
+    compute   products of the traced step, with recomputation / n / (0.95 peak)
+    wire      bytes that a device must send, over all links at 0.9 of their bandwidth:
         fsdp      (g - 1) / g x Q x 2 bytes, for ZeRO-3 one gather forward and one backward in each microbatch and one
                   reduction a step, for ZeRO-2 and 1 one reduction and one gather a step, Q = P_e / (e t) + (P-P_e) / t
-        data      2 (d - 1) / d x Q / g x 2 bytes once a step, over the d devices of data (and of expert, where dense)
-        tensor    (t - 1) / t x 2 bytes x B x width x 8 for each layer: two all-reduces each way
-    time      max(compute, wire)
-    memory    state as it is stored, and what each layer keeps for the backward pass of one microbatch: its input
+        data      2 (d - 1) / d x Q / g x 2 bytes once a step, over the d devices of data (for dense parameters also of
+                  expert)
+        tensor    (t - 1) / t x 2 bytes x B x width x 8 for each layer: two all-reduces forward and two backward
+    time      max(compute, wire), as if communication were hidden completely
+    memory    the stored state, and the residuals of each layer for the backward pass of one microbatch: its input
               (`full`), the results of its projections too (`dots`, `none`), and scores of plain attention (`none`)
 
-All are below what a program takes: less is sent, and less is kept, than any implementation could do with. So pruning by
-them never loses the best; a ZeRO-1 program that gathers nothing twice is bounded as one that does.
+No implementation sends or stores less, so pruning by these bounds never loses the best program.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HALF, WORD, MOMENTS = 2, 4, 8
 
 @dataclass(frozen=True)
 class Bound:
-    """Below what a program of this style can take: seconds of a step, bytes of a device."""
+    """Lower bounds for programs of one style: seconds of a step, bytes of a device."""
 
     compute: float
     wire: float
@@ -49,12 +49,12 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return max(self.compute, self.wire)
 
 
 def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
-    """The bound of a style on a case's machine."""
+    """Return the bound of a style on a case's machine."""
     chip = find_target(case.target).chip
     work = case.variant(remat)
     data, group, expert, tensor = style.sizes
@@ -63,34 +63,34 @@ def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
     total, experts = parameters(work)
     own, dense = experts / (expert * tensor), (total - experts) / tensor
     trips = 2 * microbatches + 1 if style.zero == 3 else 2
-    over, replicas = (group * expert, data) if style.spread else (group, data * expert)  # of what is no expert's
+    over, replicas = (group * expert, data) if style.spread else (group, data * expert)  # of dense parameters
     wire = ((group - 1) / group * own + (over - 1) / over * dense) * HALF * trips
     for copies, size in ((data, own / group), (replicas, dense / over)):
         wire += 2 * (copies - 1) / copies * size * HALF
     decoder = _decoder(work.config)
     rows = work.batch_size / style.ways(style.batch)
-    kept = 0.0
+    residual_bytes = 0.0
     if decoder is not None:
         tokens = rows * _positions(work.config)
         wire += (tensor - 1) / tensor * HALF * tokens * decoder.width * 8 * decoder.layers
-        kept = _kept(work, decoder, tokens / microbatches, style, remat)
+        residual_bytes = _residual_bytes(work, decoder, tokens / microbatches, style, remat)
     state = sum(
         size * (WORD / (parts if style.zero == 3 else 1) + MOMENTS / parts)
         for size, parts in ((own, group), (dense, over))
     )
-    return Bound(flops, wire / links, state + kept)
+    return Bound(flops, wire / links, state + residual_bytes)
 
 
 @lru_cache
 def products(work: Workload) -> float:
-    """Operations of all products of the traced train step."""
+    """Return the operations of all products of the traced train step."""
     step, state, batch = workload_step(work)
     return _products(jax.make_jaxpr(step)(state, batch).jaxpr)
 
 
 @lru_cache
 def parameters(work: Workload) -> tuple[float, float]:
-    """How many parameters there are, and how many of them are experts'."""
+    """Return the number of parameters, and how many of them belong to experts."""
     _, state, _ = workload_step(work)
     leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]
     sizes = {jax.tree_util.keystr(path): float(prod(leaf.shape)) for path, leaf in leaves}
@@ -106,7 +106,7 @@ def _products(jaxpr: Any) -> float:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             total += 2.0 * prod(eqn.outvars[0].aval.shape) * prod(eqn.invars[0].aval.shape[d] for d in contracted)
         elif name in ("ragged_dot", "ragged_dot_general"):
-            # rows x inner x outer, whichever of the three is made: the operands' sizes, one dimension shared
+            # rows x inner x outer, for the product and both of its gradients
             rows = eqn.invars[0].aval.shape[0]
             sizes = [prod(v.aval.shape) / rows for v in (*eqn.invars[:2], eqn.outvars[0]) if v.aval.shape[0] == rows]
             total += 2.0 * rows * prod(sizes)
@@ -123,7 +123,7 @@ def _products(jaxpr: Any) -> float:
 
 
 def _decoder(config: Any) -> Any:
-    """The transformer's config, None of a model that is none."""
+    """Return the config of a model's transformer, or None if it has none."""
     if isinstance(config, WideResNetConfig):
         return None
     return config.gpt if isinstance(config, MoEConfig) else config.encoder if isinstance(config, ViTConfig) else config
@@ -133,16 +133,16 @@ def _positions(config: Any) -> int:
     return config.positions if isinstance(config, ViTConfig) else config.context
 
 
-def _kept(work: Workload, decoder: Any, tokens: float, style: Style, remat: str) -> float:
+def _residual_bytes(work: Workload, decoder: Any, tokens: float, style: Style, remat: str) -> float:
     tensor = style.sizes[3]
     stream = HALF * tokens * decoder.width / (tensor if style.sequence else 1)
-    kept = decoder.layers * stream
+    residual_bytes = decoder.layers * stream
     if remat != "full":
         heads = decoder.head_dim * (decoder.heads + 2 * decoder.key_heads)
         hidden = 0 if isinstance(work.config, MoEConfig) else decoder.hidden * (2 if decoder.mlp == "swiglu" else 1)
-        kept += decoder.layers * HALF * tokens * (heads + hidden) / tensor
+        residual_bytes += decoder.layers * HALF * tokens * (heads + hidden) / tensor
     positions = _positions(work.config)
     plain = decoder.attention == "plain" or (decoder.attention == "auto" and positions < AUTO_BLOCKWISE_KEYS)
     if remat == "none" and plain:
-        kept += decoder.layers * HALF * tokens * positions * decoder.heads / tensor
-    return kept
+        residual_bytes += decoder.layers * HALF * tokens * positions * decoder.heads / tensor
+    return residual_bytes

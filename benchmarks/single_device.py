@@ -1,13 +1,13 @@
-"""The trainer's step of a 1B Llama on one device beside the same model written by hand in plain JAX: tokens/s and MFU.
+"""Measure the trainer's step of a 1B Llama on one device beside the same model in plain JAX: tokens/s and MFU.
 
     JAX_PLATFORMS=cuda python benchmarks/single_device.py           bfloat16, cuDNN's attention
-    python benchmarks/single_device.py --small                      a model that a CPU trains, its attention by XLA
+    python benchmarks/single_device.py --small                      a model for a CPU, with XLA's attention
 
-The hand-written side uses JAX and Optax alone: its parameters are a dict of arrays, its layers a `lax.scan`. Both
-sides have Llama 3.2 1B's sizes (16 layers of 2048, 32 heads and 8 for keys and values, 8192 hidden units, 128,256
-tokens, the head tied to the embedding), float32 parameters and moments, AdamW with clipping, the same policy of remat,
-the same batch, and start from the same parameters; their first losses must agree. Steps are timed in turn.
-MFU counts `models.gpt.flops_per_token` against the chip's peak for 16 bits; it is left out where that is not known.
+The hand-written side uses only JAX and Optax: its parameters are a dict of arrays, its layers a `lax.scan`. Both sides
+have Llama 3.2 1B's sizes (16 layers of 2048, 32 heads and 8 for keys and values, 8192 hidden units, 128,256 tokens, the
+head tied to the embedding), float32 parameters and moments, AdamW with clipping, the same remat policy, the same batch
+and the same initial parameters. Their first losses must agree. Steps are timed in turn. MFU is
+`models.flops_per_token` over the chip's peak at 16 bits, and is left out if the peak is unknown.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # on a CPU: `common` makes eight
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # on a CPU, where `common` sets eight
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import GPTConfig, Row, measured, report
+from common import Row, measured, report
 from jax import lax
 
-from autoshard.models import flops_per_token
+from autoshard.models import GPTConfig, flops_per_token
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.planned_step import place_step
@@ -41,11 +41,11 @@ LLAMA = GPTConfig(
 )  # fmt: skip
 SMALL = replace(LLAMA, vocab=512, layers=4, heads=8, kv_heads=2, width=128, ffn=512, context=128, attention="plain")
 AGREE = {"bfloat16": 2e-2, "float32": 1e-5}
-TARGET = 1.02  # of the trainer's time over that by hand, as `step_ratio.py` has it
+TARGET = 1.02  # the trainer's time over that by hand; the same as in `step_ratio.py`
 
 
 def by_hand(config: GPTConfig, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The train step `((params, opt_state), tokens, targets) -> ((params, opt_state), loss)`, without autoshard."""
+    """Return the step `((params, opt_state), (tokens, targets)) -> ((params, opt_state), loss)`, without autoshard."""
     dtype = jnp.dtype(config.dtype)
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def by_hand(config: GPTConfig, optimizer: optax.GradientTransformation) -> Calla
 
 
 def rows_of(config: GPTConfig, batch_size: int, rounds: int) -> list[Row]:
-    """The figures of one model."""
+    """Return the figures of one model."""
     run = TrainConfig(gpt=config, batch_size=batch_size, plan="dp:1")
     program = make_program_of(run)
     placed = place_step(train_step_of(run, program), program, run)
@@ -120,16 +120,16 @@ def rows_of(config: GPTConfig, batch_size: int, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a model that a CPU trains")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences in a batch (8)")
     parser.add_argument("--rounds", type=int, default=60, help="pairs of steps (60)")
-    given = parser.parse_args()
-    config = SMALL if given.small else LLAMA
-    rows = rows_of(config, given.batch_size, given.rounds)
+    options = parser.parse_args()
+    config = SMALL if options.small else LLAMA
+    rows = rows_of(config, options.batch_size, options.rounds)
     kind = jax.devices()[0].device_kind
-    report("single_device" + "_small" * given.small, rows, device=kind, batch=given.batch_size, model=vars(config))
+    report("single_device" + "_small" * options.small, rows, device=kind, batch=options.batch_size, model=vars(config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bytes of state on each device, measured from the arrays: under fsdp, and under a memory limit that forces sharding.
+"""Measure the bytes of state on each device: under fsdp, and under a memory limit that forces sharding.
 
 python benchmarks/state_memory.py
 """
@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 import jax
-from common import GPTConfig, Row, gpt_step, report
+from common import Row, report
+from small_gpt import GPTConfig, gpt_step
 
 from autoshard import auto_shard
 
@@ -18,31 +19,31 @@ BATCH = 8
 
 
 def bytes_per_device(state: Any) -> Counter[Any]:
-    """What each device holds of a state."""
-    held: Counter[Any] = Counter()
+    """Return the bytes of a state on each device."""
+    sizes: Counter[Any] = Counter()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
-            held[shard.device] += shard.data.nbytes
-    return held
+            sizes[shard.device] += shard.data.nbytes
+    return sizes
 
 
 def row_of(name: str, **options: Any) -> Row:
-    """The largest share of one device under a plan, times the number of devices."""
+    """Return the largest share of one device under a plan, times the number of devices."""
     train_step, create, state_shapes, token_shape = gpt_step(CONFIG, BATCH)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state_shapes))
     step = auto_shard(train_step, donate_argnums=0, **options)
     step.plan(state_shapes, token_shape)
     state = step.init(create, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), token_shape.shape, 0, CONFIG.vocab)
-    born = bytes_per_device(state)
+    initial = bytes_per_device(state)
     state, _ = step(state, tokens)
-    held = max(max(born.values()), max(bytes_per_device(state).values()))
-    share = len(born) * held / whole
-    return Row(f"{name}: largest share x 8", share, "", 1.02, note=f"{held:,} of {whole:,} bytes")
+    largest = max(max(initial.values()), max(bytes_per_device(state).values()))
+    share = len(initial) * largest / whole
+    return Row(f"{name}: largest share x 8", share, "", 1.02, note=f"{largest:,} of {whole:,} bytes")
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     _, _, state_shapes, _ = gpt_step(CONFIG, BATCH)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state_shapes))
     rows = [row_of("fsdp:8", plan="fsdp:8"), row_of("chosen for half a state's memory", memory_limit_bytes=whole // 2)]

@@ -1,13 +1,17 @@
-"""A train step through `auto_shard` beside the same step under hand-written `jax.jit` with the same shardings.
+"""Measure a train step of `auto_shard` beside the same step under hand-written `jax.jit` with the same shardings.
 
     python benchmarks/step_ratio.py
 
-Both step functions have their own state, donated, and take turns in one process; a pair gives one ratio. By hand
-means: the plan's own shardings for the state and the batch, and the lines that an expert adds so that activations stay
-where they are and each weight is gathered where it is used, forward and backward (FSDP as PyTorch has it). Beside it,
-without a target: the same `jax.jit` without those lines, which leaves the rest to XLA, and with all weights gathered at
-the start of the step and kept, which needs half the messages and the memory of a whole model. `plan.jit()` called bare
-shows what the wrapper costs.
+Both step functions have separate states, which they donate, and take turns in one process. Each pair of steps gives one
+ratio. `auto_shard` is compared with
+
+    hand-written jax.jit        the plan's shardings for the state and the batch, and an expert's constraints:
+                                activations stay where they are, and each weight is gathered at each use, forward and
+                                backward, as in PyTorch's FSDP
+    plan.jit()                  the planned function without the wrapper of `auto_shard`
+    weights gathered at start   `jax.jit` that gathers all weights at the start of the step, with half the messages and
+                                the memory of a whole model. No target
+    without constraints         `jax.jit` with the shardings alone. No target
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common import GPT, GPTConfig, Row, gpt_step, measured, report
+from common import Row, measured, report
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from small_gpt import GPT, GPTConfig, gpt_step
 
 from autoshard import auto_shard
 from autoshard.train.program.step_timing import Loop, paired
@@ -30,43 +35,43 @@ BATCH, ROUNDS = 16, 100
 PLANS = ("dp:8", "fsdp:8")
 
 
-def gathered_by_layer(model: GPT, tokens: jax.Array, whole: Callable[[Any], Any]) -> jax.Array:
-    """The model's forward pass, every weight made whole where it is used, and again in the backward pass."""
+def gathered_by_layer(model: GPT, tokens: jax.Array, gather: Callable[[Any], Any]) -> jax.Array:
+    """Run the model's forward pass. Every weight is gathered where it is used, and again in the backward pass."""
     graph, layers = nnx.split(model.blocks)
     norm_graph, norm = nnx.split(model.norm)
 
-    def kept(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name != "sharding_constraint"  # a whole weight is not kept for the backward pass
+    def is_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name != "sharding_constraint"  # gathered weights are not saved for the backward pass
 
-    @partial(jax.checkpoint, policy=kept, prevent_cse=False)
+    @partial(jax.checkpoint, policy=is_saveable, prevent_cse=False)
     def run(x: jax.Array, layer: Any) -> jax.Array:
-        return nnx.merge(graph, whole(layer))(x, None)
+        return nnx.merge(graph, gather(layer))(x, None)
 
-    x = whole(model.embed[...])[tokens].astype(model.cfg.dtype)
+    x = gather(model.embed[...])[tokens].astype(model.cfg.dtype)
     x, _ = jax.lax.scan(lambda x, layer: (run(x, layer), None), x, layers)
     head = model.embed[...].T if model.head is None else model.head[...]
-    return jnp.einsum("bse,ev->bsv", nnx.merge(norm_graph, whole(norm))(x), whole(head).astype(x.dtype))
+    return jnp.einsum("bse,ev->bsv", nnx.merge(norm_graph, gather(norm))(x), gather(head).astype(x.dtype))
 
 
-def gathered_at_start(model: GPT, tokens: jax.Array, whole: Callable[[Any], Any]) -> jax.Array:
-    """The model's forward pass after every weight is made whole."""
+def gathered_at_start(model: GPT, tokens: jax.Array, gather: Callable[[Any], Any]) -> jax.Array:
+    """Run the model's forward pass after gathering every weight."""
     graph, params = nnx.split(model)
-    return nnx.merge(graph, whole(params))(tokens)
+    return nnx.merge(graph, gather(params))(tokens)
 
 
 def rows_of(plan: str) -> list[Row]:
-    """The figures under one plan."""
+    """Return the figures under one plan."""
     train_step, create, state_shapes, token_shape = gpt_step(CONFIG, BATCH)
     step = auto_shard(train_step, plan=plan, donate_argnums=0)
     planned = step.plan(state_shapes, token_shape)
     state_in, tokens_in = step.lower(state_shapes, token_shape).compile().input_shardings[0]
     tokens = jax.device_put(jax.random.randint(jax.random.key(1), token_shape.shape, 0, CONFIG.vocab), tokens_in)
 
-    def whole(weights: Any) -> Any:
+    def gather(weights: Any) -> Any:
         return jax.lax.with_sharding_constraint(weights, NamedSharding(tokens_in.mesh, PartitionSpec()))
 
     def jit(forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        own = gpt_step(CONFIG, BATCH) if forward is None else gpt_step(CONFIG, BATCH, partial(forward, whole=whole))
+        own = gpt_step(CONFIG, BATCH) if forward is None else gpt_step(CONFIG, BATCH, partial(forward, gather=gather))
         return jax.jit(own[0], in_shardings=(state_in, tokens_in), out_shardings=(state_in, None), donate_argnums=0)
 
     others = {
@@ -90,7 +95,7 @@ def rows_of(plan: str) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measure and report."""
     report("step_ratio", [row for plan in PLANS for row in rows_of(plan)], batch=BATCH, model=vars(CONFIG))
 
 

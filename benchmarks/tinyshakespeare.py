@@ -1,9 +1,10 @@
-"""nanoGPT's CPU budget on Shakespeare's text: validation loss over the whole last tenth of the file, one fixed seed.
+"""Train with nanoGPT's CPU budget on Shakespeare's text, and report the validation loss on the last tenth of the file.
 
     python benchmarks/tinyshakespeare.py tinyshakespeare.txt
 
-The same as `autoshard train --preset shakespeare --data tinyshakespeare.txt`: 4 layers, 4 heads, 128 wide, context
-64, batch 12, 2000 steps, bytes for tokens. nanoGPT's README publishes 1.88 nats per character for this budget.
+The settings are those of `autoshard train --preset shakespeare --data tinyshakespeare.txt`: 4 layers, 4 heads, width
+128, context 64, batch 12, 2000 steps, bytes as tokens, one fixed seed. nanoGPT's README gives 1.88 nats per character
+for this budget.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PUBLISHED_LOSS = 1.88
 
 
 def main() -> None:
-    """Trains and reports."""
+    """Train and report."""
     if len(sys.argv) != 2:
         sys.exit("usage: python benchmarks/tinyshakespeare.py tinyshakespeare.txt")
     with TemporaryDirectory() as folder:

@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 MAX_LINES = 80  # chosen: two minutes of reading
 
-PLANNED = ("train_step on cpu:8", "memory of a device", "sharded:", "one device:")
+PLANNED = ("train_step on cpu:8", "memory per device", "sharded:", "one device:")
 OUTPUTS = {
     "plain_jax": PLANNED,
     "flax_nnx": (*PLANNED, "up.kernel:  NamedSharding("),
     "flax_linen": PLANNED,
     "equinox_model": PLANNED,
     "own_kernel": PLANNED,
-    "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "other choices", "-> fsdp:8 tp:8"),
+    "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "alternatives (all else", "-> fsdp:8 tp:8"),
 }
 
 

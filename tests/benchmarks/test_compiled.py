@@ -1,4 +1,4 @@
-"""Programs compiled for machines that are not here, and what is estimated of them, worked out by hand."""
+"""Estimates of programs that are compiled for unattached machines, compared with figures derived by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,20 @@ WEIGHT = WIDTH * HIDDEN * 2  # bytes, bf16
 
 
 def layers_job(kind, topology="v5e:4x4"):
-    """Loss and gradients of a scan of MLPs, recomputed backward, on 16 devices: FSDP, or split over the hidden dim."""
+    """Loss and gradients of a scan of MLPs with remat on 16 devices: FSDP, or tensor-parallel over the hidden dim."""
     mesh = {"x": 4, "y": 4}
     axes = tuple(mesh)
 
-    def kept(array, *spec):
+    def constrained(array, *spec):
         return jax.lax.with_sharding_constraint(array, NamedSharding(abstract_mesh(mesh), PartitionSpec(*spec)))
 
     def fsdp(x, weights):
-        into, out = (kept(weight) for weight in weights)
-        return kept(kept(jnp.maximum(x @ into, 0), axes) @ out, axes), None
+        into, out = (constrained(weight) for weight in weights)
+        return constrained(constrained(jnp.maximum(x @ into, 0), axes) @ out, axes), None
 
     def tensor(x, weights):
         into, out = weights
-        return kept(kept(jnp.maximum(x @ into, 0), None, axes) @ out), None
+        return constrained(constrained(jnp.maximum(x @ into, 0), None, axes) @ out), None
 
     def step(into, out, x):
         def loss(weights):
@@ -43,17 +43,17 @@ def layers_job(kind, topology="v5e:4x4"):
     stored = {"fsdp": ((None, axes), (None, axes)), "tensor": ((None, None, axes), (None, axes))}[kind]
     specs = [*stored, (axes,) if kind == "fsdp" else ()]
     options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000", "xla_no_such_option": "1"}
-    taken, given = (
+    in_shardings, out_shardings = (
         [NamedSharding(abstract_mesh(mesh), PartitionSpec(*spec)) for spec in some] for some in (specs, [(), *stored])
     )
     platform = "cuda" if topology.startswith("h100") else "tpu"
-    program = export(step, avals, taken, given, platform)
+    program = export(step, avals, in_shardings, out_shardings, platform)
     return CompileJob(program, platform, topology, mesh, tuple(range(16)), (0, 1), options)
 
 
 @pytest.mark.tpu_compile
 def test_fsdp_compiled():
-    """Each weight is gathered forward and again backward, and its gradient reduced, in every layer."""
+    """In every layer each weight is gathered forward and again backward, and its gradient is reduced."""
     result = build(layers_job("fsdp"))
     assert (result.kind, result.dropped) == ("ok", ["xla_no_such_option"]), result.message
     found = estimate(result.text, "v5e:4x4", result.coordinates, result.memory)
@@ -65,7 +65,7 @@ def test_fsdp_compiled():
     assert {each.collective.size for each in found.traffic} == {16}
     assert {each.over for each in found.traffic} == {"x4:1 y4:1"}
     assert all(each.collective.source.partition(":")[0].endswith("test_compiled.py") for each in gathers)
-    # Forward, and backward the same again and twice that for gradients; not again: the last product of a layer.
+    # 2 products forward, the first one recomputed backward, and 4 for the gradients.
     assert found.flops == LAYERS * 2 * (BATCH // 16) * WIDTH * HIDDEN * (2 + 1 + 4)
     assert found.step["cycles"] >= found.step["roofline"] > found.exposed["roofline"] > 0
     assert (found.memory_bytes or 0) >= 2 * LAYERS * WEIGHT // 16
@@ -73,7 +73,7 @@ def test_fsdp_compiled():
 
 @pytest.mark.tpu_compile
 def test_tensor_parallel_compiled():
-    """One all-reduce of the activations a layer forward, one backward; weights stay where they are."""
+    """Each layer all-reduces its activations once forward and once backward. Weights are not moved."""
     job = layers_job("tensor")
     found = build(job)
     assert build(job).cached
@@ -87,7 +87,7 @@ def test_tensor_parallel_compiled():
 
 @pytest.mark.cuda_compile
 def test_compiled_for_gpus():
-    """The same FSDP step on two hosts of eight: NVLink and the network, no cycles."""
+    """The FSDP step on two hosts of eight GPUs uses NVLink and the network, and has no cycles."""
     result = build(layers_job("fsdp", "h100:2x8"))
     assert result.kind == "ok", result.message
     found = estimate(result.text, "h100:2x8", result.coordinates, result.memory)

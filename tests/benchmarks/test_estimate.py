@@ -1,6 +1,6 @@
-"""The estimate of a step: compute by two measures, and what is exposed of collectives and copies.
+"""The estimate of a step: compute by two measures, and the exposed time of collectives and copies.
 
-A v5e: 1.5e9 cycles, 0.95 x 197e12 operations and 0.8 x 819e9 bytes a second; a link carries 45e9.
+A v5e has 1.5e9 cycles, 0.95 x 197e12 operations and 0.8 x 819e9 bytes a second; a link carries 45e9 bytes a second.
 """
 
 import ast
@@ -25,7 +25,7 @@ WHOLE = f"  %g = f32[2,1125000]{{1,0}} all-gather(%x), channel_id=2, {PAIRS}, di
 
 
 def busy(name, cycles, operand="%small"):
-    """An instruction of so many cycles and next to no bytes."""
+    """An instruction with this number of cycles and few bytes."""
     config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
     return f"  %{name} = f32[8]{{0:S(1)}} negate({operand}), {config}\n"
 
@@ -66,7 +66,7 @@ def test_unknown_cycles():
         (START + busy("n", 300_000) + DONE, 0),
         (busy("n", 300_000) + START + DONE + busy("m", 300_000), WIRE),
         (START + busy("n", 15_000) + DONE + WHOLE, 2 * WIRE - 10 * US),
-        # The second has to wait for the link, and the first is over when it is waited for.
+        # The second gather waits for the link; by then the first one is done.
         (START + WHOLE + DONE, 2 * WIRE),
         (START + busy("n", 15_000) + WHOLE + DONE, 2 * WIRE - 10 * US),
     ],
@@ -79,7 +79,7 @@ def test_exposed(lines, exposed):
 
 
 def test_other_links_do_not_wait():
-    """Rows and columns of a torus are different links; a gather along each is hidden by the same compute."""
+    """Rows and columns of a torus have different links, so gathers along them run at the same time."""
     columns = WHOLE.replace("%g", "%h").replace("{{0,1},{2,3}}", "{{0,2},{1,3}}")
     assert of(START + columns + DONE).exposed["cycles"] == pytest.approx(WIRE)
 
@@ -117,7 +117,7 @@ def test_loops(trips):
     assert not found.unknown_loops
 
 
-def test_loop_of_unknown_trips_counts_once():
+def test_loop_with_unknown_trips_counts_once():
     found = of(
         RUN.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(2)"), LOOP.format(trips=9, lines=WHOLE)
     )
@@ -125,16 +125,16 @@ def test_loop_of_unknown_trips_counts_once():
     assert found.unknown_loops == ["loop"]
 
 
-def test_from_one_trip_to_the_next():
-    """A gather that starts at a trip's end and is waited for in the next is hidden by what stands before the wait."""
+def test_collective_across_trips():
+    """A gather starts at a trip's end and ends in the next trip. The compute before its end hides it."""
     waited = "  %d = f32[2,1125000]{1,0} all-gather-done(%x), channel_id=1\n"
     found = of(RUN, LOOP.format(trips=5, lines=busy("n", 15_000) + waited + START))
-    # Four waits inside the loop, each after 10 us of compute; the last gather ends after it, with nothing before.
+    # Four gathers end inside the loop, each after 10 us of compute. The last one ends after the loop, unhidden.
     assert found.exposed["cycles"] == pytest.approx(4 * (WIRE - 10 * US) + WIRE)
 
 
 def test_calls_and_branches():
-    """The longer branch counts; a called computation counts as if it stood there."""
+    """The longer branch counts. A called computation counts as if it were inlined."""
     inside = "\n".join(
         f"%{name} (q: f32[8]) -> f32[8] {{\n  %q = f32[8]{{0:S(1)}} parameter(0)\n{busy('n', count, '%q')}}}\n"
         for name, count in (("short", 1500), ("long", 15_000), ("called", 3000))
@@ -146,8 +146,8 @@ def test_calls_and_branches():
     assert of(lines, inside).compute["cycles"] == pytest.approx(12 * US)
 
 
-def test_copies_beside_the_rest():
-    """A copy to the chip moves while the memory has nothing else to do."""
+def test_asynchronous_copies():
+    """A copy to the chip moves while the memory is idle."""
     start = "  %s = (f32[1125000]{0:S(1)}, f32[1125000]{0}, u32[]{:S(2)}) copy-start(%x)\n"
     done = "  %d = f32[1125000]{0:S(1)} copy-done(%s)\n"
     alone, taken = 4.5e6 / MEMORY, 9e6 / MEMORY
@@ -155,7 +155,7 @@ def test_copies_beside_the_rest():
     assert of(start + done).copies["cycles"] == pytest.approx(alone)
     assert of(start + busy("n", 1500) + done).copies["cycles"] == pytest.approx(alone - US)
     assert of(start + busy("n", 15_000) + done).copies["cycles"] == 0
-    # 10 us of compute, more than which its own traffic takes: nothing is left for the copy.
+    # The instruction's own traffic takes more than its 10 us, so no bandwidth is left for the copy.
     assert taken > 10 * US and of(start + reading + done).copies["cycles"] == pytest.approx(alone)
     host = start.replace("%s = (f32[1125000]{0:S(1)}", "%s = (f32[1125000]{0:S(5)}")
     assert of(host + busy("n", 15_000) + done).copies["cycles"] == pytest.approx(4.5e6 / 15e9 - 10 * US)
@@ -181,14 +181,14 @@ def test_memory_report_and_json():
     assert "all-gather" in table(found) and "18.00 GiB" in table(found)
 
 
-def test_split_by_where_it_comes_from():
+def test_split_by_origin():
     attention = busy("a", 1500).replace("), backend", '), metadata={op_name="jit(f)/bqk->bq/exp"}, backend')
     found = of(attention + busy("b", 3000)).split({"attention": "bqk"})
     assert {name: spent["cycles"] for name, spent in found.items()} == pytest.approx({"attention": US, "other": 2 * US})
     assert [row.name for row in of(attention + busy("b", 3000)).top(1, "cycles")] == ["b"]
 
 
-def test_too_small_a_machine():
+def test_machine_with_too_few_devices():
     with pytest.raises(ValueError, match="1 devices, the program 4 partitions"):
         estimate(
             "HloModule m, num_partitions=4\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n", "v5e:1x1"
@@ -196,7 +196,7 @@ def test_too_small_a_machine():
 
 
 def test_nothing_of_autoshard_is_imported():
-    """The referee knows no side: it reads compiled programs, and stands on its own modules alone."""
+    """The estimate is independent of autoshard: it and the modules that it imports read only compiled programs."""
     seen, left = set(), ["estimate"]
     folder = Path(sys.modules["estimate"].__file__ or "").parent
     while left:

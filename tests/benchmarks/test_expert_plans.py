@@ -1,4 +1,4 @@
-"""Plans by hand: they compute what one device computes, and lie where they say."""
+"""Hand-written plans compute what one device computes, and shard arrays as their style says."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ TODAY = Style((1, 8, 1, 1), today=True)
 
 
 def losses(work: Workload, runs: list[tuple[Style, int]]) -> tuple[float, float, list[tuple[float, float]]]:
-    """Loss and norm of the gradient on one device, and under each style."""
+    """Return the loss and the gradient's norm on one device, and under each style."""
     state = create(work)(jax.random.key(0))
     _, alone = jax.jit(workload_step(work)[0])(state, batch_of(work))
     found = [by_hand(work, style, microbatches).metrics() for style, microbatches in runs]
@@ -51,39 +51,39 @@ def test_an_experts_step_computes_what_one_device_does(name):
         assert other == pytest.approx((loss, norm), rel=2e-5), (style.name, count)
 
 
-def placed(work: Workload, style: Style) -> dict[str, Any]:
-    """The spec of each leaf of the state, by its path."""
+def specs_of(work: Workload, style: Style) -> dict[str, Any]:
+    """Return the spec of each leaf of the state, by its path."""
     _, state, _ = workload_step(work)
-    made = expert_step(work, style)
+    expert = expert_step(work, style)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {name: tuple(sharding.spec) for name, sharding in zip(names, made.given, strict=False)}
+    return {name: tuple(sharding.spec) for name, sharding in zip(names, expert.in_shardings, strict=False)}
 
 
-def test_parameters_lie_as_the_style_says():
+def test_parameters_are_sharded_as_the_style_says():
     work = workload("llama-tiny")
     up, down, wq = (f"params/blocks/{n}" for n in ("mlp/w_up", "mlp/w_down", "attention/wq"))
-    full = placed(work, Style((1, 4, 1, 2), 3))
+    full = specs_of(work, Style((1, 4, 1, 2), 3))
     assert full[up] == (None, "fsdp", "tensor") and full[down] == (None, "tensor", "fsdp")
     assert full[wq] == (None, "fsdp", "tensor", None) and full["params/embed"] == ("tensor", "fsdp")
     moments = [spec for name, spec in full.items() if name.startswith("opt_state") and name.endswith("mlp/w_up")]
     assert moments == [full[up]] * 2
-    one = placed(work, Style((1, 4, 1, 2), 1))
+    one = specs_of(work, Style((1, 4, 1, 2), 1))
     assert one[up] == (None, None, "tensor")
     assert [s for n, s in one.items() if n.startswith("opt_state") and n.endswith("mlp/w_up")] == [full[up]] * 2
-    experts = placed(workload("moe-tiny"), Style((1, 2, 4, 1), 3))
+    experts = specs_of(workload("moe-tiny"), Style((1, 2, 4, 1), 3))
     assert experts["params/blocks/moe/experts/w_up"] == (None, "expert", "fsdp", None)
-    spread = placed(workload("moe-tiny"), Style((1, 2, 4, 1), 3, spread=True))
+    spread = specs_of(workload("moe-tiny"), Style((1, 2, 4, 1), 3, spread=True))
     assert spread["params/blocks/moe/experts/w_up"] == experts["params/blocks/moe/experts/w_up"]
     assert spread["params/embed"] == (None, ("fsdp", "expert")) != experts["params/embed"]
-    people = placed(work, TODAY)
-    assert people[up] == (None, None, "fsdp") and people[down] == (None, "fsdp", None)
+    common_practice = specs_of(work, TODAY)
+    assert common_practice[up] == (None, None, "fsdp") and common_practice[down] == (None, "fsdp", None)
 
 
-def test_the_grid_is_whole():
+def test_the_grid_is_complete():
     case = CASES["gpt-1.3b"]
     found = {style.name for style in styles(case)}
-    wanted = {
+    expected = {
         "data:16",
         "zero1:16",
         "zero3:16",
@@ -92,7 +92,7 @@ def test_the_grid_is_whole():
         "zero3:4 tensor:4 seq",
         "tensor:16",
     }
-    assert wanted <= found and len(found) == len(styles(case))
+    assert expected <= found and len(found) == len(styles(case))
     assert {s.words for s in styles(case)} >= {"dp:16", "zero1:16", "fsdp:16", "dp:4 zero1:4", "fsdp:4 tp:4 seq"}
     assert {s.sizes[2] for s in styles(CASES["moe-10b"])} == {1, 2, 4, 8, 16}
     spread = {s.name: s.words for s in styles(CASES["moe-10b"]) if s.spread}
@@ -104,7 +104,7 @@ def test_the_grid_is_whole():
     assert today(case).name == "today" and {parts for _, parts in CASES["moe-10b"].variants} == {1}
 
 
-def test_bounds_are_those_that_one_counts_by_hand():
+def test_bounds_agree_with_hand_counts():
     work = workload("gpt-tiny").with_(remat="none")
     tokens, width, ffn, layers, vocab, seq = 16 * 32, 64, 128, 2, 128, 32
     forward = 2 * tokens * (layers * (4 * width * width + 2 * width * ffn + 2 * seq * width) + width * vocab)

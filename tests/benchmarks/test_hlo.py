@@ -1,4 +1,4 @@
-"""The reader of HLO text: shapes, operands, source lines, and how often loops run."""
+"""The HLO parser: shapes, operands, source lines, and trip counts."""
 
 import pytest
 from hlo import Array, instruction_of, read, shape_of
@@ -36,8 +36,8 @@ def test_operands(arguments):
     assert (line.root, line.opcode, line.called, line.channel) == (True, "fusion", ("g",), "7")
 
 
-def test_what_is_called():
-    """A reduction's `to_apply` is a function of scalars, a call's is a program."""
+def test_called_computations():
+    """A reduction's `to_apply` is a scalar function and does not count; a call's is a computation."""
     reduction = instruction_of("  %r = f32[2]{0} reduce(%a, %z), dimensions={1}, to_apply=%add")
     call = instruction_of("  %r = f32[2]{0} call(%a), to_apply=%f")
     branches = instruction_of("  %r = f32[2]{0} conditional(%i, %a, %b), branch_computations={%f, %g}")
@@ -167,7 +167,7 @@ PLAIN = dict(
         ({"start": 24, "limit": 0, "step": -4, "comparison": "compare(%i, %limit), direction=NE"}, 6),
         ({"start": 24, "limit": 0, "step": 4, "next": "subtract(%copy, %one)"}, 0),  # LT fails at once
         ({"comparison": "fusion(%i, %limit), kind=kLoop, calls=%less"}, 24),
-        ({"comparison": "compare(%i, %n), direction=LT"}, 9),  # carried by this loop and by the one around it
+        ({"comparison": "compare(%i, %n), direction=LT"}, 9),  # carried by this loop and the enclosing one
         ({"next": "fusion(%copy), kind=kLoop, calls=%add_one"}, 24),
         ({"next": "get-tuple-element(%pair), index=1"}, 24),
         ({"config": ', backend_config={"known_trip_count":{"n":"5"}}'}, 5),

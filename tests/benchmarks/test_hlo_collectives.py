@@ -1,4 +1,4 @@
-"""Collectives in each form in which the compilers write them."""
+"""Collectives in every form that the compilers write."""
 
 import pytest
 from hlo import read
@@ -35,7 +35,7 @@ def test_groups(attributes, groups):
 
 
 def seen(lines, inside="", partitions=8):
-    """(role, kind, payload, wire bytes) of each event of a program, and who its keys are."""
+    """Return (role, kind, payload, wire bytes) of each event of a program, and its keys."""
     module = read(f"HloModule m, num_partitions={partitions}\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
     found = [event for line in module.entry.instructions for event in events(module, module.entry, line)]
     shown = [
@@ -69,7 +69,7 @@ G = "channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}"
 )  # fmt: skip
 def test_synchronous(line, kind, payload, wire):
     shown, keys = seen(f"  %x = f32[262144]{{0}} parameter(0)\n  %i = s32[4]{{0}} parameter(1)\n  ROOT %r = {line}")
-    assert shown == [("whole", kind, payload, wire)]
+    assert shown == [("sync", kind, payload, wire)]
     assert keys == [set()]
 
 
@@ -99,30 +99,30 @@ REDUCE_SCATTER = ("start", "reduce-scatter", MB, 0.75 * MB)
             "  ROOT %d = f32[65536]{0} reduce-scatter-done(%s)",
             [REDUCE_SCATTER, "done"],
         ),
-        (  # a pair that its backend runs at once
+        (  # a pair that the backend runs synchronously
             f"  %s = (f32[262144]{{0}}, f32[4,262144]{{1,0}}) all-gather-start(%x), {G}, "
             'backend_config={"collective_backend_config":{"is_sync":true}}\n'
             "  ROOT %d = f32[4,262144]{1,0} all-gather-done(%s)",
-            [("whole", "all-gather", 4 * MB, 3 * MB), "done"],
+            [("sync", "all-gather", 4 * MB, 3 * MB), "done"],
         ),
-        (  # a computation beside the rest
+        (  # an asynchronous computation
             "  %s = ((f32[262144]{0}), f32[65536]{0}, u32[]) async-start(%x), calls=%wrapped\n"
             "  %u = ((f32[262144]{0}), f32[65536]{0}, u32[]) async-update(%s)\n"
             "  ROOT %d = f32[65536]{0} async-done(%u)",
             [REDUCE_SCATTER, "done"],
         ),
-        (  # XLA:TPU's sparse cores: the data come with the start
+        (  # XLA:TPU's sparse cores: the start has the operands
             '  %s = ((f32[262144]{0}), f32[65536]{0}) call-start(%x), async_execution_thread="s", to_apply=%wrapped\n'
             "  ROOT %d = f32[65536]{0} call-done(%s)",
             [REDUCE_SCATTER, "done"],
         ),
-        (  # or later, with the update
+        (  # or the update has them
             "  %s = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), to_apply=%wrapped\n"
             "  %u = ((f32[262144]{0}), f32[65536]{0}) call-update(%s, %x)\n"
             "  ROOT %d = f32[65536]{0} call-done(%u)",
             [REDUCE_SCATTER, "done"],
         ),
-        (  # what a loop hands on from one trip to the next
+        (  # a loop carries it from one trip to the next
             "  %p = (f32[262144]{0}) parameter(1)\n  %e = f32[4,262144]{1,0} get-tuple-element(%p), index=0\n"
             "  ROOT %d = f32[4,262144]{1,0} all-gather-done(%e), channel_id=3",
             ["done"],
@@ -136,7 +136,7 @@ REDUCE_SCATTER = ("start", "reduce-scatter", MB, 0.75 * MB)
             "  ROOT %d = (f32[262144]{0}, token[]) recv-done(%r), channel_id=3",
             [("start", "collective-permute", MB, MB), "done", "done"],
         ),
-        (  # a copy is no collective
+        (  # a copy is not a collective
             "  %s = (f32[262144]{0:S(1)}, f32[262144]{0}, u32[]) copy-start(%x)\n"
             "  ROOT %d = f32[262144]{0:S(1)} copy-done(%s)",
             [],
@@ -181,7 +181,7 @@ FUSED = f"""%begin (y: f32[262144]) -> (f32[262144], f32[4,262144]) {{
 
 
 def test_in_fusions():
-    """An asynchronous gather in three fusions counts once; a reduce-scatter that is written as an all-reduce."""
+    """An asynchronous gather in three fusions counts once. A reduce-scatter may be written as an all-reduce."""
     lines = """  %x = f32[262144]{0} parameter(0)
   %z = f32[16]{0} parameter(1)
   %s = (f32[262144]{0}, f32[4,262144]{1,0}) fusion(%x), kind=kCustom, calls=%begin
@@ -191,5 +191,5 @@ def test_in_fusions():
   ROOT %r = f32[65536]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.7.clone"""
     found, keys = seen(lines, FUSED)
     gathered = ("start", "all-gather", 4 * MB, 3 * MB)
-    assert found == [gathered, "done", ("whole", "reduce-scatter", MB, 0.75 * MB)]
+    assert found == [gathered, "done", ("sync", "reduce-scatter", MB, 0.75 * MB)]
     assert keys[0] & keys[1] == {"channel 3"}

@@ -6,12 +6,12 @@ from hlo_cost import copied, cost, opaque
 
 
 def program(line, inside="", parameters=""):
-    """A program of one instruction `r`; `parameters` are lines before it, `inside` other computations."""
+    """Parse a program of one instruction `r` after the lines `parameters`, with the computations `inside`."""
     return read(f"HloModule m\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{parameters}\n  ROOT %r = {line}\n}}\n")
 
 
 def given(**shapes):
-    """Parameters by name."""
+    """Return the lines of named parameters."""
     named = enumerate(shapes.items())
     return "\n".join(f"  %{name} = {shape} parameter({number})" for number, (name, shape) in named)
 
@@ -36,7 +36,7 @@ def cost_of(line, inside="", gpu=False, **shapes):
             dict(a="bf16[32,1024,2048,1]{2,1,3,0}", b="bf16[2048,32,64,1]{0,2,1,3}"),
             2 * 32 * 1024 * 2048 * 32 * 64,
         ),
-        (  # a product batched over 32 x 32: dilation and stride leave one tap in each of the two dimensions
+        (  # a matmul batched over 32 x 32: dilation and stride leave one tap in each of the two dimensions
             "bf16[32,32,64,1024]{3,2,1,0} convolution(%a, %b), window={size=32x32 stride=31x31 lhs_dilate=32x32}, "
             "dim_labels=0f1b_01oi->01bf",
             dict(a="bf16[32,1024,32,64]{1,3,2,0}", b="bf16[32,32,1024,1024]{2,3,1,0}"),
@@ -53,7 +53,7 @@ def cost_of(line, inside="", gpu=False, **shapes):
             dict(a="bf16[8,16]{1,0}", b="bf16[8,32]{1,0}"),
             2 * 16 * 32 * 8,
         ),
-        (  # the gradient of the kernel of the image above: the result stands for the kernel
+        (  # the kernel's gradient for the image above: the result has the kernel's shape
             "(f32[3,3,7,5]{3,2,1,0}, u8[0]{0}) custom-call(%a, %b), window={size=3x3 pad=1_1x1_1}, "
             'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"',
             dict(a="f32[2,4,4,7]{3,2,1,0}", b="f32[2,4,4,5]{3,2,1,0}"),
@@ -123,7 +123,7 @@ def test_bytes(line, shapes, size):
 
 
 FUSIONS = {
-    # One layer of a stack, converted; the other operand is used whole, and passed on besides.
+    # A slice of a stack is read. The other operand is read whole, and also forwarded.
     "slice": (
         f"""  %p = {STACK} parameter(0)
   %i = s32[] parameter(1)
@@ -136,7 +136,7 @@ FUSIONS = {
         "(f32[256]{0}, f32[256]{0})",
         3 * KB,
     ),
-    # A layer written into a stack in place: the stack costs the layer.
+    # A layer is written into a stack in place, which costs the layer's bytes.
     "update": (
         f"""  %p = {STACK} parameter(0)
   %i = s32[]{{:S(6)}} parameter(1)
@@ -147,7 +147,7 @@ FUSIONS = {
         STACK,
         2 * KB,
     ),
-    # The same into zeros: all of it is written.
+    # An update of zeros writes the whole stack.
     "update of zeros": (
         f"""  %p = f32[1,16,16]{{2,1,0}} parameter(2)
   %i = s32[]{{:S(6)}} parameter(1)
@@ -157,7 +157,7 @@ FUSIONS = {
         STACK,
         25 * KB,
     ),
-    # Read twice, once in part: whole, and once.
+    # A stack that is read whole and in part counts once, whole.
     "whole": (
         f"""  %p = {STACK} parameter(0)
   %i = s32[] parameter(1)
@@ -183,7 +183,7 @@ def test_fusions(name):
 
 
 def test_nested_fusion():
-    """A product in a fusion in a fusion; the inner one slices the outer one's operand."""
+    """A fusion contains a product and another fusion, which slices the operand."""
     inside = f"""%inner (p: f32[]) -> f32[] {{
   %p = {STACK} parameter(0)
   %i = s32[] parameter(1)
@@ -202,8 +202,8 @@ def test_nested_fusion():
 
 
 @pytest.mark.parametrize(("whole", "size"), [(False, 1.5 * KB), (True, 36 * KB)])
-def test_what_is_laid_out_anew_before_it_is_cut(whole, size):
-    """A fusion keeps nothing of it: of the stack it reads one layer, and of one that it returns all."""
+def test_relayout_before_a_slice(whole, size):
+    """A fusion that relayouts a stack and returns a slice reads one layer; one that returns the stack reads it all."""
     cut = "" if whole else "\n  ROOT %s = bf16[1,16,16]{1,2,0} dynamic-slice(%n, %i, %i, %i)"
     inside = f"""%inner (p: f32[]) -> f32[] {{
   %p = {STACK} parameter(0)
@@ -234,15 +234,15 @@ def test_what_is_laid_out_anew_before_it_is_cut(whole, size):
         ),
     ],
 )  # fmt: skip
-def test_copies_beside_the_rest(line, shapes, hbm, host):
+def test_asynchronous_copies(line, shapes, hbm, host):
     module = program(line, parameters=given(**shapes))
     found = copied(module, module.entry, module.entry.named["r"])
     assert (found.hbm_bytes, found.host_bytes) == (hbm, host)
 
 
 @pytest.mark.parametrize("call", ["fusion-start(%p, %i), kind=kLoop, calls=%f", "call-start(%p, %i), to_apply=%f"])
-def test_what_is_called_beside_the_rest(call):
-    """A slicing fusion, or a call: the compiler hands scatters to other cores."""
+def test_asynchronous_computations(call):
+    """A slicing fusion, or a call, which is how the compiler runs scatters on other cores."""
     inside = f"""%f (p: f32[]) -> f32[] {{
   %p = {STACK} parameter(0)
   %i = s32[] parameter(1)

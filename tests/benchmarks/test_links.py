@@ -9,7 +9,7 @@ MS = 1e-3
 
 
 def grid(x, y, z=1):
-    """Places of partitions in the order of a mesh (x, y, z)."""
+    """The places of partitions in the order of a mesh (x, y, z)."""
     return [(i, j, k, 0) for i in range(x) for j in range(y) for k in range(z)]
 
 
@@ -21,35 +21,35 @@ COLUMNS = tuple(tuple(range(i, 16, 4)) for i in range(4))
 @pytest.mark.parametrize(
     ("name", "kind", "groups", "seconds"),
     [
-        # A 4 x 4 of v5e has no rings: a device at a corner takes in over one link in each dimension.
+        # A 4 x 4 of v5e has no rings: a device at a corner receives over one link in each dimension.
         ("v5e:4x4", "all-gather", ALL16, 15 / 16 * 2 / 2 * MS),
         ("v5e:4x4", "reduce-scatter", ALL16, 15 / 16 * 2 / 2 * MS),
         ("v5e:4x4", "all-reduce", ALL16, 2 * 15 / 16 * 2 / 2 * MS),
         ("v5e:4x4", "all-gather", ROWS, 3 / 4 * 2 * MS),
         ("v5e:4x4", "all-gather", COLUMNS, 3 / 4 * 2 * MS),
         ("v5e:4x4", "collective-broadcast", ROWS, 2 * MS),
-        # Every other one of a row: the two groups of a row share its middle link.
+        # Every other chip of a row: the two groups of a row share its middle link.
         ("v5e:4x4", "all-gather", tuple((4 * i + j, 4 * i + j + 2) for i in range(4) for j in range(2)), 2 * MS),
-        # Neighbours: they share nothing.
+        # Neighbours: they share no link.
         ("v5e:4x4", "all-gather", tuple((4 * i + j, 4 * i + j + 1) for i in range(4) for j in (0, 2)), MS),
         # Quarters of 2 x 2 have a link in each dimension.
         ("v5e:4x4", "all-gather", ((0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)), 3 / 4 * MS),
-        # Corners of 2 x 2 spread over all of it: in each dimension two groups share a link, so 2 x 1/2.
+        # Quarters of 2 x 2 with gaps: in each dimension two groups share a link, so 2 x 1/2.
         ("v5e:4x4", "all-gather", ((0, 2, 8, 10), (1, 3, 9, 11), (4, 6, 12, 14), (5, 7, 13, 15)), 3 / 4 * 2 * MS),
-        # No box: a diagonal of 4 chips and what is left of its rows; the four boxes all overlap.
+        # Diagonals of 4 chips are no boxes; their four bounding boxes all overlap.
         (
             "v5e:4x4", "all-gather",
             ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)), 3 / 4 * 4 * 2 * MS,
         ),
-        # The middle of a line of 4: half of the payload of each of the 2 on one side, 2 x 1/2 of it in all.
+        # Over the middle of a line of 4, each of the 2 chips on one side sends half of its payload.
         ("v5e:4x4", "all-to-all", ROWS, 2 * MS),
         ("v5e:4x4", "ragged-all-to-all", ROWS, 2 * MS),
         ("v5e:4x4", "all-to-all", tuple((i, i + 1) for i in range(0, 16, 2)), MS),
-        # To the next in a row; the last to the first, over the same links the other way.
+        # To the next chip of a row; the last one to the first, over the same links in the other direction.
         ("v5e:4x4", "collective-permute", tuple((i, i - i % 4 + (i + 1) % 4) for i in range(16)), 2 * MS),
-        # Everyone of a row to the next but one: both of the messages into the middle link.
+        # To the next chip but one of a row: two messages share the middle link.
         ("v5e:4x4", "collective-permute", tuple((i, i + 2) for i in range(16) if i % 4 < 2), 4 * MS),
-        # A group of one talks to nobody.
+        # A group of one sends nothing.
         ("v5e:4x4", "all-reduce", tuple((i,) for i in range(16)), 0.0),
     ],
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_mesh_without_rings(name, kind, groups, seconds):
             tuple(tuple(range(16 * i, 16 * i + 16)) for i in range(4)), 15 / 16 / 4 * MS,
         ),
         ("v5p:4x4x4", grid(4, 4, 4), "all-to-all", (tuple(range(64)),), 4 / 8 * MS),
-        # Half of a ring is a line; every other chip of a ring is a ring, which two groups share.
+        # Half of a ring is a line. Every other chip of a ring is a ring that two groups share.
         (
             "v5p:4x4x4", grid(4, 4, 4), "all-gather",
             tuple((i + j, i + j + 1) for i in range(0, 64, 4) for j in (0, 2)), 1 / 2 * MS,
@@ -77,12 +77,12 @@ def test_mesh_without_rings(name, kind, groups, seconds):
             "v5p:4x4x4", grid(4, 4, 4), "all-gather",
             tuple((i + j, i + j + 2) for i in range(0, 64, 4) for j in range(2)), 1 / 2 * MS,
         ),
-        # One place on: each link carries one message, the shorter way around.
+        # To the next chip of a ring: each link carries one message, the shorter way around.
         (
             "v5p:4x4x4", grid(4, 4, 4), "collective-permute",
             tuple((i + j, i + (j + 1) % 4) for i in range(0, 64, 4) for j in range(4)), MS,
         ),
-        # 2 x 2 x 4 is less than a cube: no rings. 8 x 16 of v5e: a ring in the dimension of 16 only.
+        # 2 x 2 x 4 is less than a cube, so it has no rings. 8 x 16 of v5e has a ring only in the dimension of 16.
         ("v5p:2x2x4", grid(2, 2, 4), "all-gather", (tuple(range(16)),), 15 / 16 / 3 * MS),
         ("v5e:8x16", grid(8, 16), "all-gather", (tuple(range(128)),), 127 / 128 / 3 * 2 * MS),
         ("v5e:16x16", grid(16, 16), "all-gather", (tuple(range(256)),), 255 / 256 / 4 * 2 * MS),
@@ -93,7 +93,7 @@ def test_rings(name, places, kind, groups, seconds):
 
 
 def test_two_devices_of_a_chip():
-    """They share the chip's links; among themselves they use its memory."""
+    """They share the chip's links. Between themselves they use the chip's memory."""
     target = find_target("v5p:4x4x4")
     places = [(x, 0, 0, core) for x in range(4) for core in range(2)]
     together = wire(target, "all-gather", (tuple(range(8)),), B, places)
@@ -109,7 +109,7 @@ def test_short_messages_take_hops():
     assert wire(target, "all-gather", ALL16, 4, grid(4, 4)).seconds == pytest.approx(6e-6)
     assert wire(target, "all-reduce", ALL16, 4, grid(4, 4)).seconds == pytest.approx(12e-6)
     assert wire(target, "collective-permute", ((0, 15),), 4, grid(4, 4)).seconds == pytest.approx(6e-6)
-    around = find_target("v5p:4x4x4")  # from one end of a ring to the other is one hop
+    around = find_target("v5p:4x4x4")  # the ends of a ring are one hop apart
     assert wire(around, "collective-permute", ((0, 3),), 4, grid(4, 4, 4)).seconds == pytest.approx(1e-6)
     full = find_target("v5e:16x16")
     assert wire(full, "all-gather", (tuple(range(256)),), 4, grid(16, 16)).seconds == pytest.approx(16e-6)
@@ -124,7 +124,7 @@ HOSTS = tuple(tuple(range(8 * i, 8 * i + 8)) for i in range(4))
     [
         ("all-gather", HOSTS, 7 / 8 * NVLINK),
         ("all-reduce", HOSTS, 2 * 7 / 8 * NVLINK),
-        ("all-gather", (tuple(range(32)),), 31 / 32 * NVLINK),  # the 8 ports of a host take in 3/4 of it sooner
+        ("all-gather", (tuple(range(32)),), 31 / 32 * NVLINK),  # the 8 ports of a host receive their 3/4 of it sooner
         ("all-gather", ((0, 1, 8, 9, 16, 17, 24, 25),), 3 / 4 / 2 * NETWORK),
         ("all-gather", tuple(tuple(range(i, 32, 8)) for i in range(8)), 3 / 4 * NETWORK),
         ("all-to-all", (tuple(range(32)),), 24 / 32 * NETWORK),
@@ -139,8 +139,8 @@ def test_hosts(kind, groups, seconds):
     assert wire(target, kind, groups, B, target.places()).seconds == pytest.approx(seconds)
 
 
-def test_which_links():
-    """Collectives along different dimensions do not meet; permutes the two ways around do not either."""
+def test_occupied_links():
+    """Collectives along different dimensions share no links, and neither do permutes in opposite directions."""
     target, places = find_target("v5e:4x4"), grid(4, 4)
     rows, columns = (wire(target, "all-gather", groups, B, places).links for groups in (ROWS, COLUMNS))
     on = tuple((4 * i + j, 4 * i + j + 1) for i in range(4) for j in range(3))
@@ -151,6 +151,6 @@ def test_which_links():
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5e:4x4x4", "v99:4x4", "h100:8"])
-def test_no_such_target(name):
-    with pytest.raises(ValueError, match="is no target"):
+def test_unknown_target(name):
+    with pytest.raises(ValueError, match="is not a target"):
         find_target(name)

@@ -1,9 +1,9 @@
-"""The figures of planning at scale: one small measurement, and the ratios of made-up ones."""
+"""The figures of planning at scale: one small measurement, and the ratios of invented ones."""
 
 from planning_scale import SMALL, Measured, in_a_process, rows_of
 
 
-def test_a_measurement_is_a_process_of_its_own():
+def test_a_measurement_is_a_new_process():
     found = in_a_process(("plan", SMALL, "layers=1", "context=64", "vocab=256"))
     assert set(found.seconds) == {"trace", "plan"}
     assert all(0 < found.seconds[what] for what in found.seconds)

@@ -1,7 +1,7 @@
-"""Compiles a plan's program for a machine that is not there, and reads what the compiler made of it.
+"""Compiles a plan's program for its target, which need not be attached, and compares the result with the plan.
 
-`export` exports, `aot_compile` compiles in a process of its own (`compiler_process`) and keeps results on disk,
-`verification` compares what was compiled with the plan, `audit` holds and prints the result.
+`export` exports the program, `aot_compile` compiles it in a separate process (`compiler_process`) and caches the result
+on disk, `verification` compares the compiled program with the plan, `audit` stores and prints the comparison.
 """
 
 from autoshard.sharding.audit.aot_compile import Compiled, build, missing_compiler

@@ -1,9 +1,9 @@
-"""Compiles one program for a machine that is not there, in a process of its own.
+"""Compiles one program for a machine that need not be attached. Runs as a script in a process of its own.
 
-    python child.py JOB OUT
+    python compiler_process.py JOB OUT
 
 libtpu takes a lock, reads its environment once and can crash, so only this process loads it (or the CUDA plugin). It
-imports nothing of autoshard: `build` writes JOB and reads OUT.
+imports nothing from autoshard. `aot_compile.build` writes JOB and reads OUT.
 
 JOB is JSON, a mapping:
     program     a serialized `jax.export.Exported` of a function of flat arguments, in base64
@@ -11,23 +11,23 @@ JOB is JSON, a mapping:
     topology    `v5e:4x4`, `v5p:4x4x4*2` (two slices), `v4:8x8x8` (a device is a chip: both cores together), `h100:4x8`
                 (hosts x devices of a host), `cpu:8`
     mesh        axis name -> size, outermost first
-    devices     for each place of the mesh, row by row, the number of its device in the machine's row-major order:
-                slice, z, y, x, core of a TPU; host, index of a GPU
-    donated     indices of the arguments whose memory the results may take; an export forgets them
+    devices     for each position of the mesh, in row-major order, the number of its device in the machine's row-major
+                order: slice, z, y, x, core of a TPU; host, index of a GPU
+    donated     indices of the arguments whose memory the results may use; an exported program does not store them
     options     compiler options, name -> string
 
 OUT gets `program.hlo.gz` (the scheduled HLO) and `result.json`:
-    kind        `ok`, `oom` (the program does not fit the device: an answer, not a failure) or `error`
-    stage       what failed: `topology`, `lower` or `compile`; empty where nothing did
-    message     the compiler's words; empty where it had no complaint
-    memory      bytes of a device: argument, output, temp, alias, code, peak, and the same on its host
-    needed_bytes, limit_bytes   what an `oom` would take and what there is, by the compiler
-    coordinates for each partition of the program (its place in the mesh) where its device stands: x, y, z, core on a
-                TPU; slice, host, index on a GPU; its number on a CPU
-    dropped     options that this compiler does not have
-    added       options without which it fails, as `name=value`
-    seconds     to lower and to compile
-    versions    of jax, jaxlib and the compiler's package
+    kind        `ok`, `oom` (the program does not fit the device: a result, not a failure) or `error`
+    stage       the stage that failed: `topology`, `lower` or `compile`; empty if none did
+    message     the error message; empty if there is none
+    memory      bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`
+    needed_bytes, limit_bytes   for an `oom`, the bytes that the program needs and that the device has, as reported
+    coordinates for each partition of the program (its position in the mesh) the coordinates of its device: x, y, z,
+                core of a TPU; slice, host, index of a GPU; number of a CPU
+    dropped     options that were left out because this compiler does not know them
+    added       options that were added because the compiler fails without them, as `name=value`
+    seconds     time to lower and to compile
+    versions    versions of jax, jaxlib and the compiler's packages
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from typing import Any
 
 GPUS = Path(__file__).with_name("gpus.toml")
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
-# One accelerator type does for every topology: what is compiled for comes from the topology's name.
+# One accelerator type serves every topology: the name of the topology decides what is compiled for.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_STDERR_LOG_LEVEL": "1",  # what the partitioner remarks would go to a file
+    "TPU_STDERR_LOG_LEVEL": "1",  # else the partitioner's remarks go to a file
     "TPU_LOG_DIR": "disabled",
 }
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
-# Nothing to time kernels on; and kernels that need CUDA's libraries to be found are not looked for.
+# No device is attached to time kernels on. This also keeps XLA from looking for kernels in CUDA's libraries.
 GPU_OPTIONS = {"xla_gpu_autotune_level": "0"}
-# Where no kernel is timed, XLA 0.10 takes the first tiles for a product, and fails if they do not fit it.
+# Without timing, XLA 0.10 picks the first tile sizes for a matrix product, and fails if they do not fit its shape.
 NO_TILES = "Couldn't find output tile sizes"
-PLAIN_PRODUCTS = {"xla_gpu_enable_triton_gemm": "False"}
+NO_TRITON_GEMM = {"xla_gpu_enable_triton_gemm": "False"}
 NO_SUCH_OPTION = re.compile(r"No such compile option: '([^']+)'")
 # "Used 20.01G of 15.75G hbm"; "... temporaries (20.01G) exceeds available HBM (15.75G)".
 SIZES = re.compile(r"([\d.]+)([KMGT]?)\)?(?: of | exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))")
@@ -78,17 +78,17 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def main(job: Path, out: Path) -> None:
-    """Compiles the job and writes what came of it."""
-    given = json.loads(job.read_text())
-    set_environment(given)
-    result, text = _result(given)
+    """Compile the job and write the result."""
+    contents = json.loads(job.read_text())
+    set_environment(contents)
+    result, text = _result(contents)
     if text:
         (out / "program.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     (out / "result.json").write_text(json.dumps(result) + "\n")
 
 
 def set_environment(job: dict[str, Any]) -> None:
-    """Sets what JAX and libtpu read when they are loaded."""
+    """Set the variables that JAX and libtpu read when they are loaded."""
     os.environ.update(ENVIRONMENT)
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(DEVICE_COUNT)]
     if job["platform"] == "cpu":
@@ -101,11 +101,11 @@ def _result(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
     begin = time.perf_counter()
     try:
         mesh = _mesh(job)
-        result |= {"coordinates": [place(device) for device in mesh.devices.flat], "stage": "lower"}
+        result |= {"coordinates": [coordinates(device) for device in mesh.devices.flat], "stage": "lower"}
         lowered = _lowered(job, mesh)
         result |= {"seconds_lower": time.perf_counter() - begin, "stage": "compile"}
         compiled = _compiled(lowered, _options(job), result)
-    # The compiler's (JaxRuntimeError) and JAX's refusals are results; other errors end the process, which says them.
+    # Errors of the compiler (JaxRuntimeError) and of JAX are results. Other errors end the process with a traceback.
     except (RuntimeError, ValueError, TypeError) as error:
         return result | _failure(str(error)) | {"seconds": time.perf_counter() - begin}, ""
     seconds = time.perf_counter() - begin
@@ -114,24 +114,24 @@ def _result(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def versions() -> dict[str, str]:
-    """The packages that decide what is compiled, of those installed."""
-    found = {}
+    """Versions of the installed packages that affect compilation."""
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _mesh(job: dict[str, Any]) -> Any:
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
-    devices = sorted(_devices(job), key=rank)
+    devices = sorted(_devices(job), key=device_rank)
     shape = tuple(job["mesh"].values())
     if len(devices) != len(job["devices"]):
-        raise ValueError(f"{job['topology']} has {len(devices)} devices, the mesh takes {len(job['devices'])}")
+        raise ValueError(f"{job['topology']} has {len(devices)} devices, but the mesh has {len(job['devices'])}")
     grid = np.array([devices[index] for index in job["devices"]], object).reshape(shape)
     return Mesh(grid, tuple(job["mesh"]), axis_types=(AxisType.Auto,) * len(shape))
 
@@ -146,23 +146,24 @@ def _devices(job: dict[str, Any]) -> Any:
     if job["platform"] == "cuda":
         grid = "x".join(["1"] * (2 - shape.count("x")) + [shape])  # slices x hosts x devices of a host
         return get_topology_desc(
-            platform="cuda", topology_name=grid, topology=grid, target_config=gpu_text(chip)
+            platform="cuda", topology_name=grid, topology=grid, target_config=gpu_target_config(chip)
         ).devices
     shape, _, slices = shape.partition("*")
-    more: dict[str, Any] = {"num_slices": int(slices)} if slices else {}
+    options: dict[str, Any] = {"num_slices": int(slices)} if slices else {}
     if chip == "v4":
-        more["chip_config_name"] = "megacore"
-    if set(shape.split("x")) == {"1"}:  # a host has four chips if nothing is said
-        more["chips_per_host_bounds"] = [1, 1, 1]
-    return get_topology_desc(platform="tpu", topology_name=f"{chip}:{shape}", **more).devices
+        options["chip_config_name"] = "megacore"
+    if set(shape.split("x")) == {"1"}:  # by default, a host has four chips
+        options["chips_per_host_bounds"] = [1, 1, 1]
+    return get_topology_desc(platform="tpu", topology_name=f"{chip}:{shape}", **options).devices
 
 
-def gpu_text(chip: str) -> str:
-    """A GPU as XLA's compiler takes it."""
+def gpu_target_config(chip: str) -> str:
+    """Describe a GPU to XLA's compiler, as the text of its `GpuTargetConfigProto`."""
     table = tomllib.loads(GPUS.read_text())
     if chip not in table:
         raise ValueError(
-            f"XLA's compiler is not told enough of {chip}; known: {', '.join(k for k in table if k != 'all')}"
+            f"no description of '{chip}' for XLA's GPU compiler in {GPUS.name}; it has "
+            f"{', '.join(k for k in table if k != 'all')}"
         )
     own = table[chip]
     figures = table["all"] | table.get(own.pop("like", ""), {}) | own
@@ -174,15 +175,15 @@ def gpu_text(chip: str) -> str:
     return f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\ndevice_description_str: "{description}"\n'
 
 
-def rank(device: Any) -> tuple[int, ...]:
-    """By what devices are numbered: slice, z, y, x, core of a TPU; slice, host, index of a GPU; their ids."""
+def device_rank(device: Any) -> tuple[int, ...]:
+    """The sort key that numbers devices: slice, z, y, x, core of a TPU; slice, host, index of a GPU; else ids."""
     if device.platform == "tpu":
         return (getattr(device, "slice_index", 0) or 0, *reversed(device.coords), device.core_on_chip)
     return tuple(getattr(device, "coords", None) or (device.process_index, device.id))
 
 
-def place(device: Any) -> list[int]:
-    """Where a device stands, for people."""
+def coordinates(device: Any) -> list[int]:
+    """The coordinates of a device in its machine: x, y, z, core of a TPU; slice, host, index of a GPU; else its id."""
     core = [device.core_on_chip] if device.platform == "tpu" else []
     return [*(getattr(device, "coords", None) or [device.id]), *core]
 
@@ -197,7 +198,7 @@ def _lowered(job: dict[str, Any], mesh: Any) -> Any:
         args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
         return jax.tree.leaves(program.call(*args, **kwargs))
 
-    # Arguments that nothing takes stay, so that the program's parameters are the plan's inputs one by one.
+    # Unused arguments are kept, so that the program's parameters correspond to the plan's inputs one to one.
     step = jax.jit(
         flat,
         in_shardings=list(program.in_shardings_jax(mesh)),
@@ -219,13 +220,13 @@ def _compiled(lowered: Any, options: dict[str, str], result: dict[str, Any]) -> 
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            found = NO_SUCH_OPTION.search(str(error))
-            if found and found[1] in options:
-                result["dropped"].append(found[1])
-                options = {name: value for name, value in options.items() if name != found[1]}
-            elif NO_TILES in str(error) and not PLAIN_PRODUCTS.keys() & options.keys():
-                result["added"] += [f"{name}={value}" for name, value in PLAIN_PRODUCTS.items()]
-                options = options | PLAIN_PRODUCTS
+            unknown = NO_SUCH_OPTION.search(str(error))
+            if unknown and unknown[1] in options:
+                result["dropped"].append(unknown[1])
+                options = {name: value for name, value in options.items() if name != unknown[1]}
+            elif NO_TILES in str(error) and not NO_TRITON_GEMM.keys() & options.keys():
+                result["added"] += [f"{name}={value}" for name, value in NO_TRITON_GEMM.items()]
+                options = options | NO_TRITON_GEMM
             else:
                 raise
 

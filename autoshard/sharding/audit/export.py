@@ -1,4 +1,4 @@
-"""A planned program as the compiler of another machine takes it: StableHLO, a mesh, shardings, options."""
+"""Exports a planned program for the compiler of another machine: StableHLO, mesh, shardings, options."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
 
-FRAMES = "jax_traceback_in_locations_limit"
+_TRACEBACK_LIMIT = "jax_traceback_in_locations_limit"
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What a compiler needs.
+    """One program to compile, and the machine to compile it for.
 
     Attributes:
         program: a serialized `jax.export.Exported` of a function of flat arguments.
         platform: tpu, cuda or cpu.
         topology: the machine, such as `v5p:4x4x4`.
         mesh: mesh axis -> size.
-        devices: for each place of the mesh, row by row, the number of its device in the machine's row-major order.
-        donated: the arguments whose memory the results may take.
+        devices: for each position of the mesh, in row-major order, the number of its device in the machine's row-major
+            order.
+        donated: indices of the arguments whose memory the results may use.
         options: compiler options.
     """
 
@@ -42,30 +43,30 @@ class CompileJob:
     options: Options = field(default_factory=dict)
 
     def digest(self, *more: str) -> str:
-        """A digest of the job and of `more` (versions of the compiler)."""
+        """A digest of the job and of `more`, such as the versions of the compiler."""
         rest = [self.platform, self.topology, dict(self.mesh), self.devices, self.donated, sorted(self.options.items())]
         text = json.dumps([rest, *more], default=list).encode()
         return hashlib.sha256(self.program + text).hexdigest()[:32]
 
 
 def export_plan(executable: Executable, options: Options | None = None) -> CompileJob:
-    """Lowers a bound plan over its abstract mesh for its target's platform; needs no device and no compiler.
+    """Export a plan's program over its abstract mesh for its target's platform. Needs no device and no compiler.
 
     Args:
         executable: a plan with its function.
-        options: compiler options; default: the plan's own for its platform.
+        options: compiler options. Default: the plan's options for its platform.
     """
     plan, traced = executable.plan, executable.traced
     target = find_target(plan.target)
-    given = plan.compiler_options.get(target.platform, {}) if options is None else options
+    options = plan.compiler_options.get(target.platform, {}) if options is None else options
     program = export(executable.run(plan.mesh), traced.in_avals, *plan.shardings(plan.mesh), target.platform)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     donated = tuple(map(int, traced.donated))
-    return CompileJob(program, target.platform, topology_name(target), sizes, plan.device_order, donated, given)
+    return CompileJob(program, target.platform, topology_name(target), sizes, plan.device_order, donated, options)
 
 
 def topology_name(target: Target) -> str:
-    """`v5p:4x4x4*2` (x, y, z, slices) or `h100:4x8` (hosts, devices), whatever the target is called."""
+    """The name of a target in one form: `v5p:4x4x4*2` (x, y, z, slices) or `h100:4x8` (hosts, devices of a host)."""
     chip = next(name for name, chip in CHIPS.items() if chip == target.chip)
     sizes = {d.name: d.size for d in target.topology.dims}
     if target.chip.torus:
@@ -77,19 +78,19 @@ def topology_name(target: Target) -> str:
 def export(
     fn: Any, avals: Sequence[Any], in_shardings: Sequence[Any], out_shardings: Sequence[Any], platform: str
 ) -> bytes:
-    """A function of flat arguments, exported with these shardings over an abstract mesh."""
+    """Export a function of flat arguments with these shardings over an abstract mesh."""
     jitted = jax.jit(lambda *leaves: fn(*leaves), in_shardings=list(in_shardings), out_shardings=list(out_shardings))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    with innermost_lines():
+    with innermost_frames_only():
         return bytes(export_jax(jitted, platforms=[platform])(*shapes).serialize())
 
 
 @contextlib.contextmanager
-def innermost_lines() -> Iterator[None]:
-    """Of each operator only the innermost line is exported, not who called it: the same program is the same bytes."""
-    before = getattr(jax.config, FRAMES)
-    jax.config.update(FRAMES, 1)
+def innermost_frames_only() -> Iterator[None]:
+    """Export only the innermost source line of each operator, so that the bytes do not depend on the callers."""
+    before = getattr(jax.config, _TRACEBACK_LIMIT)
+    jax.config.update(_TRACEBACK_LIMIT, 1)
     try:
         yield
     finally:
-        jax.config.update(FRAMES, before)
+        jax.config.update(_TRACEBACK_LIMIT, before)

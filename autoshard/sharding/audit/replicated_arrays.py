@@ -1,8 +1,8 @@
-"""Arrays that the plan cuts and of which the compiled program keeps the whole on every device.
+"""Finds arrays that the plan shards and the compiled program replicates on every device.
 
-Inputs and results are compared one by one. Of temporaries, the large ones whose sizes are those of a value on the same
-line that the plan cuts, as it does all values of these sizes, and not those of a piece of any: which value a temporary
-is cannot be told.
+Inputs and results are compared one by one. It is not known which value a temporary of the compiled program holds. A
+large temporary is reported if it has the unsharded shape of a value on the same line, the plan shards every value of
+this shape, and no shard has this shape.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.audit.constants import LARGE_TEMPORARY_SHARE
 from autoshard.sharding.audit.traffic_diff import place
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.layout.operator_sharding import operand_spec, strategy
@@ -24,22 +25,22 @@ from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spe
 
 Shape = tuple[int, ...]
 
-LARGE = 0.02  # of the peak: smaller temporaries are not looked at
+# Opcodes of instructions that allocate no buffer of their own.
 NO_BUFFERS = ("bitcast", "conditional", "get-tuple-element", "parameter", "tuple", "while")
 
 
 @shown
 @dataclass(frozen=True)
 class ReplicatedArray:
-    """An array that is whole, or cut less than the plan says, on every device.
+    """An array that is replicated, or sharded over fewer devices than the plan says.
 
     Attributes:
         what: `input`, `result` or `temporary`.
-        name: its path; of a temporary the operator that makes it.
-        shape: as it is on a device.
-        bytes: as it is on a device.
-        planned_bytes: what the plan says.
-        line: the user's, of a temporary.
+        name: its path; for a temporary, the operator that computes it.
+        shape: its shape on one device.
+        bytes: its bytes on one device.
+        planned_bytes: its bytes on one device by the plan.
+        line: the user's source line, for a temporary.
     """
 
     what: Literal["input", "result", "temporary"]
@@ -51,14 +52,14 @@ class ReplicatedArray:
 
 
 def replicated(executable: Executable, program: Program, peak_bytes: float) -> tuple[ReplicatedArray, ...]:
-    """What is whole although the plan cuts it, the largest first."""
+    """Return the arrays that the plan shards and the program replicates, in descending order of bytes."""
     plan = executable.plan
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     entry = program.entry
     results = [a for i in ([entry.root] if entry.root.opcode != "tuple" else entry.takes(entry.root)) for a in i.arrays]
-    taken = [entry.parameters[n].arrays[0] for n in sorted(entry.parameters) if entry.parameters[n].arrays]
-    found = [*_leaves("input", plan.inputs, taken, sizes), *_leaves("result", plan.outputs, results, sizes)]
-    found += _temporaries(executable, program, sizes, LARGE * peak_bytes)
+    inputs = [entry.parameters[n].arrays[0] for n in sorted(entry.parameters) if entry.parameters[n].arrays]
+    found = [*_leaves("input", plan.inputs, inputs, sizes), *_leaves("result", plan.outputs, results, sizes)]
+    found += _temporaries(executable, program, sizes, LARGE_TEMPORARY_SHARE * peak_bytes)
     return tuple(sorted(found, key=lambda w: -w.bytes))
 
 
@@ -75,83 +76,88 @@ def _leaves(
 
 
 def _temporaries(
-    executable: Executable, program: Program, sizes: Mapping[str, int], least: float
+    executable: Executable, program: Program, sizes: Mapping[str, int], min_bytes: float
 ) -> list[ReplicatedArray]:
-    cut = cut_shapes(executable, sizes)
+    sharded = sharded_shapes(executable, sizes)
     found: dict[Shape, ReplicatedArray] = {}
     for _, i in scheduled(program):
         for array in i.arrays if i.opcode not in NO_BUFFERS else ():
             shape = _squeezed(array.dims)
-            if array.nbytes < max(least, 1) or shape not in cut or shape in found:
+            if array.nbytes < max(min_bytes, 1) or shape not in sharded or shape in found:
                 continue
             line, name = program.line(i), i.op_name.rpartition("/")[2] or i.name
-            if place(line) in cut[shape].places:
-                planned = array.nbytes / cut[shape].ways
+            if place(line) in sharded[shape].places:
+                planned = array.nbytes / sharded[shape].shard_count
                 found[shape] = ReplicatedArray("temporary", name, str(array), array.nbytes, planned, line)
     return list(found.values())
 
 
 @dataclass
-class Cut:
-    """Into how many pieces a plan cuts the values of one shape at least, and on which lines they stand."""
+class ShardedShape:
+    """The sharding of all values of one shape.
 
-    ways: int
+    Attributes:
+        shard_count: the smallest number of shards of such a value.
+        places: the places of the operators that use these values.
+    """
+
+    shard_count: int
     places: set[str] = field(default_factory=set)
 
 
-def cut_shapes(executable: Executable, sizes: Mapping[str, int]) -> dict[Shape, Cut]:
-    """Global shapes whose values a plan cuts, all of them and always.
+def sharded_shapes(executable: Executable, sizes: Mapping[str, int]) -> dict[Shape, ShardedShape]:
+    """Return the unsharded shapes, without dimensions of size 1, of which the plan always shards every value.
 
-    Dimensions of 1 are left out. An operand that the plan gathers for its operator is not always cut.
+    A value that the plan gathers for an operator is not always sharded.
     """
     layout = executable.layout
     avals = layout.axes.program.avals
-    cuts: dict[Shape, Cut] = {}
-    pieces = set()
+    found: dict[Shape, ShardedShape] = {}
+    shard_shapes = set()
 
-    def note(value: int, spec: Spec, line: str = "") -> None:
+    def record(value: int, spec: Spec, line: str = "") -> None:
         shape = getattr(avals[value], "shape", ())
         if value >= 0 and len(spec) == len(shape):
             n = math.prod(sizes[a] for a in axes_of(spec))
-            cut = cuts.setdefault(_squeezed(shape), Cut(n))
-            cut.ways = min(cut.ways, n)
-            cut.places.add(line)
-            pieces.add(_squeezed(local_shape(shape, spec, sizes)))
+            entry = found.setdefault(_squeezed(shape), ShardedShape(n))
+            entry.shard_count = min(entry.shard_count, n)
+            entry.places.add(line)
+            shard_shapes.add(_squeezed(local_shape(shape, spec, sizes)))
 
     for value in range(len(avals)):
         for spec in (layout.spec(value), operand_spec(layout, value), layout.gradient_spec(value)):
-            note(value, spec or layout.spec(value))
+            record(value, spec or layout.spec(value))
     for op in layout.axes.program.ops():
         line = place(_compat.source_line(op.eqn))
         for value in (*op.operands, *op.results):
             if value >= 0:
-                note(value, layout.spec(value), line)
+                record(value, layout.spec(value), line)
         if op.rule is not None and is_decision_point(op):
             plan = strategy(layout, op, executable.flops_per_byte)
             for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
-                note(value, plan.spec(dims), line)
-    return {shape: cut for shape, cut in cuts.items() if cut.ways > 1 and shape and shape not in pieces}
+                record(value, plan.spec(dims), line)
+    return {shape: s for shape, s in found.items() if s.shard_count > 1 and shape and shape not in shard_shapes}
 
 
 def scheduled(program: Program) -> Iterator[tuple[Computation, Instruction]]:
-    """The instructions that run by themselves, not those inside fusions."""
-    reached, todo = {program.entry.name}, [program.entry]
-    while todo:
-        where = todo.pop()
+    """Yield the instructions that are scheduled, which excludes those inside fusions."""
+    seen, pending = {program.entry.name}, [program.entry]
+    while pending:
+        where = pending.pop()
         for i in where.instructions:
             yield where, i
             names = [i.attribute("body")] if i.opcode == "while" else []
             names += i.called if i.opcode in ("call", "conditional") else []
             for name in names:
-                if name in program.computations and name not in reached:
-                    reached.add(name)
-                    todo.append(program.computations[name])
+                if name in program.computations and name not in seen:
+                    seen.add(name)
+                    pending.append(program.computations[name])
 
 
 def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one device's piece."""
-    ways = [math.prod(sizes[a] for a in dim) for dim in spec]
-    return tuple(-(-n // w) for n, w in zip(shape, ways, strict=True))
+    """The shape of one device's shard."""
+    counts = [math.prod(sizes[a] for a in dim) for dim in spec]
+    return tuple(-(-n // count) for n, count in zip(shape, counts, strict=True))
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:

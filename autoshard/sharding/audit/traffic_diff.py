@@ -1,10 +1,10 @@
-"""Holds the traffic of a compiled program against what the plan says of it.
+"""Compares the traffic of a compiled program with the traffic of its plan.
 
-Every collective that was found is set off against planned ones, byte for byte, in rounds: first on the same mesh axes
-at the same line, then at other lines (the compiler combines collectives and gives them the line of one), then on axes
-that overlap; in each round first the same kind, then other forms of the same thing (`FORMS`), which few may take at
-another line. What a form costs more than what was planned is unplanned, and so is what finds nothing in the plan; what
-is left of the plan is missing.
+Compiled collectives are matched with planned ones, byte for byte, in rounds (`ROUNDS`): first on the same mesh axes at
+the same line, then at other lines (the compiler combines collectives and gives them the line of one of them), then on
+mesh axes that overlap. Each round matches collectives of the same kind first, then those of other kinds that do the
+same (`SUBSTITUTES`); only some of these match across lines. Compiled bytes without a match, and the bytes by which a
+substitute exceeds the planned ones, are unplanned. Planned bytes without a match are missing.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
+from autoshard.sharding.audit.constants import NEGLIGIBLE_SHARE, ROUNDING_BYTES
 from autoshard.sharding.hlo.collectives import KINDS
 
-NEGLIGIBLE = 5e-3  # of all bytes: less is no finding
-WIDENED = "XLA:CPU sends 16-bit numbers as 32-bit ones"
+WIDENED = "XLA:CPU sends 16-bit numbers as 32-bit numbers"
 
 
 @shown
 @dataclass(frozen=True)
-class Found:
+class CompiledCollective:
     """A collective of the compiled program.
 
     Attributes:
-        kind: what moves.
-        axes: the mesh axes that its groups span; empty where they are no mesh axes'.
-        payload_bytes: of one run: of an all-gather what it gives, of others what each device puts in.
-        wire_bytes: bytes that leave each device in one run.
-        trips: runs a step.
-        line: the user's, `file.py:12 (function)`.
-        overlapped: whether it runs beside computation.
-        wire_us: how long all its runs are on the wire.
-        exposed_us: how long they are waited for.
-        op_name: where in the traced program it comes from.
-        devices: the groups, where they are no mesh axes'.
+        kind: the kind, such as `all-gather`.
+        axes: the mesh axes that its groups span; empty if the groups are not those of mesh axes.
+        payload_bytes: bytes of one run: of the result of an all-gather, else of each device's operands.
+        wire_bytes: bytes that each device sends in one run.
+        trips: number of runs per step.
+        line: the user's source line, `file.py:12 (function)`.
+        overlapped: whether compute hides a part of it.
+        wire_us: microseconds of all its runs.
+        exposed_us: the part of `wire_us` that compute does not hide.
+        op_name: its origin in the traced program.
+        devices: the groups of devices, if they are not those of mesh axes.
+        widened: whether it sends 16-bit numbers as 32-bit numbers.
     """
 
     kind: str
@@ -56,14 +57,14 @@ class Found:
 
     @property
     def step_bytes(self) -> float:
-        """Bytes that leave each device in a step."""
+        """Bytes that each device sends per step."""
         return self.wire_bytes * self.trips
 
 
 @shown
 @dataclass(frozen=True)
 class Unplanned:
-    """Traffic beyond what the plan says: bytes that leave each device in a step, their time on the wire, and why."""
+    """Traffic that exceeds the plan's: bytes that each device sends per step, their microseconds, and the cause."""
 
     kind: str
     axes: tuple[str, ...]
@@ -76,7 +77,7 @@ class Unplanned:
 @shown
 @dataclass(frozen=True)
 class Missing:
-    """Traffic that the plan says and the compiled program does not have."""
+    """Planned traffic that the compiled program does not have, in bytes that each device sends per step."""
 
     kind: str
     axes: tuple[str, ...]
@@ -85,18 +86,18 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Form:
-    """How one kind of collective stands for another.
+class Substitute:
+    """How a compiled collective of one kind replaces a planned one of another kind.
 
     Attributes:
-        share: bytes of that for each of its own, on n devices.
-        loss: what is lost by it.
-        far: whether it may stand at another line: the compiler combines sums, and takes them apart.
+        share: bytes of the planned collective per byte of the compiled one, in groups of n devices.
+        loss: why it sends more bytes; empty if it does not.
+        any_line: whether they match across lines. The compiler combines reductions and takes them apart.
     """
 
     share: Callable[[int], float]
     loss: str = ""
-    far: bool = False
+    any_line: bool = False
 
 
 def _all(n: int) -> float:
@@ -107,159 +108,163 @@ def _half(n: int) -> float:
     return 0.5
 
 
-# (found, planned) on groups of n devices.
-FORMS: Mapping[tuple[str, str], Form] = {
-    ("all-reduce", "reduce-scatter"): Form(_half, "reduced in full where a part would do", far=True),
-    ("all-reduce", "all-gather"): Form(_half, "gathered by summing with zeros"),
-    ("all-gather", "all-to-all"): Form(lambda n: 1 / n, "gathered whole where an exchange of parts would do"),
-    ("reduce-scatter", "all-reduce"): Form(_all, far=True),  # the two halves of an all-reduce
-    ("all-gather", "all-reduce"): Form(_all),
-    ("all-to-all", "all-gather"): Form(_all),
-    ("all-to-all", "reduce-scatter"): Form(_all),
-    ("ragged-all-to-all", "all-to-all"): Form(_all),
-    **{("collective-permute", k): Form(_all) for k in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")},
+# (compiled kind, planned kind) -> how the first replaces the second.
+SUBSTITUTES: Mapping[tuple[str, str], Substitute] = {
+    ("all-reduce", "reduce-scatter"): Substitute(_half, "an all-reduce instead of a reduce-scatter", any_line=True),
+    ("all-reduce", "all-gather"): Substitute(_half, "gathered by a sum with zeros"),
+    ("all-gather", "all-to-all"): Substitute(lambda n: 1 / n, "an all-gather instead of an all-to-all"),
+    ("reduce-scatter", "all-reduce"): Substitute(_all, any_line=True),  # the two halves of an all-reduce
+    ("all-gather", "all-reduce"): Substitute(_all),
+    ("all-to-all", "all-gather"): Substitute(_all),
+    ("all-to-all", "reduce-scatter"): Substitute(_all),
+    ("ragged-all-to-all", "all-to-all"): Substitute(_all),
+    **{
+        ("collective-permute", kind): Substitute(_all)
+        for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+    },
 }
-SAME = {(kind, kind): Form(_all, far=True) for kind in KINDS}
+SAME = {(kind, kind): Substitute(_all, any_line=True) for kind in KINDS}
 
 
 @dataclass(eq=False)
-class Side:
-    """One entry of either side and its bytes that are not set off yet."""
+class Traffic:
+    """A compiled or planned collective, and its bytes that are not matched yet."""
 
     kind: str
     axes: frozenset[str] | None
     place: str
     line: str
     left: float
-    found: Found | None = None
+    compiled: CompiledCollective | None = None
 
 
 @dataclass(frozen=True)
 class Context:
-    """What helps to say why something moves.
+    """What the causes of unplanned traffic are derived from.
 
     Attributes:
         sizes: mesh axis -> size.
-        unknown: line -> the operator without a rule that stands there.
-        made_whole: names in the traced program at which the partitioner remarks a full rematerialization.
+        unknown: `place` of a line -> the operator without a rule on that line.
+        rematerialized: names of operators in the traced program that the partitioner fully rematerializes.
     """
 
     sizes: Mapping[str, int]
     unknown: Mapping[str, str] = field(default_factory=dict)
-    made_whole: Collection[str] = ()
+    rematerialized: Collection[str] = ()
 
 
 def compare(
-    found: Sequence[Found], planned: Iterable[tuple[str, str, float, str]], context: Context
+    compiled: Sequence[CompiledCollective], planned: Iterable[tuple[str, str, float, str]], context: Context
 ) -> tuple[tuple[Unplanned, ...], tuple[Missing, ...]]:
-    """What the compiled program moves beyond the plan, and what it does not move.
+    """Return the unplanned and the missing traffic of a compiled program.
 
     Args:
-        found: the program's collectives.
-        planned: (kind, mesh axes, bytes a step, line), as in `Plan.traffic`.
-        context: what helps to say why.
+        compiled: the program's collectives.
+        planned: (kind, mesh axes, bytes per step, line), as in `ShardingPlan.traffic`.
+        context: what the causes are derived from.
     """
-    ours = [Side(kind, _real(axes.split(), context), place(line), line, size) for kind, axes, size, line in planned]
-    theirs = [Side(f.kind, _axes(f, context), place(f.line), f.line, f.step_bytes, f) for f in found]
-    total = max(sum(s.left for s in ours), sum(s.left for s in theirs))
-    lost: dict[tuple[Side, str], float] = defaultdict(float)
-    for side in theirs:
-        if side.found and side.found.widened:
-            side.left /= 2
-            lost[side, WIDENED] += side.left
-    for near in ROUNDS:
-        for (kind, planned_kind), form in (*SAME.items(), *FORMS.items()):
-            wanting = [s for s in ours if s.kind == planned_kind and s.left > 0]
-            for their in (s for s in theirs if s.kind == kind):
-                for our in wanting:
-                    at_hand = form.far or their.place == our.place
-                    if their.left > 0 and our.left > 0 and at_hand and near(their, our):
-                        _set_off(their, our, form, lost, context)
-    for side in theirs:
-        if side.left > 0:
-            lost[side, _cause(side, ours, context)] += side.left
-    return _unplanned(lost, total), tuple(
-        Missing(s.kind, tuple(sorted(s.axes or ())), s.line, s.left) for s in ours if s.left > NEGLIGIBLE * total
+    ours = [Traffic(kind, _real(axes.split(), context), place(line), line, size) for kind, axes, size, line in planned]
+    theirs = [Traffic(c.kind, _axes(c, context), place(c.line), c.line, c.step_bytes, c) for c in compiled]
+    total = max(sum(t.left for t in ours), sum(t.left for t in theirs))
+    excess: dict[tuple[Traffic, str], float] = defaultdict(float)
+    for their in theirs:
+        if their.compiled and their.compiled.widened:
+            their.left /= 2
+            excess[their, WIDENED] += their.left
+    for matches in ROUNDS:
+        for (kind, planned_kind), substitute in (*SAME.items(), *SUBSTITUTES.items()):
+            candidates = [t for t in ours if t.kind == planned_kind and t.left > 0]
+            for their in (t for t in theirs if t.kind == kind):
+                for our in candidates:
+                    allowed = substitute.any_line or their.place == our.place
+                    if their.left > 0 and our.left > 0 and allowed and matches(their, our):
+                        _match(their, our, substitute, excess, context)
+    for their in theirs:
+        if their.left > 0:
+            excess[their, _cause(their, ours, context)] += their.left
+    return _unplanned(excess, total), tuple(
+        Missing(t.kind, tuple(sorted(t.axes or ())), t.line, t.left) for t in ours if t.left > NEGLIGIBLE_SHARE * total
     )
 
 
-def _set_off(their: Side, our: Side, form: Form, lost: dict[tuple[Side, str], float], context: Context) -> None:
-    """Takes from both sides what they have in common."""
+def _match(
+    their: Traffic, our: Traffic, substitute: Substitute, excess: dict[tuple[Traffic, str], float], context: Context
+) -> None:
+    """Subtract the matching bytes from both, and record the bytes by which a substitute exceeds the planned ones."""
     n = math.prod(context.sizes[a] for a in their.axes) if their.axes else math.prod(context.sizes.values())
-    share = form.share(n)
-    taken = min(their.left, our.left / share)
-    their.left -= taken
-    our.left -= taken * share
-    if our.left < 1e-6:
+    share = substitute.share(n)
+    matched = min(their.left, our.left / share)
+    their.left -= matched
+    our.left -= matched * share
+    if our.left < ROUNDING_BYTES:
         our.left = 0.0
-    if form.loss:
-        lost[their, form.loss] += taken * (1 - share)
+    if substitute.loss:
+        excess[their, substitute.loss] += matched * (1 - share)
 
 
-def _overlap(their: Side, our: Side) -> bool:
+def _overlap(their: Traffic, our: Traffic) -> bool:
     return their.axes is None or our.axes is None or bool(their.axes & our.axes)
 
 
-# What stands in a collective's name where no operator of the program does.
+# Descriptions of the names that collectives have if they come from no operator of the program.
 PLACES = {
-    "call_exported": "the border of the program",
-    "sharding_constraint": "a layout that the plan asks for",
+    "call_exported": "the boundary of the program",
+    "sharding_constraint": "a sharding constraint of the plan",
 }
-ROUNDS: Sequence[Callable[[Side, Side], bool]] = (
-    lambda t, o: t.axes == o.axes and t.place == o.place,
-    lambda t, o: t.axes == o.axes,
-    lambda t, o: _overlap(t, o) and t.place == o.place,
+ROUNDS: Sequence[Callable[[Traffic, Traffic], bool]] = (
+    lambda their, our: their.axes == our.axes and their.place == our.place,
+    lambda their, our: their.axes == our.axes,
+    lambda their, our: _overlap(their, our) and their.place == our.place,
     _overlap,
 )
 
 
-def _unplanned(lost: Mapping[tuple[Side, str], float], total: float) -> tuple[Unplanned, ...]:
-    """Findings with the same kind, axes, line and cause together, the largest first."""
+def _unplanned(excess: Mapping[tuple[Traffic, str], float], total: float) -> tuple[Unplanned, ...]:
+    """Combine excess traffic of the same kind, axes, line and cause, in descending order of bytes."""
     bytes_of: dict[tuple[str, tuple[str, ...], str, str], float] = defaultdict(float)
     us_of: dict[tuple[str, tuple[str, ...], str, str], float] = defaultdict(float)
-    for (side, cause), size in lost.items():
-        f = side.found
-        assert f is not None
-        bytes_of[f.kind, f.axes, f.line, cause] += size
-        us_of[f.kind, f.axes, f.line, cause] += f.wire_us * size / f.step_bytes
-    all_found = (Unplanned(*key[:3], size, us_of[key], key[3]) for key, size in bytes_of.items())
-    return tuple(sorted((u for u in all_found if u.bytes > NEGLIGIBLE * total), key=lambda u: -u.bytes))
+    for (traffic, cause), size in excess.items():
+        c = traffic.compiled
+        assert c is not None
+        bytes_of[c.kind, c.axes, c.line, cause] += size
+        us_of[c.kind, c.axes, c.line, cause] += c.wire_us * size / c.step_bytes
+    combined = (Unplanned(*key[:3], size, us_of[key], key[3]) for key, size in bytes_of.items())
+    return tuple(sorted((u for u in combined if u.bytes > NEGLIGIBLE_SHARE * total), key=lambda u: -u.bytes))
 
 
-def _cause(side: Side, ours: Sequence[Side], context: Context) -> str:
-    """Why something moves that the plan does not have, as far as can be told."""
-    f = side.found
-    assert f is not None
-    word = re.search(r"([\w.\-]+)\W*$", f.op_name)  # of combined ones the last: `a/b/mul:a/dot_general)`
+def _cause(traffic: Traffic, ours: Sequence[Traffic], context: Context) -> str:
+    """Describe why the program has traffic that the plan does not have, as far as it can be determined."""
+    c = traffic.compiled
+    assert c is not None
+    word = re.search(r"([\w.\-]+)\W*$", c.op_name)  # the last name of combined ones: `a/b/mul:a/dot_general)`
     what = PLACES.get(word[1], word[1]) if word else "an operator without a name"
-    if side.place in context.unknown:
-        return f"no rule for '{context.unknown[side.place]}': the partitioner makes its operands whole"
-    if f.op_name and f.op_name in context.made_whole:
+    if traffic.place in context.unknown:
+        return f"no rule for '{context.unknown[traffic.place]}': the partitioner replicates its operands"
+    if c.op_name and c.op_name in context.rematerialized:
         return f"involuntary full rematerialization at {what}"
-    here = [o for o in ours if o.kind == side.kind and o.axes == side.axes and o.place == side.place]
-    if here:
-        return f"more than the {side.kind} that is planned on this line, at {what}"
-    if not f.axes:
-        return f"over devices that are no mesh axis's, at {what}"
+    if any((t.kind, t.axes, t.place) == (traffic.kind, traffic.axes, traffic.place) for t in ours):
+        return f"more than the planned {traffic.kind} on this line, at {what}"
+    if not c.axes:
+        return f"groups of devices that are not those of mesh axes, at {what}"
     return {
-        "all-gather": f"the partitioner makes an array whole at {what}",
-        "all-reduce": f"a sum over devices that is not planned, at {what}",
-        "reduce-scatter": f"a sum over devices that is not planned, at {what}",
-        "all-to-all": f"the partitioner moves a cut from one dimension to another at {what}",
-        "collective-permute": f"the partitioner sends pieces to neighbours at {what}",
-    }.get(f.kind, f"not planned, at {what}")
+        "all-gather": f"the partitioner replicates an array at {what}",
+        "all-reduce": f"a reduction over devices that is not planned, at {what}",
+        "reduce-scatter": f"a reduction over devices that is not planned, at {what}",
+        "all-to-all": f"the partitioner moves a sharding from one dimension to another at {what}",
+        "collective-permute": f"the partitioner sends shards to other devices at {what}",
+    }.get(c.kind, f"not planned, at {what}")
 
 
-def _axes(found: Found, context: Context) -> frozenset[str] | None:
-    return _real(found.axes, context) if found.axes else None
+def _axes(collective: CompiledCollective, context: Context) -> frozenset[str] | None:
+    return _real(collective.axes, context) if collective.axes else None
 
 
 def _real(axes: Iterable[str], context: Context) -> frozenset[str]:
-    """Mesh axes along which there is more than one device."""
+    """The mesh axes that have more than one device."""
     return frozenset(a for a in axes if context.sizes.get(a, 1) > 1)
 
 
 def place(line: str) -> str:
-    """`file.py:12` of a source line, without column and function; the line itself where it is none."""
-    found = re.match(r"(.*?:\d+)(?::\d+)?(?: \(.*\))?$", line)
-    return found[1] if found else line
+    """`file.py:12` of a source line, without column and function; other texts unchanged."""
+    match = re.match(r"(.*?:\d+)(?::\d+)?(?: \(.*\))?$", line)
+    return match[1] if match else line

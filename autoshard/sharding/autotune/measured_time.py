@@ -1,11 +1,10 @@
-"""Of several plans the fastest by running them: a few steps each on the attached devices.
+"""The fastest of several plans, measured over a few steps on the attached devices.
 
-A model of cost ranks plans that differ by some percent no better than it knows the machine; where the machine is
-there, it can be asked. The values are made up: state and batch of the plan's shapes, born where the plan has them, for
-one plan at a time, so that there is room for whatever fits by itself. Plans take turns, so that what else the machine
-does meets all of them; what falls behind by more than `BEHIND` runs no further turn. Where the plan spans processes,
-all of them run the same plans, and a plan is as slow as on the slowest. Programs that made-up values could keep running
-for ever, or that would tell them to the world, are not run.
+The cost model cannot rank plans that differ by a few percent; the attached machine can. Inputs are synthetic values of
+the plan's shapes. They are made in their planned shardings and for one plan at a time, so that any plan that fits alone
+can run. Plans run in turns, so that other load on the machine affects all of them. A plan that is slower than
+`SLOWEST_RERUN` is not run again. If a plan spans several processes, all of them run the same plans, and the slowest
+process counts. Programs with side effects, or with loops that synthetic values might never end, are not run.
 """
 
 from __future__ import annotations
@@ -23,30 +22,29 @@ import numpy as np
 from autoshard._processes import MissingProcessError, gathered
 from autoshard._units import time_text, variant_text
 from autoshard.errors import PlanError
-from autoshard.sharding.autotune.synthetic_inputs import input_maker, not_to_be_run
+from autoshard.sharding.autotune.constants import (
+    FINAL_TURNS,
+    LEAST_STEPS,
+    MOST_STEPS,
+    RUN_ERROR_CHARS,
+    SHOWN_PLANS,
+    SLOWEST_FINAL,
+    SLOWEST_RERUN,
+    TURN_S,
+    TURNS,
+)
+from autoshard.sharding.autotune.synthetic_inputs import input_maker, reason_not_to_run
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
-
-TURNS, FINAL = 3, 4
-"""How many times each plan is run, and how many more times those that are close."""
-
-STEPS, TURN_S = 10, 0.5
-"""Steps of a turn at most, and seconds after which it has no further one; two are always timed."""
-
-BEHIND, CLOSE = 1.4, 1.08
-"""How many times as slow as the fastest a plan may be to be run again, and to be run in the final turns."""
-
-SHOWN = 5
-"""How many plans the note names."""
 
 
 @dataclass
 class _Run:
-    """A plan that was compiled for the devices, and the seconds of its steps."""
+    """A plan that is compiled and run, and the seconds of its steps."""
 
     bound: BoundPlan
     compiled: Any = None
-    devices: Any = None  # the mesh
+    mesh: Any = None
     failed: str = ""
     seconds: list[float] = field(default_factory=list)
 
@@ -60,74 +58,74 @@ class _Run:
 
 
 def check_attached(bound: BoundPlan) -> None:
-    """Refuses to run a plan for a machine that is not there.
-
-    Raises:
-        PlanError: it has other or more devices than are attached.
-    """
-    devices, plan, wanted = jax.devices(), bound.plan, bound.problem.machine.target.platform
-    there = "cuda" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
-    if plan.mesh.size > len(devices) or wanted != there:
+    """Raise a `PlanError` if a plan needs other or more devices than are attached."""
+    devices, plan, platform = jax.devices(), bound.plan, bound.problem.machine.target.platform
+    attached = "cuda" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
+    if plan.mesh.size > len(devices) or platform != attached:
         raise PlanError(
-            f"measure runs plans on the attached devices ({len(devices)} of {there}), this plan is for {plan.target}: "
-            "verify=k compiles the best k for it instead"
+            f"measure runs plans on the attached devices ({len(devices)} of {attached}), but this plan is for "
+            f"{plan.target}. Use verify=k: it compiles the best k plans for {plan.target} instead"
         )
 
 
 def fastest_measured(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
-    """The plan whose steps take the least time on the attached devices; the first if none runs or none may.
+    """Return the plan whose steps take the least time on the attached devices; the first plan if none can be run.
 
     Args:
         bounds: plans with their functions, the best first.
-        limit: bytes of one device; what does not fit by the estimate was left out before.
+        limit: bytes of one device. It is not used: plans that do not fit by the estimate were left out before.
     """
     del limit
     check_attached(bounds[0])
     first = bounds[0].plan
     for bound in bounds:
-        if why := not_to_be_run(bound.traced):
-            note = f"no plan was measured: {bound.plan.function} {why}"
+        if reason := reason_not_to_run(bound.traced):
+            note = f"no plan was measured: {bound.plan.function} {reason}"
             return bounds[0].where(notes=(*first.notes, note))
     runs = [_Run(bound) for bound in bounds]
-    with jax.debug_nans(False), jax.debug_infs(False):  # made-up values may give either, and a check takes time
+    with jax.debug_nans(False), jax.debug_infs(False):  # synthetic values may give either, and the checks take time
         _take_turns(runs)
-    ran = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
+    ranked = sorted((run for run in runs if run.median < math.inf), key=lambda run: run.median)
     failed = "".join(f"; {_name(run.plan)} does not run: {run.failed}" for run in runs if run.failed)
-    if not ran:
-        return bounds[0].where(notes=(*first.notes, f"none of {len(bounds)} runs here{failed}"))
-    times = ", ".join(f"{_name(run.plan)} {time_text(1e6 * run.median)}" for run in ran[:SHOWN])
-    note = f"the fastest of {len(ran)} run on {first.target}: {times}{', ...' if len(ran) > SHOWN else ''}{failed}"
-    return ran[0].bound.where(notes=(*ran[0].plan.notes, note))
+    if not ranked:
+        return bounds[0].where(notes=(*first.notes, f"none of {len(bounds)} plans runs on {first.target}{failed}"))
+    times = ", ".join(f"{_name(run.plan)} {time_text(1e6 * run.median)}" for run in ranked[:SHOWN_PLANS])
+    more = ", ..." if len(ranked) > SHOWN_PLANS else ""
+    note = f"the fastest of {len(ranked)} run on {first.target}: {times}{more}{failed}"
+    return ranked[0].bound.where(notes=(*ranked[0].plan.notes, note))
 
 
 def _take_turns(runs: Sequence[_Run]) -> None:
     for run in runs:
         _attempt(run, functools.partial(_compile, run))
-    for turn in range(TURNS + FINAL):
-        most = (BEHIND if turn < TURNS else CLOSE) * min(run.median for run in runs)
-        again = [run for run in runs if not run.failed and (not turn or run.median <= most)]
+    for turn in range(TURNS + FINAL_TURNS):
+        slowest = (SLOWEST_RERUN if turn < TURNS else SLOWEST_FINAL) * min(run.median for run in runs)
+        again = [run for run in runs if not run.failed and (not turn or run.median <= slowest)]
         if turn < TURNS or len(again) > 1:
             for run in again:
                 _attempt(run, functools.partial(_turn, run))
 
 
 def _attempt(run: _Run, action: Callable[[], Sequence[float]]) -> None:
-    """Takes seconds from an action, or what went wrong: memory at run time, a program that the compiler refuses."""
-    found: Sequence[float] = ()
+    """Add the seconds that an action returns to a run, or note why it failed.
+
+    Actions fail if the compiler refuses the program, or if the devices run out of memory.
+    """
+    seconds: Sequence[float] = ()
     try:
-        found = action()
+        seconds = action()
     except MissingProcessError:
         raise
-    except Exception as error:  # compiler, device or user's callback: the plan is out, with its words; others may run
-        first = (str(error).strip().splitlines() or [""])[0]
-        run.failed = " ".join(first.split())[:160] or type(error).__name__
-    if _spans_processes(run.devices):
-        # One number each: the processes' clocks stop at different steps.
-        mine = np.array([bool(run.failed), float(np.median(found)) if len(found) else 0.0])
-        told = gathered(f"measure '{run.plan.chosen}'", mine)
-        run.failed = run.failed or ("it failed in another process" if told[:, 0].any() else "")
-        found = [float(told[:, 1].max())] if len(found) else []
-    run.seconds += found
+    except Exception as error:  # of the compiler, a device or a user's callback: other plans may still run
+        line = (str(error).strip().splitlines() or [""])[0]
+        run.failed = " ".join(line.split())[:RUN_ERROR_CHARS] or type(error).__name__
+    if _spans_processes(run.mesh):
+        # Each process sends one number, because their clocks end a turn at different steps.
+        own = np.array([bool(run.failed), float(np.median(seconds)) if len(seconds) else 0.0])
+        all_processes = gathered(f"measure '{run.plan.chosen}'", own)
+        run.failed = run.failed or ("it failed in another process" if all_processes[:, 0].any() else "")
+        seconds = [float(all_processes[:, 1].max())] if len(seconds) else []
+    run.seconds += seconds
 
 
 def _spans_processes(mesh: Any) -> bool:
@@ -136,46 +134,46 @@ def _spans_processes(mesh: Any) -> bool:
 
 def _compile(run: _Run) -> Sequence[float]:
     executable, traced = run.bound.executable, run.bound.traced
-    run.devices = executable.mesh_over(None)
+    run.mesh = executable.mesh_over(None)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.in_avals]
     args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
-    jitted = executable.jit(run.devices)
+    jitted = executable.jit(run.mesh)
     run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()
     return ()
 
 
 def _turn(run: _Run) -> Sequence[float]:
-    """Seconds of some steps, from values that are made for it and given up after it."""
+    """Run some steps and return the seconds of each. The inputs are made here and freed at the end."""
     traced = run.bound.traced
-    shardings, _ = run.plan.shardings(run.devices)
+    shardings, _ = run.plan.shardings(run.mesh)
     makers = [input_maker(aval.shape, aval.dtype, s) for aval, s in zip(traced.in_avals, shardings, strict=True)]
-    back = dict(traced.state)
+    updated_by = dict(traced.state)
     leaves = [make() for make in makers]
     seconds: list[float] = []
     begun = time.perf_counter()
     count = 0
-    while len(seconds) < 2 or _goes_on(run, len(seconds), begun):
+    while len(seconds) < LEAST_STEPS or _has_another_step(run, len(seconds), begun):
         args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
         jax.block_until_ready(leaves)
         start = time.perf_counter()
         results = run.compiled(*args, kwargs) if kwargs else run.compiled(*args)
         jax.block_until_ready(results)
-        if count:  # the first finds its memory
+        if count:  # the first step also allocates memory
             seconds.append(time.perf_counter() - start)
         count += 1
-        made = jax.tree.leaves(results)
-        # What came back goes on; what was donated and did not is made again.
+        flat = jax.tree.leaves(results)
+        # Updated state is the next input. Donated inputs that are not updated are made again.
         leaves = [
-            made[back[i]] if i in back else makers[i]() if i in traced.donated else leaf
+            flat[updated_by[i]] if i in updated_by else makers[i]() if i in traced.donated else leaf
             for i, leaf in enumerate(leaves)
         ]
-        del results, made, args, kwargs
+        del results, flat, args, kwargs
     return seconds
 
 
-def _goes_on(run: _Run, timed: int, begun: float) -> bool:
-    """Whether a turn has a further step; where processes step together, the clock of one cannot say so."""
-    return timed < STEPS and not _spans_processes(run.devices) and time.perf_counter() - begun < TURN_S
+def _has_another_step(run: _Run, timed: int, begun: float) -> bool:
+    """Whether a turn has another step. Over several processes it has not, because their clocks would disagree."""
+    return timed < MOST_STEPS and not _spans_processes(run.mesh) and time.perf_counter() - begun < TURN_S
 
 
 def _name(plan: ShardingPlan) -> str:

@@ -1,4 +1,4 @@
-"""Made-up inputs of a program, and which programs may not be run on them."""
+"""Synthetic inputs of a program, and which programs must not be run on them."""
 
 from __future__ import annotations
 
@@ -11,55 +11,59 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.autotune.constants import INPUT_CACHE_ENTRIES, INTEGER_BITS, MOST_FLOAT
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.ir.program import Op, Program
 
 
-def not_to_be_run(traced: Traced) -> str:
-    """Why a program must not be run on values that nobody gave; empty if it may."""
+def reason_not_to_run(traced: Traced) -> str:
+    """Return why a program must not be run on synthetic values; empty if it may be run."""
     if effects := _compat.open_jaxpr(traced.closed).effects:
         names = ", ".join(sorted({type(effect).__name__ for effect in effects}))
-        return f"has side effects ({names}), which made-up values would have, too"
-    if loop := _loop_by_values(traced.program):
+        return f"has side effects ({names}), which would also happen on synthetic values"
+    if loop := _value_dependent_loop(traced.program):
         line = _compat.source_line(loop.eqn)
-        return (
-            f"has a loop whose end depends on values{' at ' + line if line else ''}: with made-up ones it may have none"
-        )
+        place = f" at {line}" if line else ""
+        return f"has a loop whose trip count depends on values{place}: with synthetic values it may never end"
     return ""
 
 
-def _loop_by_values(program: Program) -> Op | None:
-    """A loop whose condition depends on the program's inputs."""
-    ops, taken, before = list(program.ops()), set(program.inputs), 0
-    while len(taken) > before:  # until no loop carries a dependence any further
-        before = len(taken)
+def _value_dependent_loop(program: Program) -> Op | None:
+    """Return a loop whose condition depends on the program's inputs, if there is one."""
+    ops, dependent, before = list(program.ops()), set(program.inputs), 0
+    while len(dependent) > before:  # until loop carries add no more values
+        before = len(dependent)
         for op in ops:
-            if op.name == "while" and taken.intersection(op.blocks[0].outputs):
+            if op.name == "while" and dependent.intersection(op.blocks[0].outputs):
                 return op
-            if taken.intersection(op.operands) and not op.blocks:
-                if _holds_while(op.eqn):
+            if dependent.intersection(op.operands) and not op.blocks:
+                if _contains_while(op.eqn):
                     return op
-                taken.update(op.results)
-            if op.name == "cond" and op.operands[0] in taken:
-                taken.update(op.results)
-            for tie in op.ties:
-                if tie.outer in taken or tie.inner in taken:
-                    taken.update((tie.outer, tie.inner))
+                dependent.update(op.results)
+            if op.name == "cond" and op.operands[0] in dependent:
+                dependent.update(op.results)
+            for edge in op.ties:
+                if edge.outer in dependent or edge.inner in dependent:
+                    dependent.update((edge.outer, edge.inner))
     return None
 
 
-def _holds_while(eqn: Any) -> bool:
-    """Whether an operator that is taken as a whole (a `shard_map`) has a loop in it; those of kernels count steps."""
+def _contains_while(eqn: Any) -> bool:
+    """Whether an operator with nested jaxprs, such as `shard_map`, contains a while loop. Pallas kernels are exempt."""
     if eqn.primitive.name == "pallas_call":
         return False
     inner = (v for param in eqn.params.values() for v in (param if isinstance(param, tuple | list) else (param,)))
     bodies = (_compat.open_jaxpr(v) for v in inner if _compat.is_jaxpr(v))
-    return any(each.primitive.name == "while" or _holds_while(each) for body in bodies for each in body.eqns)
+    return any(each.primitive.name == "while" or _contains_while(each) for body in bodies for each in body.eqns)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=INPUT_CACHE_ENTRIES)
 def input_maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
-    """Makes an array where it lies: floats up to 0.05, integers up to 7, all true, or random keys; no scalar is 0."""
+    """Return a jitted function that makes an array in its sharding.
+
+    Floats are at most `MOST_FLOAT`, integers have `INTEGER_BITS` bits, booleans are true, and keys are random. No
+    scalar is 0.
+    """
 
     def make() -> jax.Array:
         if _compat.is_extended(dtype):
@@ -79,11 +83,12 @@ def input_maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[
 def _numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if dtype == jnp.bool_:
         return jnp.ones(shape, dtype)
-    place = jnp.zeros(shape, jnp.uint32)
+    position = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
-        place = place * np.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-    mixed = (place + np.uint32(1)) * np.uint32(0x9E3779B1)  # a first 0 would stay one, and a scalar is often a divisor
+        position = position * np.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    # Plus 1, because the hash of 0 is 0, and scalars are often divisors.
+    mixed = (position + np.uint32(1)) * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
     if jnp.issubdtype(dtype, jnp.integer):
-        return (mixed >> 29).astype(dtype)
-    return ((mixed >> 8).astype(jnp.float32) * (0.05 / 2**24)).astype(dtype)
+        return (mixed >> (32 - INTEGER_BITS)).astype(dtype)
+    return ((mixed >> 8).astype(jnp.float32) * (MOST_FLOAT / 2**24)).astype(dtype)

@@ -1,7 +1,7 @@
-"""Where a layout has the values of groups, in words that other layouts share: by numbers instead of mesh axes.
+"""The specs that a layout gives to the values of operator classes, in a canonical form: numbers for mesh axes.
 
-What an operator costs depends on which dimensions are cut how many ways, not on what mesh axes are called: so what one
-layout has paid for need not be priced again for the next.
+The cost of an operator depends on how many ways each dimension is sharded, not on the names of mesh axes. So what was
+priced for one layout is not priced again for the next.
 """
 
 from __future__ import annotations
@@ -18,74 +18,76 @@ from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
 Sizes = Mapping[str, int]
-_Ask = Callable[[Layout, int], Spec]
+_SpecOf = Callable[[Layout, int], Spec]
 
 
-class Values:
-    """The values of groups. Of those that no layout tells apart each layout is asked about one.
+class SpecQueries:
+    """The specs that operator classes need of a layout. Values of one class share a query.
 
     Attributes:
-        examples: what each layout is asked: how, and about which value.
-        of_group: of each group the numbers of its operands, its results, and what its kernel reads and writes.
+        queries: function of a layout and a value, and that value; the result is a spec.
+        of_class: for each operator class, the numbers of the queries of its operands, of its results, and of what its
+            kernel reads and writes.
     """
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, groups: Sequence[OperatorClass]):
-        self.examples: list[tuple[_Ask, int]] = []
-        self.of_group: list[tuple[int, ...]] = []
-        asked = [_asked(g, axes, roles) for g in groups]
-        values = dict.fromkeys(v for some in asked for _, v in some if v >= 0)
-        found = value_classes(axes, roles, values, apart=roles.inputs)
-        kind = dict(zip(values, found.numbers.tolist(), strict=True)) | {-1: -1}
-        numbers: dict[tuple[_Ask, int], int] = {}
-        for some in asked:
-            for ask, v in some:
-                if numbers.setdefault((ask, kind[v]), len(numbers)) == len(self.examples):
-                    self.examples.append((ask, v))
-            self.of_group.append(tuple(numbers[ask, kind[v]] for ask, v in some))
+    def __init__(self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass]):
+        self.queries: list[tuple[_SpecOf, int]] = []
+        self.of_class: list[tuple[int, ...]] = []
+        needed = [_needed_specs(each, axes, roles) for each in classes]
+        values = dict.fromkeys(v for some in needed for _, v in some if v >= 0)
+        found = value_classes(axes, roles, values, distinct=roles.inputs)
+        class_of = dict(zip(values, found.numbers.tolist(), strict=True)) | {-1: -1}
+        numbers: dict[tuple[_SpecOf, int], int] = {}
+        for some in needed:
+            for spec_of, v in some:
+                if numbers.setdefault((spec_of, class_of[v]), len(numbers)) == len(self.queries):
+                    self.queries.append((spec_of, v))
+            self.of_class.append(tuple(numbers[spec_of, class_of[v]] for spec_of, v in some))
 
 
-def _asked(g: OperatorClass, axes: LogicalAxes, roles: Roles) -> list[tuple[_Ask, int]]:
-    """What a layout is asked about a group."""
-    memory = (*g.kernel.reads, *g.kernel.writes) if g.kernel else ()
-    operands = [(operand_spec if v >= 0 else _nowhere, v) for v in g.op.operands]
-    results = [(beside_state if is_gradient(axes, roles, g.op, v) else Layout.spec, v) for v in g.op.results]
+def _needed_specs(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> list[tuple[_SpecOf, int]]:
+    """The functions and values that give the specs of an operator class."""
+    op, kernel = op_class.op, op_class.kernel
+    memory = (*kernel.reads, *kernel.writes) if kernel else ()
+    operands = [(operand_spec if v >= 0 else _spec_of_literal, v) for v in op.operands]
+    results = [(beside_state if is_gradient(axes, roles, op, v) else Layout.spec, v) for v in op.results]
     return [*operands, *results, *((operand_spec, v) for v in memory)]
 
 
-def _nowhere(layout: Layout, literal: int) -> Spec:
+def _spec_of_literal(layout: Layout, literal: int) -> Spec:
     return ()
 
 
 class CanonicalLayout:
-    """The specs that one layout gives to values."""
+    """The answers of one layout to the queries."""
 
-    def __init__(self, layout: Layout, values: Values):
+    def __init__(self, layout: Layout, queries: SpecQueries):
         self.mesh = layout.mesh
         numbers: dict[Spec, int] = {}
-        self.spec_of = [numbers.setdefault(ask(layout, v), len(numbers)) for ask, v in values.examples]
+        self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
         self.specs = list(numbers)
         self._known: dict[frozenset[int], tuple[Names, Sizes, Mapping[int, Spec]]] = {}
 
-    def __call__(self, values: Sequence[int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
-        """The specs of some of the values without names.
+    def __call__(self, queries: Sequence[int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
+        """Return the specs of some queries in canonical form.
 
         Returns:
             number -> the mesh axes that it stands for; number -> size; the specs.
         """
-        specs = [self.spec_of[v] for v in values]
-        some = frozenset(specs)
-        if some not in self._known:
-            names, sizes, plain = canonical([self.specs[n] for n in some], self.mesh)
-            self._known[some] = names, sizes, dict(zip(some, plain, strict=True))
-        names, sizes, plain = self._known[some]
-        return names, sizes, tuple([plain[n] for n in specs])
+        specs = [self.spec_of[n] for n in queries]
+        distinct = frozenset(specs)
+        if distinct not in self._known:
+            names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh)
+            self._known[distinct] = names, sizes, dict(zip(distinct, renamed, strict=True))
+        names, sizes, renamed = self._known[distinct]
+        return names, sizes, tuple([renamed[n] for n in specs])
 
 
 def canonical(specs: Sequence[Spec], mesh: Mapping[str, int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
-    """Specs with mesh axes numbered in mesh order, those that always stand one behind the other as one.
+    """Return specs with mesh axes numbered in mesh order. Axes that follow each other in every spec become one.
 
     Returns:
-        number -> the axes that it stands for; number -> size; the specs.
+        number -> the mesh axes that it stands for; number -> size; the specs.
     """
     after: dict[str, str | None] = {}
     before: dict[str, str | None] = {}
@@ -102,7 +104,7 @@ def canonical(specs: Sequence[Spec], mesh: Mapping[str, int]) -> tuple[Names, Si
                 after[previous] = None
     head: dict[str, str] = {}
     chains: dict[str, list[str]] = {}
-    for axis in mesh:  # an axis that follows another in every spec stands later in the mesh, too
+    for axis in mesh:  # an axis that follows another in every spec also follows it in the mesh
         if axis in before:
             leader = before[axis]
             joined = leader in head and after.get(leader) == axis

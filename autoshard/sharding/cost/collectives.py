@@ -1,4 +1,4 @@
-"""Time of collectives: what each sends, where its groups lie, and how long its links take."""
+"""The time of collectives: what each sends, which devices form its groups, and how long the links take."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from itertools import islice
 import numpy as np
 
 from autoshard._shown import shown
+from autoshard.sharding.cost.constants import ALL_REDUCE_PASSES, HIDING_SHARE, MOST_ASSIGNMENTS, TIME_TOLERANCE
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.machines.topology import DeviceAssignment, assignments
 from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
-
-HIDING = 0.9  # the part of a step's compute that can hide traffic
-
-
-MOST_LAYINGS = 64  # tried for each order of the axes
-
-
-INSTEAD_PASSES = 4  # over its memory by an all-reduce in place of a gather or a scattered sum, beside its traffic
 
 
 @shown
@@ -29,20 +22,20 @@ class Collective:
     """A collective of one step.
 
     Attributes:
-        kind: what XLA makes of it.
-        axes: the mesh axes that it runs over, at once.
-        asked: what is asked for: another kind where XLA cannot do it on the devices where the axes lie.
-        local_bytes: what a device has before what is asked for.
+        kind: the collective that XLA emits.
+        axes: the mesh axes of its groups; it runs over all of them at once.
+        requested: the collective that the layout needs. It differs from `kind` where XLA cannot do it on these devices.
+        local_bytes: bytes of each device's operand of the requested collective.
         wire_bytes: bytes that leave each device in one run.
-        count: runs a step.
-        time_us: of all its runs.
-        line: the user's.
-        ahead: whether nothing that is computed meanwhile waits for it: it moves parameters or gradients.
+        count: number of runs in a step.
+        time_us: microseconds of all its runs.
+        line: the user's source line.
+        prefetchable: whether compute can hide it, because it moves parameters or gradients.
     """
 
     kind: ReshardKind
     axes: tuple[str, ...]
-    asked: ReshardKind
+    requested: ReshardKind
     local_bytes: float
     wire_bytes: float
     count: float
@@ -54,12 +47,14 @@ class Collective:
 @shown
 @dataclass(eq=False)
 class LiveBuffers:
-    """Arrays that a device holds besides its own: gathered for operators, behind one to be scattered, or inside.
+    """Buffers of one size that a device holds besides the program's own values, and their live ranges.
+
+    They are gathered operands, results that are still to be scattered, or memory of an opaque operator.
 
     Attributes:
-        nbytes: bytes of each of them.
-        first: for each of them, the first operator that has it, counted as in `Program.ops`.
-        last: for each of them, the last one.
+        nbytes: bytes of each buffer.
+        first: for each buffer, the number of the first operator that has it, counted as in `Program.ops`.
+        last: for each buffer, the number of the last one.
     """
 
     nbytes: float
@@ -70,69 +65,71 @@ class LiveBuffers:
 @shown
 @dataclass(frozen=True)
 class StepCost:
-    """What one step costs on one device: times in microseconds, bytes that leave it."""
+    """The cost of one step on one device: times in microseconds, and bytes that leave the device."""
 
     step_time_us: float
     compute_us: float
     comm_us: float
     comm_bytes: float
     collectives: tuple[Collective, ...]
-    kernels_us: float = 0.0  # of compute_us, the program's kernels
+    kernels_us: float = 0.0  # the part of compute_us that the program's kernels take
     waiting: tuple[LiveBuffers, ...] = field(default=(), repr=False)
 
 
 def collective(
-    laying: DeviceAssignment,
-    asked: ReshardKind,
+    assignment: DeviceAssignment,
+    requested: ReshardKind,
     axes: tuple[str, ...],
     local_bytes: float,
     count: float,
     line: str,
-    ahead: bool = False,
+    prefetchable: bool = False,
 ) -> Collective:
-    """A collective as XLA does it where its axes lie."""
-    kind, more, devices = laying.compiled(asked, axes)
-    local = local_bytes * more
+    """Return a collective as XLA emits it on the devices of its mesh axes."""
+    kind, factor, devices = assignment.compiled(requested, axes)
+    local = local_bytes * factor
     wire = bytes_sent_per_byte(kind, devices) * local
-    time = laying.time_us(kind, axes, local) * count
-    return Collective(kind, axes, asked, local_bytes, wire, count, time, line, ahead)
+    time = assignment.time_us(kind, axes, local) * count
+    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, prefetchable)
 
 
-def summed(kernels_us: float, collectives: Sequence[Collective], chip: Chip) -> StepCost:
-    """The cost of a step from its parts."""
+def step_cost(kernels_us: float, collectives: Sequence[Collective], chip: Chip) -> StepCost:
+    """Return the cost of a step from the time of its kernels and its collectives."""
     comm = sum(c.time_us for c in collectives)
     hidden = sum(c.time_us for c in collectives if c.prefetchable and c.kind in chip.hides)
-    instead = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.asked)  # an all-reduce sends it twice
-    compute = kernels_us + INSTEAD_PASSES * instead / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+    # An all-reduce sends each byte twice.
+    reduced = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested)
+    compute = kernels_us + ALL_REDUCE_PASSES * reduced / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     wire = sum(c.wire_bytes * c.count for c in collectives)
-    step = compute + comm - min(hidden, HIDING * compute)
+    step = compute + comm - min(hidden, HIDING_SHARE * compute)
     return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us)
 
 
-def reassigned(cost: StepCost, laying: DeviceAssignment, chip: Chip) -> StepCost:
-    """The same step with its mesh axes laid onto other devices."""
-    again = [
-        collective(laying, c.asked, c.axes, c.local_bytes, c.count, c.line, c.prefetchable) for c in cost.collectives
+def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> StepCost:
+    """Return the cost of the same step under another device assignment."""
+    moved = [
+        collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.prefetchable)
+        for c in cost.collectives
     ]
-    return replace(summed(cost.kernels_us, again, chip), waiting=cost.waiting)
+    return replace(step_cost(cost.kernels_us, moved, chip), waiting=cost.waiting)
 
 
 def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:
-    """Where to lay the axes of a mesh so that a step's traffic takes the least time; ties go to the plainest.
+    """Return the device assignment under which a step takes the least time. The first one wins ties.
 
-    The axes are given their places in the order of their traffic, the heaviest first or last, and in mesh order.
+    Mesh axes are assigned in three orders: reversed mesh order, descending traffic, and mesh order.
     """
-    heavy: dict[str, float] = dict.fromkeys(mesh, 0.0)
+    sent: dict[str, float] = dict.fromkeys(mesh, 0.0)
     for c in cost.collectives:
         for a in c.axes:
-            heavy[a] += c.wire_bytes * c.count
-    by_traffic = sorted(mesh, key=lambda a: -heavy[a])
+            sent[a] += c.wire_bytes * c.count
+    by_traffic = sorted(mesh, key=lambda a: -sent[a])
     orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
     best: tuple[DeviceAssignment, StepCost] | None = None
-    for first in orders:
-        for laying in islice(assignments(target.topology, mesh, first), MOST_LAYINGS):
-            now = reassigned(cost, laying, target.chip)
-            if best is None or now.step_time_us < best[1].step_time_us * (1 - 1e-9):
-                best = laying, now
+    for order in orders:
+        for assignment in islice(assignments(target.topology, mesh, order), MOST_ASSIGNMENTS):
+            new = reassigned(cost, assignment, target.chip)
+            if best is None or new.step_time_us < best[1].step_time_us * (1 - TIME_TOLERANCE):
+                best = assignment, new
     assert best is not None
     return best

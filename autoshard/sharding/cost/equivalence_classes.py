@@ -1,7 +1,7 @@
-"""What no layout tells apart is asked about once: values of one kind, operators of one group.
+"""Equivalence classes of values and operators that no layout distinguishes. Each class is priced once.
 
-So an unrolled model of a hundred layers is about as small a problem as one layer that is scanned over: what a layout
-says of one layer's weight it says of every layer's.
+An unrolled model of a hundred layers is then about as small a problem as a scan over one layer, because a layout shards
+the weights of all layers alike.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from autoshard.spmdrules.ir.program import Block, Op
 
 @dataclass(frozen=True)
 class ValueClasses:
-    """Values by kind: `decide.home` of one is that of all of its kind.
+    """Classes of values for which every layout gives the same `operand_spec`.
 
     Attributes:
         values: the values.
-        numbers: the number of each one's kind.
-        examples: the first value of each kind.
+        numbers: for each value, the number of its class.
+        examples: the first value of each class.
     """
 
     values: np.ndarray
@@ -40,27 +40,27 @@ class ValueClasses:
     examples: list[int]
 
 
-def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], apart: Collection[int]) -> ValueClasses:
-    """The kinds of values.
+def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distinct: Collection[int]) -> ValueClasses:
+    """Return the classes of values.
 
     Args:
         axes: the program's logical axes.
         roles: their roles.
         values: the values.
-        apart: inputs that a layout may tell from all others (`pinned_apart`).
+        distinct: inputs that a layout may distinguish from all others (`distinctly_fixed`).
     """
     stored: dict[int | None, Any] = {None: None}
     for v in roles.inputs:
-        stored[v] = _stored_by(axes, roles, v), v if v in apart else None
+        stored[v] = _storage_class(axes, roles, v), v if v in distinct else None
     numbers: dict[Any, int] = {}
     found: list[int] = []
     examples: list[int] = []
     for v in (values := list(values)):
-        given = v in roles.inputs
-        becomes, permutation = roles.turned.get(v, (v, ()))
-        source = stored[v if given else axes.parameter_aliases.get(v)]
-        kind = axes.of_value[v], given, source, v in roles.gradients, axes.of_value[becomes], permutation
-        found.append(numbers.setdefault(kind, len(numbers)))
+        is_input = v in roles.inputs
+        transposed, permutation = roles.turned.get(v, (v, ()))
+        source = stored[v if is_input else axes.parameter_aliases.get(v)]
+        key = axes.of_value[v], is_input, source, v in roles.gradients, axes.of_value[transposed], permutation
+        found.append(numbers.setdefault(key, len(numbers)))
         if len(numbers) > len(examples):
             examples.append(v)
     return ValueClasses(np.array(values, int), np.array(found, int), examples)
@@ -68,12 +68,12 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], apart:
 
 @dataclass(eq=False)
 class SharedOperands:
-    """Values that stand at the same operands of the same groups: what moves one of them moves all.
+    """Values that are the same operands of the same operator classes. A move of one of them is a move of all.
 
     Attributes:
-        number: tells them from others.
-        first: of each the first operator of a group that takes it, counted as in `Program.ops`.
-        last: of each the last one.
+        number: identifies them.
+        first: for each value, the number of the first operator that takes it, counted as in `Program.ops`.
+        last: for each value, the number of the last one.
     """
 
     number: int
@@ -83,131 +83,137 @@ class SharedOperands:
 
 @dataclass(eq=False)
 class OperatorClass:
-    """Operators with the same rule, shapes and classes: one of them stands for all.
+    """Operators with the same rule, shapes and logical axes.
 
     Attributes:
         op: the first of them.
         kernel: its kernel, if it is one.
-        runs: how often they run, all together.
-        numbers: all of them, counted as in `Program.ops`.
-        taken: what they take at each operand.
+        runs: number of runs of all of them in a step.
+        numbers: their numbers, counted as in `Program.ops`.
+        shared: for each operand, the values that the operators take there.
     """
 
     op: Op
     kernel: Kernel | None
     runs: float = 0.0
     numbers: list[int] = field(default_factory=list)
-    taken: list[list[SharedOperands]] = field(default_factory=list)
+    shared: list[list[SharedOperands]] = field(default_factory=list)
 
     @property
     def count(self) -> int:
-        """How many operators it stands for."""
+        """The number of operators."""
         return len(self.numbers)
 
     @cached_property
     def members(self) -> np.ndarray:
-        """All of them, as an array."""
+        """Their numbers as an array."""
         return np.array(self.numbers)
 
     @cached_property
     def line(self) -> str:
-        """The user's line that the first came from."""
+        """The user's source line of the first operator."""
         return _compat.source_line(self.op.eqn)
 
 
-def pinned_apart(axes: LogicalAxes, roles: Roles, pins: Mapping[int, Spec]) -> frozenset[int]:
-    """The pinned inputs that others which are like them are not pinned like: of ten equal layers one."""
-    if not pins:
+def distinctly_fixed(axes: LogicalAxes, roles: Roles, fixed: Mapping[int, Spec]) -> frozenset[int]:
+    """Return the fixed inputs that have another spec than similar inputs: one layer of ten that are equal otherwise."""
+    if not fixed:
         return frozenset()
-    like = {v: _stored_by(axes, roles, v) for v in roles.inputs}
+    classes = {v: _storage_class(axes, roles, v) for v in roles.inputs}
     specs: defaultdict[Any, set[Spec | None]] = defaultdict(set)
-    for v, kind in like.items():
-        specs[kind].add(pins.get(v))
-    return frozenset(v for v in pins if len(specs[like[v]]) > 1)
+    for v, key in classes.items():
+        specs[key].add(fixed.get(v))
+    return frozenset(v for v in fixed if len(specs[classes[v]]) > 1)
 
 
-def _stored_by(axes: LogicalAxes, roles: Roles, value: int) -> Any:
-    """By what a layout decides where it stores an input that is not pinned."""
+def _storage_class(axes: LogicalAxes, roles: Roles, value: int) -> Any:
+    """Return what decides how a layout stores an input that is not fixed."""
     aval = axes.program.avals[value]
     return axes.of_value[value], aval.shape, aval.dtype, roles.inputs[value]
 
 
 def operator_classes(
-    axes: LogicalAxes, roles: Roles, fusion: Fusion, apart: frozenset[int] = frozenset()
+    axes: LogicalAxes, roles: Roles, fusion: Fusion, distinct: frozenset[int] = frozenset()
 ) -> list[OperatorClass]:
-    """The groups of a program's operators, without those for which no layout has to pay.
+    """Return the classes of a program's operators, without those that cost nothing under any layout.
 
     Args:
         axes: the program's logical axes.
         roles: their roles.
         fusion: its kernels.
-        apart: inputs that are like no other (`pinned_apart`).
+        distinct: inputs that belong to no class of others (`distinctly_fixed`).
     """
-    groups: dict[Any, OperatorClass] = {}
-    listed = list(in_loops(axes.program.block))
-    inputs, avals, of_value, held = set(axes.program.inputs), axes.program.avals, axes.of_value, axes.parameter_aliases
+    classes: dict[Any, OperatorClass] = {}
+    ops = list(in_loops(axes.program.block))
+    inputs, avals, of_value, aliases = (
+        set(axes.program.inputs),
+        axes.program.avals,
+        axes.of_value,
+        axes.parameter_aliases,
+    )
     numbers: dict[Any, int] = {}
-    told = [  # what a layout tells values apart by
+    class_of = [  # the class of each value, by everything that a layout can distinguish
         numbers.setdefault(
-            (of_value[v], v in roles.gradients, of_value[held[v]] if v in held else None,
-             source if (source := held.get(v, v)) in apart else None, axes.transfer_dtype.get(v)),
+            (of_value[v], v in roles.gradients, of_value[aliases[v]] if v in aliases else None,
+             source if (source := aliases.get(v, v)) in distinct else None, axes.transfer_dtype.get(v)),
             len(numbers),
         )
         for v in range(len(avals))
     ]  # fmt: skip
-    told.append(-1)  # of literals
-    for number, (op, _) in enumerate(listed):
+    class_of.append(-1)  # of literals, which have the number -1
+    for number, (op, _) in enumerate(ops):
         if op.rule is None:
             continue
         kernel, memory = fusion.kernels.get(id(op)), None
         if kernel is not None:
-            there = (*kernel.reads, *kernel.writes)
-            memory = Counter((told[v], itemsize(avals[v]), v in inputs, fusion.near.get(v)) for v in there)
+            moved = (*kernel.reads, *kernel.writes)
+            memory = Counter((class_of[v], itemsize(avals[v]), v in inputs, fusion.on_chip.get(v)) for v in moved)
             memory = frozenset(memory.items())
-        values = tuple([told[v] for v in (*op.operands, *op.results)])
+        values = tuple([class_of[v] for v in (*op.operands, *op.results)])
         key = (op.name, id(op.rule), values, memory, tuple([v in inputs for v in op.operands[:3]]))
-        found = groups.get(key)
+        found = classes.get(key)
         if found is None:
-            found = groups[key] = OperatorClass(op, kernel)
+            found = classes[key] = OperatorClass(op, kernel)
         found.runs += op.trips
         found.numbers.append(number)
-    paid = [g for g in groups.values() if _costs(g, axes, roles)]
-    _note_taken(paid, listed, axes)
-    return paid
+    priced = [each for each in classes.values() if _may_cost(each, axes, roles)]
+    _note_shared(priced, ops, axes)
+    return priced
 
 
-def _note_taken(groups: Sequence[OperatorClass], listed: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
-    """Finds what each group takes. A value is that of one loop: what is moved for it is moved in each loop anew."""
-    held, layers = axes.parameter_aliases, axes.layers
-    takers: defaultdict[Any, dict[tuple[int, int], list[int]]] = defaultdict(dict)
-    for n, g in enumerate(groups):
-        for number in g.numbers:
-            op, block = listed[number]
+def _note_shared(classes: Sequence[OperatorClass], ops: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
+    """Set `shared` of each class. One value in two loops counts as two, because each loop moves it again."""
+    aliases, layers = axes.parameter_aliases, axes.layers
+    users: defaultdict[Any, dict[tuple[int, int], list[int]]] = defaultdict(dict)
+    for n, each in enumerate(classes):
+        for number in each.numbers:
+            op, scope = ops[number]
             for i, v in enumerate(op.operands):
                 if v >= 0:
-                    takers[held.get(v, v), layers.get(v), block].setdefault((n, i), []).append(number)
-    alike: defaultdict[Any, list[dict[tuple[int, int], list[int]]]] = defaultdict(list)
-    for places in takers.values():
-        alike[tuple(places)].append(places)
-    for g in groups:
-        g.taken = [[] for _ in g.op.operands]
-    for number, (places, some) in enumerate(alike.items()):
+                    users[aliases.get(v, v), layers.get(v), scope].setdefault((n, i), []).append(number)
+    same_users: defaultdict[Any, list[dict[tuple[int, int], list[int]]]] = defaultdict(list)
+    for places in users.values():
+        same_users[tuple(places)].append(places)
+    for each in classes:
+        each.shared = [[] for _ in each.op.operands]
+    for number, (places, values) in enumerate(same_users.items()):
         for n, i in places:
-            first, last = (np.array([each[n, i][end] for each in some]) for end in (0, -1))
-            groups[n].taken[i].append(SharedOperands(number, first, last))
+            first, last = (np.array([value[n, i][end] for value in values]) for end in (0, -1))
+            classes[n].shared[i].append(SharedOperands(number, first, last))
 
 
-def _costs(g: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
-    """Whether any layout has to pay for an operator: it is a kernel, decides, or takes activations elsewhere."""
-    if g.kernel is not None or is_decision_point(g.op):
+def _may_cost(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
+    """Whether an operator costs anything under some layout: it is a kernel, a decision point, or moves activations."""
+    op = op_class.op
+    if op_class.kernel is not None or is_decision_point(op):
         return True
-    if not any(roles.batch in dim for v in g.op.results for dim in axes.of_value[v]):
+    if not any(roles.batch in dim for v in op.results for dim in axes.of_value[v]):
         return False
-    return not all(_stays(v, g.op, axes, roles) for v in g.op.operands)
+    return not all(_stays(v, op, axes, roles) for v in op.operands)
 
 
 def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
-    """Whether every layout has an operand where it has the result: their dimensions are the same, in any order."""
+    """Whether every layout shards an operand like the result: they have the same logical axes, in any order."""
     if value < 0 or not any(axes.of_value[value]):
         return True
     if value in roles.inputs or value in axes.parameter_aliases or value in roles.gradients:
@@ -218,7 +224,7 @@ def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
 
 
 def in_loops(block: Block, number: int = 0, counter: Iterator[int] | None = None) -> Iterator[tuple[Op, int]]:
-    """Every operator, in the order of `Program.ops`, with the number of the loop, branch or remat that it stands in."""
+    """Yield every operator, in the order of `Program.ops`, with the number of its innermost loop, branch or remat."""
     counter = count(1) if counter is None else counter
     for op in block.ops:
         yield op, number

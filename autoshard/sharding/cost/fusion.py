@@ -1,25 +1,26 @@
 """What XLA reads from memory and writes to it: which operators run as one kernel.
 
-A *kernel* is a contraction, a gather, a scatter, a reduction, a sort, ...; and what is elementwise and has to be
-written: a loop's carried or stacked results, the program's results, operands of control flow. Other elementwise
-operators (and those that only move or cut elements) run inside the kernels that take their results.
+A *kernel* is a contraction, a gather, a scatter, a reduction, a sort, ..., or an elementwise operator whose result must
+be written: a loop's carried or stacked results, the program's results, operands of control flow. Other elementwise
+operators, slices and other data movement run inside the kernels that take their results.
 
-    reads(kernel)  = the written values behind its operands, each once
+    reads(kernel)  = the written values from which its operands are computed, each once
     writes(kernel) = its results that are written
 
-On TPU a contraction computes elementwise operands itself, unless several take the same one: that is written once, in 16
-bits, which is all that a product reads at its default precision. Convolutions compute it anew each, where it is made of
-no more than one activation (a norm and `relu` behind a convolution). Nor is a contraction's result written where one
-chain of elementwise operators leads from it to what is, with no loop on the way. Elsewhere contractions take their
-operands from memory.
+On TPU a contraction computes its elementwise operands itself. A value that several contractions take is written once,
+in 16 bits, because products read no more at JAX's default precision. Convolutions each compute it again if its sources
+are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its result if a
+single chain of elementwise operators, with no loop on the way, leads to a value that is written. On other platforms
+contractions read their operands from memory.
 
-Elementwise kernels of one block that read something of their own shape in common (the moments and the parameter of an
-optimizer's update) are one. What several take is written where it is made of as much again (a residual stream), unless
-a function of it alone, its `relu`, is written for products. What is spread out from next to nothing (a mask) is made
-anew in every loop and kernel. A slice is read, not what it is cut from; what is updated in place costs the update.
+Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
+the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
+bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
+broadcast from little data (a mask) is computed again in every loop and kernel. A slice is read without the rest of its
+operand. An update in place costs the bytes of the update.
 
-What is read soon after it was made, in one run of a block, may stay on the chip, if all such values that are alive with
-it have room there: which ones are is found once, and each one's part of their bytes tells it for every layout.
+A value that is read soon, in the same run of its block, can stay in on-chip memory if it fits there together with all
+such values that are live at once. Its share of their bytes is found once and decides this for every layout.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.sharding.cost.constants import BROADCAST_GROWTH, ON_CHIP_OPS, PRODUCT_OPERAND_BYTES, WRITTEN_SOURCES
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
@@ -43,18 +45,13 @@ _WHOLE = (
     "svd", "pallas_call", "custom_call", "ffi_call", "rng_bit_generator", "select_and_scatter_add",
 )  # fmt: skip
 
-_BITS16 = 2  # bytes
-_SOON = 64  # operators, after which what was made is not on the chip any more
-_HEAVY = 2  # how many times a value that several take is read instead of being written
-_LIGHT = 16  # how many times larger than what it is made of a value is that XLA makes anew at each use
-
 
 @dataclass(eq=False)
 class Kernel:
     """One kernel.
 
     Attributes:
-        op: the operator that gives it its name and work; of elementwise ones the first.
+        op: the operator that names it; of a kernel of elementwise operators, the first.
         reads: the values that it reads.
         writes: the values that it writes.
     """
@@ -65,7 +62,7 @@ class Kernel:
 
 
 def is_kernel(op: Op) -> bool:
-    """Whether an operator is computed by itself, not inside those that take its result."""
+    """Whether an operator is a kernel of its own, not part of the kernels that take its result."""
     if op.rule is None or op.name in _SLICES:
         return False
     return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE
@@ -73,49 +70,49 @@ def is_kernel(op: Op) -> bool:
 
 @dataclass(frozen=True)
 class Fusion:
-    """What XLA makes of a program.
+    """The kernels of a program.
 
     Attributes:
-        kernels: its kernels, by the identity of the operator that stands for each.
-        written: values that lie in memory.
-        narrow: value -> part of its bytes that is written, where it is kept in a narrower type than its own.
-        near: values that are read only where they are made, in one run of a loop's body, and can stay on the chip:
-            value -> its part of the bytes of all such that are alive with it when those are most.
+        kernels: its kernels, by the `id` of `Kernel.op`.
+        written: values that are stored in memory.
+        narrow: value -> fraction of its bytes that is written, if it is written in a narrower dtype than its own.
+        on_chip: values that are read only in the same run of their block and can stay in on-chip memory: value -> its
+            share of the bytes of all such values that are live with it, at their peak.
     """
 
     kernels: dict[int, Kernel]
     written: frozenset[int]
     narrow: dict[int, float]
-    near: dict[int, float] = field(default_factory=dict)
+    on_chip: dict[int, float] = field(default_factory=dict)
 
 
 def _reads_memory(user: Op) -> bool:
-    """Whether an operator takes its operands from memory only."""
+    """Whether an operator reads its operands from memory in any case."""
     return bool(user.blocks) or user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
 
 
 def fuse(program: Program, fuses_operands: bool) -> Fusion:
-    """Groups the operators of a program into kernels.
+    """Group the operators of a program into kernels.
 
     Args:
         program: the program.
-        fuses_operands: whether contractions compute elementwise operands themselves (TPU).
+        fuses_operands: whether contractions compute their elementwise operands (TPU).
     """
     finder = _Finder(program, fuses_operands)
-    return Fusion(finder.found, frozenset(finder.memory), finder.narrow, finder.near)
+    return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
     def __init__(self, program: Program, fuses_operands: bool):
         self.program, self.fuses_operands = program, fuses_operands
-        self.found: dict[int, Kernel] = {}
+        self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
-        self.near: dict[int, float] = {}
-        self.ends: dict[int, Op] = {}  # contraction -> the operator behind it whose result it writes, by identity
-        self.ended: set[int] = set()
+        self.on_chip: dict[int, float] = {}
+        self.ends: dict[int, Op] = {}  # id of a contraction -> the last operator of the chain that it computes
+        self.ended: set[int] = set()  # ids of the operators in `ends`
         self.maker: dict[int, Op] = {}
-        self.memory: set[int] = set()  # values that lie in memory
-        self.behind: dict[int, frozenset[int]] = {}
+        self.memory: set[int] = set()  # values that are stored in memory
+        self.known_sources: dict[int, frozenset[int]] = {}
         self.block(program.block)
 
     def block(self, block: Block) -> None:
@@ -131,60 +128,62 @@ class _Finder:
             if op.blocks or is_kernel(op) or op.name in _SLICES or outputs & set(op.results):
                 self.memory.update(op.results)
             elif op.rule is not None:
-                self.mark(op, users)
+                self.note_written(op, users)
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
             if op.name in CONTRACTIONS and not outputs & set(op.results):
                 self.end(op, users, loops)
-        self.behind.clear()
+        self.known_sources.clear()
         stores: list[Op] = []
         for op in ops:
             for inner in op.blocks:
                 self.block(inner)
             if is_kernel(op):
-                self.found[id(op)] = self.kernel(op)
+                self.kernels[id(op)] = self.kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.ended:
                 stores += [op] if any(v in self.memory for v in op.results) else []
-        self.stay(ops, users, outputs)
-        for group in self.together(stores):
+        self.note_on_chip(ops, users, outputs)
+        for group in self.merged(stores):
             writes = tuple(v for op in group for v in op.results)
             reads = self.sources(v for op in group for v in op.operands)
-            self.found[id(group[0])] = Kernel(group[0], tuple(v for v in reads if v not in writes), writes)
+            self.kernels[id(group[0])] = Kernel(group[0], tuple(v for v in reads if v not in writes), writes)
 
-    def stay(self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], outputs: set[int]) -> None:
-        """Notes the values of a block that can stay on the chip, and how much of what is there is theirs."""
+    def note_on_chip(self, ops: Sequence[Op], users: Mapping[int, Sequence[Op]], outputs: set[int]) -> None:
+        """Set `on_chip` for the values of a block."""
         when = {id(op): number for number, op in enumerate(ops)}
         change, lives = np.zeros(len(ops) + 1), {}
         for op in ops:
-            for v in (set(op.results) & self.memory) - outputs:  # not all of the memory for each operator
+            for v in (set(op.results) & self.memory) - outputs:
                 taken, first = users.get(v, ()), when[id(op)]
                 last = max([first, *(when[id(u)] for u in taken)])
-                if last - first <= _SOON and not any(u.blocks for u in taken):
+                if last - first <= ON_CHIP_OPS and not any(u.blocks for u in taken):
                     size = nbytes(self.program.avals[v]) * self.narrow.get(v, 1.0)
                     lives[v] = first, last, size
                     change[first] += size
                     change[last + 1] -= size
-        alive = np.cumsum(change)
+        live = np.cumsum(change)
         for v, (first, last, size) in lives.items():
-            self.near[v] = size / most if (most := float(alive[first : last + 1].max())) else 1.0
+            self.on_chip[v] = size / peak if (peak := float(live[first : last + 1].max())) else 1.0
 
-    def mark(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
-        """Notes whether the result of an elementwise operator is written for those that take it."""
+    def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
+        """Decide whether the result of an elementwise operator is written for its users."""
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == _CONVOLUTION for u in taken)
         if any(map(_reads_memory, taken)) or (products and not self.fuses_operands):
-            if not self.is_light(op):
+            if not self.is_broadcast(op):
                 self.memory.update(op.results)
-        elif len(taken) > 1 and self.is_heavy(op):
-            if not any(self.stands_for(u, op, users) for u in taken):
+        elif len(taken) > 1 and self.has_large_sources(op):
+            if not any(self.is_written_instead(u, op, users) for u in taken):
                 self.memory.update(op.results)
-        elif products > 1 and not self.is_light(op) and (products > convolutions or self.is_heavy(op)):
+        elif products > 1 and not self.is_broadcast(op) and (products > convolutions or self.has_large_sources(op)):
             self.memory.update(op.results)
-            self.narrow.update({v: _BITS16 / n for v in op.results if (n := itemsize(self.program.avals[v])) > _BITS16})
+            for v in op.results:
+                if (size := itemsize(self.program.avals[v])) > PRODUCT_OPERAND_BYTES:
+                    self.narrow[v] = PRODUCT_OPERAND_BYTES / size
 
-    def stands_for(self, user: Op, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
-        """Whether a function of this result alone, a sum's `relu`, is written for products: XLA does not write both."""
+    def is_written_instead(self, user: Op, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
+        """Whether a user of this result alone, such as `relu`, is written for products. XLA does not write both."""
         if user.blocks or user.rule is None or is_kernel(user) or len(user.results) != 1:
             return False
         size = op.eqn.outvars[0].aval.size
@@ -192,21 +191,21 @@ class _Finder:
         products = sum(u.name in CONTRACTIONS for u in users.get(user.results[0], ()))
         return alone and products > 1 and user.eqn.outvars[0].aval.size == size
 
-    def is_light(self, op: Op) -> bool:
-        """Whether a result is spread out from next to nothing, such as a mask: XLA makes it anew in each loop."""
+    def is_broadcast(self, op: Op) -> bool:
+        """Whether a result is broadcast from little data, such as a mask. XLA computes it again in each loop."""
         whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
-        return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) * _LIGHT < whole
+        return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) * BROADCAST_GROWTH < whole
 
-    def is_heavy(self, op: Op) -> bool:
-        """Whether it takes twice as much to read what a result is made of as to read it: a sum of two activations."""
+    def has_large_sources(self, op: Op) -> bool:
+        """Whether the sources of a result have at least twice its bytes, such as a sum of two activations."""
         whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
-        return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) >= _HEAVY * whole
+        return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) >= WRITTEN_SOURCES * whole
 
     def end(self, op: Op, users: Mapping[int, Sequence[Op]], loops: Mapping[int, int]) -> None:
-        """Follows the result of a contraction through elementwise operators to where it is written.
+        """Follow the result of a contraction through elementwise operators to the value that is written.
 
-        Not past a loop: what the contraction is made of would have to wait for it. `loops` counts those before each
-        operator, by identity.
+        The chain ends at a loop, because the contraction's operands would have to be kept until the loop ends. `loops`
+        gives the number of loops before each operator, by its `id`.
         """
         (first,) = op.results
         value = first
@@ -223,7 +222,7 @@ class _Finder:
                     self.ends[id(op)] = user
                     self.ended.add(id(user))
                 return
-        if value != first:  # written where the chain ends, in its type
+        if value != first:  # the end of the chain is written, in its own dtype
             narrow = itemsize(self.program.avals[value]) / itemsize(op.eqn.outvars[0].aval)
             if narrow < 1:
                 self.narrow[first] = narrow
@@ -233,7 +232,7 @@ class _Finder:
         if op.name in _IN_PLACE:
             operands, writes = op.operands[1:2], op.operands[1:2]
         elif op.name == "gather":
-            operands = (*op.operands[1:], *op.results)  # as many rows as it gives
+            operands = (*op.operands[1:], *op.results)  # it reads as many rows as it returns
         elif op.name.startswith("scatter"):
             operands, writes = (*op.operands[1:], op.operands[2]), (op.operands[2],)
         elif last := self.ends.get(id(op)):
@@ -241,7 +240,7 @@ class _Finder:
         return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))
 
     def sources(self, values: Iterable[int]) -> tuple[int, ...]:
-        """The values in memory from which others are computed."""
+        """Return the values in memory from which others are computed."""
         found: set[int] = set()
         for v in values:
             found |= self.source(v)
@@ -253,36 +252,36 @@ class _Finder:
         if value in self.memory or value not in self.maker:
             return frozenset({value})
         stack = [value]
-        while stack:  # not by recursion: chains may be long
+        while stack:  # no recursion, because chains can be long
             v = stack[-1]
-            waiting = [
+            unknown = [
                 u for u in self.maker[v].operands
-                if u >= 0 and u not in self.memory and u in self.maker and u not in self.behind
+                if u >= 0 and u not in self.memory and u in self.maker and u not in self.known_sources
             ]  # fmt: skip
-            if v not in self.behind and waiting:
-                stack.extend(waiting)
+            if v not in self.known_sources and unknown:
+                stack.extend(unknown)
                 continue
             stack.pop()
-            if v not in self.behind:
+            if v not in self.known_sources:
                 own: set[int] = set()
                 for u in self.maker[v].operands:
                     if u >= 0:
-                        own |= {u} if u in self.memory or u not in self.maker else self.behind[u]
-                self.behind[v] = frozenset(own)
-        return self.behind[value]
+                        own |= {u} if u in self.memory or u not in self.maker else self.known_sources[u]
+                self.known_sources[v] = frozenset(own)
+        return self.known_sources[value]
 
-    def together(self, stores: list[Op]) -> list[list[Op]]:
-        """Elementwise operators that write, those in one list that read something of their own shape in common."""
+    def merged(self, stores: list[Op]) -> list[list[Op]]:
+        """Group elementwise operators that write: those of a group read the same value of their own shape."""
         groups: list[list[Op]] = []
-        of: dict[Any, int] = {}
+        group_of: dict[Any, int] = {}
         for op in stores:
             shape = op.eqn.outvars[0].aval.shape
             keys = [(shape, v) for v in self.sources(op.operands) if self.program.avals[v].shape == shape]
-            at = next((of[k] for k in keys if k in of), None)
+            at = next((group_of[k] for k in keys if k in group_of), None)
             if at is None:
                 at = len(groups)
                 groups.append([])
             groups[at].append(op)
             for k in (*keys, *((shape, v) for v in op.results)):
-                of.setdefault(k, at)
+                group_of.setdefault(k, at)
         return groups

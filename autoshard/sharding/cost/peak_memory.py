@@ -1,13 +1,13 @@
-"""How many bytes one device holds at the worst moment of a step.
+"""How many bytes one device holds at the peak of a step.
 
-    peak_bytes = state and data held throughout + max over the program's points of the live values' bytes
+    peak_bytes = bytes of state and data + max over the program's points of the bytes of the live values
 
-A value lives from the operator that makes it to the last that takes it; inside a loop, what stands outside and is used
-inside lives until the loop ends. Values that XLA computes inside their users are never written (`fusion`); what they
-are made of lives as long. Each value counts by its shard; what an operator leaves to be scattered is there while it
-runs, and what several need gathered is gathered once and kept from the first to the last. State that is donated is
-updated in place, and so is what a loop carries. Arrays that the function closes over are constants: whole on every
-device. On a TPU an activation lies in tiles of 128 elements along one of its dimensions, the one that pads it least.
+A value is live from the operator that makes it to the last one that takes it. A value from outside of a loop that is
+used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
+their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
+operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
+of a loop are updated in place. Arrays that the function closes over are constants, which every device holds whole. On a
+TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one with the least padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import LiveBuffers
-from autoshard.sharding.cost.equivalence_classes import ValueClasses, pinned_apart, value_classes
+from autoshard.sharding.cost.constants import TPU_LANES
+from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
@@ -29,11 +30,9 @@ from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.ir.program import Block, inlined
 
-LANES = 128  # elements of a tile of a TPU's memory along its minor dimension
-
 
 class MemoryModel:
-    """Prices layouts of one program; the live ranges are found once."""
+    """Estimates the memory of layouts of one program. The live ranges are found once."""
 
     def __init__(
         self,
@@ -51,10 +50,10 @@ class MemoryModel:
         self.death = np.full(n, -1)
         self.written = np.zeros(n, bool)
         self.points = -1
-        self.point = {id(op): number for number, op in enumerate(program.ops())}  # when an operator runs
+        self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self.written[list(fusion.written)] = True
-        self.carried: list[int] = []  # what of a loop's inside lies where the loop's own operand or result does
+        self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self._scan(program.block)
         self.narrow = fusion.narrow
         self.whole = self._whole()
@@ -74,20 +73,20 @@ class MemoryModel:
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
             for role in ("parameter", "optimizer", "data", "other")
         }
-        self._kinds: dict[frozenset[int], ValueClasses] = {}
+        self._classes: dict[frozenset[int], ValueClasses] = {}
 
     def resized(self, axes: LogicalAxes) -> MemoryModel:
-        """The same model of a program with the same operators, on axes of other sizes (`padding.lengthened`)."""
-        made = copy(self)
-        made.axes = axes
-        made.whole = made._whole()
-        return made
+        """Return this model for the same operators with logical axes of other sizes (`padding.lengthened`)."""
+        resized = copy(self)
+        resized.axes = axes
+        resized.whole = resized._whole()
+        return resized
 
     def _whole(self) -> np.ndarray:
-        """The bytes of each value on one device alone."""
+        """Return the bytes of each value before sharding."""
         whole = np.array([nbytes(a) for a in self.axes.program.avals], float)
-        for v, part in self.narrow.items():
-            whole[v] *= part
+        for v, fraction in self.narrow.items():
+            whole[v] *= fraction
         return whole
 
     def _scan(self, block: Block) -> None:
@@ -101,11 +100,11 @@ class MemoryModel:
                 self._scan(inner)
                 for v in inner.outputs:
                     self.death[v] = max(self.death[v], self.points)
-            inside = {v for tie in op.ties if not tie.stacked for v in (tie.inner, tie.outer)}
-            inside -= {*op.operands, *op.results}
-            if op.name == "scan" and op.eqn.params["length"] == 1:  # compiled as no loop: a stack of one is its slice
-                inside |= {tie.inner for tie in op.ties if tie.stacked}
-            self.carried += [v for v in sorted(inside) if self.birth[v] >= start]
+            in_place = {v for tie in op.ties if not tie.stacked for v in (tie.inner, tie.outer)}
+            in_place -= {*op.operands, *op.results}
+            if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its one slice
+                in_place |= {tie.inner for tie in op.ties if tie.stacked}
+            self.carried += [v for v in sorted(in_place) if self.birth[v] >= start]
             for v in op.operands:
                 if v >= 0:
                     self.death[v] = self.points
@@ -113,7 +112,7 @@ class MemoryModel:
                 if self.birth[v] < 0:
                     self.birth[v] = start
                 self.death[v] = max(self.death[v], self.points)
-        for op in reversed(ops):  # what is computed inside its users holds what it is computed from until then
+        for op in reversed(ops):  # a value that is computed inside its users keeps its operands alive until then
             if not op.blocks and not any(self.written[v] for v in op.results):
                 last = max((int(self.death[v]) for v in op.results), default=-1)
                 for v in op.operands:
@@ -121,34 +120,36 @@ class MemoryModel:
                         self.death[v] = max(self.death[v], last)
 
     def __call__(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:
-        """Peak bytes on one device, and their kinds: parameters, optimizer, data and other, temporaries.
+        """Return the peak bytes on one device, in total and by kind.
+
+        The kinds are `parameter`, `optimizer`, `data`, `other`, `temporary`, and `constant` if there are constants.
 
         Args:
             layout: the layout.
-            waiting: what is gathered for operators, or waits behind them to be scattered.
+            waiting: the live buffers of collectives and opaque operators.
         """
         local = self._local(layout)
-        held = {role: float(local[values].sum()) for role, values in self.of_role.items()}
+        parts = {role: float(local[values].sum()) for role, values in self.of_role.items()}
         if self.constant_bytes:
-            held["constant"] = self.constant_bytes
-        held["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
+            parts["constant"] = self.constant_bytes
+        parts["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
             float(self.whole[v]) / layout.ways(axes_of(layout.spec(v))) for v in layout.gathered_early
         )
-        return sum(held.values()), held
+        return sum(parts.values()), parts
 
     def at_peak(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
-        """The temporaries that are held at the worst moment, the largest first: (value, bytes on one device)."""
+        """Return the temporaries at the peak, the largest first, as (value, bytes on one device)."""
         local = self._local(layout)
-        moment = int(self._live(local, waiting).argmax())
-        held = [v for v in self.keep.tolist() if self.birth[v] <= moment <= self.death[v]]
-        return sorted(((v, float(local[v])) for v in held), key=lambda item: -item[1])
+        peak = int(self._live(local, waiting).argmax())
+        live = [v for v in self.keep.tolist() if self.birth[v] <= peak <= self.death[v]]
+        return sorted(((v, float(local[v])) for v in live), key=lambda item: -item[1])
 
     def kinds_at_peak(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> dict[str, float]:
-        """What the temporaries of the worst moment are, in bytes on one device; they sum to the kind `temporary`.
+        """Return the bytes of temporaries at the peak on one device, by kind. Their sum is `temporary` of a call.
 
         Returns:
-            `activation`: what has the batch in it, kept for the backward pass or in use; `gradient`: what is made by
-            summing over it; `temporary`: the rest: gathered or cast parameters, sums that wait to be scattered.
+            `activation`: values with the batch, in use or kept for the backward pass; `gradient`: sums over the batch;
+            `temporary`: the rest, such as gathered or cast parameters and sums that are still to be scattered.
         """
         batch, found = self.roles.batch, {"activation": 0.0, "gradient": 0.0}
         for v, size in self.at_peak(layout, waiting):
@@ -156,37 +157,37 @@ class MemoryModel:
                 found["activation"] += size
             elif v in self.roles.gradients:
                 found["gradient"] += size
-        whole = self(layout, waiting)[1]["temporary"]
-        return found | {"temporary": max(whole - sum(found.values()), 0.0)}
+        total = self(layout, waiting)[1]["temporary"]
+        return found | {"temporary": max(total - sum(found.values()), 0.0)}
 
     def _local(self, layout: Layout) -> np.ndarray:
-        """The bytes of each value on one device."""
-        kinds = self.kinds(layout)
-        parts = np.array([self._part(layout, v) for v in kinds.examples])
+        """Return the bytes of each value on one device."""
+        classes = self.kinds(layout)
+        fractions = np.array([self._fraction(layout, v) for v in classes.examples])
         local = np.zeros_like(self.whole)
-        local[kinds.values] = self.whole[kinds.values] * parts[kinds.numbers]
+        local[classes.values] = self.whole[classes.values] * fractions[classes.numbers]
         return local
 
-    def _part(self, layout: Layout, value: int) -> float:
-        """One device's part of a value, with what pads it."""
+    def _fraction(self, layout: Layout, value: int) -> float:
+        """Return the bytes of a value on one device as a fraction of the whole, with padding."""
         spec, shape = operand_spec(layout, value), self.axes.program.avals[value].shape
-        part = 1 / layout.ways(axes_of(spec))
+        fraction = 1 / layout.ways(axes_of(spec))
         if not self.is_tiled or not any(self.roles.batch in dim for dim in self.axes.of_value[value]):
-            return part  # dimensions of weights may lie together
-        if any(not over and n % LANES == 0 for n, over in zip(shape, spec, strict=True)):
-            return part
-        local = [n // layout.ways(over) for n, over in zip(shape, spec, strict=True)]
-        return part * min((-(-n // LANES) * LANES / n for n in local if n), default=1.0)
+            return fraction  # XLA may merge the dimensions of weights
+        if any(not axes and n % TPU_LANES == 0 for n, axes in zip(shape, spec, strict=True)):
+            return fraction
+        local = [n // layout.ways(axes) for n, axes in zip(shape, spec, strict=True)]
+        return fraction * min((-(-n // TPU_LANES) * TPU_LANES / n for n in local if n), default=1.0)
 
     def kinds(self, layout: Layout) -> ValueClasses:
-        """The kinds of the values that have a size."""
-        apart = pinned_apart(self.axes, self.roles, layout.fixed)
-        if apart not in self._kinds:
-            self._kinds[apart] = value_classes(self.axes, self.roles, self.sized, apart)
-        return self._kinds[apart]
+        """Return the classes of the values in `sized`."""
+        distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
+        if distinct not in self._classes:
+            self._classes[distinct] = value_classes(self.axes, self.roles, self.sized, distinct)
+        return self._classes[distinct]
 
     def _live(self, local: np.ndarray, waiting: Sequence[LiveBuffers] = ()) -> np.ndarray:
-        """The bytes of temporaries at each point of the program."""
+        """Return the bytes of temporaries at each point of the program."""
         first, last, sizes = [self.birth[self.keep]], [self.death[self.keep]], [local[self.keep]]
         for some in waiting:
             if some.nbytes:

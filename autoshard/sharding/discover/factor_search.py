@@ -7,18 +7,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.sharding.discover.constants import (
+    ANYWHERE_LIMITS,
+    FINER_SETS,
+    FIRST_PIECE_COUNTS,
+    MAX_PIECES,
+    NEXT_LIMITS,
+)
 from autoshard.sharding.discover.piecewise_runs import SAME, Outcome, Place, attempt
 from autoshard.sharding.discover.rule_text import FoundFactor, Span, fits
 from autoshard.sharding.discover.subject import Subject
-
-# All bounds are chosen, not measured.
-_FIRST_COUNTS = (2, 3, 5, 7)  # the first that divides a place is its number of pieces in a first attempt
-_MAX_PIECES = 16  # the most pieces that are tried
-# Two bounds for the search at one place: how many combinations with places of other operands are tried, and after how
-# many combinations that can be run on pieces the search stops. The first pair is for the place right after the known
-# factors of a dimension, the second pair for later places.
-_NEXT_LIMITS, _ANYWHERE_LIMITS = (40, 6), (8, 2)
-_FEW_SETS = 5  # sets of values for numbers of pieces other than the first
 
 
 class Search:
@@ -50,30 +48,30 @@ class Search:
 
     def find_next(self, array: int, dim: int, end: int, size: int) -> bool:
         """Finds one more factor of a dimension: after its known factors or, if it has none, at any place."""
-        if self.find(Place(array, dim, end), size // end, *_NEXT_LIMITS):
+        if self.find(Place(array, dim, end), size // end, *NEXT_LIMITS):
             return True
         majors = [m for m in range(2, size) if size % m == 0] if end == 1 else []
-        return any(self.find(Place(array, dim, major), size // major, *_ANYWHERE_LIMITS) for major in majors)
+        return any(self.find(Place(array, dim, major), size // major, *ANYWHERE_LIMITS) for major in majors)
 
-    def find(self, place: Place, extent: int, most: int, most_run: int) -> bool:
+    def find(self, place: Place, extent: int, max_attempts: int, max_runs: int) -> bool:
         """Splits a place alone, then together with places of other operands, until the pieces give the whole result.
 
         Args:
             place: the place.
             extent: the number of elements that the place can be split into.
-            most: the most combinations to try.
-            most_run: the search stops after this many combinations that can be run on pieces.
+            max_attempts: the most combinations to try.
+            max_runs: the search stops after this many combinations that can be run on pieces.
         """
-        ways = next((n for n in _FIRST_COUNTS if extent % n == 0), None)
+        ways = next((n for n in FIRST_PIECE_COUNTS if extent % n == 0), None)
         if ways is None:
             return False
         runs = 0
-        for companions in itertools.islice(self.companions(place, extent, ways), most):
+        for companions in itertools.islice(self.companions(place, extent, ways), max_attempts):
             outcome = self.attempt((place, *companions), ways)
             if outcome.joins and self.accept(self.minimal(outcome, place)):
                 return True
             runs += outcome.ran
-            if runs == most_run:
+            if runs == max_runs:
                 break
         return False
 
@@ -121,7 +119,7 @@ class Search:
         return outcome
 
     def accept(self, outcome: Outcome) -> bool:
-        """Turns an outcome into a factor, unless its places overlap those of another factor."""
+        """Makes a factor of an outcome, unless its places overlap those of another factor. Returns whether it did."""
         results = tuple(way for way in outcome.joins if isinstance(way, Place))
         places = [(False, p) for p in outcome.places] + [(True, p) for p in results]
         outcomes, size = self.refined(outcome, math.gcd(*(self.size(*place) // place[1].major for place in places)))
@@ -140,9 +138,9 @@ class Search:
     def refined(self, outcome: Outcome, largest: int) -> tuple[list[Outcome], int]:
         """Finds the most pieces that an outcome's places can be split into: the outcomes, and the number of pieces."""
         first = outcome.ways
-        finer = [n for n in range(min(largest, _MAX_PIECES), first, -1) if largest % n == 0 and n % first == 0]
+        finer = [n for n in range(min(largest, MAX_PIECES), first, -1) if largest % n == 0 and n % first == 0]
         for ways in finer:
-            found = self.attempt(outcome.places, ways, _FEW_SETS)
+            found = self.attempt(outcome.places, ways, FINER_SETS)
             if found.joins == outcome.joins:
                 return [outcome, found], largest if ways == finer[0] else ways
         return [outcome], largest if not finer else first
@@ -202,7 +200,7 @@ class Search:
 
     def reasons(self, place: Place, extent: int) -> Iterator[tuple[str, str]]:
         """Yields what was split with a place, and why it failed. Attempts that could be run come first."""
-        if all(extent % n for n in _FIRST_COUNTS):
+        if all(extent % n for n in FIRST_PIECE_COUNTS):
             yield f"operand {place}", f"{extent} cannot be split into 2, 3, 5 or 7 equal pieces"
         outcomes = [o for o in self.tried.values() if place in o.places and (o.reason or o.places in self.withdrawn)]
         for o in sorted(outcomes, key=lambda o: not o.ran):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard.sharding.discover.constants import MIN_SETS
 from autoshard.sharding.discover.subject import Refused, Subject
 from autoshard.sharding.oracle.cases import is_key
 from autoshard.sharding.oracle.probe_values import difference, relative_error
@@ -26,7 +27,6 @@ from autoshard.sharding.oracle.shards import reduce_pieces
 
 SAME = "same"
 _ORDER = (SAME, "sum", "max", "min", "mul", "and", "or", "xor")
-_MIN_SETS = 3  # the fewest informative sets of values that count as evidence. Chosen, not measured
 _UNINFORMATIVE = "only {} of {} sets of values gave informative results (finite and not all the same)"
 
 
@@ -95,23 +95,23 @@ def attempt(subject: Subject, places: tuple[Place, ...], ways: int, sets: int | 
         shapes[place.array] = _shrunk(shapes[place.array], place.dim, ways)
     types = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, subject.examples, strict=True)]
     try:
-        made = subject.shapes_of(types)
+        results = subject.shapes_of(types)
     except Refused as error:
         return Outcome(places, ways, reason=f"it does not accept the pieces: {error}")
     shrunk: list[Place] = []
-    for r, (whole, piece) in enumerate(zip(subject.results, made, strict=False)):
+    for r, (whole, piece) in enumerate(zip(subject.results, results, strict=False)):
         pairs = enumerate(zip(whole.shape, piece.shape, strict=False))
         shrunk += [Place(r, d) for d, (n, m) in pairs if len(whole.shape) == len(piece.shape) and n == m * ways]
-    found = Outcome(places, ways, shrunk=tuple(shrunk), ran=True)
-    if fault := _shape_fault(subject, made, shrunk):
-        return _with(found, reason=fault)
-    return _try_joins(subject, found, sets)
+    outcome = Outcome(places, ways, shrunk=tuple(shrunk), ran=True)
+    if fault := _shape_fault(subject, results, shrunk):
+        return _with(outcome, reason=fault)
+    return _try_joins(subject, outcome, sets)
 
 
-def _shape_fault(subject: Subject, made: Sequence[Any], shrunk: Sequence[Place]) -> str | None:
-    if len(made) != len(subject.results):
-        return f"it returns {len(made)} arrays for a piece and {len(subject.results)} for the whole"
-    for r, (whole, piece) in enumerate(zip(subject.results, made, strict=True)):
+def _shape_fault(subject: Subject, types: Sequence[Any], shrunk: Sequence[Place]) -> str | None:
+    if len(types) != len(subject.results):
+        return f"it returns {len(types)} arrays for a piece and {len(subject.results)} for the whole"
+    for r, (whole, piece) in enumerate(zip(subject.results, types, strict=True)):
         expected = sum(place.array == r for place in shrunk)
         changed = len(whole.shape) != len(piece.shape) or sum(
             n != m for n, m in zip(whole.shape, piece.shape, strict=True)
@@ -121,62 +121,62 @@ def _shape_fault(subject: Subject, made: Sequence[Any], shrunk: Sequence[Place])
     return None
 
 
-def _try_joins(subject: Subject, found: Outcome, sets: int | None) -> Outcome:
+def _try_joins(subject: Subject, outcome: Outcome, sets: int | None) -> Outcome:
     """Completes an outcome with the ways of joining that hold on the sets of values."""
     chosen = subject.samples[:sets]
-    if len(chosen) < _MIN_SETS:
-        return _with(found, reason=_UNINFORMATIVE.format(len(chosen), subject.set_count))
+    if len(chosen) < MIN_SETS:
+        return _with(outcome, reason=_UNINFORMATIVE.format(len(chosen), subject.set_count))
     errors: list[dict[Way, float]] = []
     for sample in chosen:
         try:
-            pieces = [subject.run(_piece(sample.operands, found, i)) for i in range(found.ways)]
+            pieces = [subject.run(_piece(sample.operands, outcome, i)) for i in range(outcome.ways)]
         except Refused as error:
-            return _with(found, ran=False, reason=f"it does not accept the pieces: {error}")
+            return _with(outcome, ran=False, reason=f"it does not accept the pieces: {error}")
         for r, expected in enumerate(sample.whole):
             tried = _ways([p[r] for p in pieces], expected.shape, r, subject.results[r].dtype)
             if r == len(errors):
                 errors.append(dict.fromkeys(tried, 0.0))
             remaining = {way: joined for way, joined in tried.items() if way in errors[r]}
             measured = {way: _error(expected, joined, sample.slack[r]) for way, joined in remaining.items()}
-            held = {way: e for way, e in measured.items() if e is not None}
-            if not held:
-                return _with(found, reason=f"result {r}: {_closest(remaining, expected)}")
-            errors[r] = {way: max(errors[r][way], e) for way, e in held.items()}
-    return _choose_joins(subject, found, errors, len(chosen))
+            agreeing = {way: e for way, e in measured.items() if e is not None}
+            if not agreeing:
+                return _with(outcome, reason=f"result {r}: {_closest(remaining, expected)}")
+            errors[r] = {way: max(errors[r][way], e) for way, e in agreeing.items()}
+    return _choose_joins(subject, outcome, errors, len(chosen))
 
 
-def _choose_joins(subject: Subject, found: Outcome, errors: Sequence[Mapping[Way, float]], sets: int) -> Outcome:
+def _choose_joins(subject: Subject, outcome: Outcome, errors: Sequence[Mapping[Way, float]], sets: int) -> Outcome:
     """Chooses one of the ways that hold for each result, the same for all results that the split does not shrink."""
-    lacking = [r for r, ways in enumerate(errors) if any(isinstance(way, str) for way in ways)]
-    common = [op for op in _ORDER if all(op in errors[r] for r in lacking)]
+    unsplit = [r for r, ways in enumerate(errors) if any(isinstance(way, str) for way in ways)]
+    common = [op for op in _ORDER if all(op in errors[r] for r in unsplit)]
     if not common:
-        listed = ", ".join(f"result {r}: {'/'.join(w for w in _ORDER if w in errors[r])}" for r in lacking)
-        return _with(found, reason=f"results are joined in different ways, which no rule can express: {listed}")
-    for r in lacking:
+        listed = ", ".join(f"result {r}: {'/'.join(w for w in _ORDER if w in errors[r])}" for r in unsplit)
+        return _with(outcome, reason=f"results are joined in different ways, which no rule can express: {listed}")
+    for r in unsplit:
         if common[0] != "sum" and not subject.independent[r] and subject.is_constant(r):
-            return _with(found, reason=f"result {r} is the same on all sets of values, which is no evidence")
+            return _with(outcome, reason=f"result {r} is the same on all sets of values, which is no evidence")
     joins = tuple(
-        common[0] if r in lacking else min(w for w in ways if isinstance(w, Place)) for r, ways in enumerate(errors)
+        common[0] if r in unsplit else min(w for w in ways if isinstance(w, Place)) for r, ways in enumerate(errors)
     )
     worst = max((ways[way] for ways, way in zip(errors, joins, strict=True)), default=0.0)
-    return _with(found, joins=joins, sets=sets, error=worst)
+    return _with(outcome, joins=joins, sets=sets, error=worst)
 
 
-def _with(found: Outcome, **changes: Any) -> Outcome:
-    return Outcome(**{**vars(found), **changes})
+def _with(outcome: Outcome, **changes: Any) -> Outcome:
+    return Outcome(**{**vars(outcome), **changes})
 
 
 def _shrunk(shape: tuple[int, ...], dim: int, ways: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // ways, *shape[dim + 1 :])
 
 
-def _piece(operands: Sequence[np.ndarray], found: Outcome, index: int) -> list[np.ndarray]:
+def _piece(operands: Sequence[np.ndarray], outcome: Outcome, index: int) -> list[np.ndarray]:
     pieces = list(operands)
-    for place in found.places:
+    for place in outcome.places:
         x = pieces[place.array]
         head, tail, n = x.shape[: place.dim], x.shape[place.dim + 1 :], x.shape[place.dim]
-        spread = x.reshape((*head, place.major, found.ways, n // (place.major * found.ways), *tail))
-        pieces[place.array] = np.take(spread, index, len(head) + 1).reshape((*head, n // found.ways, *tail))
+        spread = x.reshape((*head, place.major, outcome.ways, n // (place.major * outcome.ways), *tail))
+        pieces[place.array] = np.take(spread, index, len(head) + 1).reshape((*head, n // outcome.ways, *tail))
     return pieces
 
 

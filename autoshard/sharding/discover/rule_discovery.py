@@ -1,4 +1,4 @@
-"""Proposes a rule for a function that has none, by running it on pieces of its operands.
+"""Proposes a rule for a function that has none by running it on pieces of its operands.
 
 Each dimension of each operand is split, alone or together with dimensions of other operands. The function is run on the
 pieces, and the pieces of its results are joined in every way that a rule can express. A split whose joined pieces equal
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from autoshard._shown import shown
+from autoshard.sharding.discover.constants import FINAL_SETS, LINEARITY_SETS, MIN_NOISE, SHOWN_ATTEMPTS
 from autoshard.sharding.discover.factor_search import Search
 from autoshard.sharding.discover.piecewise_runs import Outcome, Place
 from autoshard.sharding.discover.rule_text import FoundFactor, render_rule
@@ -32,11 +33,6 @@ from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import apply, make_primitive
 
 __all__ = ["Discovery", "DiscoveryError", "Evidence", "Refusal", "discover"]
-
-# All three are chosen, not measured.
-_OWN_SETS = 4  # sets of values of the search that are added to the oracle's sets in the final check
-_MIN_NOISE = 1e-5  # relative rounding error that the oracle's tolerance covers
-_SHOWN_ATTEMPTS = 2  # failed attempts that the text of a `Refusal` shows
 
 
 @shown
@@ -86,8 +82,8 @@ class Refusal:
     tried: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        more = len(self.tried) - _SHOWN_ATTEMPTS
-        lines = [f"    {split}: {why}" for split, why in self.tried[:_SHOWN_ATTEMPTS]]
+        more = len(self.tried) - SHOWN_ATTEMPTS
+        lines = [f"    {split}: {why}" for split, why in self.tried[:SHOWN_ATTEMPTS]]
         lines += [f"    and {more} more"] * (more > 0)
         return "\n".join([f"operand {self.operand} (size {self.size}) is whole", *lines])
 
@@ -150,7 +146,7 @@ def discover(fn: Callable[..., Any], *args: Any) -> Discovery:
 
 
 class _Discovery:
-    """Turns the factors that a search finds into a rule that passes the oracle."""
+    """Makes a rule that passes the oracle from the factors that a search finds."""
 
     def __init__(self, subject: Subject):
         self.subject = subject
@@ -188,8 +184,8 @@ class _Discovery:
     def wrong(self, text: str) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yields (factors, reason) of each strategy that the oracle finds wrong, on the search's and its own values."""
         case, rule = self.case(text)
-        own = sorted(self.subject.samples, key=lambda sample: sample.noise)[:_OWN_SETS]
-        max_noise = max((_MIN_NOISE, *(sample.noise for sample in own)))
+        own = sorted(self.subject.samples, key=lambda sample: sample.noise)[:FINAL_SETS]
+        max_noise = max((MIN_NOISE, *(sample.noise for sample in own)))
         sets = [sample.operands for sample in own] + [x for x in trials(case) if self.noise(x) <= max_noise]
         return ((f.factors, f.message) for f in (check_shards(case, rule, sets) if sets else ()))
 
@@ -203,7 +199,7 @@ class _Discovery:
     def linear(self, text: str) -> list[tuple[int, ...]]:
         """Returns the minimal groups of operands in which the function is jointly linear."""
         case, _ = self.case(text)
-        sets = [sample.operands for sample in self.subject.samples[-3:]]
+        sets = [sample.operands for sample in self.subject.samples[-LINEARITY_SETS:]]
         try:
             with as_refused():
                 candidates = [g for g in possible_groups(case) if surely_additive(case, g, sets)]

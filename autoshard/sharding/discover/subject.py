@@ -13,19 +13,16 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.errors import AutoshardError
+from autoshard.sharding.discover.constants import MAX_SLACK, SLACK_FACTOR
 from autoshard.sharding.discover.value_sets import rounded, value_sets
 from autoshard.sharding.oracle.cases import error_summary, example, from_numpy, to_numpy
 from autoshard.sharding.oracle.missing_strategies import is_informative
 from autoshard.sharding.oracle.probe_values import difference, relative_error
 from autoshard.sharding.oracle.shard_runner import FAST_COMPILE
 
-# A difference up to this many times the effect of rounding the operands once counts as rounding. Chosen, not measured.
-_SLACK_FACTOR = 8
-_MAX_SLACK = 0.01  # the largest relative error that counts as rounding. Chosen, not measured
-
 
 class DiscoveryError(AutoshardError):
-    """A rule for the function cannot be discovered."""
+    """No rule for the function can be discovered."""
 
 
 class Refused(DiscoveryError):
@@ -34,7 +31,7 @@ class Refused(DiscoveryError):
 
 @contextlib.contextmanager
 def as_refused() -> Iterator[None]:
-    """Turns any exception of the user's function into `Refused`.
+    """Replaces any exception of the user's function by `Refused`.
 
     Raises:
         Refused: in place of any exception inside the `with` block.
@@ -156,7 +153,7 @@ class Subject:
         whole, perturbed = self.run(operands), self.run(rounded(operands))
         pairs = zip(whole, perturbed, strict=True)
         noise = [relative_error(a, b) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0 for a, b in pairs]
-        return Sample(operands, whole, tuple(min(_SLACK_FACTOR * n, _MAX_SLACK) for n in noise))
+        return Sample(operands, whole, tuple(min(SLACK_FACTOR * n, MAX_SLACK) for n in noise))
 
     def _check_repeats(self, sample: Sample) -> None:
         """Checks that two runs agree, also after tracing again, since host random numbers are constants of a trace."""

@@ -1,1 +1,1 @@
-"""From mesh axes over logical axes to the sharding of every value and operator; what users fix and request."""
+"""From mesh axes to the sharding of every value and operator; shardings that users fix and request."""

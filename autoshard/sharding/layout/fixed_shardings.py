@@ -1,4 +1,4 @@
-"""What users fix, and what programs bring along: specs that every plan keeps, or refuses by name."""
+"""Shardings that every plan must respect: those that the user fixes, and the program's own sharding constraints."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, names_axes
 from autoshard.spmdrules.ir.program import Op
 
-Named = tuple[str, Layout]  # a candidate's words and its layout
+Named = tuple[str, Layout]  # a candidate's strategy and its layout
 
 _EITHER = (
-    "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for what stays "
-    "whole}, such as {'0/*/kernel': PartitionSpec(None, 'model')} or {'0/*/kernel': (None, 'ffn')}"
+    "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for a dimension that "
+    "stays whole}, such as {'0/*/kernel': PartitionSpec(None, 'model')} or {'0/*/kernel': (None, 'ffn')}"
 )
 
 
 def own_specs(op: Op) -> list[NamedSharding]:
-    """Every sharding that the program itself wrote on an operator: a constraint's, a nested `jit`'s."""
+    """The shardings in the program itself at an operator: of a sharding constraint or of a nested `jit`."""
     params = op.eqn.params
     if op.name == "sharding_constraint":
-        found = (params["sharding"],)
+        shardings = (params["sharding"],)
     elif op.name in ("jit", "pjit"):
-        found = (*params["in_shardings"], *params["out_shardings"])
+        shardings = (*params["in_shardings"], *params["out_shardings"])
     else:
-        found = ()
-    return [s for s in found if isinstance(s, NamedSharding)]
+        shardings = ()
+    return [s for s in shardings if isinstance(s, NamedSharding)]
 
 
 def own_constraints(traced: Traced) -> list[tuple[Op, NamedSharding]]:
-    """Every sharding that the program wrote, with its operator."""
+    """All shardings in the program itself, each with its operator."""
     return [(op, sharding) for op in traced.program.ops() for sharding in own_specs(op)]
 
 
 def constraint_mesh(constraints: Sequence[tuple[Op, NamedSharding]]) -> Any:
-    """The mesh that the program's own sharding constraints are written for, None where there are none."""
+    """The mesh of the program's own sharding constraints; None if there are none."""
     for _, sharding in constraints:
         if not sharding.mesh.empty and sharding.mesh.size > 1:
             return sharding.mesh
@@ -53,22 +53,22 @@ def constraint_mesh(constraints: Sequence[tuple[Op, NamedSharding]]) -> Any:
 
 
 def check_constraints(name: str, constraints: Sequence[tuple[Op, NamedSharding]], layout: Layout) -> None:
-    """Checks that the program's own sharding constraints can be kept on the plan's mesh.
+    """Check that the plan's mesh has all mesh axes that the program's own sharding constraints name.
 
     Raises:
-        PlanError: naming every constraint that cannot.
+        PlanError: it lacks some. The message lists every such constraint.
     """
-    wrong = []
+    problems = []
     for op, sharding in constraints:
         spec = sharding.spec
         names = [a for dim in from_partition_spec(spec, len(spec)) for a in dim]
         if missing := [a for a in names if a not in layout.mesh]:
-            wrong.append(
-                f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, the "
-                f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh that it was written for"
+            problems.append(
+                f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, but the "
+                f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh of the constraint"
             )
-    if wrong:
-        raise PlanError(f"auto_shard({name}): " + "; ".join(wrong))
+    if problems:
+        raise PlanError(f"auto_shard({name}): " + "; ".join(problems))
 
 
 class NoSuchAxisError(PlanError):
@@ -76,10 +76,14 @@ class NoSuchAxisError(PlanError):
 
 
 class FixedError(PlanError):
-    """Specs that were fixed and cannot hold, or contradict each other; `complaints` has one sentence for each.
+    """Fixed shardings are not possible, or contradict each other.
 
-    The message has the first of them: one pattern may match hundreds of inputs. `lacks_axis` says whether one of them
-    is that the mesh lacks an axis.
+    The message has only the first problems, because one pattern may match hundreds of inputs.
+
+    Attributes:
+        name: the name of the function.
+        complaints: all problems, one sentence each.
+        lacks_axis: whether a problem is that the mesh lacks an axis.
     """
 
     def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
@@ -90,41 +94,53 @@ class FixedError(PlanError):
 def fixed_pins(
     traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any], word: str
 ) -> dict[int, Spec]:
-    """The specs that the user fixed, by value; `word` is how messages call them.
+    """The specs of the inputs that the user fixed, by value.
+
+    Args:
+        traced: the traced function.
+        axes: its logical axes.
+        layout: the layout that gives named logical axes their mesh axes.
+        fixed: path or pattern -> `PartitionSpec` or names of logical axes.
+        word: what messages call such a sharding: `fixed`, `annotated` or `wish`.
 
     Raises:
-        FixedError: every pattern that matches nothing, every spec that cannot hold and every two that differ.
+        FixedError: patterns match no input, specs are not possible, or two specs of one input differ.
     """
     pins: dict[int, Spec] = {}
-    wrong, lacks_axis = _strange(fixed, word), False
-    for i, what in {} if wrong else found_inputs(traced, fixed, word, wrong).items():
+    problems, lacks_axis = _malformed(fixed, word), False
+    for i, wish in {} if problems else found_inputs(traced, fixed, word, problems).items():
         value, aval = traced.program.inputs[i], traced.in_avals[i]
         try:
-            pins[value] = _fixed_spec(what, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
+            pins[value] = _fixed_spec(wish, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
         except PlanError as error:
-            wrong.append(str(error))
+            problems.append(str(error))
             lacks_axis |= isinstance(error, NoSuchAxisError)
-    if wrong:
-        raise FixedError(traced.name, wrong, lacks_axis=lacks_axis)
+    if problems:
+        raise FixedError(traced.name, problems, lacks_axis=lacks_axis)
     return pins
 
 
 def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_given: bool) -> list[Named]:
-    """Pins layouts; those on whose mesh what is fixed cannot hold are left out.
+    """Write the fixed shardings into layouts, and return the layouts in which they are possible.
+
+    Args:
+        layouts: the layouts, each with its strategy.
+        pin: writes the fixed shardings into one layout, or raises `FixedError`.
+        mesh_is_given: whether the user gave the mesh.
 
     Raises:
-        FixedError: it holds on none.
+        FixedError: the fixed shardings are possible in no layout.
     """
-    kept: list[Named] = []
+    feasible: list[Named] = []
     failed: list[FixedError] = []
     for named in layouts:
         try:
             pin(named[1])
-            kept.append(named)
+            feasible.append(named)
         except FixedError as error:
             failed.append(error)
-    if kept or not failed:
-        return kept
+    if feasible or not failed:
+        return feasible
     nearest = min(failed, key=lambda error: len(error.complaints))
     if mesh_is_given or not nearest.lacks_axis:
         raise nearest
@@ -132,39 +148,39 @@ def pin_all(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_giv
     raise FixedError(nearest.name, nearest.complaints, f". No mesh was given, and the plans tried have axes {used}")
 
 
-def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, wrong: list[str]) -> dict[int, Any]:
-    """What is fixed for which input; a path of its own goes before patterns.
+def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, problems: list[str]) -> dict[int, Any]:
+    """Index of an input -> what is fixed for it. An exact path takes precedence over patterns.
 
-    Complaints are added to `wrong`: patterns that match nothing, and two that match one input and differ.
+    Appends to `problems`: patterns that match no input, and patterns that match one input but differ.
     """
     exact: dict[int, list[str]] = {}
     by_pattern: dict[int, list[str]] = {}
     for pattern in fixed:
         same = [i for i, path in enumerate(traced.in_paths) if pattern in (path, glob.escape(path))]
-        found = same or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
-        if not found:
-            wrong.append(f"{word} '{pattern}' matches no input. {suggestions(pattern, traced.in_paths)}")
-        for i in found:
+        matching = same or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
+        if not matching:
+            problems.append(f"{word} '{pattern}' matches no input. {suggestions(pattern, traced.in_paths)}")
+        for i in matching:
             (exact if same else by_pattern).setdefault(i, []).append(pattern)
     chosen = {i: (exact if i in exact else by_pattern)[i] for i in sorted({*exact, *by_pattern})}
-    contrary: dict[tuple[str, str], list[int]] = {}
+    conflicts: dict[tuple[str, str], list[int]] = {}
     for i, patterns in chosen.items():
         others = [p for p in patterns[1:] if _differ(fixed[patterns[0]], fixed[p], traced.in_avals[i].ndim)]
         for other in others:
-            contrary.setdefault((patterns[0], other), []).append(i)
-    for (one, other), some in contrary.items():
-        also = f" and {len(some) - 1} more" if len(some) > 1 else ""
-        path = traced.in_paths[some[0]]
-        wrong.append(
-            f"{word} '{one}' says {fixed[one]} and {word} '{other}' says {fixed[other]}, and both match "
-            f"'{path}'{also}: drop one, or give '{path}' by its own path, which goes before patterns"
+            conflicts.setdefault((patterns[0], other), []).append(i)
+    for (one, other), inputs in conflicts.items():
+        also = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
+        path = traced.in_paths[inputs[0]]
+        problems.append(
+            f"{word} '{one}' is {fixed[one]} and {word} '{other}' is {fixed[other]}, but both match '{path}'{also}: "
+            f"drop one, or add '{path}' itself; an exact path takes precedence over patterns"
         )
-    open_still = {i for some in contrary.values() for i in some}
-    return {i: fixed[patterns[0]] for i, patterns in chosen.items() if i not in open_still}
+    unresolved = {i for inputs in conflicts.values() for i in inputs}
+    return {i: fixed[patterns[0]] for i, patterns in chosen.items() if i not in unresolved}
 
 
 def _differ(one: Any, other: Any, rank: int) -> bool:
-    """Whether two specs, or two lists of names, say different things of an array of `rank` dimensions."""
+    """Whether two specs, or two lists of names, differ for an array of `rank` dimensions."""
     if isinstance(one, PartitionSpec) != isinstance(other, PartitionSpec):
         return True
     if isinstance(one, PartitionSpec):
@@ -173,60 +189,60 @@ def _differ(one: Any, other: Any, rank: int) -> bool:
 
 
 def same_spec(one: PartitionSpec, other: PartitionSpec, rank: int) -> bool:
-    """Whether two specs mean the same of an array of `rank` dimensions."""
+    """Whether two specs mean the same for an array of `rank` dimensions."""
     rank = max(rank, len(one), len(other))
     return from_partition_spec(one, rank) == from_partition_spec(other, rank)
 
 
 def disagreements(traced: Traced, axes: LogicalAxes, pins: Mapping[int, Spec]) -> list[str]:
-    """The logical axes that two pins cut over different mesh axes: both hold, and where they meet one is moved."""
-    over: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
+    """Notes on logical axes that two fixed inputs shard over different mesh axes, at the cost of a reshard."""
+    by_axis: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
     for value, path in zip(traced.program.inputs, traced.in_paths, strict=True):
-        for dim, cut in zip(axes.of_value[value], pins.get(value, ()), strict=False):
-            if len(dim) == 1 and cut:
-                over.setdefault(dim[0], []).append((path, cut))
+        for dim, mesh_axes in zip(axes.of_value[value], pins.get(value, ()), strict=False):
+            if len(dim) == 1 and mesh_axes:
+                by_axis.setdefault(dim[0], []).append((path, mesh_axes))
     notes = []
-    for c, found in over.items():
-        path, cut = found[0]
-        other = next(((p, x) for p, x in found if x[: len(cut)] != cut[: len(x)]), None)
+    for c, uses in by_axis.items():
+        path, over = uses[0]
+        other = next(((p, x) for p, x in uses if x[: len(over)] != over[: len(x)]), None)
         if other is not None:
             notes.append(
-                f"fixed '{path}' has {axes.name(c)} over {', '.join(cut)}, fixed '{other[0]}' over "
-                f"{', '.join(other[1])}: both hold, and where they meet one of them is moved in every step; "
-                "fix them alike to save that"
+                f"fixed '{path}' shards {axes.name(c)} over {', '.join(over)}, but fixed '{other[0]}' shards it over "
+                f"{', '.join(other[1])}: where they meet, one of them is resharded in every step; fix both over the "
+                "same mesh axes to avoid this"
             )
     return notes
 
 
-def _strange(fixed: Any, word: str) -> list[str]:
-    """What of the user's table is no path, no `PartitionSpec` and no sequence of names."""
+def _malformed(fixed: Any, word: str) -> list[str]:
+    """Problems with entries that are not a path with a `PartitionSpec` or a sequence of names."""
     if not isinstance(fixed, Mapping):
         return [f"{word} is {fixed!r}; {_EITHER}"]
     pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not is_sharding_wish(w)]
-    return [f"{word} {pattern!r}: {what!r}; {_EITHER}" for pattern, what in pairs]
+    return [f"{word} {pattern!r}: {wish!r}; {_EITHER}" for pattern, wish in pairs]
 
 
 def is_sharding_wish(what: Any) -> bool:
-    """Whether this is a `PartitionSpec`, or names of logical axes and None."""
+    """Whether this is a `PartitionSpec` or a sequence of names of logical axes and None."""
     if isinstance(what, PartitionSpec):
         return all(map(names_axes, what.partitions))
     return isinstance(what, (tuple, list)) and all(name is None or isinstance(name, str) for name in what)
 
 
-def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
-    if not isinstance(what, PartitionSpec):
-        return _spec_of_names(what, aval, where, layout, axes, value)
-    if len(what) > aval.ndim:
-        raise _too_long(what, aval, where)
-    spec = from_partition_spec(what, aval.ndim)
+def _fixed_spec(wish: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
+    if not isinstance(wish, PartitionSpec):
+        return _spec_of_names(wish, aval, where, layout, axes, value)
+    if len(wish) > aval.ndim:
+        raise _too_long(wish, aval, where)
+    spec = from_partition_spec(wish, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise NoSuchAxisError(f"{where}: {what} names mesh axis {unknown[0]!r}, the mesh has {dict(layout.mesh)}; "
+        raise NoSuchAxisError(f"{where}: {wish} names mesh axis {unknown[0]!r}, but the mesh has {dict(layout.mesh)}; "
                         + (f"did you mean {close[0]!r}? Or " if close else "")
                         + "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {what} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
+        raise PlanError(f"{where}: {wish} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
         n = layout.ways(dim)
         if aval.shape[d] % n:
@@ -236,26 +252,32 @@ def _fixed_spec(what: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
 
 
 def _spec_of_names(
-    what: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
+    wish: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
 ) -> Spec:
-    """The dimensions that are named as the layout has them, the others whole."""
-    names = set(axes.names.values())
-    if unknown := [n for n in what if n is not None and n not in names]:
-        raise PlanError(f"{where} names {unknown}, which is no logical axis; there are {sorted(names)}")
-    if len(what) > aval.ndim:
-        raise _too_long(what, aval, where)
-    asked = [*what, *[None] * (aval.ndim - len(what))]
+    """The spec that shards the named dimensions as the layout does, and keeps the others whole."""
+    known = set(axes.names.values())
+    if unknown := [n for n in wish if n is not None and n not in known]:
+        raise PlanError(
+            f"{where}: the program has no logical axis {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(sorted(known))}"
+        )
+    if len(wish) > aval.ndim:
+        raise _too_long(wish, aval, where)
+    requested = [*wish, *[None] * (aval.ndim - len(wish))]
     own = [[axes.name(c) for c in dim] for dim in axes.of_value[value]]
-    wrong = [d for d, name in enumerate(asked) if name is not None and name not in own[d]]
+    wrong = [d for d, name in enumerate(requested) if name is not None and name not in own[d]]
     if wrong:
-        others = ", ".join(f"dim {d} is {' x '.join(own[d]) or 'of size 1'}, not {asked[d]}" for d in wrong)
-        raise PlanError(f"{where} says {tuple(what)}: {others}. Name what a dimension is, or None to keep it whole")
+        others = ", ".join(f"dim {d} is {' x '.join(own[d]) or 'of size 1'}, not {requested[d]}" for d in wrong)
+        raise PlanError(
+            f"{where} is {tuple(wish)}, but {others}. Give each dimension its own logical axis, or None to keep it "
+            "whole"
+        )
     spec = layout.spec(value)
-    return tuple(() if name is None else spec[d] for d, name in enumerate(asked))
+    return tuple(() if name is None else spec[d] for d, name in enumerate(requested))
 
 
-def _too_long(what: Any, aval: Any, where: str) -> PlanError:
+def _too_long(wish: Any, aval: Any, where: str) -> PlanError:
     return PlanError(
-        f"{where}: {what} has {len(what)} entries, the array has {aval.ndim} dimensions {aval.shape}. Drop the last "
-        "ones"
+        f"{where}: {wish} has {len(wish)} entries, but the array has {aval.ndim} dimensions {aval.shape}. Drop the "
+        "last entries"
     )

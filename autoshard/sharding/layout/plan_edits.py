@@ -1,4 +1,4 @@
-"""Change a layout by one word: one logical axis more or less on a mesh axis, or one part of the state."""
+"""Change a layout by one word: a mesh axis shards one logical axis more or less, or stores one role more or less."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autoshard.sharding.layout.layout import Layout
 @shown
 @dataclass(frozen=True)
 class Change:
-    """A mesh axis that cuts (stores) one thing more, or less, than its kind of parallelism does: `tp-ffn`.
+    """A logical axis, or a role of state, that is added to a mesh axis or removed from it: `tp-ffn`, `dp+optimizer`.
 
     Attributes:
         axis: the mesh axis.
-        more: whether it is one more.
-        what: a logical axis, behind those that the mesh axis has already; or a role of the state.
+        more: whether it is added.
+        what: the logical axis, which comes after those that the mesh axis has; or the role.
     """
 
     axis: str
@@ -35,57 +35,63 @@ class Change:
 
 
 def changed(layout: Layout, change: Change) -> Layout:
-    """A layout with one word more or less, without pins.
+    """The layout after a change, without fixed shardings.
 
     Raises:
-        PlanRequestError: there is no such axis, or nothing to take away.
+        PlanRequestError: the mesh axis or the logical axis does not exist, or the change changes nothing.
     """
     axis, names = change.axis, {name: c for c, name in layout.axes.names.items()}
     table, storage = dict(layout.table), dict(layout.storage)
     if axis not in layout.mesh:
-        raise PlanRequestError(f"plan '{change}': there is no mesh axis '{axis}'; there is {', '.join(layout.mesh)}")
+        raise PlanRequestError(f"plan '{change}': the mesh has no axis '{axis}'; it has {', '.join(layout.mesh)}")
     role: Role | None = next((role for role in STATE if role == change.what), None)
     if role is None and change.what not in names:
         near = difflib.get_close_matches(change.what, [*names, *STATE], n=1)
         hint = f" Did you mean '{axis}{'+' if change.more else '-'}{near[0]}'?" if near else ""
         raise PlanRequestError(
-            f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}; "
-            f"and of the state there is {', '.join(STATE)}.{hint}"
+            f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}, "
+            f"and its state has {', '.join(STATE)}.{hint}"
         )
-    given = storage.get(role, ()) if role else table.get(axis, ())
+    present = storage.get(role, ()) if role else table.get(axis, ())
     what = axis if role else names[change.what]
-    if (what in given) == change.more:
+    if (what in present) == change.more:
+        verb = "store" if role else "shard"
         raise PlanRequestError(
-            f"plan '{change}': '{axis}' {'has' if change.more else 'does not have'} {change.what} "
-            f"{'already' if change.more else 'to begin with'}; leave the word out"
+            f"plan '{change}': '{axis}' {f'already {verb}s' if change.more else f'does not {verb}'} {change.what}; "
+            "leave the word out"
         )
     if role:
-        storage[role] = tuple(a for a in layout.mesh if (a in given) != (a == axis))
+        storage[role] = tuple(a for a in layout.mesh if (a in present) != (a == axis))
     else:
-        cut = table.get(axis, ())
-        table[axis] = (*cut, names[change.what]) if change.more else tuple(c for c in cut if c != names[change.what])
+        listed = table.get(axis, ())
+        table[axis] = (
+            (*listed, names[change.what]) if change.more else tuple(c for c in listed if c != names[change.what])
+        )
     return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
 
 
-def uses_of(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
-    """How many of `size` devices each class can use of what is left to it by those before it that are beside it."""
-    found: dict[int, int] = {}
+def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
+    """For each logical axis the number of devices, of `size`, that it can be sharded over.
+
+    Earlier logical axes that occur in all of its values leave it fewer.
+    """
+    usable: dict[int, int] = {}
     for c in classes:
-        left = size // math.prod(found[d] for d in found if d in axes.co_occurring.get(c, ()))
-        found[c] = math.gcd(left, axes.sizes[c])
-    return list(found.values())
+        left = size // math.prod(usable[d] for d in usable if d in axes.co_occurring.get(c, ()))
+        usable[c] = math.gcd(left, axes.sizes[c])
+    return list(usable.values())
 
 
-def state_parts(size: int, uses: Sequence[int]) -> list[int]:
-    """A mesh axis of `size` in the coarsest factors of which every class can take as many as it uses."""
+def axis_parts(size: int, usable: Sequence[int]) -> list[int]:
+    """The coarsest factors of a mesh axis of `size` such that some have each number of `usable` as their product."""
     parts = [size]
-    for most in uses:
-        if any(math.prod(some) == most for k in range(len(parts) + 1) for some in combinations(parts, k)):
+    for wanted in usable:
+        if any(math.prod(some) == wanted for k in range(len(parts) + 1) for some in combinations(parts, k)):
             continue
-        out: list[int] = []
+        split: list[int] = []
         for part in parts:
-            shared = math.gcd(part, most)
-            most //= shared
-            out += [shared, part // shared] if 1 < shared < part else [part]
-        parts = out
+            shared = math.gcd(part, wanted)
+            wanted //= shared
+            split += [shared, part // shared] if 1 < shared < part else [part]
+        parts = split
     return parts

@@ -1,15 +1,19 @@
-"""Plans that people ask for by name or table, and the known plans that the search starts from.
+"""Requested plans, by strategy or by table.
 
-Words of a request, `fsdp:8 tp:4 seq`:
+Words of a strategy, such as `fsdp:8 tp:4 seq`:
 
-    dp:N      the batch over N devices, state whole on each
-    zero1:N   dp, the optimizer's state in N parts          fsdp:N   dp, parameters too in N parts (ZeRO-3)
-    tp:N      heads, ffn, vocabulary, ... over N devices     seq      with tp: the sequence between them too
-    ep:N      experts over N devices, elsewhere the batch    cp:N     the sequence over N devices
-    state     parameters and optimizer in as many parts as there are devices, whatever the words say
-    A+NAME    the mesh axis A cuts the logical axis NAME, too, or stores NAME = parameter, optimizer; A-NAME: not
+    dp:N      batch over N devices, state replicated
+    zero1:N   dp, and optimizer state over N devices
+    fsdp:N    dp, and parameters and optimizer state over N devices (ZeRO-3)
+    tp:N      heads, ffn, vocab, ... over N devices
+    seq       with tp: the sequence, too, where nothing else uses tp
+    cp:N      sequence over N devices
+    ep:N      experts over N devices, and the batch where there are no experts
+    state     parameters and optimizer state over all devices
+    A+NAME    mesh axis A also shards the logical axis NAME, or stores NAME (parameter, optimizer)
+    A-NAME    mesh axis A does not shard or store NAME
 
-A table names logical axes for each mesh axis instead: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
+A table instead lists the logical axes of each mesh axis: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
 """
 
 from __future__ import annotations
@@ -26,29 +30,22 @@ from autoshard.errors import PlanRequestError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import STATE, Role, Roles
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_edits import Change, changed, state_parts, uses_of
+from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, usable_devices
 
-KINDS = (
-    "dp",
-    "zero1",
-    "fsdp",
-    "cp",
-    "ep",
-    "tp",
-)  # outermost first: tp talks most, so it gets the nearest devices
+KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communicates most, so its devices are nearest
 FLAGS = ("seq", "state")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A plan by its words: the mesh axes, what each is for, and flags.
+    """A requested strategy.
 
     Attributes:
-        sizes: mesh axis -> devices.
-        kinds: mesh axis -> the kind of parallelism it serves.
-        flags: `seq`, `state` (state in as many parts as there are devices).
-        changes: made to what the other words mean, in order.
-        fixed_mesh: the axes are given and must not be split.
+        sizes: mesh axis -> number of devices.
+        kinds: mesh axis -> kind of parallelism.
+        flags: `seq`, `state`.
+        fixed_mesh: whether the mesh axes are given and must not be split.
+        changes: changes to the layout that the other words mean, in order.
     """
 
     sizes: Mapping[str, int]
@@ -63,20 +60,20 @@ class Request:
 
     @property
     def devices(self) -> int:
-        """How many devices it takes."""
+        """The number of devices that it needs."""
         return math.prod(self.sizes.values())
 
 
 def request(sizes: Mapping[str, int], *flags: str) -> Request:
-    """A request whose mesh axes are called after what they are for."""
+    """A request whose mesh axes are named after their kinds of parallelism."""
     return Request(sizes, {k: k for k in sizes}, frozenset(flags))
 
 
 def parse_request(text: str) -> Request:
-    """Reads `"fsdp:8 tp:4 seq"`; with other names for the mesh axes, `"data=fsdp:8 model=tp:4"`.
+    """Parse a strategy such as `"fsdp:8 tp:4 seq"`, or with names for the mesh axes, `"data=fsdp:8 model=tp:4"`.
 
     Raises:
-        PlanRequestError: a word is unknown or a size is missing.
+        PlanRequestError: a word is unknown, a size is missing, or a mesh axis occurs twice.
     """
     sizes: dict[str, int] = {}
     kinds: dict[str, str] = {}
@@ -105,10 +102,10 @@ def parse_request(text: str) -> Request:
         if not re.fullmatch(r"[1-9]\d*", size):
             raise PlanRequestError(f"plan '{text}': '{word}' needs a number of devices, such as {kind}:8")
         if axis in sizes:
-            raise PlanRequestError(f"plan '{text}': '{axis}' stands twice")
+            raise PlanRequestError(f"plan '{text}': mesh axis '{axis}' occurs twice; give it once")
         sizes[axis], kinds[axis] = int(size), kind
     if not sizes:
-        raise PlanRequestError(f"plan '{text}' names no parallelism; such as 'fsdp:8' or 'dp:2 tp:4 seq'")
+        raise PlanRequestError(f"plan '{text}' names no parallelism; give for example 'fsdp:8' or 'dp:2 tp:4 seq'")
     ordered = (
         sorted(sizes, key=lambda a: KINDS.index(kinds[a])) if all(a == k for a, k in kinds.items()) else list(sizes)
     )
@@ -117,7 +114,7 @@ def parse_request(text: str) -> Request:
 
 
 def is_request(words: str) -> bool:
-    """Whether these are words that `parse_request` reads."""
+    """Whether `parse_request` accepts this text."""
     try:
         return bool(parse_request(words))
     except PlanRequestError:
@@ -129,8 +126,8 @@ def may_name(axis: str, mesh: Mapping[str, int] | None, words: str | None = None
 
     Args:
         axis: the name.
-        mesh: the mesh if it is given; else axes are called after what they are for, and parts of one are numbered.
-        words: the plan that is asked for, which may name its axes itself.
+        mesh: the mesh, if it is given. Otherwise axes are named after kinds of parallelism; parts of one are numbered.
+        words: the requested strategy, if any. It may name its axes.
     """
     if mesh is not None:
         return axis in mesh
@@ -151,7 +148,12 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
 
 
 def storage_for(owners: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
-    """Which mesh axes store which state; `owners` says which kind of parallelism each mesh axis serves."""
+    """Role of state -> the mesh axes that store it.
+
+    Args:
+        owners: mesh axis -> kind of parallelism.
+        everything: whether all mesh axes store all state.
+    """
     if everything:
         return {role: tuple(owners) for role in STATE}
     full = tuple(a for a, kind in owners.items() if kind == "fsdp")
@@ -160,25 +162,25 @@ def storage_for(owners: Mapping[str, str], everything: bool) -> dict[Role, tuple
     return {role: axes for role, axes in stored.items() if axes}
 
 
-def layout_of(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
+def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
     """The layout that a request means for a program.
 
-    Unless the mesh is fixed, a mesh axis is split where one of its logical axes is divisible only by a part of it (two
-    key-value heads over four devices): `tp` becomes `tp` and `tp_1`. Not where others that are cut first stand beside
-    it in every value and leave nothing of the mesh axis to it (eight key-value heads over eight devices).
+    Unless the mesh is fixed, a mesh axis is split if one of its logical axes is divisible only by a part of it, such as
+    two key-value heads over four devices: `tp` becomes `tp` and `tp_1`. It is not split if earlier logical axes occur
+    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices.
     """
     mesh: dict[str, int] = {}
     owners: dict[str, str] = {}
     table: dict[str, tuple[int, ...]] = {}
-    for axis, size in asked.sizes.items():
-        kind = asked.kinds[axis]
-        classes = classes_for(kind, roles, asked.flags)
-        parts = [size] if asked.fixed_mesh else state_parts(size, uses_of(axes, classes, size))
+    for axis, size in requested.sizes.items():
+        kind = requested.kinds[axis]
+        classes = classes_for(kind, roles, requested.flags)
+        parts = [size] if requested.fixed_mesh else axis_parts(size, usable_devices(axes, classes, size))
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], owners[name], table[name] = part, kind, classes
-    layout = Layout(axes, roles, mesh, table, storage_for(owners, "state" in asked.flags))
-    for change in asked.changes:
+    layout = Layout(axes, roles, mesh, table, storage_for(owners, "state" in requested.flags))
+    for change in requested.changes:
         layout = changed(layout, change)
     return layout
 
@@ -186,21 +188,21 @@ def layout_of(axes: LogicalAxes, roles: Roles, asked: Request) -> Layout:
 @shown
 @dataclass(frozen=True)
 class Table:
-    """A plan by its table: mesh axis -> names of logical axes in order; sizes where the mesh gives them."""
+    """A requested table: mesh axis -> names of logical axes, in order of preference."""
 
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, asked: Mapping[str, str | Sequence[str]]) -> Table:
-        """The table that a user wrote, in which one name may stand alone.
+    def read(cls, table: Mapping[str, str | Sequence[str]]) -> Table:
+        """Read a user's table. A single name needs no list.
 
         Raises:
-            PlanRequestError: it is empty, or something in it is no name.
+            PlanRequestError: it is empty, or has entries that are not names.
         """
-        read = {k: (v,) if isinstance(v, str) else v for k, v in asked.items()}
+        read = {k: (v,) if isinstance(v, str) else v for k, v in table.items()}
         columns = fit(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
         if not problems and not (columns and all(columns)):
-            problems.append(f"plan is {shortly(asked)}, it must name mesh axes")
+            problems.append(f"plan is {shortly(table)}, but it must name mesh axes")
         if problems:
             raise PlanRequestError(
                 f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "
@@ -212,7 +214,7 @@ class Table:
         """The layout that this table means on a mesh.
 
         Raises:
-            PlanRequestError: it names an axis that the mesh or the program does not have.
+            PlanRequestError: it names axes that the mesh or the program does not have.
         """
         by_name: dict[str, list[int]] = {}
         for c, name in axes.names.items():
@@ -220,21 +222,21 @@ class Table:
             stem, _, number = name.rpartition("_")
             if stem and number.isdigit():
                 by_name.setdefault(stem, []).append(c)
-        wrong = [a for a in self.columns if a not in mesh]
-        wrong_names = sorted({n for names in self.columns.values() for n in names if n not in by_name})
-        complaints = []
-        if wrong:
-            complaints.append(
-                f"the mesh has no axis {', '.join(map(repr, wrong))}, it has {dict(mesh)}: name the table's columns "
-                f"after the mesh's axes, or give mesh= with axes {', '.join(self.columns)}"
+        unknown_axes = [a for a in self.columns if a not in mesh]
+        unknown_names = sorted({n for names in self.columns.values() for n in names if n not in by_name})
+        problems = []
+        if unknown_axes:
+            problems.append(
+                f"the mesh has no axis {', '.join(map(repr, unknown_axes))}, it has {dict(mesh)}: give the table the "
+                f"mesh axes as keys, or give mesh= with axes {', '.join(self.columns)}"
             )
-        if wrong_names:
-            complaints.append(
-                f"the program has no logical axis {', '.join(map(repr, wrong_names))}; it has "
+        if unknown_names:
+            problems.append(
+                f"the program has no logical axis {', '.join(map(repr, unknown_names))}; it has "
                 f"{', '.join(sorted(by_name))}"
             )
-        if complaints:
-            raise PlanRequestError(f"plan: {'. '.join(complaints)}")
+        if problems:
+            raise PlanRequestError(f"plan: {'. '.join(problems)}")
         table = {a: tuple(c for n in self.columns.get(a, ()) for c in by_name[n]) for a in mesh}
         shards_state = tuple(a for a in mesh if a.startswith(("fsdp", "zero3")))
         return Layout(axes, roles, mesh, table, {role: shards_state for role in STATE} if shards_state else {})

@@ -1,7 +1,7 @@
-"""Convolutions that are matrix products: one position of the window, and all of it is summed.
+"""Convolutions that are matrix products: their window has one position, and they sum over all of it.
 
-The gradient of a kernel of 1 x 1 is such a one. XLA's partitioner reduces it whole on every device; the sum of the
-product it scatters.
+The gradient of a 1 x 1 kernel is one. XLA's partitioner all-reduces such a convolution; the sum of a matrix product it
+reduce-scatters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Op
 
 
-def is_product(op: Op) -> bool:
+def is_matmul(op: Op) -> bool:
     """Whether an operator is a convolution whose window has one position, without groups or padding."""
     if op.name != "conv_general_dilated":
         return False
@@ -23,40 +23,40 @@ def is_product(op: Op) -> bool:
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or set(params["lhs_dilation"]) - {1}:
         return False
     one_position = all(out.shape[dim] == 1 for dim in params["dimension_numbers"].out_spec[2:])
-    return one_position and all(0 <= start and end <= lhs.shape[dim] for dim, start, end, _ in _taken(params, rhs))
+    return one_position and all(0 <= start and end <= lhs.shape[dim] for dim, start, end, _ in _slices(params, rhs))
 
 
-def product(op: Op, lhs: Any, rhs: Any) -> Any:
-    """What such a convolution computes, without the dimensions of its window: two dimensions in their order."""
+def matmul(op: Op, lhs: Any, rhs: Any) -> Any:
+    """Return the result of such a convolution without its window dimensions; the other two keep their order."""
     params = op.eqn.params
     numbers = params["dimension_numbers"]
     starts, ends, steps = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
-    for dim, *what in _taken(params, rhs):
-        starts[dim], ends[dim], steps[dim] = what
-    found = lax.dot_general(
+    for dim, start, end, step in _slices(params, rhs):
+        starts[dim], ends[dim], steps[dim] = start, end, step
+    result = lax.dot_general(
         lax.slice(lhs, starts, ends, steps),
         rhs,
         ((numbers.lhs_spec[1:], numbers.rhs_spec[1:]), ((), ())),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
-    return found if numbers.out_spec[0] < numbers.out_spec[1] else found.T
+    return result if numbers.out_spec[0] < numbers.out_spec[1] else result.T
 
 
-def _taken(params: Mapping[str, Any], rhs: Any) -> Iterator[tuple[int, int, int, int]]:
-    """What a window's one position takes of each of its dimensions: (dimension of `lhs`, start, end, step)."""
+def _slices(params: Mapping[str, Any], rhs: Any) -> Iterator[tuple[int, int, int, int]]:
+    """Yield what the window covers of each window dimension: (dimension of `lhs`, start, end, step)."""
     numbers = params["dimension_numbers"]
     window = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], params["padding"], params["rhs_dilation"], strict=True)
-    for dim, of_rhs, (low, _), step in window:
-        yield dim, -low, -low + (rhs.shape[of_rhs] - 1) * step + 1, step
+    for dim, rhs_dim, (low, _), step in window:
+        yield dim, -low, -low + (rhs.shape[rhs_dim] - 1) * step + 1, step
 
 
-def unfolded(op: Op, found: Any) -> Any:
-    """The result of `product` with the dimensions of its window."""
-    return lax.expand_dims(found, sorted(op.eqn.params["dimension_numbers"].out_spec[2:]))
+def add_window_dims(op: Op, result: Any) -> Any:
+    """Return the result of `matmul` with the window dimensions of the convolution."""
+    return lax.expand_dims(result, sorted(op.eqn.params["dimension_numbers"].out_spec[2:]))
 
 
-def folded(op: Op, spec: Spec) -> Spec:
-    """The sharding of the result of `product`, from that of the convolution's."""
+def drop_window_dims(op: Op, spec: Spec) -> Spec:
+    """Return the sharding of the result of `matmul`, given that of the convolution's result."""
     window = op.eqn.params["dimension_numbers"].out_spec[2:]
-    return tuple(over for dim, over in enumerate(spec) if dim not in window)
+    return tuple(axes for dim, axes in enumerate(spec) if dim not in window)

@@ -1,4 +1,4 @@
-"""A plan and its function: the annotated program under `jax.jit`, for the arguments that were planned for."""
+"""A plan's program with its sharding constraints, under `jax.jit`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from autoshard.sharding.program.tracing import Traced, trace_flags
 @shown
 @dataclass(eq=False)
 class Executable:
-    """A plan's function: its trace, and the layout that the plan means for it.
+    """A plan with its traced function and the layout of the function's program.
 
     Attributes:
         plan: the plan.
         traced: the function.
         layout: the sharding of every value of its program.
-        flops_per_byte: of the target's chip: how much compute a byte on the wire is worth.
-        mesh: the mesh of devices that was given to plan on; None where none was.
-        wrap: puts the arguments' objects (nnx) around the pure function.
+        flops_per_byte: FLOPs that the target's chip computes while it sends one byte.
+        mesh: the mesh of devices that the user gave to the planner, if any.
+        wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
 
     plan: ShardingPlan
@@ -41,11 +41,11 @@ class Executable:
     mesh: Any = None
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
-    def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied: it is shared
+    def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied, so copies share it
         return self
 
     def mesh_over(self, devices: Any) -> Any:
-        """The plan's mesh over these devices; those that the plan was made on, if none are given."""
+        """Return the plan's mesh over these devices; by default, over those that the plan was made for."""
         if devices is None and self.mesh is not None:
             return self.mesh
         plan = self.plan
@@ -54,11 +54,11 @@ class Executable:
         )
 
     def run(self, mesh: Any) -> Callable[..., list[Any]]:
-        """The annotated program over flat inputs."""
+        """Return the program with its constraints, as a function of flat inputs."""
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
     def jit(self, devices: Any = None) -> Callable[..., Any]:
-        """See `Plan.jit`; of pure arguments, without `wrap`."""
+        """See `Plan.jit`. This takes pure arguments only, without `wrap`."""
         plan, mesh = self.plan, self.mesh_over(devices)
         ins, outs = plan.shardings(mesh)
         lowered, traced = self.run(mesh), self.traced
@@ -72,7 +72,7 @@ class Executable:
         run.__name__ = traced.name
         donated = sorted({int(traced.owners[i]) for i in traced.donated})
         device = mesh.devices.flat[0]
-        options = accepted(
+        options = supported_options(
             plan.compiler_options.get("cuda" if device.platform == "gpu" else device.platform, {}), device
         )
         return jax.jit(
@@ -84,36 +84,36 @@ class Executable:
         )
 
 
-def accepted(options: Options, device: Any) -> dict[str, str | bool | int | float]:
-    """The compiler options that may be given here: none inside another jit, and none that the compiler does not know.
+def supported_options(options: Options, device: Any) -> dict[str, str | bool | int | float]:
+    """Return the options that the installed compiler knows; none under another trace, where `jax.jit` refuses options.
 
-    Warns of those that are left out.
+    Warn about the others.
     """
     if not options or _compat.under_trace():
         return {}
-    able, refused = {}, []
+    known, unknown = {}, []
     for name, value in options.items():
         with jax.default_device(device):
             try:
                 jax.jit(lambda: jax.numpy.zeros(()), compiler_options={name: value}).lower().compile()
-                able[name] = value
-            except jax.errors.JaxRuntimeError:  # the compiler's word for an option that it does not have
-                refused.append(name)
-    if refused:
+                known[name] = value
+            except jax.errors.JaxRuntimeError:  # raised for an option that the compiler does not have
+                unknown.append(name)
+    if unknown:
         warnings.warn(
-            f"the compiler for {device.device_kind} does not know {', '.join(refused)}: left out of the plan's options",
+            f"the compiler for {device.device_kind} does not know {', '.join(unknown)}: left out of the plan's options",
             AutoshardWarning,
             stacklevel=4,
         )
-    return able
+    return known
 
 
 class NewSignature(Exception):
-    """A planned function was called with arguments that it was not planned for."""
+    """A planned function was called with arguments of other shapes or dtypes, or under other flags, than planned."""
 
 
 def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:
-    """Raises `NewSignature` if the arguments' shapes or dtypes are not those of the trace."""
+    """Raise `NewSignature` if shapes, dtypes or JAX's flags are not those of the trace."""
     for leaf, aval in zip(leaves, traced.in_avals, strict=True):
         if leaf.shape != aval.shape or leaf.dtype != aval.dtype or leaf.aval.weak_type != aval.weak_type:
             raise NewSignature

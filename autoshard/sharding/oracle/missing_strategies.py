@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle.cases import Case, is_key
+from autoshard.sharding.oracle.constants import (
+    LINEARITY_TRIALS,
+    MIN_COMPARED_ELEMENTS,
+    PIECE_COUNTS,
+    SEARCH_TRIALS,
+    STRICT_TOLERANCE,
+)
 from autoshard.sharding.oracle.probe_values import difference, random_like, trials
 from autoshard.sharding.oracle.shards import reduce_pieces
 from autoshard.spmdrules.core.rule import Rule, Shard
 
-# Relative error. Linearity that a rule does not declare is reported only if it holds this well: a rule need not declare
-# what holds only up to the rounding of a narrow dtype. Chosen, not measured.
-_STRICT_TOLERANCE = 2e-5
 _MIN_MANTISSA_BITS = 5  # with fewer bits, a dtype does not hold the quarters up to 8 that `_exact_terms` uses
-# Elements of the results that are compared at least. With a single pair of sums, max and sum may agree by chance: the
-# larger of two sums is the sum of the larger terms in half of all cases. Chosen, not measured.
-_ENOUGH_NUMBERS = 8
 # Operators whose linearity cannot be decided: they fold a function of the user, or are the identity up to rounding.
 _UNDECIDABLE = ("reduce", "reduce_window", "nextafter")
 Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
@@ -30,8 +31,8 @@ _REDUCTIONS = ("sum", "max", "min", "mul", "and", "or", "xor")
 
 
 def smallest_divisor(size: int | None) -> int | None:
-    """The fewest equal pieces that a dimension can be split into; None if 2, 3 and 5 do not divide its size."""
-    return next((n for n in (2, 3, 5) if size and size % n == 0), None)
+    """The fewest equal pieces that a dimension can be split into; None if no count of `PIECE_COUNTS` divides it."""
+    return next((n for n in PIECE_COUNTS if size and size % n == 0), None)
 
 
 def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
@@ -47,9 +48,7 @@ def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
     found = []
     for factor in rule.factors:
         if factor.kind == "whole" and smallest_divisor(factor.size):
-            # 12 sets of operands (chosen), since a wrong join may hold by chance: in half of all pairs of numbers, the
-            # minimum is the first one.
-            if how := _joining_way(case, rule, factor.name, trials(case, 12)):
+            if how := _joining_way(case, rule, factor.name, trials(case, SEARCH_TRIALS)):
                 found.append((factor.name, how))
     return found
 
@@ -203,16 +202,16 @@ def possible_groups(case: Case) -> list[tuple[int, ...]]:
 
 def additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
     """Whether the results for two terms of these operands sum to the results for the terms' sum."""
-    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:3])
+    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:LINEARITY_TRIALS])
 
 
 def surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
     """Like `additive`, within a strict tolerance and on informative values; repeated if the results are few numbers."""
-    repeats = max(1, _ENOUGH_NUMBERS // max(1, sum(math.prod(a.shape) for a in case.results)))
+    repeats = max(1, MIN_COMPARED_ELEMENTS // max(1, sum(math.prod(a.shape) for a in case.results)))
     informative = False
-    for operands, repeat in itertools.product(tried[:3], range(repeats)):
+    for operands, repeat in itertools.product(tried[:LINEARITY_TRIALS], range(repeats)):
         terms = _run_terms(case, group, operands, _random_terms, repeat)
-        if not _agree(terms, "sum", _STRICT_TOLERANCE):
+        if not _agree(terms, "sum", STRICT_TOLERANCE):
             return False
         informative = informative or all(is_informative(term) for term in terms)
     return informative

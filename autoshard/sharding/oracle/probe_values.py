@@ -13,26 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.sharding.oracle.cases import Case, is_key, to_numpy
+from autoshard.sharding.oracle.constants import BOOLEAN_TRIALS, NARROWEST_TOLERANCE, TOLERANCES, TRIALS
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 
 # Integer operands that random values would make invalid (group sizes, pivots). Their recorded values are kept.
-_KEPT = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
-
-# Allowed relative error (see `relative_error`) by bytes of a real number. Chosen, not measured: wide enough for sums
-# whose terms are large and are rounded one by one.
-_TOLERANCE = {2: 0.1, 4: 1e-4, 8: 1e-10}
-_NARROWEST_TOLERANCE = 0.3  # relative error for all other widths, such as float8. Chosen, not measured
+_RECORDED_ONLY = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
 
 
-def trials(case: Case, count: int = 3) -> list[list[np.ndarray]]:
-    """Sets of operands to run an operator on. An operator with boolean operands gets three more sets.
+def trials(case: Case, count: int = TRIALS) -> list[list[np.ndarray]]:
+    """Sets of operands to run an operator on, and `BOOLEAN_TRIALS` more for an operator with boolean operands.
 
     Args:
         case: the operator with its recorded operands.
         count: the number of sets.
     """
     boolean = any(a.dtype == np.bool_ for a in case.avals)
-    return [_operands(case, trial) for trial in range(count + 3 * boolean)]
+    return [_operands(case, trial) for trial in range(count + BOOLEAN_TRIALS * boolean)]
 
 
 def _operands(case: Case, trial: int) -> list[np.ndarray]:
@@ -41,7 +37,7 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
     operands = []
     for i, operand in enumerate(case.operands):
         recorded = to_numpy(operand)
-        if i in _KEPT.get(case.name, ()) or not recorded.size or (trial == 0 and is_key(operand.dtype)):
+        if i in _RECORDED_ONLY.get(case.name, ()) or not recorded.size or (trial == 0 and is_key(operand.dtype)):
             operands.append(recorded)
         elif is_key(operand.dtype):
             operands.append(rng.integers(0, 2**32, recorded.shape, np.uint32).astype(recorded.dtype))
@@ -179,7 +175,7 @@ def difference(whole: np.ndarray, other: np.ndarray, tolerance: float | None = N
         wrong = int(np.sum(whole != other))
         return f"{wrong} of {whole.size} elements differ" if wrong else None
     error = relative_error(whole, other)
-    allowed = _TOLERANCE.get(_real_bytes(whole.dtype), _NARROWEST_TOLERANCE) if tolerance is None else tolerance
+    allowed = TOLERANCES.get(_real_bytes(whole.dtype), NARROWEST_TOLERANCE) if tolerance is None else tolerance
     return None if error <= allowed else f"largest relative error {error:.3g} (allowed {allowed:g})"
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.sharding.oracle.cases import Case, collect, error_summary
+from autoshard.sharding.oracle.constants import INFORMATIVE_SHARE, SEARCH_TRIALS
 from autoshard.sharding.oracle.missing_strategies import check_linear, missing_factors, smallest_divisor
 from autoshard.sharding.oracle.partitioner_check import check_partitioner
 from autoshard.sharding.oracle.probe_values import difference, trials
@@ -158,9 +159,10 @@ def _undeclared_kinds(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
         others += [{"kind": "reduce", "op": op} for op in POSITIONS]
     if not candidates or not others:
         return
-    operands = trials(case, 12)
+    operands = trials(case, SEARCH_TRIALS)
     wholes = [case.run(x) for x in operands]
-    if sum(any(len(np.unique(np.asarray(x, np.complex128))) > 1 for x in whole) for whole in wholes) < len(wholes) / 2:
+    informative = sum(any(len(np.unique(np.asarray(x, np.complex128))) > 1 for x in whole) for whole in wholes)
+    if informative < INFORMATIVE_SHARE * len(wholes):
         return  # constant results are no evidence
     for f in candidates:
         positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)

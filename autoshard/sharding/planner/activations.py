@@ -17,9 +17,8 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.plan.tensors import Activation
+from autoshard.sharding.planner.constants import SHOWN_ACTIVATIONS
 from autoshard.spmdrules.core.placement import to_partition_spec
-
-SHOWN = 40  # rows; chosen
 
 
 @dataclass(eq=False)
@@ -58,7 +57,7 @@ def activations(
         found[key] = one if same is None else same.with_more(one.count, one.held_bytes)
     sizes = {key: float(np.prod(one.shape)) for key, one in found.items()}
     ranked = sorted(found, key=lambda key: (-found[key].held_bytes, -sizes[key]))
-    return tuple(found[key] for key in ranked[:SHOWN])
+    return tuple(found[key] for key in ranked[:SHOWN_ACTIVATIONS])
 
 
 def _kinds(memory: MemoryModel, kind_of: Mapping[int, int]) -> dict[int, _Kind]:

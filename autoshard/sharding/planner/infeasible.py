@@ -3,9 +3,9 @@
     peak on a device of M devices >= (N / M) * least peak on a device of N devices, for M > N
 
 Larger machines are tried in order of size, from the first that this bound allows. On each, lean plans (state sharded
-over all devices; `LEANEST` of the variants) are priced until one fits, and then the best plan is searched. Where no
-lean plan fits, all plans of the leanest variant are priced (up to `MOST_SEARCHED` devices). Machines with equally many
-devices and more memory are tried in the same way. Nothing depends on the clock.
+over all devices; `LEANEST_VARIANTS` of the variants) are priced until one fits, and then the best plan is searched.
+Where no lean plan fits, all plans of the leanest variant are priced (up to `MOST_SEARCHED_DEVICES` devices). Machines
+with equally many devices and more memory are tried in the same way. Nothing depends on the clock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from autoshard.sharding.machines.machine_sizes import larger_machines, machines_
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.constants import (
+    LEANEST_VARIANTS,
+    LISTED_MEMORY_SHARE,
+    MOST_LEAN_SHARDS,
+    MOST_SEARCHED_DEVICES,
+)
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import on_mesh, search
 
-LEANEST = 3  # variants tried on other machines: those that need the least memory on this one; chosen
-MOST_SEARCHED = 512  # devices of a machine on which all plans are priced; chosen: a second or two
-WORTH_A_WORD = 1e-3  # part of the memory below which a kind is not listed; chosen
-MOST_CUTS = 64  # ways in which a lean plan shards axes other than the batch; chosen: no expert plan has more
 _WORDS = {"parameter": "parameters", "gradient": "gradients", "activation": "activations", "temporary": "temporaries"}
 
 
@@ -69,7 +71,7 @@ def report_infeasible(plans: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> N
         more = "a larger machine" if problem.target_given else "more devices"
         warnings.warn(f"{text}Use {more} or a smaller batch", AutoshardWarning, stacklevel=5)
         return
-    raise DoesNotFitError(text + _ways_out(ranked[:LEANEST]))
+    raise DoesNotFitError(text + _ways_out(ranked[:LEANEST_VARIANTS]))
 
 
 def _shortage(variant: Mapping[str, Any], bound: BoundPlan) -> str:
@@ -92,7 +94,7 @@ def _contents(bound: BoundPlan) -> str:
     waiting = problem.cost(bound.layout).waiting
     kinds |= problem.memory.kinds_at_peak(bound.layout, waiting)
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
-    least = plan.estimate.peak_memory_bytes * WORTH_A_WORD
+    least = plan.estimate.peak_memory_bytes * LISTED_MEMORY_SHARE
     return ", ".join(f"{_WORDS.get(kind, kind)} {bytes_text(size)}" for kind, size in ranked if size > least)
 
 
@@ -156,7 +158,7 @@ def smallest(
             if found is not None:
                 return FeasibleMachine(target, found, variant)
         variant, bound = ranked[0]
-        found = _best_on(bound.problem, target, of_all=True) if target.devices <= MOST_SEARCHED else None
+        found = _best_on(bound.problem, target, of_all=True) if target.devices <= MOST_SEARCHED_DEVICES else None
         if found is not None:
             return FeasibleMachine(target, found, variant)
     return None
@@ -191,13 +193,15 @@ def _lean(problem: PlanningProblem, target: Target) -> Iterator[tuple[str, Any]]
 
 def _lean_requests(roles: Roles, devices: int) -> Iterator[Request]:
     """Requests with state sharded over all devices, and the batch over all devices that shard nothing else."""
-    cuts = [n for n in (2**k for k in range(MOST_CUTS.bit_length())) if n <= MOST_CUTS and devices % n == 0]
+    cuts = [
+        n for n in (2**k for k in range(MOST_LEAN_SHARDS.bit_length())) if n <= MOST_LEAN_SHARDS and devices % n == 0
+    ]
     some = [
         (tp, ep, cp)
         for tp in (cuts if [c for c in roles.parallel if c not in roles.experts] else [1])
         for ep in (cuts if roles.experts else [1])
         for cp in (cuts if roles.context else [1])
-        if tp * ep * cp <= MOST_CUTS and devices % (tp * ep * cp) == 0
+        if tp * ep * cp <= MOST_LEAN_SHARDS and devices % (tp * ep * cp) == 0
     ]
     for tp, ep, cp in sorted(some, key=lambda each: (math.prod(each), each)):
         rest = devices // (tp * ep * cp)

@@ -21,14 +21,13 @@ from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.constants import LARGE_CONSTANTS_BYTES
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import searched
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import idle_layouts
 from autoshard.sharding.search.padding import multiple, undivided, what_padding_wins
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
-
-LARGE_CONSTANTS_BYTES = 2**20  # above this, a note reports closed-over arrays; chosen, not measured
 
 
 def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> BoundPlan:

@@ -18,10 +18,11 @@ from autoshard.sharding.layout.fixed_shardings import (
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.plan_builder import describe
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
-from autoshard.sharding.planner.shortlist import LOOKED_AT, Shortlist, without_near_duplicates
+from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 
@@ -73,7 +74,7 @@ def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidat
     # The best layout may stand among the others with another device assignment.
     rest = [c for c in others if c.layout is not best.layout and c.fits(problem.limit)]
     ranked = without_near_duplicates(
-        [(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: LOOKED_AT * asked.count]]
+        [(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SHORTLIST_POOL * asked.count]]
     )
     every = [(c.cost.step_time_us, c.peak_bytes, c) for c in others]
     beyond = asked.beyond(every, problem.limit, best.cost.step_time_us if best.fits(problem.limit) else math.inf)

@@ -9,17 +9,10 @@ from typing import Any
 
 from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.constants import SAME_PROGRAM, SHORTLIST_POOL
 from autoshard.sharding.planner.variants import Made, fastest, variant_table
 
 Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and what they are of
-
-
-ALIKE = 0.001
-"""Relative difference in time and memory below which two plans count as the same program; chosen, not measured."""
-
-
-LOOKED_AT = 4
-"""How many candidates are searched for distinct ones, as a multiple of those compiled or run; chosen."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ def fastest_of_all(
         if found is not None:
             plans.append(variant_table(found, choice, made))
 
-    for *_, n, words in without_near_duplicates(ranked[: LOOKED_AT * asked.count]):
+    for *_, n, words in without_near_duplicates(ranked[: SHORTLIST_POOL * asked.count]):
         if len(plans) == asked.count:
             break
         add(n, words)
@@ -90,12 +83,14 @@ def fastest_of_all(
 def without_near_duplicates(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Candidates `(time, bytes, ...)`, with those that nearly equal an earlier one moved to the end.
 
-    Two candidates that differ by less than `ALIKE` in both time and memory are most likely the same program. Compiling
-    both gains little.
+    Two candidates that differ by less than `SAME_PROGRAM` in both time and memory are most likely the same program.
+    Compiling both gains little.
     """
     first: list[tuple[Any, ...]] = []
     again: list[tuple[Any, ...]] = []
     for each in ranked:
-        near = any(all(abs(a - b) <= ALIKE * b for a, b in zip(each[:2], other[:2], strict=True)) for other in first)
+        near = any(
+            all(abs(a - b) <= SAME_PROGRAM * b for a, b in zip(each[:2], other[:2], strict=True)) for other in first
+        )
         (again if near else first).append(each)
     return [*first, *again]

@@ -23,11 +23,9 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.constants import MOST_ALTERNATIVES
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec, to_partition_spec
-
-TIE = 1e-3  # relative difference of time or memory below which two plans tie; chosen, not measured
-MOST = 24  # alternatives of one input that are priced; chosen: about a second
 
 
 @shown
@@ -66,7 +64,7 @@ def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alterna
     loops = {d for d, dim in enumerate(dims) if any(c in layout.axes.stacked for c in dim)}
     alike = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
     found = []
-    for other in list(dict.fromkeys(_moved(spec, leaf.shape, layout.mesh, loops)))[:MOST]:
+    for other in list(dict.fromkeys(_moved(spec, leaf.shape, layout.mesh, loops)))[:MOST_ALTERNATIVES]:
         wish = to_partition_spec(other)
         found.append(_under(bound, {x.path: wish for x in (*leaves, *alike)}, len(alike)))
     limit = plan.limit_bytes or math.inf

@@ -1,4 +1,4 @@
-"""Plans for people: a table, why a tensor is sharded as it is, what differs, a page."""
+"""Reports of plans: a table, explanations of single tensors, differences between plans, an HTML page."""
 
 from autoshard.sharding.report.explanation import explain
 from autoshard.sharding.report.page import to_html

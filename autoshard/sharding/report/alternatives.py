@@ -1,4 +1,7 @@
-"""What else could have been chosen for a tensor, with prices: the second half of `plan.explain(path)`, and wishes."""
+"""The price of other shardings of a tensor: alternatives in `plan.explain(path)`, wishes in `plan.explain(path, wish)`.
+
+Each alternative gets a verdict on its step time: faster, slower, a tie, or infeasible.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
+from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
 from autoshard.sharding.planner.what_if import (
-    TIE,
     Alternative,
     best_without,
     neighbouring_specs,
@@ -27,58 +30,63 @@ from autoshard.sharding.planner.what_if import (
 from autoshard.sharding.program.path_patterns import matches_any
 from autoshard.sharding.report.summary import mesh_sizes
 
-FIXED_SHOWN = 3  # inputs of one choice
+FIXED_SHOWN = 3
 
 
-def choice_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Leaf]) -> list[str]:
-    """The next best shardings of inputs of one kind, and what they cost; nothing for what cannot be cut."""
+def alternative_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Leaf]) -> list[str]:
+    """The next best shardings of a group of inputs, with their cost; empty if nothing can be sharded."""
     if bound is None or plan.mesh.size == 1 or leaves[0] not in plan.inputs or math.prod(leaves[0].shape) < 2:
         return []
-    found = neighbouring_specs(bound, leaves)
-    if not found:
+    choices = neighbouring_specs(bound, leaves)
+    if not choices:
         return []
-    now = _here(plan)
-    others = [c for c in found[1:] if _figures(plan, c, now) != _figures(plan, found[0], now)]
-    shown = [found[0], *others[:1], *(c for c in others[1:] if not any(_spec(c)))]
-    moments = f", {_moments(found[0])} stored alike" if found[0].moments else ""
-    head = f"other choices (all else as planned: step {time_text(plan.estimate.step_time_us)}, memory "
-    lines = [f"{head}{bytes_text(plan.estimate.peak_memory_bytes)}{moments}):"]
+    now, best = _as_planned(plan), choices[0]
+    others = [c for c in choices[1:] if _figures(plan, c, now) != _figures(plan, best, now)]
+    shown = [best, *others[:1], *(c for c in others[1:] if not any(_spec(c)))]
+    moments = f"; {_moments(best)} sharded the same way" if best.moments else ""
+    estimate = plan.estimate
+    figures = f"step {time_text(estimate.step_time_us)}, memory {bytes_text(estimate.peak_memory_bytes)}"
+    lines = [f"alternatives (all else as planned: {figures}{moments}):"]
     rows = [(spec_text(_spec(c)), _verdict(plan, c, now) + ":", _figures(plan, c, now)) for c in shown]
     return lines + [INDENT + line for line in columns(rows)]
 
 
 def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Leaf], wish: Any) -> list[str]:
-    """Whether a wish is cheaper, dearer, infeasible or a tie: under the plan, and planned anew around it.
+    """Whether a wish is faster, slower, infeasible or a tie: under the plan, and when replanned with it.
 
     Raises:
-        PlanError: it is of no kind that can be fixed, or of a result.
+        PlanError: The wish is not of a type that `fixed=` takes, or `leaves` are results.
     """
     bound = bound_or_error(bound)
     if not is_sharding_wish(wish):
-        raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or names of logical axes and None for "
-                        "what stays whole, such as ('ffn', None)")  # fmt: skip
+        raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or a logical axis or None for each "
+                        "dimension, such as ('ffn', None)")  # fmt: skip
     check_fixable(leaves[0].path, [leaf.path for leaf in plan.inputs])
     text = spec_text(wish) if isinstance(wish, PartitionSpec) else str(tuple(wish))
     name = leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
     now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
     if isinstance(wish, PartitionSpec) and all(same_spec(wish, x.spec, len(x.shape)) for x in leaves):
-        return [f"{name}: {text} is how it is stored already; explain without a wish says what else it could be"]
+        return [f"{name}: {text} is its sharding already; explain without a wish shows alternatives"]
     choices = price_in_plan(bound, leaves, wish)
     here = _best(plan, choices)
-    there, without = _best(plan, price_replanned(bound, leaves, wish)), best_without(bound)
-    verdicts = [_verdict(plan, here, _here(plan)), _verdict(plan, there, without)]
+    replanned, without = _best(plan, price_replanned(bound, leaves, wish)), best_without(bound)
+    verdicts = [_verdict(plan, here, _as_planned(plan)), _verdict(plan, replanned, without)]
     if here.means is not None and not isinstance(wish, PartitionSpec):
         text += f", under this plan {spec_text(here.means)},"
     lines = [f"{name}: {text} instead of {now}: {_headline(*verdicts)}"]
-    lines.append(f"{INDENT}under this plan ({plan.chosen or 'as it is'}): {_line(plan, here, _here(plan))}")
+    lines.append(f"{INDENT}under this plan ({plan.chosen or 'as it is'}): {_line(plan, here, _as_planned(plan))}")
     if len(choices) > 1 and not here.refusal:
         lines.append(INDENT * 2 + _with_or_without(plan, here, choices))
-    hows = [(here, "to have it so")]
-    if not here.refusal and (there.words, there.fixed, without.words) == (plan.chosen, here.fixed, plan.chosen):
-        lines.append(f"{INDENT}planned anew around it: the same plan")
+    hows = [(here, "to get it")]
+    if not here.refusal and (replanned.words, replanned.fixed, without.words) == (
+        plan.chosen,
+        here.fixed,
+        plan.chosen,
+    ):
+        lines.append(f"{INDENT}replanned with it: the same plan")
     else:
-        lines.append(INDENT + _anew_line(plan, there, without))
-        hows.append((there, "to plan anew around it"))
+        lines.append(INDENT + _replanned_line(plan, replanned, without))
+        hows.append((replanned, "to replan with it"))
     for choice, what in hows:
         if _feasible(plan, choice):
             lines.append(f"{INDENT}{what}: {_how(plan, choice, choice is here)}")
@@ -86,26 +94,25 @@ def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Lea
 
 
 def check_fixable(path: str, inputs: Sequence[str]) -> None:
-    """Checks that a path, its end or a glob means an input.
+    """Check that a path, the end of a path or a glob matches an input.
 
     Raises:
-        PlanError: it means none, so a result.
+        PlanError: It matches no input, so it names a result.
     """
     if not matches_any(path, inputs):
-        raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: state comes back as its "
-                        "input is stored, other results as they are computed. Ask about an input")  # fmt: skip
+        raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: returned state is sharded like its "
+                        "input, other results as they are computed. Give the path of an input")  # fmt: skip
 
 
-def _here(plan: ShardingPlan) -> Alternative:
-    """The plan as it is."""
+def _as_planned(plan: ShardingPlan) -> Alternative:
     return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
 
 
-def _anew_line(plan: ShardingPlan, choice: Alternative, without: Alternative) -> str:
+def _replanned_line(plan: ShardingPlan, choice: Alternative, without: Alternative) -> str:
     if choice.refusal:
-        return "planned anew: no other plan can hold it either"
-    best = "" if without.words == plan.chosen else f", against {without.words} without it"
-    return f"planned anew around it ({choice.words}{best}): {_line(plan, choice, without)}"
+        return "replanned with it: infeasible in every plan"
+    best = "" if without.words == plan.chosen else f"; without it {without.words}"
+    return f"replanned with it ({choice.words}{best}): {_line(plan, choice, without)}"
 
 
 def _spec(choice: Alternative) -> Any:
@@ -117,7 +124,7 @@ def _feasible(plan: ShardingPlan, choice: Alternative) -> bool:
 
 
 def _best(plan: ShardingPlan, choices: Sequence[Alternative]) -> Alternative:
-    """The fastest that fits; of those that cannot be the simplest."""
+    """The fastest choice that fits; if none fits, the one with the least step time, memory and fixed inputs."""
 
     def rank(c: Alternative) -> tuple[bool, float, float, int]:
         return (not _feasible(plan, c), round(c.step_time_us, 3), c.peak_bytes, len(c.fixed))
@@ -128,25 +135,25 @@ def _best(plan: ShardingPlan, choices: Sequence[Alternative]) -> Alternative:
 def _verdict(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
     if not _feasible(plan, choice):
         return "infeasible"
-    if abs(choice.step_time_us - before.step_time_us) <= TIE * before.step_time_us:
+    if abs(choice.step_time_us - before.step_time_us) <= ALTERNATIVE_TIE * before.step_time_us:
         return "a tie" if _changes(choice, before)[1] == "the same" else "a tie in time"
-    return "dearer" if choice.step_time_us > before.step_time_us else "cheaper"
+    return "slower" if choice.step_time_us > before.step_time_us else "faster"
 
 
-def _headline(here: str, anew: str) -> str:
-    return here if here == anew else f"{here} under this plan, {anew} planned anew"
+def _headline(here: str, replanned: str) -> str:
+    return here if here == replanned else f"{here} under this plan, {replanned} when replanned"
 
 
 def _line(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
     if choice.refusal:
-        return f"cannot be: {choice.refusal}"
+        return f"infeasible: {choice.refusal}"
     step, memory = _changes(choice, before)
     text = f"step {time_text(choice.step_time_us)}, {step}; memory {bytes_text(choice.peak_bytes)}, {memory}"
     return text + _excess(plan, choice)
 
 
 def _figures(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:
-    """`step +3.10 ms (+0.3 %), memory the same`."""
+    """The changes of time and memory: `step +3.10 ms (+0.3 %), memory the same`."""
     step, memory = _changes(choice, before)
     if step == memory == "the same":
         return "the same step time and memory"
@@ -155,8 +162,8 @@ def _figures(plan: ShardingPlan, choice: Alternative, before: Alternative) -> st
 
 def _changes(choice: Alternative, before: Alternative) -> tuple[str, str]:
     return (
-        change_text(choice.step_time_us, before.step_time_us, time_text, TIE),
-        change_text(choice.peak_bytes, before.peak_bytes, bytes_text, TIE),
+        change_text(choice.step_time_us, before.step_time_us, time_text, ALTERNATIVE_TIE),
+        change_text(choice.peak_bytes, before.peak_bytes, bytes_text, ALTERNATIVE_TIE),
     )
 
 
@@ -174,12 +181,12 @@ def _moments(choice: Alternative) -> str:
 def _with_or_without(plan: ShardingPlan, best: Alternative, choices: Sequence[Alternative]) -> str:
     other = next(c for c in choices if c is not best)
     if best.moments:
-        return f"with {_moments(best)} stored alike; alone: {_figures(plan, other, _here(plan))}"
-    return f"alone; with {_moments(other)} stored alike: {_figures(plan, other, _here(plan))}"
+        return f"with {_moments(best)} sharded the same way; alone: {_figures(plan, other, _as_planned(plan))}"
+    return f"alone; with {_moments(other)} sharded the same way: {_figures(plan, other, _as_planned(plan))}"
 
 
 def _how(plan: ShardingPlan, choice: Alternative, as_planned: bool) -> str:
-    """The keywords that give the choice."""
+    """The arguments of `plan` that give the choice."""
     shown = {path: spec_text(w) if isinstance(w, PartitionSpec) else str(tuple(w)) for path, w in choice.fixed.items()}
     fixed = ", ".join(f"'{path}': {text}" for path, text in list(shown.items())[:FIXED_SHOWN])
     rest = f", and {len(shown) - FIXED_SHOWN} more" if len(shown) > FIXED_SHOWN else ""

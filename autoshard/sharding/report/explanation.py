@@ -1,7 +1,7 @@
 """Why an input is sharded as it is: `plan.explain(path)`.
 
-The reasons are those of `layout`: a mesh axis goes to the first logical axis of its list that the tensor has and that
-it divides; state is then stored over further mesh axes; what is fixed or already placed overrides both.
+The reasons follow `layout`. A mesh axis shards the first logical axis of its rule that the tensor has and whose size it
+divides. Stored state is then sharded over further mesh axes. A fixed or existing sharding overrides both.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.path_patterns import SHOWN, first_few, matches_any, suggestions
-from autoshard.sharding.report.alternatives import choice_lines, wish_lines
+from autoshard.sharding.report.alternatives import alternative_lines, wish_lines
 from autoshard.sharding.report.input_traffic import traffic_of
 from autoshard.sharding.report.summary import (
     AxisNames,
     Group,
+    compute_axes,
     groups,
     leaf_bytes,
     local_bytes,
     mesh_sizes,
     padding_text,
-    ruled_axes,
     spec_of,
 )
 from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
 
 
 def explain(plan: ShardingPlan, bound: BoundPlan | None, path: str, wish: Any = None) -> str:
-    """Why the inputs or results at `path` are sharded as they are, and what it would cost to shard them otherwise.
+    """Explain why the inputs or results at `path` are sharded as they are, and price other shardings.
 
     Args:
-        plan: the plan.
-        bound: the plan with its program; None where it was read: it then has no traffic and no alternatives.
-        path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. Of several inputs with one ending the
-            parameter is meant.
-        wish: how one would rather have them, a `PartitionSpec` or names of logical axes as in `fixed=`: it is priced.
+        plan: The plan.
+        bound: The plan with its program. None for a plan from JSON, which has no traffic and no alternatives.
+        path: A path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. If an end fits several inputs, it
+            means the parameter.
+        wish: A sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`.
 
     Raises:
-        PlanError: nothing is there, or the ending fits several; a wish that cannot be read, or of a plan without its
-            function.
+        PlanError: The path matches nothing, or its end fits several; the wish cannot be read, or the plan has no
+            function to price it.
     """
-    found = find_leaves(plan, path)
+    leaves = find_leaves(plan, path)
     if wish is not None:
-        return "\n".join(map(_wrapped, wish_lines(plan, bound, found, wish)))
+        return "\n".join(map(_wrapped, wish_lines(plan, bound, leaves, wish)))
     names = AxisNames(plan)
-    some = groups(plan, found)
+    some = groups(plan, leaves)
     parts = [_explain_group(plan, bound, group, names) for group in some[:SHOWN]]
     if len(some) > SHOWN:
-        parts.append([f"and {len(some) - SHOWN} other kinds of input: {', '.join(g.label for g in some[SHOWN:])}"])
+        parts.append([f"and {len(some) - SHOWN} other groups: {', '.join(g.label for g in some[SHOWN:])}"])
     return "\n\n".join("\n".join(_wrapped(line) for line in part) for part in parts)
 
 
@@ -67,7 +67,7 @@ def _wrapped(line: str) -> str:
 
 
 def find_leaves(plan: ShardingPlan, path: str) -> list[Leaf]:
-    """The inputs, else the results, that a path, its end or a glob means; see `explain`."""
+    """The inputs, or else the results, that a path, the end of a path or a glob matches; see `explain`."""
     check_path(path, [leaf.path for leaf in (*plan.inputs, *plan.outputs)])
     path = path.strip("/")
     for leaves in (plan.inputs, plan.outputs):
@@ -83,27 +83,27 @@ def find_leaves(plan: ShardingPlan, path: str) -> list[Leaf]:
         if len(chosen) > 1:
             raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: "
                             f"{first_few(x.path for x in chosen)}. "
-                            "Give more of it, or a glob for all of them")  # fmt: skip
+                            "Give a longer path, or a glob for all of them")  # fmt: skip
         if chosen:
             return chosen
     raise AssertionError(path)
 
 
 def check_path(path: str, paths: Sequence[str]) -> None:
-    """Checks that one of `paths` is meant by a path, its end or a glob.
+    """Check that a path, the end of a path or a glob matches one of `paths`.
 
     Raises:
-        PlanError: none is.
+        PlanError: It matches none.
     """
     if not isinstance(path, str):
-        raise PlanError(f"explain: {shortly(path)} is no path; give one as text, such as '0/params/wq'")
+        raise PlanError(f"explain: {shortly(path)} is not a path; give a string such as '0/params/wq'")
     if not matches_any(path, paths):
-        hint = suggestions(path.strip("/"), paths) if paths else "The plan has none at all"
+        hint = suggestions(path.strip("/"), paths) if paths else "The plan has none"
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
 
 
-def why(plan: ShardingPlan, group: Group, names: AxisNames) -> list[str]:
-    """For inputs that are alike, what became of each mesh axis, and how they are used; traffic left out."""
+def group_reasons(plan: ShardingPlan, group: Group, names: AxisNames) -> list[str]:
+    """What each mesh axis does for a group of inputs, and how they are used; without traffic."""
     lines = [f"{axis}: {reason}" for axis in mesh_sizes(plan) for reason in _reasons(plan, group.first, axis, names)]
     return [*lines, *_use(plan, group.first)] if group.first.shape and group.first.role else []
 
@@ -113,9 +113,9 @@ def _explain_group(plan: ShardingPlan, bound: BoundPlan | None, group: Group, na
     lines = [leaf.path]
     if len(group.leaves) > 1:
         others = first_few(x.path for x in group.leaves[1:])
-        lines.append(f"{INDENT}and {len(group.leaves) - 1} like it: {others}")
+        lines.append(f"{INDENT}the same for {len(group.leaves) - 1} more: {others}")
     lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(leaf_bytes(leaf))}; "
-                 f"{bytes_text(local_bytes(leaf, sizes))} on each device")  # fmt: skip
+                 f"{bytes_text(local_bytes(leaf, sizes))} per device")  # fmt: skip
     lines.append(f"{INDENT}{names.list(leaf.axes)} -> {spec_text(leaf.spec)}")
     lines += [f"{INDENT}{axis}: {reason}" for axis in sizes for reason in _reasons(plan, leaf, axis, names)]
     lines += [INDENT + line for line in _use(plan, leaf)]
@@ -123,48 +123,48 @@ def _explain_group(plan: ShardingPlan, bound: BoundPlan | None, group: Group, na
     lines += [INDENT + padding_text(plan, p.axis) for p in plan.padding if p.axis in own]
     if leaf.role in ("parameter", "optimizer"):
         lines += [INDENT + line for line in _traffic_lines(plan, bound, group)]
-    return lines + [INDENT + line for line in choice_lines(plan, bound, group.leaves)]
+    return lines + [INDENT + line for line in alternative_lines(plan, bound, group.leaves)]
 
 
 def _reasons(plan: ShardingPlan, leaf: Leaf, axis: str, names: AxisNames) -> list[str]:
-    """What became of one mesh axis in one tensor."""
+    """What a mesh axis does for a tensor, and why."""
     n = mesh_sizes(plan)[axis]
     spec = spec_of(leaf)
     ruled = plan.axis_rules.get(axis, ())
-    mine = [name for dim in leaf.axes for name in dim.split("*")]
-    here = [name for name in ruled if name in mine]
+    own = [name for dim in leaf.axes for name in dim.split("*")]
+    candidates = [name for name in ruled if name in own]
     place = next((d for d, dim in enumerate(spec) if axis in dim), None)
     order = ", ".join(map(names.short, ruled)) or "nothing"
-    parts = leaf.axes[place].split("*") if place is not None and place < len(leaf.axes) else []
-    winner = next((name for name in here if name in parts), None)
     stored = leaf.role in plan.storage and axis in plan.storage[leaf.role]
     if place is None:
-        if not here:
-            lacks = (
-                ", none of which this tensor has" if len(ruled) > 1 else ", which this tensor lacks" if ruled else ""
-            )
-            reason = f"shards {order}{lacks}"
+        if candidates:
+            reason = "; ".join(_refusal(plan, leaf, axis, name, names) for name in candidates)
+        elif len(ruled) > 1:
+            reason = f"it shards {order}, none of which this tensor has"
         else:
-            reason = f"is not used: {'; '.join(_refusal(plan, leaf, axis, name, names) for name in here)}"
+            reason = f"it shards {order}{', which this tensor lacks' if ruled else ''}"
         if stored:
-            reason += f"; it should store the {leaf.role} too, but divides no dimension that is left"
-        return [reason]
+            reason += f"; for storage, it divides no remaining dimension of this {leaf.role}"
+        return [f"not used: {reason}"]
+    parts = leaf.axes[place].split("*") if place < len(leaf.axes) else []
+    winner = next((name for name in candidates if name in parts), None)
+    what = names.short(winner or (leaf.axes[place] if place < len(leaf.axes) else "?"))
+    start = f"shards dimension {place} ({what}) {n} ways"
+    if winner is None and stored:
+        return [f"{start} in storage only (ZeRO): the largest that it divides; in compute it shards {order}"]
     if winner is None:
-        what = names.short(leaf.axes[place]) if place < len(leaf.axes) else "?"
-        if stored:
-            lead = f"between steps only (ZeRO), as the largest that it divides; in compute it shards {order}"
-        else:
-            lead = "as it was fixed, or as the array was already placed; by the rules it shards " + order
-        return [f"cuts dimension {place}, {what}, into {n}: {lead}"]
-    before = [_refusal(plan, leaf, axis, name, names) for name in here[: here.index(winner)]]
-    after = [names.short(name) for name in here[here.index(winner) + 1 :]]
-    rank = f"it shards {order}" if len(ruled) == 1 else f"the first of ({order}) that this tensor has"
-    reason = f"cuts dimension {place}, {names.short(winner)}, into {n}: {rank}"
+        return [f"{start}: fixed by the user, or as the array was already sharded; by its rule it shards {order}"]
+    before = [_refusal(plan, leaf, axis, name, names) for name in candidates[: candidates.index(winner)]]
+    after = [names.short(name) for name in candidates[candidates.index(winner) + 1 :]]
     if before:
-        reason = f"cuts dimension {place}, {names.short(winner)}, into {n}: of ({order}), {'; '.join(before)}"
+        reason = f"of ({order}), {'; '.join(before)}"
+    elif len(ruled) == 1:
+        reason = f"it shards only {order}"
+    else:
+        reason = f"the first of ({order}) that this tensor has"
     if after:
-        reason += f"; {' and '.join(after)}, which it has as well, {'come' if len(after) > 1 else 'comes'} later"
-    return [reason]
+        reason += f"; {' and '.join(after)} {'come' if len(after) > 1 else 'comes'} later"
+    return [f"{start}: {reason}"]
 
 
 def _refusal(plan: ShardingPlan, leaf: Leaf, axis: str, name: str, names: AxisNames) -> str:
@@ -179,43 +179,44 @@ def _refusal(plan: ShardingPlan, leaf: Leaf, axis: str, name: str, names: AxisNa
     if len(parts) == 1 and place < len(leaf.shape):
         size = leaf.shape[place]
     if size % n:
-        return f"{short} has {size}, not divisible by {n}"
+        return f"{short} has size {size}, not divisible by {n}"
     others = [a for a in (spec[place] if place < len(spec) else ()) if a != axis]
     taken = math.prod(sizes.get(a, 1) for a in others)
     if taken > 1 and size % (taken * n):
-        return f"{short} has {size}, cut into {taken} by {' and '.join(others)} and no further by {n}"
+        over = " and ".join(others)
+        return f"{short} is sharded {taken} ways over {over}, and its size {size} is not divisible by {taken * n}"
     if parts.index(name):
-        return (
-            f"{short} stands behind {' and '.join(map(names.short, parts[: parts.index(name)]))} in dimension {place}"
-        )
-    return f"{short} would be next, but this array is fixed or was already placed"
+        major = " and ".join(map(names.short, parts[: parts.index(name)]))
+        return f"{short} comes after {major} in dimension {place}"
+    return f"the sharding of {short} was fixed by the user, or the array was already sharded"
 
 
 def _use(plan: ShardingPlan, leaf: Leaf) -> list[str]:
-    """How a tensor that is stored over more mesh axes than the rules say is used."""
-    spec, ruled = spec_of(leaf), ruled_axes(plan, leaf)
+    """How a tensor is used if further mesh axes shard it in storage."""
+    spec, ruled = spec_of(leaf), compute_axes(plan, leaf)
     extra = [a for a in plan.storage.get(leaf.role, ()) if a in axes_of(spec) and a not in ruled]
     if not extra:
         return []
     used = to_partition_spec(tuple(tuple(a for a in dim if a not in extra) for dim in spec))
     over = " and ".join(extra)
     if leaf.role == "optimizer":
-        return [f"stored over {over}: its gradient is scattered to it, and it is updated where it stands"]
-    return [f"stored over {over}: gathered to {spec_text(used)} for each use, after the cast to the compute type"]
+        return [f"stored over {over}: the gradient is reduce-scattered, and each device updates its shard"]
+    return [f"stored over {over}: cast to the compute dtype and gathered to {spec_text(used)} for each use"]
 
 
 def _traffic_lines(plan: ShardingPlan, bound: BoundPlan | None, group: Group) -> list[str]:
-    """What moves because of the tensors of a group."""
+    """The traffic that the tensors of a group cause."""
     if bound is None:
-        return ["traffic: bind the plan to its function to see what each tensor causes"]
+        return ["traffic: unknown; bind the plan to its function to see it"]
     moved: dict[tuple[str, str, str, str], float] = {}
     for leaf in group.leaves:
         for key, size in traffic_of(bound, plan.inputs.index(leaf)).items() if leaf in plan.inputs else ():
             moved[key] = moved.get(key, 0.0) + size
+    count = len(group.leaves)
     if not moved:
-        return ["traffic: none of its own"]
+        return ["traffic: none for this tensor" if count == 1 else "traffic: none for these tensors"]
     ranked = sorted(moved.items(), key=lambda item: (-item[1], item[0]))
-    lines = [f"traffic a step, bytes that leave each device{' (all of them)' if len(group.leaves) > 1 else ''}:"]
+    lines = [f"traffic per step, sent by each device{f' (for all {count})' if count > 1 else ''}:"]
     lines += [
         f"{INDENT}{kind} of {what} over {axis}, {bytes_text(size)}, {line}"
         for (kind, axis, what, line), size in ranked[:SHOWN]

@@ -1,4 +1,4 @@
-"""What another plan does differently: `plan.diff(other)`."""
+"""The differences between two plans: `plan.diff(other)`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from autoshard._units import bytes_text, ratio_text, spec_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.summary import AxisNames, label, mesh_text
 
+PATHS_SHOWN = 4
+
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
-    """What `other` does differently, a line each; 'the same plan' if nothing."""
+    """List how `other` differs, one line per difference; 'the same plan' if it does not."""
     names, theirs = AxisNames(plan), AxisNames(other)
     rows: list[tuple[str, str, str, str]] = []
 
@@ -24,13 +26,13 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     compare("target", plan.target, other.target)
     compare("mesh", mesh_text(plan), mesh_text(other))
     for axis in dict.fromkeys([*plan.axis_rules, *other.axis_rules]):
-        mine, its = plan.axis_rules.get(axis, ()), other.axis_rules.get(axis, ())
-        compare(f"rules of {axis}", ", ".join(map(names.short, mine)), ", ".join(map(theirs.short, its)))
+        ours, its = plan.axis_rules.get(axis, ()), other.axis_rules.get(axis, ())
+        compare(f"rule of {axis}", ", ".join(map(names.short, ours)), ", ".join(map(theirs.short, its)))
     for role in dict.fromkeys([*plan.storage, *other.storage]):
         compare(f"storage of {role}", ", ".join(plan.storage.get(role, ())), ", ".join(other.storage.get(role, ())))
     lines = [*(columns(rows) if rows else []), *_leaf_differences("input", plan.inputs, other.inputs)]
-    came_in = {leaf.path for leaf in (*plan.inputs, *other.inputs)}  # state comes back as it went in
-    results = [[leaf for leaf in some.outputs if leaf.path not in came_in] for some in (plan, other)]
+    input_paths = {leaf.path for leaf in (*plan.inputs, *other.inputs)}  # returned state is sharded like its input
+    results = [[leaf for leaf in some.outputs if leaf.path not in input_paths] for some in (plan, other)]
     lines += _leaf_differences("result", *results)
     rows.clear()
     for what, a, b, text in _figures(plan, other):
@@ -44,7 +46,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
 
 
 def _leaf_differences(noun: str, mine: Sequence[Any], its: Sequence[Any]) -> list[str]:
-    """Leaves whose spec or type changed, those that changed alike together."""
+    """The leaves whose shape, dtype or spec differs, grouped by the change."""
     here, there = {x.path: x for x in mine}, {x.path: x for x in its}
     lines = []
     changes: dict[tuple[str, str], list[str]] = {}
@@ -64,9 +66,8 @@ def _leaf_differences(noun: str, mine: Sequence[Any], its: Sequence[Any]) -> lis
         ("only in the second", there.keys() - here.keys()),
     ):
         if some:
-            lines.append(
-                f"{noun}s {words}: {', '.join(sorted(some)[:4])}{f' and {len(some) - 4} more' * (len(some) > 4)}"
-            )
+            rest = f" and {len(some) - PATHS_SHOWN} more" if len(some) > PATHS_SHOWN else ""
+            lines.append(f"{noun}s {words}: {', '.join(sorted(some)[:PATHS_SHOWN])}{rest}")
     return lines
 
 
@@ -77,7 +78,7 @@ def _figures(plan: ShardingPlan, other: ShardingPlan) -> list[tuple[str, float, 
         ("step", a.step_time_us, b.step_time_us, time_text),
         ("compute", a.compute_us, b.compute_us, time_text),
         ("communication", a.comm_us, b.comm_us, time_text),
-        ("traffic of a step", a.comm_bytes, b.comm_bytes, bytes_text),
+        ("traffic per step", a.comm_bytes, b.comm_bytes, bytes_text),
         ("peak memory", a.peak_memory_bytes, b.peak_memory_bytes, bytes_text),
         *((f"memory, {k}", a.memory_bytes.get(k, 0.0), b.memory_bytes.get(k, 0.0), bytes_text) for k in kinds),
     ]

@@ -16,6 +16,7 @@ from autoshard._units import (
     variant_text,
 )
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.summary import (
     LABEL_WIDTH,
     AxisNames,
@@ -37,10 +38,12 @@ from autoshard.sharding.report.summary import (
 
 GROUPS_SHOWN = 12
 COLLECTIVES_SHOWN = 8
+VARIANTS_SHOWN = 3
+AXES_SHOWN = 12
 
 
 def table(plan: ShardingPlan) -> str:
-    """The plan for people: what was chosen and why, how state is stored, memory, time, traffic."""
+    """The plan as text: what was chosen and why, how state is sharded, memory, time, traffic."""
     names = AxisNames(plan)
     parts = [
         _head(plan),
@@ -55,25 +58,25 @@ def table(plan: ShardingPlan) -> str:
 
 
 def _head(plan: ShardingPlan) -> list[str]:
-    found = verdict(plan)
-    lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {found.sentence}"]
-    if found.rivals:
-        lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in found.rivals])
+    reason = verdict(plan)
+    lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {reason.sentence}"]
+    if reason.rivals:
+        lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in reason.rivals])
     return [*lines, *_variants(plan)]
 
 
 def _variants(plan: ShardingPlan) -> list[str]:
-    """Which variant of the program this is, and what the others take."""
+    """The chosen variant of the program, and the step times of the others."""
     if not plan.variant:
         return []
     limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
     others = sorted((v for v in plan.variants if dict(v[0]) != dict(plan.variant)), key=lambda v: v[2])
     fitting = [v for v in others if v[3] <= limit]
     lines = [f"variant: {variant_text(plan.variant)}, of {len(plan.variants)}"]
-    if large := len(others) - len(fitting):
-        lines[0] += f" ({large} do{'es' if large == 1 else ''} not fit)"
+    if too_large := len(others) - len(fitting):
+        lines[0] += f" ({too_large} do{'es' if too_large == 1 else ''} not fit)"
     if fitting:
-        named = [f"{variant_text(v)} ({words}) {ratio_text(us, here)}" for v, words, us, _ in fitting[:3]]
+        named = [f"{variant_text(v)} ({words}) {ratio_text(us, here)}" for v, words, us, _ in fitting[:VARIANTS_SHOWN]]
         lines += wrap("next best variants: ", named)
     return lines
 
@@ -81,9 +84,7 @@ def _variants(plan: ShardingPlan) -> list[str]:
 def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The axis table."""
     traffic = axis_traffic(plan)
-    rows = [
-        ("mesh axis", "size", "traffic a step", "state stored over it", "shards the first of these that a tensor has")
-    ]
+    rows = [("mesh axis", "size", "traffic per step", "shards state of", "shards the first of these that a tensor has")]
     for axis, size in mesh_sizes(plan).items():
         ruled = ", ".join(names.sized(c) for c in plan.axis_rules.get(axis, ())) or "-"
         stored = ", ".join(storage_roles(plan, axis)) or "-"
@@ -92,27 +93,28 @@ def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     for line in columns(rows, right=(1, 2)):
         start = line[: len(line) - len(line.rsplit("  ", 1)[-1])]
         lines += wrap(start, line[len(start) :].split(", ")) if len(line) > WIDTH else [line]
-    if whole := [*map(names.sized, names.whole)]:
-        lines += wrap("whole in compute: ", whole if len(whole) <= 12 else [*whole[:11], f"{len(whole) - 11} more"])
+    if whole := [*map(names.sized, names.unsharded)]:
+        if len(whole) > AXES_SHOWN:
+            whole[AXES_SHOWN - 1 :] = [f"{len(whole) - AXES_SHOWN + 1} more"]
+        lines += wrap("not sharded in compute: ", whole)
     return lines
 
 
 def _state(plan: ShardingPlan, names: AxisNames) -> list[str]:
-    """The inputs, in groups, the largest first."""
+    """The inputs in groups, the largest first."""
     lines: list[str] = []
     like_parameters: set[tuple[tuple[str, ...], str]] = set()
-    for role, found in by_role(plan):
+    for role, of_role in by_role(plan):
         if role == "parameter":
-            like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in found}
-        some = [g for g in found if g.first.shape]
+            like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in of_role}
+        some = [g for g in of_role if g.first.shape]
         count, whole, local = totals(some)
-        if not some or (role == "other" and whole == local < 1024):
-            continue  # counters and keys
-        head = (
-            f"{role or 'inputs'}: {count} array{'s' * (count > 1)}, {bytes_text(whole)} -> {bytes_text(local)} a device"
-        )
+        if not some or (role == "other" and whole == local < LEAST_OTHER_BYTES):
+            continue
+        arrays = f"{count} array{'s' * (count > 1)}"
+        head = f"{role or 'inputs'}: {arrays}, {bytes_text(whole)} -> {bytes_text(local)} per device"
         if role == "optimizer" and all((g.first.axes, spec_text(g.first.spec)) in like_parameters for g in some):
-            lines.append(f"{head}, stored like the parameters")
+            lines.append(f"{head}, sharded like the parameters")
             continue
         lines += [head, *_group_lines(some, names)]
     return lines
@@ -134,7 +136,7 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
     for line, row in zip(columns(rows, right=(2,)), rows, strict=True):
         if len(line) <= WIDTH:
             lines.append(line)
-        else:  # the spec goes under the axes
+        else:  # the spec goes below the axes
             place = len(line) - len(row[-1])
             axes, _, spec = row[-1].partition(" -> ")
             lines += [line[:place] + axes, " " * place + f"-> {spec}"]
@@ -146,30 +148,30 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
 
 def _memory(plan: ShardingPlan) -> list[str]:
     peak, alone = plan.estimate.peak_memory_bytes, plan.alone
-    rows = [("memory of a device", "this plan", "all on one device" if alone else "")]
+    rows = [("memory per device", "this plan", "on one device" if alone else "")]
     for kind, here, there in memory_rows(plan):
         rows.append((INDENT + kind, bytes_text(here), "" if there is None else bytes_text(there)))
     rows.append((f"{INDENT}peak", bytes_text(peak), bytes_text(alone.peak_memory_bytes) if alone else ""))
     lines = columns(rows, right=(1, 2))
     if plan.limit_bytes:
-        lines[-1] += f"   {percent_text(peak, plan.limit_bytes)} of the limit, {bytes_text(plan.limit_bytes)}"
+        lines[-1] += f"   {percent_text(peak, plan.limit_bytes)} of the limit of {bytes_text(plan.limit_bytes)}"
     return lines
 
 
 def _time(plan: ShardingPlan) -> list[str]:
     estimate, alone = plan.estimate, plan.alone
     rows = [
-        ("time of a step (estimated)", "this plan", "all on one device" if alone else ""),
+        ("step time (estimated)", "this plan", "on one device" if alone else ""),
         (f"{INDENT}compute", time_text(estimate.compute_us), time_text(alone.compute_us) if alone else ""),
         (f"{INDENT}communication", time_text(estimate.comm_us), "0" if alone else ""),
         (f"{INDENT}step", time_text(estimate.step_time_us), time_text(alone.step_time_us) if alone else ""),
     ]
     lines = columns(rows, right=(1, 2))
     if estimate.comm_us:
-        lines[2] += f"   {time_text(exposed_us(plan))} of it not hidden behind compute"
+        lines[2] += f"   {time_text(exposed_us(plan))} not hidden by compute"
     if alone:
         speedup = ratio_text(alone.step_time_us, estimate.step_time_us)
-        lines[3] += f"   {speedup} as fast on {devices(plan)} devices"
+        lines[3] += f"   speedup {speedup} on {devices(plan)} devices"
     return lines
 
 
@@ -182,7 +184,7 @@ def _traffic(plan: ShardingPlan) -> list[str]:
         (INDENT + kind, axis, bytes_text(size), percent_text(size, total), line)
         for kind, axis, size, line in moved[:COLLECTIVES_SHOWN]
     ]
-    lines = [f"traffic of a step: {bytes_text(total)} leave each device", *columns(rows, right=(2, 3))]
+    lines = [f"traffic per step: each device sends {bytes_text(total)}", *columns(rows, right=(2, 3))]
     if rest := moved[COLLECTIVES_SHOWN:]:
         lines.append(f"{INDENT}and {len(rest)} smaller ones, {bytes_text(sum(t[2] for t in rest))}")
     return [cut(line, WIDTH) for line in lines]

@@ -1,6 +1,6 @@
-"""What the reports of a plan have in common: its inputs in groups, its choice in words, names and units for people.
+"""What the reports of a plan share: groups of inputs, why the plan was chosen, short names of axes.
 
-Everything here reads the plan's own data, so that a plan without a function (from JSON) can be shown as well as any.
+This module reads only the plan's own data, so a plan without a function (from JSON) can be shown too.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from autoshard._columns import cut_middle
 from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.report.constants import KEY_BYTES
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
 LABEL_WIDTH = 24
 NAME_WIDTH = 40
-KEY_BYTES = 8  # a typed PRNG key has no item size of its own
+RIVALS_SHOWN = 3
 ROLES = ("parameter", "optimizer", "data", "other")
 
 
 def mesh_sizes(plan: ShardingPlan) -> dict[str, int]:
-    """Mesh axis -> size."""
+    """The size of each mesh axis."""
     return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
 
 
 def devices(plan: ShardingPlan) -> int:
-    """How many devices the plan takes."""
+    """The number of devices of the plan."""
     return math.prod(mesh_sizes(plan).values())
 
 
 def mesh_text(plan: ShardingPlan) -> str:
-    """`fsdp 4 x tp 2 = 8 devices`."""
+    """The mesh in words: `fsdp 4 x tp 2 = 8 devices`."""
     count = devices(plan)
     if count == 1:
         return "one device"
@@ -44,25 +45,25 @@ def mesh_text(plan: ShardingPlan) -> str:
 
 
 def title(plan: ShardingPlan) -> str:
-    """`train_step on v5e:4x4`."""
+    """The function and its target: `train_step on v5e:4x4`."""
     return f"{plan.function or 'a function'} on {plan.target or 'an unknown machine'}"
 
 
 def spec_of(leaf: Leaf) -> Spec:
-    """The mesh axes of each dimension."""
+    """The mesh axes that shard each dimension of a leaf."""
     return from_partition_spec(leaf.spec, len(leaf.shape))
 
 
-def ruled_axes(plan: ShardingPlan, leaf: Leaf) -> set[str]:
-    """The mesh axes that the rules, and not the storage, put into a spec."""
-    found = set()
+def compute_axes(plan: ShardingPlan, leaf: Leaf) -> set[str]:
+    """The mesh axes that shard a leaf in compute, not only in storage."""
+    ruled = set()
     for names, dim in zip(leaf.axes, spec_of(leaf), strict=False):
-        found |= {a for a in dim if set(names.split("*")) & set(plan.axis_rules.get(a, ()))}
-    return found
+        ruled |= {a for a in dim if set(names.split("*")) & set(plan.axis_rules.get(a, ()))}
+    return ruled
 
 
 def leaf_bytes(leaf: Leaf) -> float:
-    """Bytes of the whole array."""
+    """Bytes of the unsharded array."""
     try:
         item = jnp.dtype(leaf.dtype).itemsize
     except TypeError:
@@ -71,14 +72,17 @@ def leaf_bytes(leaf: Leaf) -> float:
 
 
 def local_bytes(leaf: Leaf, sizes: dict[str, int]) -> float:
-    """Bytes of one device's part of the array."""
+    """Bytes of one device's shard of the array."""
     return leaf_bytes(leaf) / math.prod(sizes.get(a, 1) for a in axes_of(spec_of(leaf)))
 
 
 class AxisNames:
-    """Logical axes by short names: one that is called after a path, `0/params/wq:3`, is shown as `wq:3`.
+    """Short names of logical axes: an axis named after a path, `0/params/wq:3`, is shown as `wq:3`.
 
-    `all` are those of the plan, `whole` those that no mesh axis shards in compute.
+    Attributes:
+        sizes: The size of each axis in the program.
+        all: The plan's axes.
+        unsharded: The axes that no mesh axis shards in compute.
     """
 
     def __init__(self, plan: ShardingPlan):
@@ -86,35 +90,35 @@ class AxisNames:
         ruled = [name for names in plan.axis_rules.values() for name in names]
         self.sizes = dict(plan.axis_sizes)
         self.all = tuple(name for name in dict.fromkeys([*ruled, *named, *self.sizes]) if name != "1")
-        self.whole = tuple(name for name in self.all if name not in ruled)
+        self.unsharded = tuple(name for name in self.all if name not in ruled)
         self._short: dict[str, str] = {}
         for name in self.all:
-            parts, keep = name.split("/"), 1
-            while keep < len(parts) and any(
-                other != name and other.split("/")[-keep:] == parts[-keep:] for other in self.all
+            parts, count = name.split("/"), 1
+            while count < len(parts) and any(
+                other != name and other.split("/")[-count:] == parts[-count:] for other in self.all
             ):
-                keep += 1
-            self._short[name] = "/".join(parts[-keep:])
+                count += 1
+            self._short[name] = "/".join(parts[-count:])
         cut_names = {name: cut_middle(text, NAME_WIDTH) for name, text in self._short.items()}
-        if len(set(cut_names.values())) == len(set(self._short.values())):  # none may pass for another
+        if len(set(cut_names.values())) == len(set(self._short.values())):  # names stay distinct
             self._short = cut_names
 
     def short(self, name: str) -> str:
-        """The short name of an axis, or of several that make up one dimension, `heads*groups`, `b/kernel:2.0*2.1`."""
-        found, before = [], ""
+        """The short name of an axis, or of a dimension made of several: `heads*groups`, `b/kernel:2.0*2.1`."""
+        words, before = [], ""
         for part in name.split("*"):
             text = self._short.get(part, part)
             stem, _, number = text.rpartition(":")
-            found.append(number if stem and stem == before else text)
+            words.append(number if stem and stem == before else text)
             before = stem
-        return "*".join(found)
+        return "*".join(words)
 
     def sized(self, name: str) -> str:
-        """`heads 16`."""
+        """An axis with its size: `heads 16`."""
         return f"{self.short(name)} {self.sizes[name]}" if name in self.sizes else self.short(name)
 
     def list(self, names: Iterable[str]) -> str:
-        """`[batch, seq]`."""
+        """Several axes: `[batch, seq]`."""
         return f"[{', '.join(map(self.short, names))}]"
 
 
@@ -127,49 +131,49 @@ class Group:
 
     @property
     def first(self) -> Leaf:
-        """One of them, for what they share."""
+        """The first leaf: it stands for all in what they share."""
         return self.leaves[0]
 
     @property
     def label(self) -> str:
-        """What they are called, `attention/{wk,wq}`."""
+        """A short name for all: `attention/{wk,wq}`."""
         return label([leaf.path for leaf in self.leaves])
 
     @property
     def whole_bytes(self) -> float:
-        """Bytes of all of them."""
+        """Unsharded bytes of all leaves."""
         return leaf_bytes(self.first) * len(self.leaves)
 
     @property
     def local_bytes(self) -> float:
-        """Bytes of all of them on one device."""
+        """Bytes of all leaves on one device."""
         return local_bytes(self.first, self.sizes) * len(self.leaves)
 
 
 def groups(plan: ShardingPlan, leaves: Iterable[Leaf]) -> list[Group]:
-    """The leaves in groups, those of the most bytes first."""
-    found: dict[Any, list[Leaf]] = {}
+    """Groups the leaves, the largest group first."""
+    leaves_of: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
         key = (leaf.role, leaf.axes, spec_text(leaf.spec), leaf.shape, leaf.dtype)
-        found.setdefault(key, []).append(leaf)
-    made = [Group(tuple(some), mesh_sizes(plan)) for some in found.values()]
-    return sorted(made, key=lambda g: -g.whole_bytes)  # stable: those of equal size stay in the order of the inputs
+        leaves_of.setdefault(key, []).append(leaf)
+    made = [Group(tuple(some), mesh_sizes(plan)) for some in leaves_of.values()]
+    return sorted(made, key=lambda g: -g.whole_bytes)  # stable: groups of equal size keep the order of the inputs
 
 
 def by_role(plan: ShardingPlan) -> list[tuple[str, list[Group]]]:
-    """The inputs in groups for each role, those of the most bytes first."""
-    found = groups(plan, plan.inputs)
-    roles = dict.fromkeys([*ROLES, *(g.first.role for g in found)])
-    return [(role, some) for role in roles if (some := [g for g in found if g.first.role == role])]
+    """The groups of inputs of each role, the largest group first."""
+    of_inputs = groups(plan, plan.inputs)
+    roles = dict.fromkeys([*ROLES, *(g.first.role for g in of_inputs)])
+    return [(role, some) for role in roles if (some := [g for g in of_inputs if g.first.role == role])]
 
 
 def totals(some: Sequence[Group]) -> tuple[int, float, float]:
-    """How many arrays there are in groups, their bytes, and their bytes on one device."""
+    """The number of arrays in groups, their unsharded bytes, and their bytes on one device."""
     return sum(len(g.leaves) for g in some), sum(g.whole_bytes for g in some), sum(g.local_bytes for g in some)
 
 
 def label(paths: Sequence[str]) -> str:
-    """A short name for several paths: their last two components, layers (numbers) left out."""
+    """A short name for several paths: their last two components, without numbers of layers."""
     short = list(dict.fromkeys("/".join(_components(path)[-2:]) for path in paths))
     if len(short) == 1:
         return short[0] or "(the argument)"
@@ -189,37 +193,37 @@ def _components(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the plan came to be: a sentence, and the next best (words, ratio of step times, peak bytes)."""
+    """Why the plan was chosen: a sentence, and the next best plans as (strategy, ratio of step times, peak bytes)."""
 
     sentence: str
     rivals: tuple[tuple[str, str, float], ...]
 
 
 def verdict(plan: ShardingPlan) -> Verdict:
-    """Why this candidate was chosen."""
+    """Why the plan was chosen over the other candidates."""
     name = plan.chosen or "this plan"
     others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
     limit = plan.limit_bytes or math.inf
     compiled = any(audit.ok and (audit.peak_bytes or 0) <= limit for audit in plan.audits)
-    said = "fits {} as it was compiled, not by the estimate" if compiled else "does not fit {}"
+    size = bytes_text(limit)
+    misfit = f"fits {size} as compiled, not by the estimate" if compiled else f"does not fit {size}"
     if not others:
-        asked = f"{name}, as asked" if plan.chosen else name
-        return Verdict(asked if plan.fits else f"{asked}; it {said.format(bytes_text(limit))}", ())
+        sentence = f"{name}, as requested" if plan.chosen else name
+        return Verdict(sentence if plan.fits else f"{sentence}; it {misfit}", ())
     count, fitting = len(plan.candidates), [c for c in others if c[2] <= limit]
     different = {(c[1], c[2]): c for c in reversed(fitting or others)}  # two names can mean one layout
-    best = sorted(different.values(), key=lambda c: c[1])[:3]
+    best = sorted(different.values(), key=lambda c: c[1])[:RIVALS_SHOWN]
     rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
     if not plan.fits:
-        smallest = f"the smallest of {count} plans: none fits {bytes_text(limit)}"
-        why = f"which {said.format(bytes_text(limit))}" if fitting or compiled else smallest
-        return Verdict(f"{name}, {why}", rivals)
-    large = count - len(fitting) - 1
-    among = f"the {count - large} that fit {bytes_text(limit)}, of {count}" if large else f"{count} plans"
+        smallest = f"the smallest of {count} plans: none fits {size}"
+        return Verdict(f"{name}, {f'which {misfit}' if fitting or compiled else smallest}", rivals)
+    too_large = count - len(fitting) - 1
+    among = f"{count - too_large} plans that fit {size} (of {count})" if too_large else f"{count} plans"
     return Verdict(f"{name}, the fastest of {among}", rivals)
 
 
 def memory_rows(plan: ShardingPlan) -> list[tuple[str, float, float | None]]:
-    """(kind, bytes on a device, bytes on one device that holds everything), without kinds that are empty."""
+    """Memory by kind: (kind, bytes per device, bytes on one device that holds everything), without empty kinds."""
     here = _kinds(plan.estimate.memory_bytes)
     alone = _kinds(plan.alone.memory_bytes) if plan.alone else {}
     names = dict.fromkeys([*here, *alone])
@@ -230,54 +234,57 @@ def memory_rows(plan: ShardingPlan) -> list[tuple[str, float, float | None]]:
 
 def _kinds(memory: Any) -> dict[str, float]:
     kinds = dict(memory)
-    if "other" in kinds:  # counters and keys: a line of their own would only be noise
+    if "other" in kinds:  # counters and keys are too small for a line of their own
         kinds["data"] = kinds.get("data", 0.0) + kinds.pop("other")
     return kinds
 
 
 def padding_texts(plan: ShardingPlan) -> list[str]:
-    """What padding would win, a sentence for each axis."""
+    """What padding would save, a text for each axis."""
     return [padding_text(plan, p.axis) for p in plan.padding]
 
 
 def padding_text(plan: ShardingPlan, axis: str) -> str:
-    """`vocab 50257 is not divisible by 8: padded to 50264 it would be 270 ms (-10 %) and 1.0 GiB less`."""
-    (found,) = [p for p in plan.padding if p.axis == axis]
+    """What padding an axis would save.
+
+    `vocab 50257 is not divisible by 8. Padded to 50264, a step would take 270 ms (-10.1 %) and 1.00 GiB less memory`.
+    """
+    (padding,) = [p for p in plan.padding if p.axis == axis]
     names, here = AxisNames(plan), plan.estimate
-    gain = found.step_time_us / here.step_time_us - 1 if here.step_time_us else 0.0
-    memory = here.peak_memory_bytes - found.peak_memory_bytes
+    change = padding.step_time_us / here.step_time_us - 1 if here.step_time_us else 0.0
+    memory = here.peak_memory_bytes - padding.peak_memory_bytes
     text = (
-        f"{names.short(axis)} {found.size} is not divisible by {found.ways}: padded to {found.padded} it would be "
-        f"{time_text(found.step_time_us)} ({100 * gain:+.1f} %) and {bytes_text(abs(memory))} "
-        f"{'less' if memory >= 0 else 'more'}"
+        f"{names.short(axis)} {padding.size} is not divisible by {padding.ways}. Padded to {padding.padded}, a step "
+        f"would take {time_text(padding.step_time_us)} ({100 * change:+.1f} %) and {bytes_text(abs(memory))} "
+        f"{'less' if memory >= 0 else 'more'} memory"
     )
     fits = "" if plan.fits else f", which fits {bytes_text(plan.limit_bytes)}"
-    return text + fits + (f", by '{found.words}'" if found.words != plan.chosen else "")
+    return text + fits + (f", with plan '{padding.words}'" if padding.words != plan.chosen else "")
 
 
 def exposed_us(plan: ShardingPlan) -> float:
-    """Communication that is not hidden behind compute."""
+    """Communication time that compute does not hide, in microseconds."""
     return max(plan.estimate.step_time_us - plan.estimate.compute_us, 0.0)
 
 
 def collectives(plan: ShardingPlan) -> list[tuple[str, str, float, str]]:
-    """The plan's traffic with short lines, heaviest first; what stands on one line is counted together."""
-    found: dict[tuple[str, str, str], float] = {}
+    """The plan's collectives, the largest first: (kind, mesh axes, bytes, short source line), summed per line."""
+    sizes: dict[tuple[str, str, str], float] = {}
     for kind, axis, size, line in plan.traffic:
         key = (kind, axis, line_text(line))
-        found[key] = found.get(key, 0.0) + size
-    return sorted(((k, a, size, line) for (k, a, line), size in found.items()), key=lambda t: -t[2])
+        sizes[key] = sizes.get(key, 0.0) + size
+    return sorted(((k, a, size, line) for (k, a, line), size in sizes.items()), key=lambda t: -t[2])
 
 
 def axis_traffic(plan: ShardingPlan) -> dict[str, float]:
-    """Bytes that leave each device in a step over each mesh axis; what runs over several at once counts for each."""
-    found: dict[str, float] = {}
+    """Bytes that each device sends per step over each mesh axis; a collective over several axes counts for each."""
+    sizes: dict[str, float] = {}
     for _, axes, size, _ in plan.traffic:
         for axis in axes.split():
-            found[axis] = found.get(axis, 0.0) + size
-    return found
+            sizes[axis] = sizes.get(axis, 0.0) + size
+    return sizes
 
 
 def storage_roles(plan: ShardingPlan, axis: str) -> list[str]:
-    """The roles whose state is stored over a mesh axis beyond what the rules say."""
+    """The roles whose state a mesh axis shards in storage, beyond its rule."""
     return [role for role, axes in plan.storage.items() if axis in axes]

@@ -1,1 +1,1 @@
-"""Candidates, the known plans, and the best of them."""
+"""Candidates, the known plans, and the search for the best of them."""

@@ -11,12 +11,22 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.search.constants import TIME_DECIMALS
 
 
 @shown
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it costs."""
+    """A layout with its price.
+
+    Attributes:
+        name: its strategy, or the text of its table.
+        layout: the layout.
+        cost: the time of a step.
+        peak_bytes: peak memory of a device.
+        memory: kind of value -> bytes on a device.
+        laying: the device assignment.
+    """
 
     name: str
     layout: Layout
@@ -26,23 +36,23 @@ class Candidate:
     laying: DeviceAssignment
 
     def fits(self, limit: float) -> bool:
-        """Whether its worst moment fits in `limit` bytes."""
+        """Whether its peak memory is at most `limit` bytes."""
         return self.peak_bytes <= limit
 
 
 def candidate_time(candidate: Candidate) -> float:
     """The estimated step time in microseconds, rounded so that equal plans tie."""
-    return round(candidate.cost.step_time_us, 3)
+    return round(candidate.cost.step_time_us, TIME_DECIMALS)
 
 
 def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
-    """A candidate whose mesh axes lie where their traffic takes the least time."""
-    laying, found = best_assignment(cost.target, candidate.layout.mesh, candidate.cost)
-    return replace(candidate, laying=laying, cost=found)
+    """The candidate with the device assignment under which its communication takes the least time."""
+    assignment, assigned_cost = best_assignment(cost.target, candidate.layout.mesh, candidate.cost)
+    return replace(candidate, laying=assignment, cost=assigned_cost)
 
 
 def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:
-    """A layout with its cost."""
+    """Price a layout under the default device assignment."""
     step = cost(layout)
     peak, kinds = memory(layout, step.waiting)
     return Candidate(name, layout, step, peak, kinds, cost.target.assign(layout.mesh))
@@ -50,7 +60,14 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Ca
 
 @dataclass(eq=False)
 class SearchCounts:
-    """What a search notes while it goes on: see `Searched`; `changed` are the candidates that `improve` had priced."""
+    """Counts of one search.
+
+    Attributes:
+        proposed: the known plans.
+        alike: those left out because an earlier one has the same shardings.
+        idle: those left out because they leave devices without work of their own.
+        changed: the candidates that the local search priced.
+    """
 
     proposed: int = 0
     alike: int = 0

@@ -1,17 +1,17 @@
-"""Chooses a layout: the cheapest of the candidates that fits the memory.
+"""Choose the fastest layout that fits the memory.
 
-    minimise   step_us(layout)            cost.CostModel
-    subject to peak_bytes(layout) <= limit   memory.MemoryModel
+    minimise   step_us(layout)               cost.CostModel
+    subject to peak_bytes(layout) <= limit   cost.MemoryModel
 
-Candidates are the known plans (`request.seeds`) for the number of devices, or, on a mesh whose axes are given, every
-way to hand its axes to them; and what the best of them become when they are changed word by word (`improve`). Ties go
-to the candidate that stands first; nothing depends on names.
+Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all ways to give its
+axes to kinds of parallelism (`on_mesh`). The best of them are then changed word by word (`local_search`). Ties go to
+the first candidate. Nothing depends on names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -23,11 +23,9 @@ from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, layout_of, request
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
+from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import seeds
-from autoshard.sharding.search.local_search import WORTH, hill_climb
-
-RELAID = 12  # how many of the fastest candidates have their mesh axes laid onto the topology anew
-IDLE_MARGIN = 1.05  # how much faster a plan must be that leaves devices without work of their own
+from autoshard.sharding.search.local_search import hill_climb
 
 
 def search(
@@ -39,89 +37,95 @@ def search(
     limit: float,
     mesh: Mapping[str, int] | None = None,
     pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
-    tally: SearchCounts | None = None,
+    counts: SearchCounts | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
-    """The best layout, and all that were priced, best first.
+    """Search for the best layout.
 
     Args:
         axes: the program's logical axes.
         roles: their roles.
         cost: prices time.
         memory: prices memory.
-        devices: how many there are.
-        limit: bytes of one device.
-        mesh: mesh axis -> size if the mesh is given; it is never split further.
-        pin: writes what the user fixed into the layouts, and gives back those in which it holds.
-        tally: takes down how many were proposed and left out, and what the best were changed into.
+        devices: the number of devices.
+        limit: memory of one device, in bytes.
+        mesh: mesh axis -> size, if the mesh is given. It is never split.
+        pin: writes the fixed shardings into layouts and returns those in which they are possible.
+        counts: is filled with the counts of this search.
 
     Returns:
-        The candidate to use (if none fits, the one of the smallest peak) and every candidate.
+        The best candidate, or the one with the smallest peak if none fits; and all candidates, fastest first.
     """
     layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     proposed = len(layouts)
-    layouts = [named for named in layouts if named[1].cuts()] or layouts  # all of the work everywhere is no plan
-    cutting = len(layouts)
+    layouts = [named for named in layouts if named[1].cuts()] or layouts  # drop those that shard nothing
+    sharding = len(layouts)
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
             first.setdefault((layout.effect(), tuple(layout.fixed.items())), (name, layout))
         layouts = list(first.values())
-    priced = _at_work([price(name, layout, cost, memory) for name, layout in layouts], limit)
-    tally = tally or SearchCounts()
-    tally.proposed, tally.alike = proposed, cutting - len(layouts)
-    tally.idle = proposed - tally.alike - len(priced)
+    priced = _without_idle([price(name, layout, cost, memory) for name, layout in layouts], limit)
+    counts = counts or SearchCounts()
+    counts.proposed, counts.alike = proposed, sharding - len(layouts)
+    counts.idle = proposed - counts.alike - len(priced)
 
-    def tried(name: str, layout: Layout) -> Candidate | None:
+    def price_changed(name: str, layout: Layout) -> Candidate | None:
         try:
             useful = layout.cuts() and not layout.idle() and pin([(name, layout)])
-        except FixedError:  # what is fixed cannot hold there
+        except FixedError:  # fixed shardings are not possible there
             return None
         if not useful:
             return None
-        tally.changed.append(price(name, layout, cost, memory))
-        return tally.changed[-1]
+        counts.changed.append(price(name, layout, cost, memory))
+        return counts.changed[-1]
 
     known = sorted(priced, key=lambda c: (not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes))
-    better = hill_climb(known, tried, limit)
-    fitting = [c for c in [*priced, *better] if c.fits(limit)]
+    return _best_fitting(known, priced, hill_climb(known, price_changed, limit), cost, limit)
+
+
+def _best_fitting(
+    known: Sequence[Candidate], priced: Sequence[Candidate], changed: Sequence[Candidate], cost: CostModel, limit: float
+) -> tuple[Candidate, list[Candidate]]:
+    """The best of the known plans (`known`: best first, `priced`: in their order) and of the changed ones; and all."""
+    fitting = [c for c in [*priced, *changed] if c.fits(limit)]
     if not fitting:
-        priced += better
-        return best_assigned(min(priced, key=lambda c: c.peak_bytes), cost), sorted(priced, key=candidate_time)
-    again = {id(c): best_assigned(c, cost) for c in sorted(fitting, key=candidate_time)[:RELAID]}
-    of_known = [again[id(c)] for c in known if id(c) in again]
-    most = min(map(candidate_time, of_known)) * (1 - WORTH) if of_known else math.inf
-    found = [again[id(c)] for c in better if id(c) in again and candidate_time(again[id(c)]) < most]
-    return min([*found, *of_known], key=candidate_time), sorted(
-        [*found, *(again.get(id(c), c) for c in priced)], key=candidate_time
+        every = [*priced, *changed]
+        return best_assigned(min(every, key=lambda c: c.peak_bytes), cost), sorted(every, key=candidate_time)
+    assigned = {id(c): best_assigned(c, cost) for c in sorted(fitting, key=candidate_time)[:ASSIGNED_CANDIDATES]}
+    of_known = [assigned[id(c)] for c in known if id(c) in assigned]
+    most_us = min(map(candidate_time, of_known)) * (1 - LEAST_GAIN_OVER_KNOWN) if of_known else math.inf
+    better = [assigned[id(c)] for c in changed if id(c) in assigned and candidate_time(assigned[id(c)]) < most_us]
+    return min([*better, *of_known], key=candidate_time), sorted(
+        [*better, *(assigned.get(id(c), c) for c in priced)], key=candidate_time
     )
 
 
 def idle_layouts(
     axes: LogicalAxes, roles: Roles, devices: int, mesh: Mapping[str, int] | None = None
 ) -> list[tuple[str, Layout]]:
-    """The known plans that a search passes over: they leave a mesh axis without work of its own."""
+    """The known plans that leave a mesh axis without work of its own."""
     layouts = on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)
     return [(name, layout) for name, layout in layouts if layout.idle()]
 
 
-def _at_work(priced: list[Candidate], limit: float) -> list[Candidate]:
-    """Without candidates that leave devices nothing of their own to do and are no faster for it than noise."""
+def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
+    """Drop candidates with an idle mesh axis that are not clearly faster than the best without one."""
     times = [c.cost.step_time_us for c in priced if c.fits(limit) and not c.layout.idle()]
     if not times:
         return priced
-    return [c for c in priced if not c.layout.idle() or c.cost.step_time_us * IDLE_MARGIN < min(times)]
+    return [c for c in priced if not c.layout.idle() or c.cost.step_time_us * IDLE_SPEEDUP < min(times)]
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
-    for asked in list(seeds(roles, devices)) or [request({"dp": devices})]:
-        yield str(asked), layout_of(axes, roles, asked)
+    for plan in list(seeds(roles, devices)) or [request({"dp": devices})]:
+        yield str(plan), layout_of(axes, roles, plan)
 
 
 def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
-    """Every way to give the axes of a named mesh to the kinds of parallelism that the program has."""
+    """All ways to give the axes of a named mesh to the kinds of parallelism that the program can use."""
     useful = [k for k in KINDS if classes_for(k, roles, frozenset())] or ["dp"]
     for kinds in product(useful, repeat=len(mesh)):
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
         for flags in [[*seq, *state] for seq in sequences for state in ([], ["state"])]:
-            asked = Request(mesh, dict(zip(mesh, kinds, strict=True)), frozenset(flags), fixed_mesh=True)
-            yield str(asked), layout_of(axes, roles, asked)
+            plan = Request(mesh, dict(zip(mesh, kinds, strict=True)), frozenset(flags), fixed_mesh=True)
+            yield str(plan), layout_of(axes, roles, plan)

@@ -1,11 +1,11 @@
-"""What padding would win: a logical axis whose size mesh axes do not divide, priced as if it were a little longer.
+"""How much padding would save, for logical axes whose sizes mesh axes do not divide.
 
-    padded  = the least multiple of `ways` that holds the axis; ways: the devices that would cut it
+    padded  = the least multiple of `ways` that is at least the size; ways: number of shards
     gain    = 1 - step_us(layout of the padded program) / step_us(the plan)
 
-The padded program is the same program with that axis longer in every value and every rule (`lengthened`); its layouts
-cut it by the same table, and `cost` and `memory` price them like any other. What is told is what wins; nothing is
-chosen by it, since only the user can pad.
+The padded program is the same program with a larger axis in every value and every rule (`lengthened`). Its layouts
+have the same table, and the same models price them. Only gains are reported. No plan is chosen by them, because only
+the user can pad.
 """
 
 from __future__ import annotations
@@ -26,21 +26,31 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.tensors import Padding
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.search.candidate import Candidate, best_assigned, price
+from autoshard.sharding.search.constants import (
+    LARGE_STATE_BYTES,
+    LEAST_PADDING_GAIN,
+    MOST_RIVAL_PADDING,
+    PADDED_PROGRAMS,
+    PADDED_RIVALS,
+)
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Block, Op, Program
 
-RIVALS_PRICED = 2  # for each number of ways in which they would cut a class
-PROGRAMS_PRICED = 4  # axes and sizes to which they are padded
-LITTLE = 1.125  # of its size: the longest to which an axis is padded for a plan that was not chosen
-WORTH = 0.005  # of the step's time, below which a gain is noise
-LARGE_BYTES = 2**20  # what a smaller array takes that is not stored in parts is no matter
+Case = tuple[str, Layout, int]  # a layout to price with padding: its strategy, itself, number of shards of the axis
 
 
 @shown
 @dataclass(frozen=True)
 class Undivided:
-    """A class that mesh axes list, or should store, and do not divide: in how many parts it is and would be cut."""
+    """A logical axis that mesh axes should shard, but whose size they do not divide.
+
+    Attributes:
+        cls: the logical axis.
+        over: the mesh axes.
+        cut: the number of shards that it has.
+        ways: the number of shards that it should have.
+    """
 
     cls: int
     over: tuple[str, ...]
@@ -49,9 +59,9 @@ class Undivided:
 
 
 def undivided(layout: Layout) -> list[Undivided]:
-    """The classes of a layout's table that the mesh axes which list them do not divide.
+    """The logical axes in a layout's table whose sizes are not divisible by their mesh axes.
 
-    Not what those leave to a class which are cut before it and beside it in every value: nothing would be cut more.
+    Mesh axes do not count for a logical axis if earlier logical axes, which occur in all of its values, use them.
     """
     found: list[Undivided] = []
     cuts: dict[int, tuple[str, ...]] = {}
@@ -66,16 +76,16 @@ def undivided(layout: Layout) -> list[Undivided]:
 
 
 def unstored(layout: Layout) -> list[Undivided]:
-    """The largest class of each large array of state that mesh axes should store in parts, but divide no dimension of.
+    """The largest logical axis of each large array of state that storage axes cannot shard, because none divides.
 
-    No class twice: of several such arrays the first.
+    Each logical axis occurs once, for the first such array.
     """
     found: dict[int, Undivided] = {}
     for v, role in layout.roles.inputs.items():
         leaves, spec, aval = layout.axes.of_value[v], layout.stored(v), layout.axes.program.avals[v]
         free = [a for a in layout.storage.get(role, ()) if a not in axes_of(spec)]
         able = [d for d, dim in enumerate(leaves) if len(dim) == 1 and dim[0] not in layout.axes.stacked]
-        if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_BYTES:
+        if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
             d = max(able, key=lambda d: (aval.shape[d] / layout.ways(spec[d]), -d))
             (c,), cut = leaves[d], layout.ways(spec[d])
             if aval.shape[d] % (cut * layout.ways(free)):
@@ -84,7 +94,7 @@ def unstored(layout: Layout) -> list[Undivided]:
 
 
 def multiple(size: int, n: int) -> int:
-    """The least multiple of `n` that holds `size`."""
+    """The least multiple of `n` that is at least `size`."""
     return -(-size // n) * n
 
 
@@ -96,72 +106,76 @@ def what_padding_wins(
     limit: float,
     idle: Iterable[tuple[str, Layout]] = (),
 ) -> tuple[Padding, ...]:
-    """For each class that could be padded the best that would come of it, if that beats the plan.
+    """The best padding of each logical axis, for those where it gains.
 
     Args:
         cost: prices time.
         memory: prices memory.
         chosen: the plan.
-        others: the other candidates, the fastest first.
-        limit: bytes of one device.
-        idle: layouts that were not even candidates, as they leave devices without work, with their words.
+        others: the other candidates, fastest first.
+        limit: memory of one device, in bytes.
+        idle: layouts, with their strategies, that are no candidates because they leave devices without work.
     """
     axes = chosen.layout.axes
     rivals = [(c.name, c.layout, c.cost.step_time_us) for c in others if c.name != chosen.name]
     rivals += [(name, layout, 0.0) for name, layout in idle if all(name != c.name for c in others)]
     found: dict[int, list[Padding]] = {}
-    for (cls, size), some in _cases(chosen, rivals).items():
+    for (cls, size), cases in _cases(chosen, rivals).items():
         longer = lengthened(axes, cls, size)
         longer_cost, longer_memory = cost.resized(longer), memory.resized(longer)
-        for words, layout, ways in some:
-            made = best_assigned(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
-            if _wins(made, chosen, limit):
-                step = made.cost.step_time_us
-                won = Padding(axes.name(cls), axes.sizes[cls], ways, size, words, step, made.peak_bytes)
-                found.setdefault(cls, []).append(won)
-    return tuple(min(won, key=lambda p: p.step_time_us) for won in found.values())
+        for words, layout, ways in cases:
+            padded = best_assigned(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
+            if _gains(padded, chosen, limit):
+                step = padded.cost.step_time_us
+                padding = Padding(axes.name(cls), axes.sizes[cls], ways, size, words, step, padded.peak_bytes)
+                found.setdefault(cls, []).append(padding)
+    return tuple(min(paddings, key=lambda p: p.step_time_us) for paddings in found.values())
 
 
-def _cases(
-    chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]
-) -> dict[tuple[int, int], list[tuple[str, Layout, int]]]:
-    """(class, padded size) -> what to price with it: (words, layout, ways).
+def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> dict[tuple[int, int], list[Case]]:
+    """(logical axis, padded size) -> the layouts to price with it.
 
-    Of the plan all of its classes; of rivals the fastest two for each number of ways, and one size for all of them.
+    These are the plan for all its undivided axes, and for each axis and number of shards the fastest rivals, all with
+    one padded size.
+
+    Args:
+        chosen: the plan.
+        rivals: the strategy, layout and step time in microseconds of other plans.
     """
     sizes = chosen.layout.axes.sizes
-    cases: dict[tuple[int, int], list[tuple[str, Layout, int]]] = {}
+    cases: dict[tuple[int, int], list[Case]] = {}
     for one in [*undivided(chosen.layout), *unstored(chosen.layout)]:
         size = multiple(sizes[one.cls], one.ways)
         cases.setdefault((one.cls, size), []).append((chosen.name, chosen.layout, one.ways))
-    by_ways: dict[int, dict[int, list[tuple[str, Layout, int]]]] = {}
+    by_ways: dict[int, dict[int, list[Case]]] = {}
     for words, layout, time in sorted(rivals, key=lambda rival: rival[2]):
         for one in undivided(layout):
-            could_win = time * one.cut / one.ways < chosen.cost.step_time_us
-            little = multiple(sizes[one.cls], one.ways) <= LITTLE * sizes[one.cls]
-            some = by_ways.setdefault(one.cls, {}).setdefault(one.ways, [])
-            if could_win and little and len(some) < RIVALS_PRICED:
-                some.append((words, layout, one.ways))
+            could_gain = time * one.cut / one.ways < chosen.cost.step_time_us
+            padded_little = multiple(sizes[one.cls], one.ways) <= MOST_RIVAL_PADDING * sizes[one.cls]
+            fastest = by_ways.setdefault(one.cls, {}).setdefault(one.ways, [])
+            if could_gain and padded_little and len(fastest) < PADDED_RIVALS:
+                fastest.append((words, layout, one.ways))
     for cls, ways in by_ways.items():
-        if some := [each for found in ways.values() for each in found]:
-            size = multiple(sizes[cls], math.lcm(*(each[2] for each in some)))
-            cases.setdefault((cls, size), []).extend(some)
-    return dict(list(cases.items())[:PROGRAMS_PRICED])
+        if fastest := [case for some in ways.values() for case in some]:
+            size = multiple(sizes[cls], math.lcm(*(case[2] for case in fastest)))
+            cases.setdefault((cls, size), []).extend(fastest)
+    return dict(list(cases.items())[:PADDED_PROGRAMS])
 
 
 def _on(axes: LogicalAxes, layout: Layout) -> Layout:
-    """The same table on a program with other axes."""
+    """The same layout of a program with other sizes."""
     return Layout(axes, layout.roles, layout.mesh, layout.table, layout.storage, layout.fixed)
 
 
-def _wins(made: Candidate, chosen: Candidate, limit: float) -> bool:
+def _gains(padded: Candidate, chosen: Candidate, limit: float) -> bool:
     if not chosen.fits(limit):
-        return made.fits(limit)
-    return made.fits(limit) and made.cost.step_time_us < chosen.cost.step_time_us * (1 - WORTH)
+        return padded.fits(limit)
+    most_us = chosen.cost.step_time_us * (1 - LEAST_PADDING_GAIN)
+    return padded.fits(limit) and padded.cost.step_time_us < most_us
 
 
 def lengthened(axes: LogicalAxes, cls: int, size: int) -> LogicalAxes:
-    """The axes of the same program with one class of another size."""
+    """The logical axes of the same program with another size of the logical axis `cls`."""
     before = axes.sizes[cls]
     sizes = [size if c == cls else n for c, n in enumerate(axes.sizes)]
 
@@ -180,7 +194,7 @@ def lengthened(axes: LogicalAxes, cls: int, size: int) -> LogicalAxes:
 
 
 class _Lengthened:
-    """A copy of a program's blocks; operators that lack the class are shared with the original."""
+    """Copies a program's blocks with another size of a logical axis. Operators without that axis are shared."""
 
     def __init__(self, cls: int, grown: Callable[..., int], avals: Sequence[Any], of_op: Iterator[Mapping[str, Any]]):
         self.cls, self.grown, self.avals, self.of_op = cls, grown, avals, of_op
@@ -191,23 +205,23 @@ class _Lengthened:
 
     def op(self, op: Op, factors: Mapping[str, tuple[int, ...]]) -> Op:
         blocks = tuple(map(self.block, op.blocks))
-        having = tuple(name for name, classes in factors.items() if self.cls in classes)
-        if op.rule is None or not having:
+        resized = tuple(name for name, classes in factors.items() if self.cls in classes)
+        if op.rule is None or not resized:
             return replace(op, blocks=blocks) if blocks else op
-        key = id(op.rule), tuple((name, factors[name].count(self.cls)) for name in having)
+        key = id(op.rule), tuple((name, factors[name].count(self.cls)) for name in resized)
         if key not in self.rules:
             longer = (
-                replace(f, size=self.grown(f.size, factors[f.name])) if f.name in having and f.size else f
+                replace(f, size=self.grown(f.size, factors[f.name])) if f.name in resized and f.size else f
                 for f in op.rule.factors
             )
             self.rules[key] = op.rule.where(factors=tuple(longer))
         return replace(op, rule=self.rules[key], eqn=self.eqn(op), blocks=blocks)
 
     def eqn(self, op: Op) -> Any:
-        """The equation of an operator as the models read it: its values' types are those of the longer program."""
+        """The equation of an operator with the new shapes; it has what the models read."""
 
-        def variables(known: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-            return [v if n < 0 else SimpleNamespace(aval=self.avals[n]) for v, n in zip(known, numbers, strict=True)]
+        def variables(old: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+            return [v if n < 0 else SimpleNamespace(aval=self.avals[n]) for v, n in zip(old, numbers, strict=True)]
 
         return SimpleNamespace(
             primitive=op.eqn.primitive,

@@ -51,9 +51,9 @@ class _Attention:
         self.heads = build.dim("h", key.shape[heads], kind, op)
         self.grouped = self.heads + build.whole(query.shape[heads] // key.shape[heads], "g")
         self.seq, self.keys = build.whole(query.shape[seq], "t"), build.whole(key.shape[seq], "s")
-        self.features, self.valued = build.whole(key.shape[3], "d"), build.whole(value.shape[3], "d")
-        paged = key.shape[0] != self.size  # the pages of all sequences are in one pool, without a batch dimension
-        self.held = build.whole(key.shape[0]) if paged else self.batch
+        self.features, self.value_features = build.whole(key.shape[3], "d"), build.whole(value.shape[3], "d")
+        paged = key.shape[0] != self.size  # all sequences share one pool of pages, which has no batch dimension
+        self.key_batch = build.whole(key.shape[0]) if paged else self.batch
 
     def array(self, batch: Dim, heads: Dim, seq: Dim, features: Dim) -> Dims:
         """Returns these dimensions in the order of the layout."""
@@ -65,14 +65,14 @@ class _Attention:
         query = self.array(self.batch, self.grouped, self.seq, self.features)
         return [
             query,
-            self.array(self.held, self.heads, self.keys, self.features),
-            self.array(self.held, self.heads, self.keys, self.valued),
+            self.array(self.key_batch, self.heads, self.keys, self.features),
+            self.array(self.key_batch, self.heads, self.keys, self.value_features),
         ]
 
     @property
     def result(self) -> Dims:
         """The dimensions of the result."""
-        return self.array(self.batch, self.grouped, self.seq, self.valued)
+        return self.array(self.batch, self.grouped, self.seq, self.value_features)
 
     def statistics(self, segments: int = 1) -> Dims:
         """Returns the dimensions of the statistics: one number for each softmax row, per segment if packed."""

@@ -22,7 +22,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
 
     A shard of the rows holds some or none of the rows of each group. A shard of the groups gives zeros for rows of
     other groups. If the rows are contracted, the result has the groups:
-    ``k m, k n, w -> v m n; reduce k; whole w; offset v``. A ragged batch dimension passes. The group sizes are needed
+    ``k m, k n, w -> v m n; reduce k; whole w; offset v``. A ragged batch dimension passes. The group sizes are
     whole.
 
     https://openxla.org/stablehlo/spec#ragged_dot

@@ -60,7 +60,7 @@ def gather(
     numbers = dimension_numbers
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     # XLA's partitioner aborts the process on indices narrower than 32 bits into a sharded dimension.
-    cuttable = is_numeric(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
+    shardable = is_numeric(x.dtype) and (mode == _FILL or indices.dtype.itemsize >= 4)
     build = RuleBuilder()
     picked = {d: build.dim("b", n) for d, n in enumerate(indices.shape[:-1])}
     dims, windows = [], []
@@ -68,7 +68,7 @@ def gather(
         if d in batching:
             dims.append(picked[batching[d]])
             continue
-        dims.append(_addressed(build, size, taken, d in numbers.start_index_map and cuttable))
+        dims.append(_addressed(build, size, taken, d in numbers.start_index_map and shardable))
         if d not in numbers.collapsed_slice_dims:
             windows.append(dims[-1] if taken == size else build.whole(taken))
     vector = build.whole(indices.shape[-1])

@@ -21,11 +21,11 @@ def reduced(x: Any, axes: Sequence[int], op: Reduction, sharding: Any = None) ->
     """
     build, kept = with_kind(x.shape, axes, "reduce", op)
     result = tuple(dim for d, dim in enumerate(kept) if d not in axes)
-    linear, moves = ((0,),) if op == "sum" else (), _of_one(x, axes)
+    linear, moves = ((0,),) if op == "sum" else (), _moved_operands(x, axes)
     return build.rule([kept], [result], () if moves else linear, moves, local=drops_sharding(sharding))
 
 
-def _of_one(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+def _moved_operands(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
     """Returns the operands that are only moved: operand 0 if all `axes` have size 1."""
     return (0,) if all(x.shape[d] == 1 for d in axes) else ()
 
@@ -142,7 +142,7 @@ def cumsum(x: Any, *, axis: int, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumsum.html
     """
     build, dims = with_kind(x.shape, (axis,), "whole")
-    moves = _of_one(x, (axis,))
+    moves = _moved_operands(x, (axis,))
     return build.rule([dims], [dims], () if moves else ((0,),), moves)
 
 
@@ -153,4 +153,4 @@ def cumulative(x: Any, *, axis: int, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.cumlogsumexp.html
     """
     build, dims = with_kind(x.shape, (axis,), "whole")
-    return build.rule([dims], [dims], moves=_of_one(x, (axis,)))
+    return build.rule([dims], [dims], moves=_moved_operands(x, (axis,)))

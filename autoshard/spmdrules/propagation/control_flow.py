@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from autoshard import _compat
 from autoshard.spmdrules.core.placement import Placement, meet, partial_placement, replicated_placement
 from autoshard.spmdrules.ir.program import Block, Op
+from autoshard.spmdrules.propagation.constants import MAX_CARRY_ROUNDS
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
 Forward = Callable[[Block], None]  # walks over a block
-
-# Iterations to find a carry's fixed point; after these, the cheapest common placement is taken. Chosen, not measured.
-_MAX_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Loop:
         carries: its carries.
         xs: `(operand number, outer value, inner value)` of each input that is sliced by iteration.
         ys: `(outer value, inner value)` of each result that is stacked by iteration.
-        trips: how often the body runs each time the whole program runs; a while loop is counted as one iteration.
+        trips: how often the body runs in one run of the program; a while loop counts as one iteration.
     """
 
     carries: list[Carry]
@@ -99,7 +97,7 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
 
 
 def _move_out(state: WalkState, op: Op, result: int, value: int, place: Placement, times: float | None = None) -> None:
-    """Moves a block's output to the placement of the operator's result; zeros are partial sums already."""
+    """Moves a block's output to the placement of the operator's result. Zeros are partial sums over any axis."""
     target = Placement(place.spec, state.placement(value).partial) if value in state.zeros else place
     state.move(op, -1 - result, value, target, times)
 
@@ -122,7 +120,7 @@ def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> lis
     before = [state.placement(v) for v in shared]
     starts = [_start(state, carry) for carry in carries]
     now, outs, converged = starts, starts, False
-    for number in range(_MAX_ROUNDS):
+    for number in range(MAX_CARRY_ROUNDS):
         for carry, place in zip(carries, now, strict=True):
             state.placements[carry.inner] = place
             # A sum that starts from zeros may be partial from its first iteration on.
@@ -153,7 +151,10 @@ def _start(state: WalkState, carry: Carry) -> Placement:
 
 
 def _next_carry(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
-    """The placement of a carry after an iteration; partial only where it starts partial, or as zeros, too."""
+    """The placement of a carry after an iteration.
+
+    It is partial only over axes over which the initial value is partial, too. Zeros are partial sums over any axis.
+    """
     if carry.out in state.zeros:
         return partial_placement(out.spec, start.partial)
     zero = state.is_zero(op, carry.operand)

@@ -1,7 +1,7 @@
 """What a walk remembers about each operator: its fixed properties, and its last resolution.
 
-A walk visits every operator several times, and usually finds the operands where they were. The operator then need not
-be resolved again.
+A walk visits every operator several times. Usually the placements of its operands have not changed, and the operator
+need not be resolved again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class OperatorMemo:
     """What a walk remembers about one operator.
 
     Attributes:
-        fixed: its only possible resolution, where there is just one (`shard_map`).
-        is_constraint: whether it is a sharding constraint of the user's.
+        fixed: its only possible resolution, if there is just one (`shard_map`).
+        is_constraint: whether it is a sharding constraint.
         same_as: for each operand, the first operand that is the same value.
         zero_literals: for each operand, whether it is a literal zero.
         placements: the operands' placements when it was last resolved.

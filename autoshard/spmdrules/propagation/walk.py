@@ -27,11 +27,10 @@ from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.ir.liveness import live_ops
 from autoshard.spmdrules.ir.program import Block, Op
 from autoshard.spmdrules.propagation import control_flow
+from autoshard.spmdrules.propagation.constants import MAX_INFERENCE_ROUNDS
 from autoshard.spmdrules.propagation.open_shardings import OpenShardings
 from autoshard.spmdrules.propagation.resolution_cache import OperatorMemo, ResolutionCache
 from autoshard.spmdrules.propagation.walk_state import WalkState
-
-_MAX_ROUNDS = 4  # of inference, each a walk forwards and one backwards; chosen, not measured
 
 
 class Walk(WalkState):
@@ -39,7 +38,7 @@ class Walk(WalkState):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The specs that users of decided values need: a partial on its way there is reduce-scattered.
+        # The specs that uses of decided values need. Partial values are reduce-scattered directly to these.
         self._hints = OpenShardings(set(range(len(self.nbytes))) - self.inferred.open)
         self._cache = ResolutionCache(self.mesh, self.nbytes)
         self._memos: dict[Op, OperatorMemo] = {}
@@ -69,7 +68,7 @@ class Walk(WalkState):
         If they did, the last forward walk used the final specs, and so found the partials that some operator reduces.
         """
         self.inferring = True
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(MAX_INFERENCE_ROUNDS):
             self.inferred.changed = self._hints.changed = False
             self._reduced.clear()
             self.reset()
@@ -84,7 +83,7 @@ class Walk(WalkState):
         return not self.inferred.changed and not self._hints.changed
 
     def reset(self) -> None:
-        """Puts the inputs back to their given or inferred placements and forgets all others."""
+        """Resets the inputs to their given or inferred placements, and discards all other placements."""
         # The last entry is the placement of literals, whose number is -1.
         self.placements = [*[None] * len(self.program.avals), Placement(())]
         for v, place in zip(self.program.inputs, self.inputs, strict=True):
@@ -171,7 +170,7 @@ class Walk(WalkState):
         return memo
 
     def constraint(self, op: Op) -> Spec | None:
-        """The spec that a user's sharding constraint gives a value, None if it names axes of another mesh."""
+        """The spec that a user's sharding constraint gives a value; None if it names axes of another mesh."""
         spec = getattr(op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding")), "spec", None)
         if spec is None:
             return None

@@ -73,7 +73,7 @@ class WalkState:
         (self.zeros.add if zero else self.zeros.discard)(value)
 
     def enter(self, op: Op, block: Block, first: int = 0) -> None:
-        """Records which inputs of a block are literal zeros outside it; inside it they are values.
+        """Records which inputs of a block are literal zeros outside it. Inside the block they are values.
 
         Args:
             op: the operator.
@@ -92,7 +92,7 @@ class WalkState:
             operand: which of its operands, or `-1 - number` for one of its results.
             value: the value.
             target: the placement needed; partial only over axes that the value is partial over.
-            times: how often it moves, by default as often as the operator runs.
+            times: how often it moves. Default: as often as the operator runs.
         """
         if value < 0:
             return
@@ -110,7 +110,7 @@ class WalkState:
 
     @contextmanager
     def isolated(self, values: Sequence[int]) -> Iterator[None]:
-        """Undoes at its end what happens to `values` inside, because the code inside may not run (a branch)."""
+        """Restores the state of `values` at the end, because the code inside may not run (a branch)."""
         before = {v: self.placement(v) for v in values}
         recorded = {m for m in self._recorded if m[0] in before}
         reduced = {v: self._reduced.get(v) for v in values}

@@ -29,7 +29,7 @@ def planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": {}}, r"plan is {}, it must name mesh axes: give the logical axes of each mesh axis"),
+        ({"plan": {}}, r"plan is {}, but it must name mesh axes: give the logical axes of each mesh axis"),
         ({"plan": {"a": None}}, "plan 'a' is None, it must be a list"),
         ({"plan": {"a": {"batch"}}}, "plan 'a' is {'batch'}, it must be a list"),
         ({"plan": {"a": [["batch"]]}}, r"plan 'a'\[0\] is \['batch'\], it must be text"),
@@ -66,7 +66,7 @@ def test_a_mesh_of_too_many_devices():
     ("use", "message"),
     [
         (lambda plan: plan.diff(None), "diff: None is not a plan; pass the result of"),
-        (lambda plan: plan.explain(5), "explain: 5 is no path; give one as text"),
+        (lambda plan: plan.explain(5), "explain: 5 is not a path; give a string"),
         (lambda plan: plan.verify(timeout_s="x"), "verify: timeout_s is 'x', it must be a finite number"),
         (lambda plan: plan.verify(timeout_s=math.inf), "verify: timeout_s is inf, it must be a finite number"),
         (lambda plan: plan.verify(timeout_s=0), "verify: timeout_s is 0, it must be above 0"),
@@ -75,7 +75,10 @@ def test_a_mesh_of_too_many_devices():
         (lambda plan: plan.jit(5), "devices is 5; give some of jax.devices"),
         (lambda plan: plan.jit([]), r"devices is \[\]; give some of jax.devices"),
         (lambda plan: plan.bind(None, *SHAPES), "takes a function or a Flax module class, got NoneType None"),
-        (lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}), "has 3 entries, the array"),
+        (
+            lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}),
+            "has 3 entries, but the array",
+        ),
         (lambda plan: autoshard.auto_shard(product, example=FIVE), "example is 5; pass the arguments as a tuple"),
     ],
 )

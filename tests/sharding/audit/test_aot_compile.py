@@ -1,4 +1,4 @@
-"""What goes wrong around the compiler: one result or one error each, and the plan stays."""
+"""Failures of the compiler and of the cache. Each gives one result or one error, and the plan is unchanged."""
 
 import dataclasses
 import importlib
@@ -13,37 +13,37 @@ from jax.errors import JaxRuntimeError
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.audit import AuditError, export_plan
-from autoshard.sharding.audit.compiler_process import gpu_text, rank
+from autoshard.sharding.audit.compiler_process import device_rank, gpu_target_config
 from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
-building = importlib.import_module("autoshard.sharding.audit.aot_compile")  # the package's `build` is its function
+aot_compile = importlib.import_module("autoshard.sharding.audit.aot_compile")
 
 
 def product(x, w):
     return jax.numpy.tanh(x @ w)
 
 
-def planned(target="cpu:8", words="dp:8", rows=64):
+def planned(target="cpu:8", strategy="dp:8", rows=64):
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((rows, 32), (32, 16))]
-    return plan(product, *shapes, target=target, plan=words)
+    return plan(product, *shapes, target=target, plan=strategy)
 
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    """No program was compiled before."""
+    """A cache without compiled programs."""
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "compiled"))
     return tmp_path / "compiled"
 
 
-def child_that(monkeypatch, tmp_path, code):
-    """Puts another program in the place of the one that compiles."""
+def replace_compiler(monkeypatch, tmp_path, code):
+    """Run this code in place of `compiler_process.py`."""
     script = tmp_path / "child.py"
     script.write_text(code)
-    monkeypatch.setattr(building, "CHILD", script)
+    monkeypatch.setattr(aot_compile, "CHILD", script)
 
 
-def test_a_program_is_compiled_once(empty_cache):
+def test_program_is_compiled_once(empty_cache):
     made = planned()
     first, second = made.verify(), made.verify()
     assert (first.cached, second.cached) == (False, True)
@@ -53,19 +53,19 @@ def test_a_program_is_compiled_once(empty_cache):
 
 
 @pytest.mark.parametrize("below", ["file", "file/folder"])
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
-    (tmp_path / "file").write_text("no folder")
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
+    (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / below))
-    with pytest.warns(AutoshardWarning, match=f"cannot be kept in .*{below} .*set AUTOSHARD_CACHE"):
-        found = planned().verify()
-    assert found.ok and found.step_time_us
+    with pytest.warns(AutoshardWarning, match=f"cannot be cached in .*{below} .*Set AUTOSHARD_CACHE"):
+        audit = planned().verify()
+    assert audit.ok and audit.step_time_us
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("result.json", "{"), ("result.json", "{}"), ("program.hlo.gz", "no text"), ("result.json", None)],
+    [("result.json", "{"), ("result.json", "{}"), ("program.hlo.gz", "not gzipped"), ("result.json", None)],
 )
-def test_what_was_kept_and_is_damaged_is_compiled_again(empty_cache, name, text):
+def test_damaged_cache_entry_is_compiled_again(empty_cache, name, text):
     planned().verify()
     (file,) = empty_cache.glob(f"*/{name}")
     file.unlink() if text is None else file.write_text(text)
@@ -73,67 +73,67 @@ def test_what_was_kept_and_is_damaged_is_compiled_again(empty_cache, name, text)
     assert (again.ok, again.cached, after.ok, after.cached) == (True, False, True, True)
 
 
-def test_what_the_compiler_reads_of_the_environment_makes_another_program(monkeypatch):
-    before = building._decisive()
+def test_cache_key_covers_the_environment_of_the_compiler(monkeypatch):
+    before = aot_compile._environment_key()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert building._decisive() != before
+    assert aot_compile._environment_key() != before
 
 
-def test_a_compiler_that_is_killed(empty_cache, tmp_path, monkeypatch):
-    child_that(monkeypatch, tmp_path, "import os, signal, sys\nsys.stderr.write('last words\\n')\nsys.stderr.flush()\n"
-               "os.kill(os.getpid(), signal.SIGKILL)")  # fmt: skip
-    found = planned().verify()
-    assert (found.kind, found.ok) == ("crash", False)
-    assert str(-signal.SIGKILL) in found.message and "last words" in found.message
-    assert "the compiler crashed" in str(found)
-    assert found.predicted_step_time_us and found.step_time_us is None
-    assert not list(empty_cache.iterdir())  # nothing is kept of it
+def test_compiler_that_is_killed(empty_cache, tmp_path, monkeypatch):
+    code = "import os, signal, sys\nsys.stderr.write('last words\\n')\nsys.stderr.flush()\n"
+    replace_compiler(monkeypatch, tmp_path, code + "os.kill(os.getpid(), signal.SIGKILL)")
+    audit = planned().verify()
+    assert (audit.kind, audit.ok) == ("crash", False)
+    assert str(-signal.SIGKILL) in audit.message and "last words" in audit.message
+    assert "the compiler crashed" in str(audit)
+    assert audit.predicted_step_time_us and audit.step_time_us is None
+    assert not list(empty_cache.iterdir())  # crashes are not cached
 
 
-def test_a_compiler_that_takes_too_long(empty_cache):
-    found = planned().verify(timeout_s=0.05)
-    assert (found.kind, found.seconds) == ("timeout", 0.05)
-    assert "stopped after 0.05 s" in found.message and "took too long" in str(found)
+def test_compiler_that_takes_too_long(empty_cache):
+    audit = planned().verify(timeout_s=0.05)
+    assert (audit.kind, audit.seconds) == ("timeout", 0.05)
+    assert "stopped after 0.05 s" in audit.message and "took too long" in str(audit)
     assert not list(empty_cache.iterdir())
 
 
-def test_a_program_that_does_not_fit(empty_cache, tmp_path, monkeypatch):
+def test_program_that_does_not_fit(empty_cache, tmp_path, monkeypatch):
     result = {"kind": "oom", "message": "Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm.",
               "needed_bytes": 20 << 30, "limit_bytes": 1 << 34, "seconds": 1.5}  # fmt: skip
-    child_that(monkeypatch, tmp_path, f"import pathlib, sys\npathlib.Path(sys.argv[2], 'result.json').write_text('''"
-               f"{json.dumps(result)}''')")  # fmt: skip
-    found = planned().verify()
-    assert (found.kind, found.peak_bytes, found.collectives) == ("oom", 20 << 30, ())
-    assert "does not fit" in str(found) and "20.0 GiB" in str(found)
-    assert planned().verify().cached  # an answer like any other
+    code = f"pathlib.Path(sys.argv[2], 'result.json').write_text('''{json.dumps(result)}''')"
+    replace_compiler(monkeypatch, tmp_path, f"import pathlib, sys\n{code}")
+    audit = planned().verify()
+    assert (audit.kind, audit.peak_bytes, audit.collectives) == ("oom", 20 << 30, ())
+    assert "does not fit" in str(audit) and "20.0 GiB" in str(audit)
+    assert planned().verify().cached  # a result like any other
 
 
-def test_an_option_that_the_compiler_does_not_know():
-    found = planned().verify(options={"xla_no_such_option": "1"})
-    assert found.ok and found.dropped == ("xla_no_such_option",)
-    assert "options that this compiler does not know: xla_no_such_option" in str(found)
+def test_option_that_the_compiler_does_not_know():
+    audit = planned().verify(options={"xla_no_such_option": "1"})
+    assert audit.ok and audit.dropped == ("xla_no_such_option",)
+    assert "options that this compiler does not know: xla_no_such_option" in str(audit)
 
 
-def test_a_value_that_the_compiler_refuses(empty_cache):
-    found = planned().verify(options={"xla_cpu_enable_fast_math": "perhaps"})
-    assert found.kind == "error" and "perhaps" in found.message
+def test_option_value_that_the_compiler_rejects(empty_cache):
+    audit = planned().verify(options={"xla_cpu_enable_fast_math": "perhaps"})
+    assert audit.kind == "error" and "perhaps" in audit.message
     assert not list(empty_cache.iterdir())
 
 
 @pytest.mark.parametrize(
     ("target", "platform", "extra"), [("v5e:2x4", "tpu", "aot-tpu"), ("h100:8", "cuda", "aot-cuda")]
 )
-def test_a_compiler_that_is_not_installed(monkeypatch, target, platform, extra):
+def test_compiler_that_is_not_installed(monkeypatch, target, platform, extra):
     made = planned(target)
-    monkeypatch.setattr(building, "find_spec", lambda name: None)
+    monkeypatch.setattr(aot_compile, "find_spec", lambda name: None)
     with pytest.raises(AuditError, match=rf"product for {target}.*{platform} is not installed: .*autoshard\[{extra}\]"):
         made.verify()
     assert issubclass(AuditError, AutoshardError)
 
 
-def test_targets_that_no_compiler_knows(tmp_path):
+def test_targets_that_no_compiler_supports(tmp_path):
     made = planned()
-    with pytest.raises(AuditError, match="no compiler knows the machine of a file"):
+    with pytest.raises(AuditError, match="no compiler supports machines from files"):
         file = tmp_path / "mine.toml"
         file.write_text(
             'chip = "h100"\ndims = [{name = "gpu", size = 8, kind = "switch", bandwidth = 4e11, latency_us = 5}]'
@@ -144,31 +144,31 @@ def test_targets_that_no_compiler_knows(tmp_path):
 
 
 @pytest.mark.tpu_compile
-def test_a_topology_that_the_compiler_refuses(empty_cache):
+def test_topology_that_the_compiler_rejects(empty_cache):
     made = planned("v5e:3x5", "dp:15", rows=60)
-    with pytest.raises(AuditError, match=r"no machine 'v5e:3x5': .*3x5"):
+    with pytest.raises(AuditError, match=r"does not support the topology 'v5e:3x5': .*3x5"):
         made.verify()
     assert not list(empty_cache.iterdir())
 
 
-def test_a_plan_without_its_function():
+def test_plan_without_its_function():
     with pytest.raises(PlanError, match="bind"):
         Plan.from_json(planned().to_json()).verify()
 
 
-def test_a_function_that_cannot_be_exported():
-    def asks_python(x):
+def test_function_that_cannot_be_exported():
+    def calls_python(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return jax.pure_callback(np.asarray, shape, jax.numpy.sin(x), vmap_method="sequential") + 1
 
     with pytest.warns(AutoshardWarning, match="pure_callback"):
-        made = plan(asks_python, jax.ShapeDtypeStruct((64, 8), "float32"), target="cpu:8", plan="dp:8")
-    found = made.verify()
-    assert found.kind == "error" and found.message.startswith("not to be exported for cpu: ")
-    assert "the compiler refused the program" in str(found)
+        made = plan(calls_python, jax.ShapeDtypeStruct((64, 8), "float32"), target="cpu:8", plan="dp:8")
+    audit = made.verify()
+    assert audit.kind == "error" and audit.message.startswith("JAX cannot export the program for cpu: ")
+    assert "the compiler rejected the program" in str(audit)
 
 
-def test_a_program_is_the_same_bytes_wherever_it_is_exported():
+def test_exported_bytes_do_not_depend_on_the_callers():
     made = planned()
 
     def elsewhere():
@@ -181,17 +181,17 @@ def test_a_program_is_the_same_bytes_wherever_it_is_exported():
     )
 
 
-def test_every_gpu_is_told_of():
+def test_every_gpu_has_a_description_for_the_compiler():
     for name, chip in CHIPS.items():
         if chip.platform == "cuda":
-            text = gpu_text(name)
+            text = gpu_target_config(name)
             assert "cuda_compute_capability { major: " in text and "like" not in text
             assert f"memory_bandwidth: {chip.memory_bandwidth:.0f}" in text
-    with pytest.raises(ValueError, match="is not told enough of mi300"):
-        gpu_text("mi300")
+    with pytest.raises(ValueError, match="no description of 'mi300'"):
+        gpu_target_config("mi300")
 
 
-def test_devices_are_numbered_by_where_they_stand():
+def test_devices_are_numbered_by_their_coordinates():
     class Device:
         def __init__(self, platform, coords, core=0, slice_index=0):
             self.platform, self.coords, self.core_on_chip, self.slice_index = platform, coords, core, slice_index
@@ -199,34 +199,34 @@ def test_devices_are_numbered_by_where_they_stand():
     tpus = [
         Device("tpu", (x, y, z), c, s) for s in (1, 0) for c in (1, 0) for x in (1, 0) for y in (0, 1) for z in (1, 0)
     ]
-    order = [(d.slice_index, *reversed(d.coords), d.core_on_chip) for d in sorted(tpus, key=rank)]
+    order = [(d.slice_index, *reversed(d.coords), d.core_on_chip) for d in sorted(tpus, key=device_rank)]
     assert order == sorted(order) and order[1] == (0, 0, 0, 0, 1) and order[2] == (0, 0, 0, 1, 0)
     gpus = [Device("gpu", (0, host, number)) for host in (1, 0) for number in (3, 0, 2, 1)]
-    assert [d.coords[1:] for d in sorted(gpus, key=rank)] == [(h, n) for h in (0, 1) for n in range(4)]
+    assert [d.coords[1:] for d in sorted(gpus, key=device_rank)] == [(h, n) for h in (0, 1) for n in range(4)]
 
 
-def test_options_are_dropped_and_added_as_the_compiler_asks():
-    from autoshard.sharding.audit.compiler_process import PLAIN_PRODUCTS, _compiled
+def test_options_are_dropped_and_added_after_errors_of_the_compiler():
+    from autoshard.sharding.audit.compiler_process import NO_TRITON_GEMM, _compiled
 
     class Lowered:
         def compile(self, compiler_options):
             if "xla_new" in compiler_options:
                 raise JaxRuntimeError("No such compile option: 'xla_new'")
-            if not compiler_options.keys() & PLAIN_PRODUCTS.keys():
+            if not compiler_options.keys() & NO_TRITON_GEMM.keys():
                 raise JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.88")
             return compiler_options
 
     result = {"dropped": [], "added": []}
-    assert _compiled(Lowered(), {"xla_new": "1", "xla_old": "2"}, result) == {"xla_old": "2", **PLAIN_PRODUCTS}
+    assert _compiled(Lowered(), {"xla_new": "1", "xla_old": "2"}, result) == {"xla_old": "2", **NO_TRITON_GEMM}
     assert result == {"dropped": ["xla_new"], "added": ["xla_gpu_enable_triton_gemm=False"]}
 
 
-def test_an_error_that_no_option_mends():
+def test_error_that_no_option_avoids():
     from autoshard.sharding.audit.compiler_process import _compiled
 
     class Lowered:
         def compile(self, compiler_options):
-            raise JaxRuntimeError("No such compile option: 'somebody_elses'")
+            raise JaxRuntimeError("No such compile option: 'another_option'")
 
-    with pytest.raises(JaxRuntimeError, match="somebody_elses"):
+    with pytest.raises(JaxRuntimeError, match="another_option"):
         _compiled(Lowered(), {"mine": "1"}, {"dropped": [], "added": []})

@@ -1,4 +1,4 @@
-"""Real programs, compiled for eight CPU devices in a process of their own, against their plans."""
+"""Programs that are compiled for eight CPU devices in a separate process, compared with their plans."""
 
 import dataclasses
 import gzip
@@ -14,7 +14,7 @@ from autoshard import plan
 from autoshard.sharding.audit import Audit, Compiled, verification
 from autoshard.sharding.audit.export import topology_name
 from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
-from autoshard.sharding.audit.traffic_diff import Found, Missing, Unplanned
+from autoshard.sharding.audit.traffic_diff import CompiledCollective, Missing, Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding import programs
@@ -27,117 +27,117 @@ def shapes(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def planned(words, target="cpu:8"):
-    """The plan of a train step of a perceptron with AdamW, its state donated."""
+def planned(strategy, target="cpu:8"):
+    """The plan of a train step of an MLP with AdamW, with donated state."""
     params = mlp_state()
     state = shapes((params, OPTIMIZER.init(params)))
-    return plan(adamw_step, state, shapes(batch(size=ROWS)), target=target, plan=words, donate_argnums=0)
+    return plan(adamw_step, state, shapes(batch(size=ROWS)), target=target, plan=strategy, donate_argnums=0)
 
 
-def stored(made, path, spec):
-    """The plan with one of its inputs stored otherwise, which the rest of it knows nothing of."""
+def with_input_spec(made, path, spec):
+    """The plan with another sharding of one input. The rest of the plan is unchanged, so it no longer matches."""
     assert any(leaf.path == path for leaf in made.inputs)
     inputs = (dataclasses.replace(leaf, spec=spec) if leaf.path == path else leaf for leaf in made.inputs)
     return made.where(inputs=tuple(inputs))
 
 
-@pytest.mark.parametrize("words", ["dp:8", "tp:8"])
-def test_what_is_planned_is_found(words):
-    made = planned(words)
-    found = made.verify()
-    assert found.ok and found.message == ""
-    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert (found.unplanned, found.missing, found.replicated, found.remarks) == ((), (), (), ())
-    assert {(f.kind, f.axes) for f in found.collectives} == {("all-reduce", tuple(made.mesh.axis_names))}
-    assert all(f.line.startswith(f"{programs.__file__}:") for f in found.collectives)
+@pytest.mark.parametrize("strategy", ["dp:8", "tp:8"])
+def test_compiled_traffic_equals_the_planned(strategy):
+    made = planned(strategy)
+    audit = made.verify()
+    assert audit.ok and audit.message == ""
+    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert (audit.unplanned, audit.missing, audit.replicated, audit.remarks) == ((), (), (), ())
+    assert {(f.kind, f.axes) for f in audit.collectives} == {("all-reduce", tuple(made.mesh.axis_names))}
+    assert all(f.line.startswith(f"{programs.__file__}:") for f in audit.collectives)
 
 
-def test_sharded_state_is_reduced_in_full_on_a_cpu():
-    """XLA:CPU makes no reduce-scatters; the rest is as planned."""
+def test_sharded_state_is_reduced_by_all_reduces_on_a_cpu():
+    """XLA:CPU has no reduce-scatters. All other traffic is as planned."""
     made = planned("fsdp:8")
-    found = made.verify()
-    assert {u.cause for u in found.unplanned} == {"reduced in full where a part would do"}
-    assert {u.kind for u in found.unplanned} == {"all-reduce"}
-    assert found.wire_bytes is not None
-    assert found.wire_bytes - found.unplanned_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert {f.kind for f in found.collectives} == {"all-gather", "all-reduce"}
-    assert not found.replicated
+    audit = made.verify()
+    assert {u.cause for u in audit.unplanned} == {"an all-reduce instead of a reduce-scatter"}
+    assert {u.kind for u in audit.unplanned} == {"all-reduce"}
+    assert audit.wire_bytes is not None
+    assert audit.wire_bytes - audit.unplanned_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert {f.kind for f in audit.collectives} == {"all-gather", "all-reduce"}
+    assert not audit.replicated
 
 
 def test_times_and_memory_add_up():
     made = planned("dp:8")
-    found = made.verify()
-    assert found.compute_us is not None and found.exposed_us is not None
-    assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
-    assert found.compute_us == found.compute_us_roofline
-    assert (found.cycles, found.compute_us_cycles) == (None, None)
-    assert found.comm_us == pytest.approx(sum(f.wire_us for f in found.collectives))
-    assert found.exposed_us == pytest.approx(found.comm_us)  # XLA:CPU waits for each
-    kinds = found.memory
+    audit = made.verify()
+    assert audit.compute_us is not None and audit.exposed_us is not None
+    assert audit.step_time_us == pytest.approx(audit.compute_us + audit.exposed_us)
+    assert audit.compute_us == audit.compute_us_roofline
+    assert (audit.cycles, audit.compute_us_cycles) == (None, None)
+    assert audit.comm_us == pytest.approx(sum(f.wire_us for f in audit.collectives))
+    assert audit.exposed_us == pytest.approx(audit.comm_us)  # XLA:CPU hides none
+    kinds = audit.memory
     together = kinds["argument"] + kinds["output"] - kinds["alias"] + kinds["temp"]  # not all are alive at once
-    assert kinds["argument"] < (found.peak_bytes or 0) == (kinds["peak"] or together) <= together
+    assert kinds["argument"] < (audit.peak_bytes or 0) == (kinds["peak"] or together) <= together
     assert kinds["alias"] > 0.9 * kinds["output"]  # the state is donated
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_state()))
     assert kinds["argument"] == pytest.approx(3 * whole + ROWS * 64 * 4 / 8, rel=0.01)
-    assert found.predicted_peak_bytes == made.estimate.peak_memory_bytes
+    assert audit.predicted_peak_bytes == made.estimate.peak_memory_bytes
 
 
-def test_loops_count_by_their_trips():
+def test_collectives_in_loops_count_per_trip():
     def fn(x, w, v):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ v, None), x, None, length=6)[0]
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 32), (32, 128), (128, 32))]
     made = plan(fn, *args, target="cpu:8", plan="tp:8")
-    (found,) = made.verify().collectives
-    assert (found.kind, found.axes, found.trips) == ("all-reduce", ("tp",), 6)
-    assert (found.payload_bytes, found.wire_bytes) == (64 * 32 * 4, 2 * 7 / 8 * 64 * 32 * 4)
-    assert found.step_bytes == pytest.approx(made.estimate.comm_bytes)
+    (collective,) = made.verify().collectives
+    assert (collective.kind, collective.axes, collective.trips) == ("all-reduce", ("tp",), 6)
+    assert (collective.payload_bytes, collective.wire_bytes) == (64 * 32 * 4, 2 * 7 / 8 * 64 * 32 * 4)
+    assert collective.step_bytes == pytest.approx(made.estimate.comm_bytes)
 
 
-def test_what_is_not_planned_is_named_with_its_line_and_cost():
-    found = stored(planned("dp:8"), "0/0/w", P("dp")).verify()
-    gathers = [u for u in found.unplanned if u.kind == "all-gather"]
-    assert gathers and len(gathers) == len(found.unplanned)
+def test_unplanned_traffic_has_its_line_and_cost():
+    audit = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
+    gathers = [u for u in audit.unplanned if u.kind == "all-gather"]
+    assert gathers and len(gathers) == len(audit.unplanned)
     inside = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
     assert [u.axes for u in inside] == [("dp",)]
     assert inside[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
-    assert inside[0].us > 0 and "whole" in inside[0].cause
-    assert found.wire_bytes is not None and found.predicted_wire_bytes is not None
-    assert found.unplanned_bytes == pytest.approx(found.wire_bytes - found.predicted_wire_bytes, rel=0.01)
-    assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(found))
+    assert inside[0].us > 0 and "replicates" in inside[0].cause
+    assert audit.wire_bytes is not None and audit.predicted_wire_bytes is not None
+    assert audit.unplanned_bytes == pytest.approx(audit.wire_bytes - audit.predicted_wire_bytes, rel=0.01)
+    assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(audit))
 
 
-def test_a_full_rematerialization_is_named_with_its_cost_and_cause():
-    found = stored(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))).verify()
-    assert found.remarks
-    remark = found.remarks[0]
+def test_full_rematerialization_has_its_cost_and_cause():
+    audit = with_input_spec(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))).verify()
+    assert audit.remarks
+    remark = audit.remarks[0]
     assert (remark.array, remark.bytes, remark.wire_bytes) == ("f32[8,128]", 64 * 128 * 4, 7 * 8 * 128 * 4)
     assert remark.us > 0 and "cannot reshard from" in remark.cause
-    assert any("full rematerialization" in u.cause for u in found.unplanned)
-    assert "involuntary full rematerializations: " in str(found)
-    assert [w.shape for w in found.replicated] == ["f32[64,128]"]
+    assert any("full rematerialization" in u.cause for u in audit.unplanned)
+    assert "involuntary full rematerializations: " in str(audit)
+    assert [w.shape for w in audit.replicated] == ["f32[64,128]"]
 
 
-def test_an_audit_as_json():
-    found = planned("dp:8").verify()
-    data = json.loads(found.to_json())
+def test_audit_as_json():
+    audit = planned("dp:8").verify()
+    data = json.loads(audit.to_json())
     assert data["kind"] == "ok" and data["unplanned_bytes"] == 0
     assert data["collectives"][0]["kind"] == "all-reduce"
-    assert data["memory"] == dict(found.memory)
+    assert data["memory"] == dict(audit.memory)
     assert set(data["versions"]) == {"jax", "jaxlib"}
 
 
-def test_an_audit_as_text():
+def test_audit_as_text():
     text = str(planned("dp:8").verify())
     assert text.startswith("audit of adamw_step on cpu:8: dp 8 = 8 devices\n")
-    for words in ("by the plan", " s by jax ", "peak memory", "collectives: ", "unplanned traffic: none", "temp "):
-        assert words in text
+    for part in ("planned", " s by jax ", "peak memory", "collectives: ", "unplanned traffic: none", "temp "):
+        assert part in text
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-FOUND = Found("all-gather", (), 1.0, 1.0, 1.0, "", False, 1.0, 1.0, devices="{0,1}{2,3}")
+COLLECTIVE = CompiledCollective("all-gather", (), 1.0, 1.0, 1.0, "", False, 1.0, 1.0, devices="{0,1}{2,3}")
 FULL = {
-    "collectives": (FOUND,) * 12,
+    "collectives": (COLLECTIVE,) * 12,
     "unplanned": (Unplanned("all-gather", (), "", 1.0, 1.0, "so"),) * 12,
     "missing": (Missing("all-gather", ("dp",), "", 1.0),) * 12,
     "replicated": (ReplicatedArray("temporary", "x", "f32[8]", 32.0, 4.0),) * 12,
@@ -156,27 +156,26 @@ def test_every_audit_has_a_text(kind, more):
     assert json.loads(made.to_json())["kind"] == kind
 
 
-def test_what_the_text_of_a_failed_audit_says():
+def test_text_of_a_failed_audit():
     text = str(Audit("oom", "Used 20G of 16G hbm", "step", "v5e:4x4", {"dp": 16}, peak_bytes=20 * 2**30))
     assert "the program does not fit the device" in text and "Used 20G of 16G hbm" in text and "20.0 GiB" in text
     assert "unplanned" not in text
 
 
-def test_a_program_in_words_that_are_not_known(tmp_path):
+def test_program_text_that_cannot_be_parsed(tmp_path):
     path = tmp_path / "program.hlo.gz"
     path.write_bytes(gzip.compress(b"something else"))
     made, memory = planned("dp:8"), {"argument": 3, "output": 2, "alias": 1, "temp": 4}
-    found = verification.audit(
+    audit = verification.audit(
         bound_or_error(made.bound).executable,
         verification.compile_target("cpu:8"),
         Compiled("ok", memory=memory, path=path),
     )
-    assert (found.kind, found.ok, found.peak_bytes) == ("error", False, 8)
-    assert "cannot be read: ValueError" in found.message and "cannot be read" in str(found)
+    assert (audit.kind, audit.ok, audit.peak_bytes) == ("error", False, 8)
+    assert "cannot be parsed: ValueError" in audit.message and "cannot be parsed" in str(audit)
 
 
-def test_names_of_machines_for_the_compiler():
+def test_topology_names_for_the_compiler():
     names = {"v5e:4x4": "v5e:4x4", "v5litepod:2x4": "v5e:2x4", "v5p:2x2x4*2": "v5p:2x2x4*2", "a100:8": "a100-80:1x8",
              "h100:4x8": "h100:4x8", "ironwood:2x2x1": "tpu7x:2x2x1", "cpu:8": "cpu:1x8"}  # fmt: skip
-    found = {name: topology_name(verification.compile_target(name)) for name in names}
-    assert found == names
+    assert {name: topology_name(verification.compile_target(name)) for name in names} == names

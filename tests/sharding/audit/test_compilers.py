@@ -1,4 +1,4 @@
-"""The real compilers of machines that are not here: small programs, compiled whole."""
+"""Small programs that the real TPU and GPU compilers compile, without a device."""
 
 import json
 
@@ -27,81 +27,81 @@ def layers_step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
 
-def layers_planned(words, target):
-    """A plan of a step of a scanned stack of layers, recomputed backward."""
+def layers_planned(strategy, target):
+    """The plan of a train step of scanned layers under `jax.checkpoint`."""
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
     params = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
-    return plan(layers_step, params, x, target=target, plan=words, donate_argnums=0)
+    return plan(layers_step, params, x, target=target, plan=strategy, donate_argnums=0)
 
 
-def sums_of(found):
-    """The collectives of activations, of an audit whose times and memory make sense."""
-    assert found.ok, found.message
-    assert found.step_time_us == pytest.approx(found.compute_us + found.exposed_us)
-    assert 0 <= found.exposed_us <= found.comm_us * 2
-    assert found.peak_bytes > 0
-    return [f for f in found.collectives if f.payload_bytes > 1024]
+def large_collectives(audit):
+    """Check that an audit's times and memory are plausible, and return its collectives of activations."""
+    assert audit.ok, audit.message
+    assert audit.step_time_us == pytest.approx(audit.compute_us + audit.exposed_us)
+    assert 0 <= audit.exposed_us <= audit.comm_us * 2
+    assert audit.peak_bytes > 0
+    return [f for f in audit.collectives if f.payload_bytes > 1024]
 
 
 @pytest.mark.tpu_compile
 def test_tensor_parallel_layers_for_a_tpu():
-    """Activations are summed after each layer, forward and backward, and nothing else moves."""
+    """Each layer has one all-reduce of activations in the forward and one in the backward pass, and nothing else."""
     made = layers_planned("tp:4", "v5e:2x2")
-    found = made.verify()
-    sums = sums_of(found)
+    audit = made.verify()
+    sums = large_collectives(audit)
     assert {(f.kind, f.axes, f.payload_bytes) for f in sums} == {("all-reduce", ("tp",), ROWS * WIDTH * 2)}
     assert sum(f.trips for f in sums) == 2 * LAYERS
     assert all("test_compilers.py" in f.line for f in sums)
-    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert found.unplanned == found.replicated == ()
-    assert found.cycles and found.compute_us_cycles == pytest.approx(found.cycles / 1.5e9 * 1e6)
-    assert set(found.versions) == {"jax", "jaxlib", "libtpu"}
+    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.unplanned == audit.replicated == ()
+    assert audit.cycles and audit.compute_us_cycles == pytest.approx(audit.cycles / 1.5e9 * 1e6)
+    assert set(audit.versions) == {"jax", "jaxlib", "libtpu"}
 
 
 @pytest.mark.tpu_compile
-def test_devices_of_a_tpu_stand_where_the_plan_says():
+def test_device_order_of_a_tpu_is_that_of_the_plan():
     made = planned("fsdp:4 tp:2", "v5e:2x4")
     target = compile_target(made.target)
-    found = build(export_plan(bound_or_error(made.bound).executable))
+    compiled = build(export_plan(bound_or_error(made.bound).executable))
     sizes = {d.name: d.size for d in target.topology.dims}
-    numbers = [y * sizes["x"] + x for x, y, *_ in found.coordinates]
+    numbers = [y * sizes["x"] + x for x, y, *_ in compiled.coordinates]
     assert tuple(numbers) == made.device_order
     assert export_plan(bound_or_error(made.bound).executable).devices == made.device_order
 
 
 @pytest.mark.tpu_compile
-def test_remarks_of_the_tpu_compiler_are_heard():
+def test_remarks_of_the_tpu_compiler():
     from jax.sharding import PartitionSpec as P
 
-    from tests.sharding.audit.test_audit import stored
+    from tests.sharding.audit.test_audit import with_input_spec
 
-    found = stored(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))).verify()
-    assert found.remarks and found.unplanned
+    audit = with_input_spec(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))).verify()
+    assert audit.remarks and audit.unplanned
 
 
 @pytest.mark.cuda_compile
 def test_tensor_parallel_layers_for_a_gpu():
     made = layers_planned("tp:8", "h100:8")
-    found = made.verify()
-    sums = sums_of(found)
+    audit = made.verify()
+    sums = large_collectives(audit)
     assert {f.kind for f in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
     assert {f.axes for f in sums} == {("tp",)}
-    assert found.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
-    assert found.unplanned == ()
-    assert (found.cycles, found.compute_us_cycles) == (None, None)
-    assert json.loads(found.to_json())["versions"]["jax-cuda13-pjrt"]
+    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.unplanned == ()
+    assert (audit.cycles, audit.compute_us_cycles) == (None, None)
+    assert json.loads(audit.to_json())["versions"]["jax-cuda13-pjrt"]
 
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("target", ["v4:2x2x2", "v5p:2x2x2", "v5p:2x2x1*2", "v6e:2x4", "tpu7x:2x2x1", "v5e:2x4"])
 def test_every_tpu(target):
-    sums_of(planned("dp:8", target).verify())
+    large_collectives(planned("dp:8", target).verify())
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compile
 @pytest.mark.parametrize("target", ["a100:8", "a100-40:8", "h100:2x4", "h200:8", "b200:8", "gb200:8"])
 def test_every_gpu(target):
-    sums_of(planned("dp:8", target).verify())
+    large_collectives(planned("dp:8", target).verify())

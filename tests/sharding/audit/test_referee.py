@@ -1,4 +1,4 @@
-"""The reader of audits beside that of the benchmarks: two programs by two hands have to say the same of one text."""
+"""The audit's parser of compiled programs compared with the one in `benchmarks/`, which is independent of it."""
 
 import sys
 from pathlib import Path
@@ -20,24 +20,24 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def referee():
-    """The benchmarks' `estimate` module, whose modules import one another by bare names."""
+    """The module `estimate` of the benchmarks. The modules there import one another by bare names."""
     before = list(sys.path)
     sys.path.append(str(BENCHMARKS))
     try:
-        return pytest.importorskip("estimate", reason="there are no benchmarks here")
+        return pytest.importorskip("estimate", reason="the benchmarks are not installed")
     finally:
         sys.path[:] = before
 
 
-def both(made, referee, its_target=None):
-    """What the two readers say of a plan's compiled program."""
+def both(made, referee, referee_target=None):
+    """The results of both parsers for a plan's compiled program."""
     target = compile_target(made.target)
     compiled = build(export_plan(bound_or_error(made.bound).executable))
     text = compiled.text
     program = parser.read(text)
     schedule = Schedule(program, Kernels(program, target.chip), Wires(target.topology, made.device_order))
     places = compiled.coordinates if target.platform != "cpu" else None
-    return schedule, schedule.run(), referee.estimate(text, its_target or made.target, places)
+    return schedule, schedule.run(), referee.estimate(text, referee_target or made.target, places)
 
 
 def check(schedule, runs, theirs):
@@ -48,22 +48,22 @@ def check(schedule, runs, theirs):
     assert ours == sorted((t.collective.kind, t.trips, t.collective.payload_bytes) for t in moved)
 
 
-@pytest.mark.parametrize("words", ["tp:4", "fsdp:4"])
+@pytest.mark.parametrize("strategy", ["tp:4", "fsdp:4"])
 @pytest.mark.tpu_compile
-def test_of_a_tpu(referee, words):
-    schedule, runs, theirs = both(layers_planned(words, "v5e:2x2"), referee)
+def test_tpu_program(referee, strategy):
+    schedule, runs, theirs = both(layers_planned(strategy, "v5e:2x2"), referee)
     check(schedule, runs, theirs)
     assert schedule.totals.compute_us == pytest.approx(theirs.compute["cycles"] * 1e6)
     assert sum(r.exposed_us for r in runs) == pytest.approx(theirs.exposed["cycles"] * 1e6, rel=0.5)
 
 
 @pytest.mark.cuda_compile
-def test_of_a_gpu(referee):
+def test_gpu_program(referee):
     schedule, runs, theirs = both(layers_planned("tp:8", "h100:8"), referee, "h100:1x8")
     check(schedule, runs, theirs)
     assert schedule.totals.compute_us == pytest.approx(theirs.compute["roofline"] * 1e6, rel=0.05)
 
 
-@pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])
-def test_of_a_cpu(referee, words):
-    check(*both(planned(words), referee, "h100:1x8"))
+@pytest.mark.parametrize("strategy", ["dp:8", "fsdp:8"])
+def test_cpu_program(referee, strategy):
+    check(*both(planned(strategy), referee, "h100:1x8"))

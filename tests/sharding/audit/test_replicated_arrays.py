@@ -1,11 +1,11 @@
-"""Arrays that stay whole: which a plan cuts, and which a program has."""
+"""Which shapes a plan shards, and which arrays a compiled program replicates."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.audit.replicated_arrays import cut_shapes, local_shape, replicated
+from autoshard.sharding.audit.replicated_arrays import local_shape, replicated, sharded_shapes
 from autoshard.sharding.hlo.parser import read
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.hlo.texts import text_of
@@ -22,7 +22,7 @@ LINE = two_layers.__code__.co_firstlineno + 1
 
 @pytest.fixture(scope="module")
 def made():
-    """Two layers over a mesh of dp 2 x tp 4: the batch and the hidden units are cut."""
+    """Two layers on a mesh dp 2 x tp 4, which shard the batch and the hidden units."""
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((ROWS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))]
     return plan(two_layers, *shapes, target="cpu:8", plan="dp:2 tp:4")
 
@@ -40,7 +40,7 @@ StackFrames
 
 
 def found(made, x=f"f32[{ROWS // 2},{WIDTH}]", out=f"f32[{ROWS // 2},{WIDTH}]", more="", line=LINE):
-    """What is whole in a program with these inputs and temporaries."""
+    """The arrays that a program with these inputs and temporaries replicates."""
     entry = f"""
         %x = {x} parameter(0)
         %w = f32[{WIDTH},{HIDDEN // 4}] parameter(1)
@@ -51,19 +51,20 @@ def found(made, x=f"f32[{ROWS // 2},{WIDTH}]", out=f"f32[{ROWS // 2},{WIDTH}]", 
         ROOT %o = ({out}) tuple(%r)
     """
     program = read(text_of(entry, tables=TABLES.replace("LINE", str(line))))
-    return [(w.what, w.name, w.shape, w.bytes, w.planned_bytes) for w in replicated(made, program, 1e3)]
+    arrays = replicated(bound_or_error(made.bound).executable, program, 1e3)
+    return [(a.what, a.name, a.shape, a.bytes, a.planned_bytes) for a in arrays]
 
 
-def test_nothing_is_whole_that_the_plan_cuts(made):
+def test_program_that_shards_as_planned(made):
     assert found(made) == []
 
 
-def test_an_input_that_is_whole(made):
+def test_replicated_input(made):
     size = ROWS * WIDTH * 4
     assert found(made, x=f"f32[{ROWS},{WIDTH}]") == [("input", "0", f"f32[{ROWS},{WIDTH}]", size, size / 2)]
 
 
-def test_a_result_that_is_whole(made):
+def test_replicated_result(made):
     size = ROWS * WIDTH * 4
     (one,) = [w for w in found(made, out=f"f32[{ROWS},{WIDTH}]") if w[0] == "result"]
     assert one[2:] == (f"f32[{ROWS},{WIDTH}]", size, size / 2)
@@ -72,26 +73,26 @@ def test_a_result_that_is_whole(made):
 META = 'metadata={op_name="jit(step)/tanh" stack_frame_id=1}'
 
 
-def test_a_temporary_that_is_whole(made):
+def test_replicated_temporary(made):
     size = ROWS * HIDDEN * 4
     one = f"%t = f32[1,{ROWS},{HIDDEN}] all-gather(%x), {META}"
     assert found(made, more=one) == [("temporary", "tanh", f"f32[1,{ROWS},{HIDDEN}]", size, size / 8)]
-    assert found(made, more=one, line=1) == []  # of the same sizes by chance
+    assert found(made, more=one, line=1) == []  # another line: the same shape by chance
 
 
-def test_pieces_and_views_are_not_whole(made):
+def test_shards_and_views_are_not_reported(made):
     assert found(made, more=f"%t = f32[{ROWS // 2},{HIDDEN // 4}] tanh(%x), {META}") == []
     assert found(made, more=f"%t = f32[{ROWS},{HIDDEN}] bitcast(%x), {META}") == []
 
 
-def test_which_shapes_a_plan_cuts(made):
-    cuts = cut_shapes(bound_or_error(made.bound).executable, {"dp": 2, "tp": 4})
-    assert {shape: cut.ways for shape, cut in cuts.items()} == {
+def test_shapes_that_a_plan_shards(made):
+    shapes = sharded_shapes(bound_or_error(made.bound).executable, {"dp": 2, "tp": 4})
+    assert {shape: entry.shard_count for shape, entry in shapes.items()} == {
         (ROWS, WIDTH): 2, (ROWS, HIDDEN): 8, (WIDTH, HIDDEN): 4, (HIDDEN, WIDTH): 4,
     }  # fmt: skip
 
 
-def test_the_piece_of_a_device():
+def test_shape_of_one_shard():
     sizes = {"dp": 2, "tp": 4}
     assert local_shape((8, 12), (("dp", "tp"), ()), sizes) == (1, 12)
     assert local_shape((8, 10), ((), ("tp",)), sizes) == (8, 3)

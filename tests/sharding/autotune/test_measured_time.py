@@ -1,4 +1,4 @@
-"""Plans that are run before one is taken: who runs, who wins, what is said, and what cannot be run."""
+"""Plans chosen by measuring: which plans run, which one wins, what the notes report, and what cannot be run."""
 
 import re
 from typing import Any
@@ -12,25 +12,26 @@ from autoshard import Plan, auto_shard, plan
 from autoshard._processes import MissingProcessError
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.autotune import measured_time, synthetic_inputs
+from autoshard.sharding.autotune.constants import FINAL_TURNS, TURNS
 from autoshard.sharding.planner.shortlist import without_near_duplicates
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Seconds of a step by the plan's words, instead of the clock's; steps are run all the same."""
+    """Seconds of a step by strategy, in place of measured ones. The steps are run nevertheless."""
     seconds: dict[str, float] = {}
     turn = measured_time._turn
 
-    def told(run: Any) -> list[float]:
+    def fixed(run: Any) -> list[float]:
         turn(run)
         return [seconds.get(run.plan.chosen, 1.0)]
 
-    monkeypatch.setattr(measured_time, "_turn", told)
+    monkeypatch.setattr(measured_time, "_turn", fixed)
     return seconds
 
 
 def step_of(state: Any, batch: Any, *, twice: bool = False) -> Any:
-    """A train step of two layers, with several plans of eight devices."""
+    """A train step of two layers, which has several plans on eight devices."""
 
     def loss(w):
         return jnp.mean(jnp.square(jnp.tanh(batch @ w["a"]) @ w["b"])) * (1 + twice)
@@ -50,22 +51,22 @@ def planned(**options: Any) -> Plan:
 
 
 def ranked() -> list[str]:
-    """The words of the candidates in the order in which they are run."""
+    """The strategies of the candidates in the order in which they are run."""
     order = sorted(planned().candidates, key=lambda c: c[1])
     return [name for *_, name in without_near_duplicates([(time, peak, name) for name, time, peak in order])]
 
 
-def test_the_fastest_that_ran_is_taken(slow):
-    best, words = planned(), ranked()
-    slow[words[2]] = 0.5
+def test_the_fastest_plan_is_chosen(slow):
+    best, strategies = planned(), ranked()
+    slow[strategies[2]] = 0.5
     made = planned(measure=4)
-    assert made.chosen == words[2] and made.inputs == planned(plan=words[2]).inputs
-    said = made.notes[-1]
-    assert said.startswith(f"the fastest of 4 run on cpu:8: {words[2]} 500 ms") and f"{best.chosen} 1.00 s" in said
+    assert made.chosen == strategies[2] and made.inputs == planned(plan=strategies[2]).inputs
+    note = made.notes[-1]
+    assert note.startswith(f"the fastest of 4 run on cpu:8: {strategies[2]} 500 ms") and f"{best.chosen} 1.00 s" in note
 
 
-def test_it_runs_as_any_plan_does():
-    """With the real clock: whichever wins, the values are those of one device, and the state is the caller's own."""
+def test_a_measured_plan_computes_the_values_of_one_device():
+    """With the real clock. Measuring does not change the caller's state."""
 
     def step(state, batch):
         def loss(w):
@@ -82,25 +83,25 @@ def test_it_runs_as_any_plan_does():
         return {"w": w, "key": jax.random.key(7), "count": jnp.int32(0)}
 
     batch = {"x": jax.random.normal(jax.random.key(2), (64, 32)), "valid": jnp.ones((64,), bool)}
-    wanted, loss = jax.jit(step)(state(), batch)
+    expected, loss = jax.jit(step)(state(), batch)
     run = auto_shard(step, donate_argnums=0, measure=3)
     found, value = run(state(), batch)
     assert "run on cpu:8" in run.plan(state(), batch).notes[-1]
     np.testing.assert_allclose(value, loss, rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(found["w"]), jax.tree.leaves(wanted["w"]), strict=True):
+    for one, other in zip(jax.tree.leaves(found["w"]), jax.tree.leaves(expected["w"]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert int(found["count"]) == int(wanted["count"])
-    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(wanted["key"]))
+    assert int(found["count"]) == int(expected["count"])
+    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected["key"]))
 
 
-def test_over_all_variants(slow):
+def test_plans_of_all_variants_are_measured(slow):
     made = planned(variants={"twice": [False, True]}, measure=3)
     assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", made.notes[-1])
     assert len(made.variants) == 2
 
 
-def test_what_does_not_run_is_told_and_not_taken(slow, monkeypatch):
-    words = ranked()
+def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
+    strategies = ranked()
     turn = measured_time._turn
 
     def full(run: Any) -> Any:
@@ -109,28 +110,28 @@ def test_what_does_not_run_is_told_and_not_taken(slow, monkeypatch):
         return turn(run)
 
     monkeypatch.setattr(measured_time, "_turn", full)
-    refused = {words[0]}
+    refused = {strategies[0]}
     made = planned(measure=2)
-    assert made.chosen == words[1]
-    assert made.notes[-1].endswith(f"; {words[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
+    assert made.chosen == strategies[1]
+    assert made.notes[-1].endswith(f"; {strategies[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
                                    "allocate 9 bytes")  # fmt: skip
-    refused = set(words)
+    refused = set(strategies)
     made = planned(measure=2)
-    assert made.chosen == words[0] and made.notes[-1].startswith("none of 2 runs here; ")
+    assert made.chosen == strategies[0] and made.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
-def test_what_falls_behind_is_run_once(slow, monkeypatch):
-    words = ranked()
-    slow[words[0]], ran = 2.0, []
+def test_a_slow_plan_is_run_once(slow, monkeypatch):
+    strategies = ranked()
+    slow[strategies[0]], ran = 2.0, []
     turn = measured_time._turn
     monkeypatch.setattr(measured_time, "_turn", lambda run: ran.append(run.plan.chosen) or turn(run))
-    assert planned(measure=2).chosen == words[1]
-    assert ran == [*words[:2], words[1], words[1]]  # alone it need not run in the final
+    assert planned(measure=2).chosen == strategies[1]
+    assert ran == [*strategies[:2], strategies[1], strategies[1]]  # no final turns for a single plan
 
 
-def test_those_that_are_close_run_on(slow, monkeypatch):
-    words = ranked()
-    slow.update({words[0]: 1.0, words[1]: 1.05, words[2]: 1.2})
+def test_close_plans_run_final_turns(slow, monkeypatch):
+    strategies = ranked()
+    slow.update({strategies[0]: 1.0, strategies[1]: 1.05, strategies[2]: 1.2})
     counts: dict[str, int] = {}
     turn = measured_time._turn
 
@@ -139,13 +140,11 @@ def test_those_that_are_close_run_on(slow, monkeypatch):
         return turn(run)
 
     monkeypatch.setattr(measured_time, "_turn", counted)
-    assert planned(measure=3).chosen == words[0]
-    assert [counts[name] for name in words[:3]] == [measured_time.TURNS + measured_time.FINAL] * 2 + [
-        measured_time.TURNS
-    ]
+    assert planned(measure=3).chosen == strategies[0]
+    assert [counts[name] for name in strategies[:3]] == [TURNS + FINAL_TURNS] * 2 + [TURNS]
 
 
-def test_machines_that_are_not_there_are_refused():
+def test_machines_that_are_not_attached_are_refused():
     x = jax.ShapeDtypeStruct((64, 64), "float32")
 
     def product(a, b):
@@ -153,7 +152,7 @@ def test_machines_that_are_not_there_are_refused():
 
     absent: list[tuple[dict[str, Any], str]] = [({"target": "v5e:2x4"}, "v5e:2x4"), ({"mesh": {"a": 16}}, "cpu:16")]
     for options, has in absent:
-        with pytest.raises(PlanError, match=f"attached devices \\(8 of cpu\\), this plan is for {has}: verify=k"):
+        with pytest.raises(PlanError, match=f"devices \\(8 of cpu\\), but this plan is for {has}. Use verify=k"):
             plan(product, x, x, measure=2, **options)
     assert "run on cpu:8" in plan(product, x, x, measure=2, target="cpu:8").notes[-1]
     for wrong in (-1, True, "all"):
@@ -172,7 +171,7 @@ def arguments() -> tuple[jax.Array, jax.Array]:
 
 
 def tolerant(w, x, tolerance):
-    """Halves until it is small enough: for ever if that is 0 or not a number."""
+    """Halve until the sum is small enough. The loop never ends for some tolerances."""
     y = jnp.tanh(x @ w)
     return jax.lax.while_loop(lambda y: jnp.sum(jnp.abs(y)) > tolerance - 1, lambda y: (y + 1) / 2, y)
 
@@ -182,25 +181,25 @@ def counted_within(w, x, bound):
 
 
 @pytest.mark.parametrize("loop", [tolerant, counted_within])
-def test_loops_that_made_up_values_could_keep_running_are_not_run(loop, monkeypatch):
-    monkeypatch.setattr(measured_time, "_turn", lambda run: pytest.fail("it was run"))
+def test_programs_with_loops_that_may_never_end_are_not_run(loop, monkeypatch):
+    monkeypatch.setattr(measured_time, "_turn", lambda run: pytest.fail("the program was run"))
     number = 3 if loop is counted_within else 0.5
     made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
     assert made.chosen == best.chosen and made.inputs == best.inputs
-    said = rf"no plan was measured: {loop.__name__} has a loop whose end depends on values at .*_time.py:\d+"
-    assert re.match(said, made.notes[-1])
+    note = rf"no plan was measured: {loop.__name__} has a loop whose trip count depends on values at .*_time.py:\d+"
+    assert re.match(note, made.notes[-1])
 
 
-def test_a_loop_inside_a_whole_operator_is_seen():
+def test_a_loop_inside_a_shard_map_is_found():
     mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
     for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
         mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         eqns = jax.make_jaxpr(mapped)(arguments()[1]).eqns
-        assert any(synthetic_inputs._holds_while(eqn) for eqn in eqns) is found
+        assert any(synthetic_inputs._contains_while(eqn) for eqn in eqns) is found
 
 
-def test_loops_that_end_whatever_the_values_are_run():
+def test_programs_with_loops_that_always_end_are_run():
     def counts(w, x):
         def body(carry):
             n, y = carry
@@ -216,60 +215,60 @@ def test_no_scalar_and_no_first_element_is_zero():
         assert synthetic_inputs._numbers((), dtype) != 0 and synthetic_inputs._numbers((3, 2), dtype)[0, 0] != 0
 
 
-def test_side_effects_do_not_take_place():
+def test_programs_with_side_effects_are_not_run():
     seen: list[Any] = []
 
-    def tells(w, x):
+    def reports(w, x):
         jax.debug.callback(lambda y: seen.append(y), jnp.sum(x))
         return jnp.tanh(x @ w)
 
-    made = plan(tells, *arguments(), measure=2)
-    assert not seen and made.chosen == plan(tells, *arguments()).chosen
-    assert made.notes[-1].startswith("no plan was measured: tells has side effects (DebugEffect)")
+    made = plan(reports, *arguments(), measure=2)
+    assert not seen and made.chosen == plan(reports, *arguments()).chosen
+    assert made.notes[-1].startswith("no plan was measured: reports has side effects (DebugEffect)")
 
 
-def test_made_up_values_may_give_what_the_debugger_stops_at():
+def test_synthetic_values_may_give_nan_under_debug_nans():
     with jax.debug_nans(True):
         made = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
     assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
 
 
-def test_whatever_a_plan_raises_is_told(slow, monkeypatch):
-    words = ranked()
+def test_errors_of_a_plan_are_reported(slow, monkeypatch):
+    strategies = ranked()
     turn = measured_time._turn
 
     def wrong(run: Any) -> Any:
-        if run.plan.chosen == words[0]:
+        if run.plan.chosen == strategies[0]:
             raise raised
         return turn(run)
 
     monkeypatch.setattr(measured_time, "_turn", wrong)
     raised: BaseException = ValueError("layouts disagree\nin detail")
     made = planned(measure=2)
-    assert made.chosen == words[1] and made.notes[-1].endswith(f"; {words[0]} does not run: layouts disagree")
+    assert made.chosen == strategies[1] and made.notes[-1].endswith(f"; {strategies[0]} does not run: layouts disagree")
     for raised in (KeyboardInterrupt(), MissingProcessError("gone", processes=[1], what="it", seconds=1.0)):
         with pytest.raises(type(raised)):
             planned(measure=2)
 
 
-def test_inputs_of_four_bits_end_in_a_note_at_most():
+def test_inputs_of_four_bits_raise_no_error():
     w = jnp.ones((16, 8), jnp.int4)
     made = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
-    assert "run on cpu:8" in made.notes[-1] or made.notes[-1].startswith("none of 2 runs here; ")
+    assert "run on cpu:8" in made.notes[-1] or made.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
 @pytest.mark.parametrize("number", [0.5, 2, True])
-def test_python_numbers_are_arguments_like_any_other(number):
+def test_python_numbers_are_accepted_as_arguments(number):
     made = plan(scaled, *arguments(), number, measure=2)
     assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
     assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
 
 
-def test_a_plan_that_was_asked_for_does_not_meet_itself(slow):
+def test_a_requested_plan_is_measured_once(slow):
     assert planned(plan="fsdp:8", measure=3).notes[-1] == "the fastest of 1 run on cpu:8: fsdp:8 1.00 s"
 
 
-def test_variants_of_what_no_plan_divides():
+def test_variants_of_a_program_that_cannot_be_sharded():
     def odd(w, x, k=0):
         return jnp.mean(jnp.square(jnp.tanh(x @ w))) + k
 

@@ -1,4 +1,4 @@
-"""What is priced once for many: values of one kind, operators of one group."""
+"""Equivalence classes of values and operators, each of which is priced once."""
 
 import functools
 from typing import Any
@@ -16,58 +16,58 @@ from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.sharding.program.tracing import trace
 from autoshard.train.program.build import workload_step
 
-WORDS = ("fsdp:8", "zero1:8", "dp:2 fsdp:2 tp:2 seq", "tp:8 state", "dp:4 tp:2 seq")
+STRATEGIES = ("fsdp:8", "zero1:8", "dp:2 fsdp:2 tp:2 seq", "tp:8 state", "dp:4 tp:2 seq")
 
 
 @functools.cache
-def planner(layers: int = 2) -> PlanningProblem:
-    """What plans an unrolled model's train step."""
+def problem(layers: int = 2) -> PlanningProblem:
+    """The planning problem of an unrolled model's train step."""
     step, state, batch = workload_step(workload("llama-tiny").with_(scan_layers=False, layers=layers))
     return PlanningProblem(trace(step, (state, batch), {}, (0,)), find_machine(None, "v5e:2x4"), None)
 
 
 @functools.cache
-def layout(words: str):
+def layout(strategy: str):
     """A layout of the unrolled model."""
-    return planner()._requested(words)
+    return problem()._requested(strategy)
 
 
-def test_more_layers_are_no_more_groups():
-    few, many = planner(layers=3), planner(layers=6)
+def test_more_layers_do_not_make_more_classes():
+    few, many = problem(layers=3), problem(layers=6)
     assert len(many.program.avals) > 1.8 * len(few.program.avals)
-    assert len(many.cost.groups) == len(few.cost.groups)
-    assert len(many.cost.values.examples) == len(few.cost.values.examples)
-    kinds = [p.memory.kinds(p._requested("fsdp:8")) for p in (few, many)]
-    assert len(kinds[0].examples) == len(kinds[1].examples) < len(kinds[0].values) / 3
+    assert len(many.cost.classes) == len(few.cost.classes)
+    assert len(many.cost.queries.queries) == len(few.cost.queries.queries)
+    classes = [p.memory.kinds(p._requested("fsdp:8")) for p in (few, many)]
+    assert len(classes[0].examples) == len(classes[1].examples) < len(classes[0].values) / 3
 
 
-@pytest.mark.parametrize("words", WORDS)
-@pytest.mark.parametrize("pinned", [False, True])
-def test_each_value_counts_where_it_is(words, pinned):
-    """Though only one of each kind is asked for."""
-    model, where = planner().memory, planner()._requested(words)
-    if pinned:  # the same weight of the first and of the last layer, one of them whole
-        paths = planner().traced.in_paths
-        some = [v for v, path in zip(planner().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
-        where.fixed = {some[0]: ((), ())}
-    local = model._local(where)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_the_size_of_each_value_is_that_of_its_own_shard(strategy, is_fixed):
+    """Even though the layout is queried for one value of each class."""
+    model, chosen = problem().memory, problem()._requested(strategy)
+    if is_fixed:  # one layer's weight is replicated, the others are not
+        paths = problem().traced.in_paths
+        some = [v for v, path in zip(problem().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
+        chosen.fixed = {some[0]: ((), ())}
+    local = model._local(chosen)
     for v in model.sized:
-        ways = where.ways(a for dim in operand_spec(where, v) for a in dim)
-        size = nbytes(planner().program.avals[v]) * planner().cost.fusion.narrow.get(v, 1.0)
-        assert local[v] == pytest.approx(size * model._part(where, v), rel=1e-12)
-        assert local[v] >= size / ways * (1 - 1e-12)  # more where tiles pad it
+        ways = chosen.ways(a for dim in operand_spec(chosen, v) for a in dim)
+        size = nbytes(problem().program.avals[v]) * problem().cost.fusion.narrow.get(v, 1.0)
+        assert local[v] == pytest.approx(size * model._fraction(chosen, v), rel=1e-12)
+        assert local[v] >= size / ways * (1 - 1e-12)  # more if tiles pad it
 
 
-def test_one_layer_that_is_pinned_is_priced_as_one():
-    """Whole on each device under `fsdp:8` it is not gathered; the same layer after it is."""
-    made = planner(layers=5)
+def test_one_fixed_layer_is_priced_by_itself():
+    """A replicated weight is not gathered under `fsdp:8`; the same weight of other layers is."""
+    made = problem(layers=5)
     some = [v for v, path in zip(made.program.inputs, made.traced.in_paths, strict=True) if path.endswith("mlp/w_up")]
     weights = [v for v in some if made.roles.inputs[v] == "parameter"]
 
-    def sent(pinned):
-        where = made._requested("fsdp:8")
-        where.fixed = dict.fromkeys(pinned, ((), ()))
-        return made.cost(where).comm_bytes
+    def sent(fixed):
+        chosen = made._requested("fsdp:8")
+        chosen.fixed = dict.fromkeys(fixed, ((), ()))
+        return made.cost(chosen).comm_bytes
 
     free, each = sent([]), [sent([v]) for v in weights]
     assert len(weights) == 5 and free != each[0]
@@ -75,28 +75,28 @@ def test_one_layer_that_is_pinned_is_priced_as_one():
     assert sent(weights) - free == pytest.approx(5 * (each[0] - free))
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_what_is_not_priced_moves_nothing_anywhere(words):
-    made, where = planner(), layout(words)
-    priced = {number for g in made.cost.groups for number in g.numbers}
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_operators_that_are_not_priced_move_nothing(strategy):
+    made, chosen = problem(), layout(strategy)
+    priced = {number for each in made.cost.classes for number in each.numbers}
     left = [op for number, op in enumerate(made.program.ops()) if op.rule is not None and number not in priced]
     assert len(left) > 50
     for op in left:
         assert id(op) not in made.cost.fusion.kernels
         assert not is_decision_point(op)
-        specs = [operand_spec(where, v) if v >= 0 else () for v in op.operands]
-        assert made.cost._plain_moves(op, where.mesh, specs, [result_spec(where, op, v) for v in op.results]) == ()
+        specs = [operand_spec(chosen, v) if v >= 0 else () for v in op.operands]
+        assert made.cost._plain_moves(op, chosen.mesh, specs, [result_spec(chosen, op, v) for v in op.results]) == ()
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_what_is_gathered_waits_from_its_first_use_to_its_last(words):
-    """Each value in each loop by itself, as it is found for all of a kind at once."""
-    made, where = planner(), layout(words)
-    groups = {number: (n, g) for n, g in enumerate(made.cost.groups) for number in g.numbers}
-    named = CanonicalLayout(where, made.cost.values)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
+    """The live ranges of classes are those of each value in each loop."""
+    made, chosen = problem(), layout(strategy)
+    class_of = {number: (n, each) for n, each in enumerate(made.cost.classes) for number in each.numbers}
+    canonical = CanonicalLayout(chosen, made.cost.queries)
     expected: dict[Any, list[float]] = {}
     for number, (op, loop) in enumerate(in_loops(made.program.block)):
-        price, names = made.cost._price(*groups[number], named) if number in groups else (None, {})
+        price, names = made.cost._price(*class_of[number], canonical) if number in class_of else (None, {})
         for move in price.moves if price else ():
             if move.kind == "all-gather" and move.array >= 0:
                 value, axes = op.operands[move.array], tuple(names[name] for name in move.axes)
@@ -109,7 +109,7 @@ def test_what_is_gathered_waits_from_its_first_use_to_its_last(words):
                 expected[op, move.array] = [move.local_bytes, number, number]
     found = [
         (some.nbytes, first, last)
-        for some in made.cost(where).waiting if some.nbytes
+        for some in made.cost(chosen).waiting if some.nbytes
         for first, last in zip(some.first.tolist(), some.last.tolist(), strict=True)
     ]  # fmt: skip
     assert sorted(found) == sorted(map(tuple, expected.values()))

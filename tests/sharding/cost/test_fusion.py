@@ -1,4 +1,4 @@
-"""What is read and written: which operators run as one kernel."""
+"""Which operators run as one kernel, and what the kernels read and write."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ X, W, V = (jax.ShapeDtypeStruct(s, "float32") for s in ((B, D), (D, F), (F, D)))
 
 
 def traffic(fn, *args, tpu=True):
-    """(operator, shapes read, shapes written) of each kernel, in order."""
+    """(operator, shapes read, shapes written) of each kernel, in program order."""
     program = build(jax.make_jaxpr(fn)(*args))
     found = fuse(program, fuses_operands=tpu).kernels
 
@@ -22,17 +22,17 @@ def traffic(fn, *args, tpu=True):
     return [(k.op.name, shapes(k.reads), shapes(k.writes)) for k in ordered]
 
 
-def test_a_chain_of_elementwise_operators_is_one_kernel_with_what_takes_it():
+def test_a_chain_of_elementwise_operators_is_fused_with_its_user():
     def fn(x, w, v):
         return jax.nn.gelu(jnp.sin(x) @ w * 2.0 + 1.0) @ v
 
     first = ("dot_general", [(D, F), (B, D)], [(B, F)])
     assert traffic(fn, X, W, V) == [first, ("dot_general", [(B, F), (F, D)], [(B, D)])]
     apart = [name for name, *_ in traffic(fn, X, W, V, tpu=False)]
-    assert apart == ["sin", "dot_general", "mul", "dot_general"]  # elsewhere what a product takes is written for it
+    assert apart == ["sin", "dot_general", "mul", "dot_general"]  # off TPU, operands of products are written
 
 
-def test_a_softmax_reads_its_scores_once_for_each_reduction_and_once_for_its_result():
+def test_softmax_reads_its_scores_once_for_each_reduction_and_once_for_its_result():
     assert traffic(jax.nn.softmax, X) == [
         ("reduce_max", [(B, D)], [(B,)]),
         ("reduce_sum", [(B,), (B, D)], [(B,)]),
@@ -40,7 +40,7 @@ def test_a_softmax_reads_its_scores_once_for_each_reduction_and_once_for_its_res
     ]
 
 
-def test_an_optimizers_update_of_one_parameter_is_one_kernel():
+def test_an_optimizer_update_of_one_parameter_is_one_kernel():
     def update(p, m, v, g):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         return p - m / (jnp.sqrt(v) + 1e-8), m, v
@@ -49,16 +49,16 @@ def test_an_optimizers_update_of_one_parameter_is_one_kernel():
     assert read == [(D, F)] * 4 and written == [(D, F)] * 3
 
 
-def test_a_loop_reads_the_slice_of_its_step_and_writes_what_it_carries():
+def test_a_loop_reads_one_slice_per_iteration_and_writes_its_carry():
     def fn(x, ws):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, ws)
 
     stack = jax.ShapeDtypeStruct((6, D, D), "float32")
     found = traffic(fn, X, stack)
-    assert found == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # tanh is computed on its way out
+    assert found == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # the product computes tanh before it writes
 
 
-def test_a_mask_is_made_anew_in_the_loop_that_uses_it():
+def test_a_mask_is_computed_again_in_the_loop_that_uses_it():
     def fn(xs):
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((D, D))), (B, D, D))
         return jax.lax.scan(lambda c, x: (c + jnp.sum(x * mask), None), 0.0, xs)[0]
@@ -67,7 +67,7 @@ def test_a_mask_is_made_anew_in_the_loop_that_uses_it():
     assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in found]
 
 
-def test_a_lookup_reads_the_rows_that_it_takes_and_an_update_in_place_costs_the_update():
+def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     table, ids = jax.ShapeDtypeStruct((1000, D), "float32"), jax.ShapeDtypeStruct((B,), "int32")
     found = dict((name, (read, written)) for name, read, written in traffic(lambda t, i: t[i], table, ids))
     assert found["gather"][1] == [(B, D)] and (1000, D) not in found["gather"][0]
@@ -82,24 +82,24 @@ def test_a_lookup_reads_the_rows_that_it_takes_and_an_update_in_place_costs_the_
 
 
 def written(fn, *args):
-    """(shape, bytes of an element as written) of what lies in memory beside the program's inputs, on TPU."""
+    """(shape, written bytes per element) of values in memory on TPU, without the program's inputs."""
     program = build(jax.make_jaxpr(fn)(*args))
     found = fuse(program, fuses_operands=True)
     ours = sorted(found.written - set(program.inputs))
     return [(program.avals[v].shape, program.avals[v].dtype.itemsize * found.narrow.get(v, 1)) for v in ours]
 
 
-def test_a_product_is_written_at_the_end_of_the_chain_behind_it():
+def test_a_product_is_written_at_the_end_of_its_elementwise_chain():
     assert written(lambda x, w: jnp.sin((x @ w).astype("bfloat16")), X, W) == [((B, F), 2)]
 
     def loss(x, w):
         logits = (x @ w).astype("bfloat16")
         return jnp.sum(logits) + jnp.max(logits)
 
-    assert written(loss, X, W)[0] == ((B, F), 2)  # several take it: in the type that they take
+    assert written(loss, X, W)[0] == ((B, F), 2)  # several users: in their dtype
 
 
-def test_what_several_products_take_is_written_once_in_the_bits_that_they_read():
+def test_an_operand_of_several_products_is_written_once_in_16_bits():
     assert written(lambda x, w: (jnp.sin(x) @ w, jnp.sin(x) * 2.0), X, W) == [((B, F), 4), ((B, D), 4)]
 
     def fn(x, w, u):
@@ -109,8 +109,8 @@ def test_what_several_products_take_is_written_once_in_the_bits_that_they_read()
     assert written(fn, X, W, W) == [((B, D), 2), ((B, F), 4), ((B, F), 4)]
 
 
-def test_a_residual_stream_is_written_once_a_layer():
-    """Otherwise every norm would read all that was ever added to it."""
+def test_a_residual_stream_is_written_once_per_layer():
+    """Otherwise every norm would read everything that was added to the stream before."""
 
     def fn(x, w, v):
         for _ in range(6):

@@ -1,4 +1,4 @@
-"""What a device holds: by kind, by shard, and for as long as somebody needs it."""
+"""Peak memory of a device: by kind, by shard, and by live range."""
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +12,31 @@ from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd
 
 
 @pytest.mark.parametrize(
-    ("words", "parameter", "optimizer"),
+    ("strategy", "parameter", "optimizer"),
     [("dp:8", 1, 1), ("zero1:8", 1, 8), ("fsdp:8", 8, 8), ("dp:2 fsdp:4", 4, 4), ("dp:8 state", 8, 8), ("tp:8", 8, 8)],
 )
-def test_state_counts_by_its_shards(words, parameter, optimizer):
+def test_state_counts_by_its_shards(strategy, parameter, optimizer):
     params = mlp_state()
     state = params, OPTIMIZER.init(params)
-    held = plan(adamw_step, state, batch(), plan=words, donate_argnums=0).estimate.memory_bytes
-    assert held["parameter"] == whole_bytes(params) / parameter
-    assert held["optimizer"] == 2 * whole_bytes(params) / optimizer
-    assert held["data"] == batch().nbytes / (1 if words == "tp:8" else 8)
-    assert held["other"] == 4
+    found = plan(adamw_step, state, batch(), plan=strategy, donate_argnums=0).estimate.memory_bytes
+    assert found["parameter"] == whole_bytes(params) / parameter
+    assert found["optimizer"] == 2 * whole_bytes(params) / optimizer
+    assert found["data"] == batch().nbytes / (1 if strategy == "tp:8" else 8)
+    assert found["other"] == 4
 
 
-def test_state_that_is_donated_is_not_held_twice():
+def test_donated_state_is_not_held_twice():
     params = mlp_state(hidden=1024)
-    kept, given = (
+    kept, donated = (
         plan(sgd_step, params, batch(), plan="dp:8", target="v5e:2x4", donate_argnums=d).estimate for d in ((), 0)
     )
     assert kept.memory_bytes["temporary"] >= whole_bytes(params)
-    assert given.peak_memory_bytes <= kept.peak_memory_bytes - 0.4 * whole_bytes(params)
-    assert given.peak_memory_bytes == sum(given.memory_bytes.values())
+    assert donated.peak_memory_bytes <= kept.peak_memory_bytes - 0.4 * whole_bytes(params)
+    assert donated.peak_memory_bytes == sum(donated.memory_bytes.values())
 
 
-def test_copies_of_parameters_that_a_loop_keeps_are_stored_as_those_are():
-    """The cast weights of a stack stay for the backward pass in parts, and are gathered there once more."""
+def test_copies_of_parameters_that_a_loop_keeps_are_sharded_like_them():
+    """The backward pass keeps the shards of a stack's cast weights and gathers them again."""
 
     def step(ws, x):
         def loss(ws):
@@ -50,14 +50,14 @@ def test_copies_of_parameters_that_a_loop_keeps_are_stored_as_those_are():
     shapes = jax.ShapeDtypeStruct((16, 1024, 1024), "float32"), jax.ShapeDtypeStruct((65_536, 1024), "bfloat16")
     found = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
     cast = 2.0 * 16 * 1024**2
-    planner, layout = bound_or_error(found.bound).problem, bound_or_error(found.bound).layout
-    assert planner.memory.kinds_at_peak(layout, planner.cost(layout).waiting)["temporary"] < cast / 2
+    problem, layout = bound_or_error(found.bound).problem, bound_or_error(found.bound).layout
+    assert problem.memory.kinds_at_peak(layout, problem.cost(layout).waiting)["temporary"] < cast / 2
     gathered = sum(size for kind, _, size, _ in found.traffic if kind == "all-gather")
     assert gathered == pytest.approx(2 * 7 / 8 * cast, rel=0.01)
 
 
 @pytest.mark.parametrize("times", [1, 4])
-def test_values_that_nobody_needs_any_more_are_gone(times):
+def test_values_are_freed_after_their_last_use(times):
     def fn(x, w, v):
         for _ in range(times):
             x = (x @ w) @ v
@@ -68,7 +68,7 @@ def test_values_that_nobody_needs_any_more_are_gone(times):
     assert found.memory_bytes["temporary"] == pytest.approx(4096 * (512 + 1024) * 4 / 8, rel=1e-3)
 
 
-def test_what_the_backward_pass_needs_is_held_until_then():
+def test_values_that_the_backward_pass_needs_are_kept_until_then():
     def fn(x, w, v):
         for _ in range(4):
             x = jnp.tanh(x @ w) @ v
@@ -79,7 +79,7 @@ def test_what_the_backward_pass_needs_is_held_until_then():
     assert found.memory_bytes["temporary"] >= 4 * 4096 * 1024 * 4 / 8
 
 
-def test_what_a_loop_makes_inside_is_held_once_while_it_runs():
+def test_temporaries_of_a_loop_body_are_held_once():
     def run(length):
         def fn(x, w, v):
             return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ v, None), x, None, length=length)[0]
@@ -91,7 +91,7 @@ def test_what_a_loop_makes_inside_is_held_once_while_it_runs():
     assert run(2) == run(9) >= 2 * carry + inside
 
 
-def test_a_call_is_no_border_for_memory():
+def test_a_call_does_not_change_memory():
     def gradients(params, x):
         return jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]) ** 2))(params)
 
@@ -106,17 +106,17 @@ def test_a_call_is_no_border_for_memory():
     assert called.memory_bytes == plain.memory_bytes
 
 
-def test_what_a_loop_carries_is_there_once():
+def test_the_carry_of_a_loop_is_held_once():
     def fn(x):
         return jax.lax.scan(lambda carry, _: (jnp.sort(carry, axis=1) * 2.0, None), x, None, length=3)[0]
 
     x = jax.ShapeDtypeStruct((1024, 1024), "float32")
     peak = plan(fn, x, target="cpu:1").estimate.memory_bytes["temporary"]
-    assert peak == 2 * 4 * 2**20  # what is carried, and what is sorted of it
+    assert peak == 2 * 4 * 2**20  # the carry, and its sorted copy
 
 
-def test_a_product_does_not_wait_for_a_loop_to_be_added_to_what_comes_of_it():
-    """The operands of a gradient's product are large; its result is not, and waits instead."""
+def test_a_product_is_computed_before_the_loop_whose_result_is_added_to_it():
+    """Its result is small and is kept during the loop; its operands are large and are not."""
 
     def fn(x, y, z):
         product = jnp.cumsum(x, axis=0).T @ jnp.cumsum(y, axis=0)
@@ -124,22 +124,22 @@ def test_a_product_does_not_wait_for_a_loop_to_be_added_to_what_comes_of_it():
         return product + looped.T @ looped
 
     x = jax.ShapeDtypeStruct((2**16, 256), "float32")
-    held = plan(fn, x, x, x, target="v5e:1x1").estimate.memory_bytes["temporary"]
-    assert 2 * 4 * x.size <= held < 3 * 4 * x.size
+    peak = plan(fn, x, x, x, target="v5e:1x1").estimate.memory_bytes["temporary"]
+    assert 2 * 4 * x.size <= peak < 3 * 4 * x.size
 
 
-def test_a_loop_of_one_step_stacks_nothing():
-    """To the compiler it is no loop: all layers in one group hold what single layers do, and do not hold it twice."""
+def test_a_loop_of_one_iteration_stacks_nothing():
+    """It is not compiled as a loop: all layers in one group take about the memory of single layers, not twice that."""
 
-    def held(remat):
+    def peak(remat):
         step, *shapes = workload_step(workload("gpt-tiny").with_(layers=4, remat=remat, batch_size=64, context=128))
         return plan(step, *shapes, plan="dp:8", donate_argnums=0).estimate.memory_bytes["temporary"]
 
-    assert held("none,none,none,none") < 1.1 * held("none")
+    assert peak("none,none,none,none") < 1.1 * peak("none")
 
 
 def residual_peak(blocks, channels):
-    """Temporaries of the gradient of so many residual blocks of two convolutions on a TPU, 8 images a device."""
+    """Bytes of temporaries of the gradient of residual blocks of two convolutions on a TPU, 8 images per device."""
 
     def conv(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -158,13 +158,13 @@ def residual_peak(blocks, channels):
     return found.memory_bytes["temporary"]
 
 
-def test_a_residual_block_keeps_what_its_convolutions_give_and_its_sum_once():
-    # Not `relu` of a norm, which the convolutions that take it make anew, nor the sum beside its `relu`.
+def test_a_residual_block_keeps_the_results_of_its_convolutions_and_its_sum_once():
+    # It keeps neither `relu` of a norm, which convolutions compute again, nor the sum in addition to its `relu`.
     one = 8 * 28 * 28 * 128 * 2
     assert residual_peak(6, 128) - residual_peak(5, 128) == pytest.approx(3 * one, rel=0.02)
 
 
 @pytest.mark.parametrize(("channels", "lanes"), [(160, 256), (320, 384), (640, 640)])
-def test_activations_lie_in_tiles_of_the_dimension_that_pads_them_least(channels, lanes):
+def test_activations_are_tiled_along_the_dimension_with_the_least_padding(channels, lanes):
     one = 8 * 28 * 28 * lanes * 2
     assert residual_peak(6, channels) - residual_peak(5, channels) == pytest.approx(3 * one, rel=0.02)

@@ -1,4 +1,4 @@
-"""Estimated times against their formulas, on a machine whose figures are known."""
+"""Estimated times compared with their formulas, on a machine with known figures."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost.collectives import HIDING
+from autoshard.sharding.cost.constants import HIDING_SHARE
 from autoshard.sharding.cost.step_time import filled
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.plan_request import parse_request
@@ -30,7 +30,7 @@ def product(w, x):
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [("float32", H100.flops_f32), ("bfloat16", H100.flops)])
-def test_a_product_takes_the_time_of_its_operations(dtype, peak):
+def test_a_product_takes_the_time_of_its_flops(dtype, peak):
     found = estimate(product, (4096, 4096), (4096, 4096), dtype=dtype, target="h100:8", plan="dp:8")
     assert found.compute_us == pytest.approx(2 * 4096**3 / (PEAK_REACHED * peak) / 8 * 1e6)
     assert (found.comm_us, found.comm_bytes, found.step_time_us) == (0, 0, found.compute_us)
@@ -43,21 +43,21 @@ def test_a_thin_product_takes_the_time_of_its_bytes():
 
 
 @pytest.mark.parametrize(("target", "plan"), [("h100:8", "dp:8"), ("h100:2x4", "dp:8"), ("v5e:4x4", "dp:16")])
-def test_a_gradient_is_summed_over_the_links_that_it_crosses(target, plan):
+def test_a_gradient_is_reduced_over_the_links_that_it_crosses(target, plan):
     def gradient(w, x):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
     found = estimate(gradient, (512, 1024), (4096, 512), target=target, plan=plan)
     machine = find_target(target)
     n, size = machine.devices, 512 * 1024 * 4
-    assert found.comm_bytes == pytest.approx(2 * (n - 1) / n * size)  # once over all axes together
-    laying = machine.assign(parse_request(plan).sizes)
-    assert found.comm_us == pytest.approx(laying.time_us("all-reduce", laying.pieces, size))
-    hidden = min(found.comm_us if "all-reduce" in machine.chip.hides else 0.0, HIDING * found.compute_us)
+    assert found.comm_bytes == pytest.approx(2 * (n - 1) / n * size)  # one all-reduce over all axes
+    assignment = machine.assign(parse_request(plan).sizes)
+    assert found.comm_us == pytest.approx(assignment.time_us("all-reduce", assignment.pieces, size))
+    hidden = min(found.comm_us if "all-reduce" in machine.chip.hides else 0.0, HIDING_SHARE * found.compute_us)
     assert found.step_time_us == pytest.approx(found.compute_us + found.comm_us - hidden)
 
 
-def test_what_a_loop_does_counts_at_every_step():
+def test_a_loop_body_counts_once_per_iteration():
     def run(length):
         def fn(x, w, v):
             return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ v, None), x, None, length=length)[0]
@@ -72,21 +72,21 @@ def test_what_a_loop_does_counts_at_every_step():
 
 
 def of_no_line(made):
-    """The traffic that no line of the user's asks for."""
+    """The traffic without a source line of the user."""
     return [(kind, size) for kind, _, size, line in made.traffic if ".py:" not in line]
 
 
-def test_updated_parameters_go_back_to_where_they_are_whole():
+def test_updated_parameters_are_gathered_where_they_are_stored_whole():
     params = mlp_state()
     made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
     sent = [size for kind, axis, size, line in made.traffic if line == "parameters, once updated"]
     assert sent == [pytest.approx(7 / 8 * whole_bytes(params))]
-    for words in ("dp:8", "fsdp:8"):
-        made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=words)
+    for strategy in ("dp:8", "fsdp:8"):
+        made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
         assert not [line for *_, line in made.traffic if line == "parameters, once updated"]
 
 
-def test_one_gather_serves_all_the_products_that_take_it():
+def test_one_gather_serves_all_products_that_use_its_result():
     def twice(x, w):
         return jnp.cos(x) @ w + jnp.sin(x) @ w
 
@@ -100,7 +100,7 @@ def test_one_gather_serves_all_the_products_that_take_it():
     assert estimate(apart, *shapes, shapes[1], target="h100:8", plan="fsdp:8").comm_bytes == pytest.approx(2 * whole)
 
 
-def test_an_activation_that_is_cut_no_more_is_gathered():
+def test_an_activation_that_is_no_longer_sharded_is_gathered():
     def fn(x, w, v):
         h = jnp.tanh(x @ w)
         return h[:, :3], h @ v
@@ -108,27 +108,27 @@ def test_an_activation_that_is_cut_no_more_is_gathered():
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
     made = plan(fn, *shapes, target="h100:8", plan="tp:8")
     found = {kind: size for kind, _, size, _ in made.traffic}
-    wanted = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
-    assert found == pytest.approx(wanted)
+    expected = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
+    assert found == pytest.approx(expected)
 
 
-def test_a_weight_that_is_whole_is_read_whole_on_every_device():
+def test_every_device_reads_all_of_a_replicated_weight():
     found = estimate(product, (4096, 4096), (8, 4096), target="h100:8", plan="dp:8")
     assert found.compute_us == pytest.approx(4 * (4096 * 4096 + 2 * 4096) / READ * 1e6)
 
 
 @pytest.mark.parametrize(
-    ("cut", "part"),
+    ("factors", "fraction"),
     [({}, 1.0), ({"h": "k"}, 1 / 2), ({"h": "n"}, 1 / 4), ({"h": "k", "d": "n"}, 1 / 8), ({"h": "m", "d": "m"}, 1.0)],
 )
-def test_a_shard_that_is_thinner_than_a_tile_wastes_the_rest_of_it(cut, part):
+def test_a_shard_smaller_than_a_tile_wastes_the_rest_of_the_tile(factors, fraction):
     rule = Rule.parse("m k, k n -> m n; reduce k; where m=65536 k=512 n=256")
-    assert filled(rule, OperatorStrategy(cut, ()), {"h": 8, "d": 8}, tile=128) == part
-    assert filled(rule, OperatorStrategy(cut, ()), {"h": 8, "d": 8}, tile=1) == 1.0
+    assert filled(rule, OperatorStrategy(factors, ()), {"h": 8, "d": 8}, tile=128) == fraction
+    assert filled(rule, OperatorStrategy(factors, ()), {"h": 8, "d": 8}, tile=1) == 1.0
 
 
-def test_what_is_small_and_soon_read_stays_on_the_chip():
-    """Between two kernels, 4 MiB never leave a TPU and 128 MiB do; a GPU has no such memory."""
+def test_small_values_that_are_read_soon_stay_in_on_chip_memory():
+    """Between two kernels, 4 MiB stay on a TPU and 128 MiB do not. A GPU has no such memory."""
 
     def compute_us(rows, target, arrays=1):
         def fn(*xs):
@@ -139,7 +139,7 @@ def test_what_is_small_and_soon_read_stays_on_the_chip():
 
     assert compute_us(32_768, "v5e:1x1") == pytest.approx(2 * 32 * compute_us(1024, "v5e:1x1"))
     assert compute_us(16_384, "h100:1") == pytest.approx(16 * compute_us(1024, "h100:1"))
-    # Of one array 32 MiB stay. Three that are there at once share the room: all of them leave and come back.
+    # One array of 32 MiB stays. Three that are live at once do not fit: all are written and read again.
     assert compute_us(8192, "v5e:1x1") == pytest.approx(8 * compute_us(1024, "v5e:1x1"))
     assert compute_us(8192, "v5e:1x1", 3) == pytest.approx((3 + 3 + 3 + 1) / (1 + 1) * compute_us(8192, "v5e:1x1"))
     assert compute_us(1024, "v5e:1x1", 3) == pytest.approx((3 + 1) / (1 + 1) * compute_us(1024, "v5e:1x1"))

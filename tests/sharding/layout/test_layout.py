@@ -1,4 +1,4 @@
-"""From a table to the spec of every value: what is contiguous, what is stored, where gradients go."""
+"""From a table to the spec of every value: contiguous shards, stored state, gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
         ({"a": 2}, "minor", "", ((), (), ("a",))),  # not contiguous in the merged dimension
         ({"a": 4, "b": 2}, "major minor", "ab", ((), ("a",), ("b",))),
         ({"a": 2, "b": 2}, "major minor", "a", ((), ("a",), ("b",))),
-        ({"a": 2, "b": 4}, "major major", "a", ((), ("a",), ())),  # together they do not divide it
+        ({"a": 2, "b": 4}, "major major", "a", ((), ("a",), ())),  # their product does not divide it
     ],
 )
-def test_a_minor_part_is_cut_only_behind_single_elements(mesh, table, merged, split):
+def test_a_minor_part_is_sharded_only_after_single_elements(mesh, table, merged, split):
     program = build(jax.make_jaxpr(lambda x: x.reshape(8, 4, 16))(jax.ShapeDtypeStruct((8, 64), "float32")))
     axes = find_axes(program)
     classes = dict(zip(("major", "minor"), axes.of_value[program.inputs[0]][1], strict=True))
@@ -33,7 +33,7 @@ def test_a_minor_part_is_cut_only_behind_single_elements(mesh, table, merged, sp
     assert layout.spec(program.outputs[0]) == split
 
 
-def test_layers_that_a_loop_counts_are_never_cut():
+def test_a_dimension_that_a_loop_runs_over_is_never_sharded():
     def step(weights, x):
         def loss(weights):
             out, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]) @ w["v"], None), x, weights)
@@ -49,7 +49,7 @@ def test_layers_that_a_loop_counts_are_never_cut():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_gradient_is_scattered_to_its_state_even_where_it_comes_out_transposed(transposed):
+def test_a_gradient_is_reduce_scattered_to_its_state_even_if_it_is_transposed(transposed):
     def step(params, x):
         h = jnp.tanh(x @ params["w"])
         gradient = (h.T @ x).T if transposed else x.T @ h
@@ -61,8 +61,8 @@ def test_a_gradient_is_scattered_to_its_state_even_where_it_comes_out_transposed
     assert "all-reduce" not in {kind for kind, _ in kinds}
 
 
-def test_a_gradient_goes_to_its_own_state_not_to_that_of_a_weight_with_its_axes_turned():
-    """JAX leaves gradients transposed; the other weight of a perceptron has those axes in that order."""
+def test_a_gradient_is_sharded_as_its_own_state_not_as_a_weight_with_transposed_axes():
+    """JAX returns gradients transposed, and the other weight of a perceptron has these axes in this order."""
     params = jax.eval_shape(lambda: mlp_state(hidden=128))
     step = auto_shard(adamw_step, plan="fsdp:4 tp:2", donate_argnums=0)
     given = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
@@ -81,7 +81,7 @@ def test_a_gradient_goes_to_its_own_state_not_to_that_of_a_weight_with_its_axes_
     ],
 )
 def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
-    """And its momentum like it: XLA:TPU scatters a gradient there, and reduces some whole along output features."""
+    """So is its momentum. XLA:TPU reduce-scatters gradients along input features, and all-reduces some along output."""
 
     def step(state, x):
         w, m = state

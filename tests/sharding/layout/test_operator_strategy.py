@@ -1,4 +1,4 @@
-"""How the work of one operator is counted and cut."""
+"""How the work of one operator is counted and sharded."""
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,13 @@ def contractions(closed):
     ],
     ids=["convolution", "patches", "depthwise", "batched", "ragged"],
 )
-def test_the_work_of_a_contraction_and_of_its_gradient(fn, shapes, flops):
+def test_the_flops_of_a_contraction_and_of_its_gradient(fn, shapes, flops):
     found = [flops_of(op) for op in contractions(of_weights(fn, *shapes))]
-    ragged = fn(*map(jnp.ones, shapes)).shape == (64, 32)  # its gradient is a product of all rows for each of 4 groups
+    ragged = fn(*map(jnp.ones, shapes)).shape == (64, 32)  # its gradient multiplies all rows for each of 4 groups
     assert found == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
 
 
-def test_a_mesh_axis_is_taken_for_the_part_of_a_dimension_that_it_cuts():
+def test_a_mesh_axis_is_assigned_to_the_part_of_a_dimension_that_it_shards():
     op = next(op for op in build(jax.make_jaxpr(lambda x: x.reshape(8, 4))(jnp.ones(32))).ops() if op.name == "reshape")
     mesh = {"a": 8, "b": 2, "c": 3}
     assert op.rule is not None
@@ -65,8 +65,8 @@ def test_a_mesh_axis_is_taken_for_the_part_of_a_dimension_that_it_cuts():
 WHOLE = ((), ())
 
 
-def cut(shapes, specs, want, mesh, flops_per_byte):
-    """The strategy of `x @ w` with operands at `specs` and its result wanted at `want`."""
+def strategy(shapes, specs, want, mesh, flops_per_byte):
+    """The strategy of `x @ w` with operands sharded as `specs` and the wanted sharding `want` of its result."""
     (m, k), (_, n) = shapes
     rule = Rule.parse("m k, k n -> m n; reduce k", *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
     operands = OperandSpecs(rule.operands, [4 * m * k, 4 * k * n], specs, rule, mesh)
@@ -78,31 +78,31 @@ def cut(shapes, specs, want, mesh, flops_per_byte):
     ("flops_per_byte", "factor", "array", "sent"),
     [(10, None, 0, 7 / 8 * 4 * 4096 * 8), (1, "m", -1, 7 / 8 * 4 * 4096 * 64)],
 )
-def test_work_is_repeated_where_that_is_cheaper_than_what_it_saves(flops_per_byte, factor, array, sent):
-    found = cut([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
+def test_work_is_repeated_where_communication_would_cost_more(flops_per_byte, factor, array, sent):
+    found = strategy([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
     assert found.factors == {"a": factor}
     assert [(m.kind, m.array, m.wire_bytes) for m in found.moves] == [("all-gather", array, sent)]
 
 
-def test_a_partial_goes_to_where_it_is_wanted_or_is_made_whole():
+def test_a_partial_is_reduce_scattered_to_the_wanted_sharding_or_all_reduced():
     specs = [((), ("a",)), (("a",), ())]
-    whole = cut([(64, 128), (128, 64)], specs, WHOLE, {"a": 4}, 0.01)
-    apart = cut([(64, 128), (128, 64)], specs, ((), ("a",)), {"a": 4}, 0.01)
-    assert whole.factors == apart.factors == {"a": "k"}
-    assert [(m.kind, m.array, m.wire_bytes) for m in whole.moves] == [("all-reduce", -1, 2 * 3 / 4 * 4 * 64 * 64)]
-    assert [(m.kind, m.array, m.wire_bytes) for m in apart.moves] == [("reduce-scatter", -1, 3 / 4 * 4 * 64 * 64)]
+    replicated = strategy([(64, 128), (128, 64)], specs, WHOLE, {"a": 4}, 0.01)
+    sharded = strategy([(64, 128), (128, 64)], specs, ((), ("a",)), {"a": 4}, 0.01)
+    assert replicated.factors == sharded.factors == {"a": "k"}
+    assert [(m.kind, m.array, m.wire_bytes) for m in replicated.moves] == [("all-reduce", -1, 2 * 3 / 4 * 4 * 64 * 64)]
+    assert [(m.kind, m.array, m.wire_bytes) for m in sharded.moves] == [("reduce-scatter", -1, 3 / 4 * 4 * 64 * 64)]
 
 
-def test_a_factor_is_cut_only_as_far_as_all_axes_divide_it():
+def test_a_factor_is_sharded_only_as_far_as_all_axes_divide_it():
     mesh, specs = {"a": 2, "b": 4}, [(("a",), ()), WHOLE]
-    fits = cut([(8, 16), (16, 16)], specs, (("a", "b"), ()), mesh, 0.01)
-    small = cut([(4, 16), (16, 16)], specs, (("b",), ()), mesh, 0.01)
+    fits = strategy([(8, 16), (16, 16)], specs, (("a", "b"), ()), mesh, 0.01)
+    small = strategy([(4, 16), (16, 16)], specs, (("b",), ()), mesh, 0.01)
     assert fits.factors == {"a": "m", "b": "m"} and small.factors == {"a": "m", "b": None}
 
 
 @pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
-def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(size, behind):
-    """A merged dimension's shard is one piece: `n` may be cut where each shard holds one `m`, not two."""
+def test_a_factor_is_sharded_only_after_single_elements_of_earlier_factors(size, behind):
+    """Shards of a merged dimension are contiguous: `n` may be sharded if each shard has one `m`, not two."""
     rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
     mesh = {"a": 2, "b": 2}
     operands = OperandSpecs(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
@@ -114,7 +114,7 @@ def test_a_factor_is_cut_only_behind_single_elements_of_what_stands_before_it(si
 
 
 def test_a_tensor_is_gathered_over_all_its_axes_at_once():
-    """What two axes of 4 hold in 16 parts is sent 15 times, not 3 times and 3 times."""
+    """An array sharded 16 ways by two axes of 4 is sent as 15 shards, not as 3 and then 3 larger ones."""
     rule = Rule.parse("b m, m n -> b n; reduce m; where b=64 m=64 n=64")
     mesh = {"a": 4, "b": 4}
     operands = OperandSpecs(rule.operands, [1 << 20, 1600], [(("a", "b"), ()), ((), ("a", "b"))], rule, mesh)
@@ -123,7 +123,7 @@ def test_a_tensor_is_gathered_over_all_its_axes_at_once():
     assert [(m.kind, m.axes, m.array, m.wire_bytes) for m in plan.moves] == [("all-gather", ("a", "b"), 1, 1500)]
 
 
-def test_a_gradient_is_scattered_before_the_rest_of_it_is_summed():
+def test_a_gradient_is_reduce_scattered_before_it_is_all_reduced():
     rule = Rule.parse("b m, b n -> m n; reduce b; where b=64 m=64 n=64")
     mesh = {"a": 2, "b": 4}
     operands = OperandSpecs(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)

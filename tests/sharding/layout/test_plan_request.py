@@ -1,4 +1,4 @@
-"""What the words of a plan mean: which state is stored in parts, how the mesh is made."""
+"""What strategies mean: how state is stored, and how the mesh is split."""
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,17 @@ def sizes(made):
         ("tp:4 fsdp:2", P("fsdp", "tp"), P("fsdp", "tp"), P("fsdp")),
     ],
 )
-def test_where_words_store_state_and_cut_data(words, parameter, moment, data):
+def test_how_strategies_store_state_and_shard_data(words, parameter, moment, data):
     state = mlp_state(), OPTIMIZER.init(mlp_state())
     made = plan(adamw_step, state, batch(), plan=words)
     found = {leaf.path: leaf.spec for leaf in made.inputs}
     assert found["0/0/w"] == parameter and found["0/1/0/mu/w"] == found["0/1/0/nu/w"] == moment
     assert found["1"] == data
     kinds = ["dp", "zero1", "fsdp", "tp"]
-    assert list(sizes(made)) == sorted(sizes(made), key=kinds.index)  # the one that talks most is innermost
+    assert list(sizes(made)) == sorted(sizes(made), key=kinds.index)  # the kind that communicates most is innermost
 
 
-def test_a_mesh_axis_is_split_where_only_a_part_of_it_divides():
+def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
     def fn(x, a, b, c, d):
         return jnp.tanh(x @ a) @ b + jnp.tanh(x @ c) @ d
 
@@ -46,14 +46,14 @@ def test_a_mesh_axis_is_split_where_only_a_part_of_it_divides():
     assert sizes(made) == {"tp": 4, "tp_1": 2}
     assert found["1"] == P(None, "tp") and found["3"] == P(None, ("tp", "tp_1"))
     given = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
-    assert sizes(given) == {"tp": 8}  # never a mesh that was given
+    assert sizes(given) == {"tp": 8}  # a given mesh is never split
 
 
 @pytest.mark.parametrize(
     ("axis", "mesh", "words", "may"),
     [
         ("tp", None, None, True),
-        ("tp_1", None, "fsdp:8", True),  # another plan may be asked for, and split where only a part divides
+        ("tp_1", None, "fsdp:8", True),  # another plan may be requested, and its mesh axis split
         ("model", None, "model=tp:8", True),
         ("model", None, "fsdp:8", False),
         ("tp_x", None, None, False),

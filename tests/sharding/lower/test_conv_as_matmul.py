@@ -1,4 +1,4 @@
-"""Convolutions that are products: the same values, and the traffic of a matrix's gradient."""
+"""Convolutions that are matrix products have the same values, and the traffic of a matrix's gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import autoshard
-from autoshard.sharding.lower.conv_as_matmul import folded, is_product, product, unfolded
+from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.spmdrules.ir.program import Op, build
 
 
@@ -42,39 +42,39 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_of_a_kernel_of_single_pixels_is_a_product(name: str) -> None:
+def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
     shape, kernel, how = CASES[name]
     x, w = jax.random.normal(jax.random.key(0), shape), jax.random.normal(jax.random.key(1), kernel)
     *_, op = convolutions(kernel_gradient(x, w, **how), x, w)
-    assert is_product(op)
+    assert is_matmul(op)
     lhs, rhs = (jax.random.normal(jax.random.key(i), v.aval.shape) for i, v in enumerate(op.eqn.invars))
     want = op.eqn.primitive.bind(lhs, rhs, **op.eqn.params)
-    found = product(op, lhs, rhs)
+    found = matmul(op, lhs, rhs)
     spec = tuple((f"axis{dim}",) for dim in range(want.ndim))
     kept = [axes for axes, size in zip(spec, want.shape, strict=True) if size > 1]
-    assert [axes for axes in folded(op, spec)] == kept
-    np.testing.assert_allclose(unfolded(op, found), want, rtol=1e-5, atol=1e-5)
+    assert list(drop_window_dims(op, spec)) == kept
+    np.testing.assert_allclose(add_window_dims(op, found), want, rtol=1e-5, atol=1e-5)
 
 
-def test_other_convolutions_are_none() -> None:
-    """A window that moves, padding, groups, holes: also where the result is a single pixel."""
+def test_other_convolutions_are_no_matmuls() -> None:
+    """Those with a moving window, padding, groups or dilation, even if the result is a single pixel."""
     x, w = jnp.ones((4, 6, 6, 4)), jnp.ones((1, 1, 4, 8))
     forward, *_ = convolutions(conv, x, w)
-    assert not is_product(forward)
+    assert not is_matmul(forward)
     *_, wide = convolutions(kernel_gradient(x, jnp.ones((3, 3, 4, 8))), x, jnp.ones((3, 3, 4, 8)))
-    assert not is_product(wide)
+    assert not is_matmul(wide)
     grouped = jnp.ones((1, 1, 2, 8))
     *_, groups = convolutions(kernel_gradient(x, grouped, feature_group_count=2), x, grouped)
-    assert not is_product(groups)
+    assert not is_matmul(groups)
 
     def to_a_pixel(x: jax.Array, w: jax.Array, padding: Any = ((0, 0), (0, 0)), **more: Any) -> jax.Array:
         return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), **more)
 
-    assert is_product(convolutions(to_a_pixel, jnp.ones((4, 3, 3, 4)), jnp.ones((3, 3, 4, 8)))[0])
+    assert is_matmul(convolutions(to_a_pixel, jnp.ones((4, 3, 3, 4)), jnp.ones((3, 3, 4, 8)))[0])
     for pad, more in ((((1, -1), (1, -1)), {}), (((0, 0), (0, 0)), {"lhs_dilation": (2, 2)})):
         size = 3 if more else 2
         [op] = convolutions(lambda x, w, p=pad, m=more: to_a_pixel(x, w, p, **m), *_pixel(2, size))
-        assert op.eqn.outvars[0].aval.shape[1:3] == (1, 1) and not is_product(op)
+        assert op.eqn.outvars[0].aval.shape[1:3] == (1, 1) and not is_matmul(op)
 
 
 def _pixel(size: int, kernel: int) -> tuple[jax.Array, jax.Array]:
@@ -95,11 +95,11 @@ def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.A
 WEIGHTS = [jax.ShapeDtypeStruct((k, k, 512, 512), jnp.float32) for k in (3, 3, 1, 1)]
 
 
-@pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4"])
-def test_values_and_gradients_equal_one_device(words: str) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp:8", "dp:2 fsdp:4"])
+def test_values_and_gradients_equal_one_device(strategy: str) -> None:
     weights = [jax.random.normal(jax.random.key(i), (k, k, 16, 16)) / 12 for i, k in enumerate((3, 3, 1))]
     x = jax.random.normal(jax.random.key(9), (256, 16, 16, 16))
-    new, value = autoshard.auto_shard(step, plan=words)(weights, x)
+    new, value = autoshard.auto_shard(step, plan=strategy)(weights, x)
     want, loss = step(weights, x)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     for one, other in zip(new, want, strict=True):
@@ -107,8 +107,8 @@ def test_values_and_gradients_equal_one_device(words: str) -> None:
 
 
 @pytest.mark.whole
-def test_a_kernel_is_gathered_once_and_its_gradient_scattered() -> None:
-    """Turned around for the gradient of its convolution, it is the same kernel; of 1 x 1, the sum is a matrix's."""
+def test_a_kernel_is_gathered_once_and_its_gradient_is_reduce_scattered() -> None:
+    """One gather serves the reversed kernel, too. A 1 x 1 kernel's gradient is reduced like that of a matrix."""
     x = jax.ShapeDtypeStruct((1024, 16, 16, 512), jnp.float32)
     found = autoshard.plan(step, WEIGHTS, x, plan="fsdp:8", target="v5e:4x2").verify()
     assert {c.kind for c in found.collectives if c.wire_bytes > 1000} == {"all-gather", "reduce-scatter"}

@@ -1,4 +1,4 @@
-"""Empty batches, experts without tokens, empty exchanges: shapes hold, gradients are exact zeros."""
+"""Empty batches, experts without tokens, and empty exchanges keep their shapes and have zero gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_empty_batch_changes_nothing(plan):
     assert float(loss) == 0.0
     assert all(not np.asarray(g).any() for g in jax.tree.leaves(gradients))
     jax.tree.map(np.testing.assert_array_equal, new, params)
-    full = step(params, normal(8, 16), normal(8, 8))  # another batch is another plan
+    full = step(params, normal(8, 16), normal(8, 8))  # a batch of another size is planned again
     assert float(full[1]) > 0
 
 
@@ -78,7 +78,7 @@ def test_an_empty_exchange_has_its_shape(shape):
     lambda x: x @ x.T, lambda x: x.sum(1), lambda x: jnp.sort(x), jax.nn.softmax, lambda x: x[:, :0] + 1,
     lambda x: jnp.pad(x, ((0, 0), (2, 2))),
 ], ids=range(10))  # fmt: skip
-def test_operators_of_nothing(fn):
+def test_operators_on_empty_arrays(fn):
     x = np.zeros((8, 0), np.float32)
     expected = fn(x)
     assert propagate(fn, x, in_specs=P("d"), mesh={"d": 2}).out_specs is not None

@@ -1,4 +1,4 @@
-"""Experts without a capacity: tokens in groups, a matrix for each, on shards of tokens, experts and features."""
+"""Dropless experts (grouped matrix products) on shards of tokens, experts and features."""
 
 import re
 
@@ -20,12 +20,12 @@ def normal(seed, *shape):
 def parameters():
     experts = {"gate": normal(0, 2, EXPERTS, EMBED, FFN), "up": normal(1, 2, EXPERTS, EMBED, FFN)}
     experts["down"] = normal(2, 2, EXPERTS, FFN, EMBED)
-    router = normal(3, 2, EMBED, EXPERTS).at[:, :, 5].set(-9.0)  # an expert that no token chooses, as x stays positive
+    router = normal(3, 2, EMBED, EXPERTS).at[:, :, 5].set(-9.0)  # no token chooses expert 5, because x stays positive
     return {"embed": jnp.abs(normal(4, VOCAB, EMBED)), "head": normal(5, EMBED, VOCAB), "router": router} | experts
 
 
 def experts_of(x, layer):
-    """Sorts the choices of tokens `[tokens, embed]` by expert, runs each expert on its own, and adds them up again."""
+    """Sort the choices of tokens `[tokens, embed]` by expert, run each expert on its rows, and add up the results."""
     weights, chosen = lax.top_k(jax.nn.softmax(jnp.abs(x) @ layer["router"]), CHOICES)
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), EXPERTS, dtype=jnp.int32), 0)
@@ -65,13 +65,13 @@ PLANS = ["ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2", "dp:8", None]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
-def test_they_train_as_on_one_device(plan, tokens, expected):
+def test_a_train_step_equals_one_device(plan, tokens, expected):
     step = autoshard.auto_shard(train_step, plan=plan)
     found = step(parameters(), tokens)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     idle = {name: np.asarray(found[0][name] - parameters()[name])[:, 5] for name in ("gate", "up", "down")}
-    assert all(not moved.any() for moved in idle.values())  # no token, and no gradient: not nearly none
+    assert all(not moved.any() for moved in idle.values())  # no token: the gradient is exactly zero
 
 
 def test_expert_parallel_shards_keep_their_experts(tokens):
@@ -83,10 +83,10 @@ def test_expert_parallel_shards_keep_their_experts(tokens):
     assert re.findall(r"= .* all-reduce(?:-start)?\(", text)
     gathered = re.findall(r"= \w+\[([\d,]*)\].* all-gather(?:-start)?\(", text)
     assert not [shape for shape in gathered if shape.endswith((f"{EMBED},{FFN}", f"{FFN},{EMBED}"))]
-    # Tokens are gathered where the experts are, their results scattered back: the batch is cut over `ep` elsewhere.
+    # Tokens are gathered for the experts and results are reduce-scattered: `ep` shards the batch elsewhere.
     assert {move[0] for move in plan.traffic} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
-def test_all_weights_of_one_dispatch_have_the_same_experts(tokens):
+def test_all_weights_of_one_dispatch_share_the_experts_axis(tokens):
     plan = autoshard.plan(train_step, parameters(), tokens, target="cpu:1")
     assert {leaf.axes[1] for leaf in plan.inputs if len(leaf.shape) == 4} == {"experts"}

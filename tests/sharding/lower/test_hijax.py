@@ -1,4 +1,4 @@
-"""HiJAX operators: planned by what they are made of, differentiated as they say."""
+"""HiJAX operators are planned by their expansion and keep their own derivatives."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ POWERS = jnp.arange(8) - 4
 
 
 class Tripled(BASE):
-    """Times three; for its derivative it takes a hundred, which what it is made of does not."""
+    """Multiplies by three. Its derivative is 100, which differs from that of its expansion."""
 
     def __init__(self, aval):
         self.in_avals, self.out_aval, self.params = (aval,), aval, {}
@@ -37,7 +37,7 @@ class Tripled(BASE):
 
 
 class TripledForward(Tripled):
-    """The same, forward."""
+    """The same with a forward-mode derivative."""
 
     def jvp(self, primals, tangents):
         return self(*primals), tangents[0] * 100.0
@@ -50,7 +50,7 @@ class TripledForward(Tripled):
 
 
 class Silent(Tripled):
-    """One that does not say what it is made of."""
+    """An operator without an expansion."""
 
     expand = BASE.expand
 
@@ -67,7 +67,7 @@ def total(x):
     return (jnp.ldexp(jnp.sin(x), POWERS) ** 2).sum()
 
 
-def test_it_is_what_it_is_made_of():
+def test_an_operator_is_expanded():
     program = build(jax.make_jaxpr(tripled(Tripled))(X))
     assert not program.unknown and "sin" in [op.name for op in program.ops()]
     assert derive(tripled(Tripled), X).text == "a b -> a b"
@@ -76,12 +76,12 @@ def test_it_is_what_it_is_made_of():
     assert found.out_specs == P("a") and not found.reshards and not found.unknown
 
 
-def test_one_that_does_not_say_is_replicated_and_named():
+def test_an_operator_without_expansion_is_unknown():
     program = build(jax.make_jaxpr(tripled(Silent))(X))
     assert list(program.unknown) == ["call_hi_primitive"]
 
 
-def test_planned_it_computes_the_same():
+def test_values_and_gradients_of_planned_operators():
     step = auto_shard(searched, mesh={"data": 8})
     for got, expected in zip(step(X), searched(X), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
@@ -89,7 +89,7 @@ def test_planned_it_computes_the_same():
     np.testing.assert_allclose(auto_shard(jax.grad(total), mesh={"data": 8})(X), jax.grad(total)(X), rtol=1e-5)
 
 
-def test_planned_and_differentiated_it_keeps_its_derivative():
+def test_a_planned_function_can_be_differentiated():
     step = auto_shard(lambda x: searched(x)[1], mesh={"data": 8})
     loss = lambda x: (step(x) ** 2).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(loss)(X), jax.grad(total)(X), rtol=1e-5)
@@ -97,7 +97,7 @@ def test_planned_and_differentiated_it_keeps_its_derivative():
 
 
 @pytest.mark.parametrize("kind", [Tripled, TripledForward])
-def test_a_derivative_of_its_own_is_kept(kind):
+def test_a_custom_derivative_is_kept(kind):
     step = auto_shard(tripled(kind), mesh={"data": 8})
     np.testing.assert_allclose(step(X), X * 3, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(lambda x: step(x).sum())(X), jnp.full_like(X, 100.0))

@@ -1,15 +1,12 @@
-"""Programs keep their meaning, types and annotations when a layout is written into them."""
+"""Programs keep their values, dtypes and annotations when a layout is written into them."""
 
 import functools
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import linen, nnx
 from jax import lax
 from jax.experimental import xla_metadata
 from jax.sharding import NamedSharding
@@ -17,12 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import _compat, auto_shard
 from autoshard.sharding.layout.fixed_shardings import own_specs
-from autoshard.sharding.layout.operator_sharding import comes_out_as
-from autoshard.sharding.layout.operator_strategy import OperatorStrategy
-from autoshard.sharding.lower import lowering as lower
 from autoshard.sharding.program.tracing import trace
-from autoshard.spmdrules.core.placement import to_partition_spec
-from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import build, walk
 from tests.sharding.programs import assert_close, batch
 
@@ -30,7 +22,7 @@ SCAN = ("length", "reverse", "unroll", "_split_transpose")
 
 
 def jaxpr_before_and_after(fn, *args, **options):
-    """The jaxpr of a function, and that of the function with a layout written into it."""
+    """The jaxprs of a function without and with a layout."""
     sharded = auto_shard(fn, **options)
     executable = sharded.plan(*args).bound.executable
     run = executable.run(executable.mesh_over(None))
@@ -38,7 +30,7 @@ def jaxpr_before_and_after(fn, *args, **options):
 
 
 def loops(closed, name):
-    """The equations of one primitive, nested ones too."""
+    """The equations of one primitive, including nested ones."""
     return [op.eqn for op in build(closed).ops() if op.name == name]
 
 
@@ -50,23 +42,23 @@ def rows(x, n):
     return jax.vmap(lambda r, n: lax.fori_loop(0, n, lambda i, r: jnp.tanh(r * 1.1), r))(x, n)
 
 
-def test_a_loop_with_another_trip_count_in_every_row():
+def test_a_loop_with_a_trip_count_per_row():
     x, n = batch(size=16), jnp.arange(16)
     assert_close(rows(x, n), auto_shard(rows, plan="dp:8")(x, n))
 
 
-def test_a_loop_over_products_with_another_trip_count_in_every_row():
+def test_a_loop_over_products_with_a_trip_count_per_row():
     def run(w, x, n):
         step = lambda r, n: lax.fori_loop(0, n, lambda i, r: jnp.tanh(r @ w), r)  # noqa: E731
         return jax.vmap(step)(x, n)
 
     w, x, n = batch(1, 64) * 0.1, batch(size=16), jnp.arange(16)
-    for asked in ("dp:8", "dp:2 fsdp:4"):
-        assert_close(run(w, x, n), auto_shard(run, plan=asked)(w, x, n))
+    for plan in ("dp:8", "dp:2 fsdp:4"):
+        assert_close(run(w, x, n), auto_shard(run, plan=plan)(w, x, n))
 
 
-def test_a_loop_takes_constants_from_around_it():
-    table = np.arange(64, dtype=np.float32)  # too large for a literal: a constant of the trace
+def test_a_loop_uses_constants_of_the_enclosing_program():
+    table = np.arange(64, dtype=np.float32)  # too large for a literal, so a constant of the trace
 
     def run(w, x, limit):
         def again(carry):
@@ -77,7 +69,7 @@ def test_a_loop_takes_constants_from_around_it():
     w, x = batch(1, 64) * 0.1, batch(size=16)
     assert_close(run(w, x, 3), auto_shard(run, plan="dp:4 fsdp:2")(w, x, 3))
     inside = jax.jit(lambda w, x, s: auto_shard(lambda w, x: run(w * s, x, 3), plan="dp:8")(w, x))
-    assert_close(run(w * 2, x, 3), inside(w, x, 2.0))  # a constant that is a tracer of somebody else
+    assert_close(run(w * 2, x, 3), inside(w, x, 2.0))  # the constant is a tracer of an outer trace
 
 
 @pytest.mark.parametrize("mesh_in_force", [False, True])
@@ -144,19 +136,19 @@ def test_rematerialisation_is_kept_with_its_policy():
         ]
 
 
-def test_a_stored_parameter_is_cast_where_it_lies_and_gathered_narrow():
+def test_a_stored_parameter_is_cast_on_its_shards_and_gathered_in_the_narrow_dtype():
     def loss(w, x):
         return jnp.mean((x @ w.astype(jnp.bfloat16)) ** 2)
 
     w, x = jnp.ones((64, 128)), jnp.ones((4096, 64), jnp.bfloat16)
     text = auto_shard(jax.grad(loss), plan="fsdp:8").lower(w, x).as_text()
     constraint = r"sdy.sharding_constraint .*\[\{\}, \{%s\}\]>.* : tensor<64x128x%s>"
-    assert re.search(constraint % ('"fsdp"', "bf16"), text)  # where it is stored
-    assert re.search(constraint % ("", "bf16"), text)  # where the product takes it
+    assert re.search(constraint % ('"fsdp"', "bf16"), text)  # as it is stored
+    assert re.search(constraint % ("", "bf16"), text)  # as the product takes it
     assert not re.search(constraint % ("", "f32"), text)
 
 
-# --- calls that hold a jaxpr ---
+# --- calls with a jaxpr ---
 
 W, TABLE = batch(1, 64) * 0.1, np.linspace(0, 1, 64, dtype=np.float32)  # the table is too large for a literal
 block = functools.partial(lax.composite, name="my.block")(lambda x, w: jnp.tanh(x @ w))
@@ -181,7 +173,7 @@ def conjugate(w, x):
     return jax.scipy.sparse.linalg.cg(lambda v: jnp.cos(w) @ v * 0.1 + 3 * v, x.sum(0), maxiter=4)[0].sum()
 
 
-CALLED_WITH_METADATA = getattr(xla_metadata, "xla_metadata_call2", None)  # younger than the oldest JAX
+CALLED_WITH_METADATA = getattr(xla_metadata, "xla_metadata_call2", None)  # not in the oldest supported JAX
 
 
 def noted(w, x):
@@ -203,7 +195,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("name", "fn"), CALLS)
-def test_what_a_call_holds_is_planned_and_the_call_stays(name, fn):
+def test_the_body_of_a_call_is_planned_and_the_call_is_kept(name, fn):
     x = batch(size=32)
     assert_close(jax.jit(fn)(W, x), auto_shard(fn, plan="dp:8")(W, x))
     before, after = jaxpr_before_and_after(fn, W, x, plan="dp:8")
@@ -212,17 +204,17 @@ def test_what_a_call_holds_is_planned_and_the_call_stays(name, fn):
 
 
 def calls(closed, name):
-    """The operators of one primitive, nested ones too."""
+    """The operators of one primitive, including nested ones."""
     return [op for op in build(closed).ops() if op.name == name]
 
 
-def test_a_planned_solve_is_differentiated_from_outside():
+def test_a_planned_solve_can_be_differentiated():
     x = batch(size=32)
     planned = auto_shard(solved, plan="dp:8")
     assert_close(jax.grad(solved)(W, x), jax.grad(planned)(W, x))
 
 
-def test_what_is_told_to_the_host_is_told_once_and_whole():
+def test_a_host_callback_runs_once_with_the_whole_array():
     seen = []
 
     def run(w, x):
@@ -237,7 +229,7 @@ def test_what_is_told_to_the_host_is_told_once_and_whole():
     assert_close(*seen)
 
 
-def test_a_programs_own_shard_map_runs_in_a_planned_one(mesh_of):
+def test_the_shard_map_of_a_user_runs_in_a_planned_program(mesh_of):
     mesh = mesh_of(i=4, j=2)
     specs = {"in_specs": (P("i", "j"), P("j")), "out_specs": P("i")}
     mapped = jax.shard_map(lambda x, w: lax.psum(jnp.tanh(x @ w), "j"), mesh=mesh, **specs)
@@ -247,7 +239,7 @@ def test_a_programs_own_shard_map_runs_in_a_planned_one(mesh_of):
         assert_close(jax.jit(run)(W, x), planned(W, x))
 
 
-# --- annotations that programs bring along ---
+# --- annotations in the user's program ---
 
 
 def test_shardings_of_a_nested_jit_are_kept(mesh_of):
@@ -264,7 +256,7 @@ def test_shardings_of_a_nested_jit_are_kept(mesh_of):
     assert not constraint.search(free)
 
 
-def test_own_specs_names_every_sharding_that_a_program_wrote(mesh_of):
+def test_own_specs_returns_every_sharding_in_a_program(mesh_of):
     mesh = mesh_of(i=4, j=2)
     rows, columns, both = (NamedSharding(mesh, s) for s in (P("i"), P(None, "j"), P("i", "j")))
 
@@ -277,223 +269,7 @@ def test_own_specs_names_every_sharding_that_a_program_wrote(mesh_of):
     assert found == [P("i"), P(None, "j"), P("i", "j")]
 
 
-# --- nnx variables that hold trees ---
-
-
-class Cache(nnx.Module):
-    """Attention's cache as one variable, an empty one, and more than ten of a kind beside a plain layer."""
-
-    def __init__(self):
-        self.cache = nnx.Variable({"k": jnp.zeros((16, 64)), "v": jnp.ones((8, 64))})
-        self.empty = nnx.Variable(None)
-        init = nnx.with_partitioning(nnx.initializers.normal(0.1), (None, "model"))
-        self.layer = nnx.Linear(64, 64, kernel_init=init, rngs=nnx.Rngs(0))
-        self.many = nnx.List([nnx.Param(jnp.full(n + 1, 0.1)) for n in range(12)])
-
-    def __call__(self, x):
-        h = self.layer(x)
-        self.cache.set_value({"k": self.cache["k"] + h[:16], "v": self.cache["v"] * 2})
-        return h + sum(jnp.sum(p[...]) for p in self.many)
-
-
-class Sower(nnx.Module):
-    """Keeps what flows through it."""
-
-    def __init__(self):
-        self.layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        h = self.layer(x)
-        self.sow(nnx.Intermediate, "seen", h)
-        return h.sum()
-
-
-def test_variables_that_hold_trees_or_nothing(mesh8):
-    with jax.set_mesh(mesh8):
-        theirs, ours = Cache(), Cache()
-    call = auto_shard(lambda m, x: m(x))
-    for _ in range(2):
-        assert_close(nnx.jit(lambda m, x: m(x))(theirs, batch()), call(ours, batch()))
-    assert_close(theirs.cache.get_value(), ours.cache.get_value())
-    leaves = {leaf.path: leaf for leaf in call.plan(ours, batch()).inputs}
-    shapes = {path: leaf.shape for path, leaf in leaves.items() if "many" not in path}
-    assert shapes == {"0/cache/k": (16, 64), "0/cache/v": (8, 64), "0/layer/bias": (64,),
-                      "0/layer/kernel": (64, 64), "1": (32, 64)}  # fmt: skip
-    assert [leaves[f"0/many/{n}"].shape for n in range(12)] == [(n + 1,) for n in range(12)]
-    assert leaves["0/layer/kernel"].spec == P(None, "model")  # written on it, behind the variables that hold no array
-
-
-def test_a_module_that_sows():
-    theirs, ours = Sower(), Sower()
-    call = auto_shard(lambda m, x: m(x), plan="dp:8")
-    for _ in range(3):
-        assert_close(nnx.jit(lambda m, x: m(x))(theirs, batch()), call(ours, batch()))
-    assert_close(jax.tree.leaves(nnx.state(theirs)), jax.tree.leaves(nnx.state(ours)))
-
-
-def test_a_variable_as_an_argument_is_updated_in_place():
-    def count(v, x):
-        v.set_value({"n": v["n"] + x.sum(0)})
-        return (x * 2).sum()
-
-    variable = nnx.Variable({"n": jnp.zeros(64)})
-    call = auto_shard(count)
-    for _ in range(2):
-        call(variable, batch())
-    assert_close(2 * batch().sum(0), variable["n"])
-    assert [leaf.path for leaf in call.plan(variable, batch()).inputs] == ["0/n", "1"]
-    held = {"counts": [nnx.Variable({"n": jnp.zeros(64)})]}
-    auto_shard(lambda held, x: count(held["counts"][0], x))(held, batch())
-    assert_close(batch().sum(0), held["counts"][0]["n"])
-
-
-def test_an_nnx_state_is_a_plain_pytree(mesh8):
-    with jax.set_mesh(mesh8):
-        graph, state = nnx.split(Cache())
-    for tree in (state, {"params": state}, (state, optax.adam(1e-3).init(state.filter(nnx.Param)))):
-        assert not _compat.has_graph_nodes(tree)
-    assert _compat.has_graph_nodes((state, Sower()))
-
-    def run(state, x):
-        model = nnx.merge(graph, state)
-        return model(x), nnx.state(model)
-
-    call = auto_shard(run)
-    out, after = call(state, batch())
-    assert not any(map(np.any, jax.tree.leaves(state["cache"])[:1]))  # nothing in place
-    assert isinstance(after, nnx.State)
-    expected_out, expected = jax.jit(run)(state, batch())
-    assert_close(expected_out, out)
-    assert_close(jax.tree.leaves(expected["cache"]), jax.tree.leaves(after["cache"]))
-    leaves = {leaf.path: leaf.spec for leaf in call.plan(state, batch()).inputs}
-    assert leaves["0/layer/kernel"] == P(None, "model")
-
-
-def test_paths_follow_the_order_in_which_nnx_jit_flattens(mesh8):
-    """Objects, states that share with them, boxes and arrays together: one path and one spec for each leaf."""
-    with jax.set_mesh(mesh8):
-        model = Cache()
-    box = linen.Partitioned(jnp.ones((64, 4)), names=(None, "model"))
-    args = (model, nnx.state(model), nnx.Variable({"b": jnp.ones(3), "a": None}), {"box": box}, jnp.ones(7))
-    shapes = []
-    wrapped, _ = _compat.nnx_jit(
-        lambda *a: None, lambda pure: lambda *a: (shapes.extend(map(jnp.shape, jax.tree.leaves(a))), pure(*a))[1]
-    )
-    wrapped(*args)
-    paths = _compat.nnx_paths(args, {})
-    assert [s for s, p in zip(shapes, paths, strict=True) if p.startswith("0/many/")] == [(n + 1,) for n in range(12)]
-    assert paths[-3:] == ["2/b", "3/box/value", "4"] and shapes[-3:] == [(3,), (64, 4), (7,)]
-    written = _compat.written_specs(args, {}, graph=True)
-    pinned = {p: s for p, s in zip(paths, written, strict=True) if s is not None}
-    assert pinned == {"0/layer/kernel": P(None, "model"), "3/box/value": P(None, "model")}
-
-
-# --- a fault of XLA's partitioner between where a product is computed and where it is wanted ---
-
-AXES = ("dp", "fsdp", "tp")
-FAULTY = [  # left operand, right operand, wanted result
-    (P("dp", "tp"), P("tp", "fsdp"), P(("dp", "fsdp"), "tp")),
-    (P("dp", "tp"), P("tp", "fsdp"), P("tp", ("dp", "fsdp"))),
-    (P("fsdp", "dp"), P("dp", "tp"), P("dp", ("fsdp", "tp"))),
-]
-
-
-def whole_numbers(seed, *shape):
-    return np.random.default_rng(seed).integers(-4, 5, size=shape or (16, 16)).astype(np.float32)
-
-
-def product(mesh, left, right, *results):
-    """`h @ w` with these constraints on the operands and, one after the other, on the result."""
-
-    def run(h, w):
-        pin = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
-        out = pin(h, left) @ pin(w, right)
-        for spec in results:
-            out = pin(out, spec)
-        return out
-
-    return jax.jit(run)(whole_numbers(0), whole_numbers(1))
-
-
-@pytest.mark.parametrize(("left", "right", "want"), FAULTY, ids=str)
-def test_the_partitioner_still_computes_a_product_wrongly_where_it_is_wanted(mesh_of, left, right, want):
-    """If this fails, XLA is mended: `decide.comes_out_as` can go once no supported version has the fault."""
-    mesh = mesh_of(dp=2, fsdp=2, tp=2)
-    right_values = whole_numbers(0) @ whole_numbers(1)
-    assert not np.array_equal(product(mesh, left, right, want), right_values)
-    np.testing.assert_array_equal(product(mesh, left, right, P(left[0], right[1]), want), right_values)
-
-
-def test_the_partitioner_still_computes_a_batched_product_wrongly_where_its_batch_is_cut_further(mesh_of):
-    """If this fails, XLA is mended; see above."""
-    mesh = mesh_of(dp=2, fsdp=2, tp=2)
-    place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
-    h, w = whole_numbers(0, 8, 8, 8), whole_numbers(1, 8, 8, 8)
-
-    def run(h, w, first):
-        out = place(h, P("dp", None, ("fsdp", "tp"))) @ place(w, P("dp", ("fsdp", "tp")))
-        return place(place(out, P("dp")) if first else out, P(("dp", "fsdp")))
-
-    run = jax.jit(run, static_argnums=2)
-    assert not np.array_equal(run(h, w, False), h @ w)
-    np.testing.assert_array_equal(run(h, w, True), h @ w)
-
-
-def placements(dims):
-    """Every way to spread the three mesh axes over dimensions or leave them out."""
-    for places in itertools.product(range(dims + 1), repeat=len(AXES)):
-        yield tuple(tuple(a for a, p in zip(AXES, places, strict=True) if p == d) for d in range(dims))
-
-
-PLAIN, BATCHED = "m k, k n -> m n; reduce k", "b m k, b k n -> b m n; reduce k"
-
-
-@pytest.mark.parametrize(
-    ("text", "cut"),
-    [
-        (PLAIN, {"m": ("dp",), "k": ("tp",), "n": ("fsdp",)}),
-        (PLAIN, {"m": ("dp",), "k": ("fsdp",), "n": ("tp",)}),
-        (PLAIN, {"m": ("fsdp",), "k": ("dp",), "n": ("tp",)}),
-        (BATCHED, {"b": ("dp",), "k": ("fsdp", "tp")}),
-        (BATCHED, {"b": ("fsdp",), "k": ("dp", "tp")}),
-        (BATCHED, {"b": ("fsdp",), "m": ("dp",), "k": ("tp",)}),
-    ],
-    ids=str,
-)
-def test_products_are_right_wherever_they_are_computed_and_wanted(mesh_of, text, cut):
-    mesh = mesh_of(dp=2, fsdp=2, tp=2)
-    rule = Rule.parse(text)
-    spec = lambda dims: tuple(sum((cut.get(f, ()) for f in dim), ()) for dim in dims)  # noqa: E731
-    x, y = (whole_numbers(seed, *[8] * len(dims)) for seed, dims in enumerate(rule.operands))
-    wants = list(placements(len(rule.results[0])))
-    place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(spec)))  # noqa: E731
-
-    computed = spec(rule.results[0])
-    straight = [comes_out_as(rule, rule.results[0], computed, want) for want in wants]
-    assert any(straight) and not all(straight)
-
-    def run(x, y):
-        left, right = map(spec, rule.operands)
-        products = [place(x, left) @ place(y, right) for _ in wants]  # one each: what others want of it changes it
-        pinned = [p if s else place(p, computed) for s, p in zip(straight, products, strict=True)]
-        return [place(p, want) for p, want in zip(pinned, wants, strict=True)]
-
-    for want, got in zip(wants, jax.jit(run)(x, y), strict=True):
-        np.testing.assert_array_equal(got, x @ y, err_msg=f"{text} {cut} -> {want}")
-
-
-def test_a_product_is_pinned_before_it_moves(mesh_of, monkeypatch):
-    """The lowering obeys the rule above: a faulty cut forced on it comes out right."""
-
-    def strategy(layout, op, flops_per_byte):
-        (m, k), (_, n) = ((d[0] for d in dims) for dims in op.rule.operands)
-        return OperatorStrategy({"dp": m, "fsdp": n, "tp": k}, ())
-
-    monkeypatch.setattr(lower, "strategy", strategy)
-    monkeypatch.setattr(lower, "wanted", lambda layout, op, value: (("dp", "fsdp"), ("tp",)))
-    sharded = auto_shard(lambda x, w: x @ w + 1, mesh=mesh_of(dp=2, fsdp=2, tp=2))
-    x, w = whole_numbers(0), whole_numbers(1)
-    np.testing.assert_array_equal(sharded(x, w), x @ w + 1)
+# --- gathers ---
 
 
 def loop_of_layers(params, x):
@@ -503,7 +279,7 @@ def loop_of_layers(params, x):
     return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
 
 
-def test_small_stacks_are_gathered_once_before_their_loop():
+def test_small_stacks_are_gathered_once_before_the_loop():
     params = {"scale": jnp.ones((4, 256)), "w": batch(0, 4 * 256, 256).reshape(4, 256, 256) / 16}
     x = batch(1, 4096, 256)
 
@@ -517,13 +293,13 @@ def test_small_stacks_are_gathered_once_before_their_loop():
     gathers = re.compile(r"= (\S+?)\{\S* all-gather\(")
     assert "f32[4,256]" in gathers.findall(entry)
     assert not [shape for shape in gathers.findall(bodies) if shape.endswith("[256]") or shape.endswith("[1,256]")]
-    assert "f32[1,256,256]" in gathers.findall(bodies)  # a weight is gathered where it is used
+    assert "f32[1,256,256]" in gathers.findall(bodies)  # a weight is gathered inside the loop
     made = sharded.plan(params, x)
     assert {(kind, line) for kind, _, _, line in made.traffic} >= {("all-gather", "parameters, before a loop")}
     assert_close(step(params, x), sharded(params, x))
 
 
-def test_a_lookup_in_a_table_that_is_cut_both_ways_is_pinned_before_it_moves():
+def test_a_gather_from_a_table_that_is_sharded_along_both_dimensions():
     def loss(params, x):
         z = x @ params["into"]
         distance = jnp.sum((z[:, :, None] - params["codes"]) ** 2, -1)
@@ -535,12 +311,12 @@ def test_a_lookup_in_a_table_that_is_cut_both_ways_is_pinned_before_it_moves():
 
     params = {"into": batch(0, 24, 16), "codes": batch(1, 32, 16), "out": batch(2, 16, 24)}
     x = batch(3, 48, 24).reshape(8, 6, 24)
-    for asked in ("dp:2 fsdp:2 tp:2", "fsdp:4 tp:2"):
-        assert_close(step(params, x), auto_shard(step, plan=asked)(params, x))
+    for plan in ("dp:2 fsdp:2 tp:2", "fsdp:4 tp:2"):
+        assert_close(step(params, x), auto_shard(step, plan=plan)(params, x))
 
 
-def test_what_a_fourier_transform_needs_whole_is_gathered_first():
-    """XLA does not by itself: its program fails when it is run."""
+def test_the_dimension_of_a_fourier_transform_is_gathered_first():
+    """XLA does not gather it by itself, and its program fails at run time."""
     fn = lambda x: jnp.fft.fft(x * 2.0).real  # noqa: E731
     x = np.arange(32, dtype=np.float32).reshape(4, 8)
     found = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)

@@ -1,4 +1,4 @@
-"""Operators that a plan runs on shards by their rules, in programs: what one device gives, under every placement."""
+"""Operators that plans run on shards by their rules have the values of one device, under every placement."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def grouped(x, kernel, groups=2, stride=2):
 
 @pytest.mark.parametrize("mesh", [{"x": 8}, MESH], ids=str)
 @pytest.mark.parametrize("spec", [P(None, None, "x"), P(None, None, None, "x")], ids=str)
-def test_the_kernel_gradient_of_groups_wherever_it_is_wanted(mesh, spec):
+def test_the_kernel_gradient_of_grouped_convolutions_under_each_sharding(mesh, spec):
     def gradient(kernel, x, cotangent):
         return jax.vjp(lambda kernel: grouped(x, kernel), kernel)[1](cotangent)[0] + kernel
 
@@ -55,7 +55,7 @@ def test_a_train_step_of_grouped_convolutions(plan):
     check(step, kernels, normal(8, 8, 8, 16), plan=plan)
 
 
-def test_keys_at_positions_known_at_run_time():
+def test_keys_at_dynamic_positions():
     def step(w, x, i):
         keys = jax.random.split(jax.random.key(0), 8)
         return (x @ w) * jax.random.bernoulli(keys[i], 0.5, (16,))
@@ -73,7 +73,7 @@ def test_keys_at_positions_known_at_run_time():
 @pytest.mark.parametrize("spec", PLACES, ids=str)
 @pytest.mark.parametrize("fill", [None, -1, 7])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float32])
-def test_windows_beyond_the_end_are_filled_once(spec, fill, dtype):
+def test_windows_past_the_end_are_filled_once(spec, fill, dtype):
     x = (8 * normal(64, 16)).astype(dtype)
     check(lambda x, i: x.at[2:7, i].get(mode="fill", fill_value=fill), x, jnp.array([5, 100]), mesh=MESH,
           fixed={"0": spec})  # fmt: skip
@@ -81,7 +81,7 @@ def test_windows_beyond_the_end_are_filled_once(spec, fill, dtype):
 
 @pytest.mark.parametrize("spec", PLACES, ids=str)
 @pytest.mark.parametrize("position", [np.uint32(2**32 - 2), np.uint32(3), np.uint8(250), np.int8(-3), np.int32(-2)])
-def test_positions_of_every_type_are_clamped_alike(spec, position):
+def test_positions_of_every_dtype_are_clamped_in_the_same_way(spec, position):
     x, update = normal(64, 16), normal(5, 16, seed=1)
     zero = np.zeros((), position.dtype)
     check(lambda x, i: lax.dynamic_slice(x, (i, zero), (5, 16)), x, position, mesh=MESH, fixed={"0": spec})
@@ -89,7 +89,7 @@ def test_positions_of_every_type_are_clamped_alike(spec, position):
 
 
 @pytest.mark.parametrize("types", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)], ids=str)
-def test_under_a_mesh_that_is_explicit(types):
+def test_under_an_explicit_mesh(types):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
     best = lambda w, x: lax.top_k(x @ w, 2)[0].sum()  # noqa: E731
     w, x = normal(16, 16), normal(8, 16)
@@ -112,8 +112,8 @@ def test_an_initial_value_of_windows_counts_once():
     check(lambda w, x: slide(jnp.tanh(x @ w)), w, x, plan="dp:8")
 
 
-def test_a_cache_is_written_and_read_where_it_is():
-    """Decoding: each row writes at a position of its own into a cache whose positions are cut."""
+def test_a_sharded_cache_is_written_and_read_without_a_gather():
+    """Decoding: each row writes at its own position into a cache that is sharded by position."""
 
     def decode(cache, new, at):
         write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new[None], (at, jnp.int32(0))))
@@ -123,9 +123,9 @@ def test_a_cache_is_written_and_read_where_it_is():
 
     cache, new, at = normal(4, 32, 16), normal(4, 16, seed=1), jnp.array([0, 7, 31, 8])
     check(decode, cache, new, at, mesh=MESH, fixed={"0": P("x", "y")})
-    asked = {"plan": {"x": ["batch"], "y": ["seq"]}, "mesh": MESH}
-    check(decode, cache, new, at, **asked)
-    plan = auto_shard(decode, **asked).plan(cache, new, at)
+    options = {"plan": {"x": ["batch"], "y": ["seq"]}, "mesh": MESH}
+    check(decode, cache, new, at, **options)
+    plan = auto_shard(decode, **options).plan(cache, new, at)
     assert plan.inputs[0].spec == P("x", "y")
     text = plan.jit().lower(cache, new, at).compile().as_text() or ""
     assert "all-reduce" in text

@@ -1,4 +1,4 @@
-"""Stacks of layers whose loop is unrolled or not, stored in one type and computed in another."""
+"""Stacks of layers in a loop or unrolled, stored in one dtype and computed in another."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ LAYERS, WIDTH, HIDDEN, ROWS = 3, 64, 128, 1024
 
 
 def train_step(compute, unrolled):
-    """Layers of two products each; their weights are two stacks."""
+    """A train step of layers with two products each. Their weights are two stacks."""
 
     def layer(x, weights):
         return x + jnp.tanh(x @ weights["up"].astype(compute)) @ weights["down"].astype(compute), None
@@ -49,25 +49,25 @@ def arguments(stored):
         ("float32", "bfloat16", 2),
         ("bfloat16", "float32", 2),
         ("float16", "bfloat16", 2),
-        ("float8_e4m3fn", "bfloat16", 2),  # JAX has no wider type of such a pair
+        ("float8_e4m3fn", "bfloat16", 2),  # JAX does not promote this pair
         ("float32", "float8_e5m2", 1),
     ],
 )
-def test_each_layer_is_gathered_in_the_narrower_type(stored, compute, bytes_each, unrolled, monkeypatch):
-    """Whatever casts it; a stack is never gathered for one layer of it."""
-    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_BYTES", 0)
+def test_each_layer_is_gathered_in_the_narrower_dtype(stored, compute, bytes_each, unrolled, monkeypatch):
+    """A stack is never gathered as a whole for one of its layers."""
+    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     made = autoshard.plan(train_step(compute, unrolled), *arguments(stored), donate_argnums=0, plan="fsdp:8")
     assert made.axis_rules["fsdp"] == ("batch",)
     gathered = sum(nbytes for kind, *_, nbytes, _ in made.traffic if kind == "all-gather")
-    times = 1 if unrolled else 2  # one gather serves both passes where they stand in one loop or in none
+    times = 1 if unrolled else 2  # one gather serves both passes unless they are two loops
     assert gathered == times * 7 / 8 * LAYERS * 2 * WIDTH * HIDDEN * bytes_each
 
 
 @pytest.mark.parametrize("plan", ["fsdp:8", "fsdp:4 tp:2", "zero1:8"])
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize(("stored", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
-def test_it_trains_as_on_one_device(stored, tolerance, unrolled, plan, monkeypatch):
-    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_BYTES", 0)
+def test_a_train_step_equals_one_device(stored, tolerance, unrolled, plan, monkeypatch):
+    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     step, (stacks, x) = train_step(jnp.float32, unrolled), arguments(stored)
     expected, expected_loss = jax.jit(step)(stacks, x)
     found, loss = autoshard.auto_shard(step, plan=plan)(stacks, x)
@@ -80,7 +80,7 @@ def test_it_trains_as_on_one_device(stored, tolerance, unrolled, plan, monkeypat
 
 
 def test_a_narrow_parameter_is_gathered_before_its_cast(monkeypatch):
-    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_BYTES", 0)
+    monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     step = train_step(jnp.float32, unrolled=False)
     text = autoshard.auto_shard(step, plan="fsdp:8").lower(*arguments("bfloat16")).as_text()
     made_whole = [line for line in text.splitlines() if "sharding_constraint" in line and "[{}, {}]" in line]

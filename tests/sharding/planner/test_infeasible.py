@@ -1,4 +1,4 @@
-"""A program that no plan fits: what it needs, what takes that, and the smallest machine that would do."""
+"""A program that no plan fits: the memory it needs, what takes it, and the smallest machine that would fit it."""
 
 import re
 from functools import cache
@@ -54,7 +54,7 @@ def machine(folder: Path, memory: float, hosts: int = 1) -> str:
     return str(path)
 
 
-def test_the_smallest_machine_that_would_do_is_named():
+def test_the_error_names_the_smallest_machine_that_fits():
     limit = peaks("v5e:2x4") * 1.02
     assert peaks("v5e:2x2") > limit
     text = refused(target="v5e:1x1", memory_limit_bytes=limit)
@@ -63,10 +63,10 @@ def test_the_smallest_machine_that_would_do_is_named():
     assert named is not None
     made = autoshard.plan(train_step, *shapes(), target="v5e:2x4", memory_limit_bytes=limit, donate_argnums=0)
     assert named[1] == made.chosen and named[2] == bytes_text(made.estimate.peak_memory_bytes)
-    assert text == refused(target="v5e:1x1", memory_limit_bytes=limit)  # the same again
+    assert text == refused(target="v5e:1x1", memory_limit_bytes=limit)  # deterministic
 
 
-def test_the_least_memory_and_what_takes_it():
+def test_the_error_names_the_least_memory_and_what_takes_it():
     text = refused(target="v5e:2x2", memory_limit_bytes=1000)
     least = peaks("v5e:2x2")
     assert "no plan fits 1000 B a device on v5e:2x2: the smallest (" in text
@@ -93,7 +93,7 @@ def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
 
     small, large, wide = held(64, 32), held(256, 32), held(8, 1024)
     assert small["activation"] > small["gradient"]
-    assert large["activation"] == pytest.approx(4 * small["activation"], rel=0.05)  # they are the batch's
+    assert large["activation"] == pytest.approx(4 * small["activation"], rel=0.05)  # activations scale with the batch
     assert large["gradient"] == small["gradient"]
     assert wide["gradient"] > wide["activation"]
 
@@ -107,25 +107,25 @@ def test_machines_of_as_many_devices_with_more_memory(monkeypatch):
     assert re.search(r"; of other machines with 4 devices, it fits v6e:2x2 \(.* a device\)\. Or", text)
 
 
-def test_a_machine_of_a_file_is_stretched(tmp_path):
+def test_a_machine_from_a_file_is_enlarged(tmp_path):
     least = peaks(machine(tmp_path, 1e9, hosts=4))
     text = refused(target=machine(tmp_path, int(least * 1.01), hosts=1))
     assert re.search(r"small1\.toml that it fits is .*small1\.toml with host = 4 \(", text), text
 
 
-def test_on_a_given_mesh_only_other_chips_can_do():
+def test_with_a_given_mesh_only_other_chips_are_named():
     text = refused(target="v5e:2x2", mesh={"data": 2, "model": 2}, memory_limit_bytes=1000)
     assert "smallest v5e" not in text and "does not even" not in text and "memory_limit_bytes=" in text
 
 
-def test_what_was_fixed_holds_on_the_machines_that_are_named(monkeypatch):
+def test_fixed_shardings_apply_on_the_named_machines(monkeypatch):
     monkeypatch.setattr(infeasible, "larger_machines", lambda target: [find_target("v5e:2x4")])
     fixed = {path: P() for path in ("0/params/*", "0/moments/*")}
-    limit = peaks("v5e:2x4") * 1.02  # what would do without it, as another test has it
+    limit = peaks("v5e:2x4") * 1.02  # enough without `fixed`: see the first test
     assert "v5e:2x4 (" not in refused(target="v5e:1x1", memory_limit_bytes=limit, fixed=fixed)
 
 
-def test_the_limit_that_is_named_would_do():
+def test_the_named_limit_is_enough():
     text = refused(target="v5e:2x2", memory_limit_bytes=1000)
     limit = re.search(r"memory_limit_bytes=(\S+) plans", text)
     assert limit is not None
@@ -135,7 +135,7 @@ def test_the_limit_that_is_named_would_do():
     assert made.fits
 
 
-def test_a_plan_that_was_asked_for_is_a_warning_where_no_limit_was(tmp_path):
+def test_without_a_limit_a_requested_plan_that_does_not_fit_is_a_warning(tmp_path):
     target = machine(tmp_path, 1000.0, hosts=4)
     with pytest.warns(AutoshardWarning, match="the requested plan does not fit 1000 B .*(fsdp:8).* needs .* Use "):
         made = autoshard.plan(train_step, *shapes(), target=target, plan="fsdp:8", donate_argnums=0)
@@ -144,7 +144,7 @@ def test_a_plan_that_was_asked_for_is_a_warning_where_no_limit_was(tmp_path):
     assert "no plan fits" in refused(target=target)
 
 
-def test_of_variants_the_leanest_is_named():
+def test_the_error_names_the_variant_that_needs_the_least_memory():
     def fn(x, w, *, parts):
         rows = x.reshape(parts, -1, x.shape[-1])
         return jax.lax.map(lambda row: jnp.tanh(row @ w) @ w.T, rows).reshape(x.shape)
@@ -154,7 +154,7 @@ def test_of_variants_the_leanest_is_named():
         autoshard.plan(fn, x, w, target="v5e:1x1", memory_limit_bytes=1e5, variants={"parts": [1, 16, 4]})
 
 
-def test_the_command_says_so_and_fails(tmp_path, capsys):
+def test_the_command_prints_one_line_and_fails(tmp_path, capsys):
     target = machine(tmp_path, 1000.0, hosts=4)
     options = ["--remat", "full", "--microbatches", "1"]
     assert main(["plan", "gpt-tiny", "--target", target, *options]) == 2

@@ -1,4 +1,4 @@
-"""What a plan keeps of its search, of its time by kind, and of what its step makes."""
+"""The plan's record of its search, of its collectives' times and of its activations."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def planned(**options) -> Plan:
     return autoshard.plan(train_step, *shapes(), target="v5e:2x4", donate_argnums=0, **options)
 
 
-def test_all_that_was_proposed_is_accounted_for():
+def test_every_proposed_plan_is_counted():
     (found,) = planned().history
     known = [t for t in found.tried if not t.changed]
     assert found.proposed == len(known) + found.alike + found.idle and found.alike > 0
@@ -36,33 +36,33 @@ def test_all_that_was_proposed_is_accounted_for():
     assert len(planned(plan="fsdp:8").history[0].tried) == 1
 
 
-def test_what_leaves_devices_idle_is_counted():
-    state, batch = shapes(batch=2, seq=3)  # eight devices, and the batch has two rows
+def test_plans_that_leave_devices_idle_are_counted():
+    state, batch = shapes(batch=2, seq=3)  # eight devices for two rows of the batch
     plan = autoshard.plan(train_step, state, batch, target="cpu:8", donate_argnums=0)
     (found,) = plan.history
     assert found.idle > 0 and found.proposed == sum(not t.changed for t in found.tried) + found.alike + found.idle
 
 
-def test_what_the_best_were_changed_into_is_kept_too():
+def test_changed_plans_are_recorded_too():
     (found,) = planned().history
     changed = [t for t in found.tried if t.changed]
     assert changed and all("+" in t.words or "-" in t.words for t in changed)
-    assert len({t.words for t in found.tried}) == len(found.tried)  # none stands there twice
+    assert len({t.words for t in found.tried}) == len(found.tried)  # no duplicates
     faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
-    assert all(lost(planned(), t).startswith("faster by repeating work") for t in faster)
+    assert all(lost(planned(), t).startswith("faster, but repeats work") for t in faster)
 
 
-def test_a_page_calls_no_plan_the_fastest_beside_a_faster_one():
+def test_a_page_does_not_call_a_plan_the_fastest_if_a_faster_one_is_listed():
     plan = planned()
     (found,) = plan.history
     slower = tuple(t for t in found.tried if t.step_time_us >= plan.estimate.step_time_us)
     assert "is the fastest of those" in search_section(replace(plan, history=(replace(found, tried=slower),)))
     quicker = replace(found.tried[0], words="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
     told = search_section(replace(plan, history=(replace(found, tried=(quicker, *found.tried)),)))
-    assert "fastest" not in told.split("</p>")[0] and "each faster one says why it was not" in told
+    assert "fastest" not in told.split("</p>")[0] and "the table says why" in told
 
 
-def test_each_variant_has_its_search():
+def test_each_variant_has_its_own_record():
     plan = autoshard.plan(step, *shapes(), target="v5e:2x4", donate_argnums=0, variants={"twice": [False, True]})
     assert [dict(each.variant) for each in plan.history] == [{"twice": False}, {"twice": True}]
     for each, (variant, words, us, peak) in zip(plan.history, plan.variants, strict=True):
@@ -71,7 +71,7 @@ def test_each_variant_has_its_search():
     assert plan.history[1].tried[0].step_time_us > plan.history[0].tried[0].step_time_us
 
 
-def test_the_record_is_the_same_each_time_and_in_json():
+def test_the_record_is_deterministic_and_survives_json():
     plan, again = planned(), autoshard.plan(train_step, *shapes(), target="v5e:2x4", donate_argnums=0)
     assert (plan.history, plan.traffic_us, plan.activations) == (again.history, again.traffic_us, again.activations)
     read = Plan.from_json(plan.to_json())
@@ -79,7 +79,7 @@ def test_the_record_is_the_same_each_time_and_in_json():
         assert getattr(read, name) == getattr(plan, name), name
 
 
-def test_json_has_a_line_for_each_plan_that_was_tried():
+def test_json_has_one_line_for_each_priced_plan():
     lines = [line.strip() for line in planned().to_json().splitlines()]
     for t in planned().history[0].tried:
         assert any(line.startswith(f'["{t.words}", {t.step_time_us}, {t.peak_bytes}, ') for line in lines)
@@ -89,7 +89,7 @@ def test_json_has_a_line_for_each_plan_that_was_tried():
 
 
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:2 tp:4 seq", "dp:8"])
-def test_the_times_of_collectives_are_those_of_the_step(words):
+def test_times_of_collectives_sum_to_the_communication_time_of_the_step(words):
     plan = planned(plan=words)
     assert len(plan.traffic_us) == len(plan.traffic) > 1
     assert sum(us for us, _ in plan.traffic_us) == pytest.approx(plan.estimate.comm_us)
@@ -99,13 +99,13 @@ def test_the_times_of_collectives_are_those_of_the_step(words):
     assert tried.compute_us == plan.estimate.compute_us and 0 < tried.waits_us <= exposed_us(plan) * (1 + 1e-9)
 
 
-def test_what_is_hidden_is_what_can_be():
+def test_only_asynchronous_collectives_are_hidden():
     plan = autoshard.plan(train_step, *shapes(batch=4096), target="v5e:2x4", plan="fsdp:8", donate_argnums=0)
     hidden = {kind for (kind, *_), (us, waits) in zip(plan.traffic, plan.traffic_us, strict=True) if us > waits * 1.001}
-    assert hidden == {"all-gather"}  # of what data parallelism moves, the only kind that v5e's compiler hides
+    assert hidden == {"all-gather"}  # the only collective of data parallelism that v5e's compiler makes asynchronous
 
 
-def test_activations_are_the_batchs_with_their_axes_and_shardings():
+def test_activations_are_listed_with_axes_and_shardings():
     plan = planned(plan="fsdp:2 tp:4 seq")
     found = {one.axes: one for one in plan.activations if one.role == "activation"}
     inner = found["batch", "seq", "ffn"]
@@ -117,11 +117,11 @@ def test_activations_are_the_batchs_with_their_axes_and_shardings():
     held = sum(one.held_bytes for one in plan.activations)
     assert 0 < held <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
     sizes = mesh_sizes(plan)
-    tiles = 128 / 16  # at most: the sequence has 16
+    tiles = 128 / 16  # upper bound: the sequence has size 16
     assert all(one.held_bytes <= one.count * local_bytes(one, sizes) * tiles for one in found.values())
 
 
-def test_links_say_how_devices_are_joined():
+def test_links_give_kind_and_bandwidth():
     assert planned().links == {"y": ("line", 4.5e10), "x": ("line", 4.5e10)}
     rings = autoshard.plan(train_step, *shapes(batch=64), target="v5p:4x4x4", plan="fsdp:64", donate_argnums=0)
     assert {kind for kind, _ in rings.links.values()} == {"ring"}
@@ -130,15 +130,15 @@ def test_links_say_how_devices_are_joined():
 
 
 LOSERS = [
-    (PricedPlan("a", 9.0, 12.0), "does not fit: 2 B too much"),
+    (PricedPlan("a", 9.0, 12.0), "does not fit: 2 B over the limit"),
     (PricedPlan("a", 110.0, 9.0, 80.0), "20.0 us more compute"),
-    (PricedPlan("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "waits 10.0 us longer, most of all for all-gather"),
+    (PricedPlan("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "10.0 us more exposed communication (mostly all-gather)"),
     (PricedPlan("a", 130.0, 9.0, 65.0, "all-gather", 40.0),
-     "waits 25.0 us longer, most of all for all-gather and 5.00 us more compute"),
-    (PricedPlan("a", 100.0001, 9.0, 60.0), "as fast, to 0.01 %"),
+     "25.0 us more exposed communication (mostly all-gather) and 5.00 us more compute"),
+    (PricedPlan("a", 100.0001, 9.0, 60.0), "equally fast, within 0.01 %"),
     (PricedPlan("a", 90.0, 9.0, 60.0), "faster by the estimate"),
     (PricedPlan("a", 90.0, 9.0, 60.0, changed=True),
-     "faster by repeating work, or by too little for a plan that has no name"),
+     "faster, but repeats work or gains too little over the known plans"),
     (PricedPlan("a", 110.0, 9.0), "slower"),
     (PricedPlan("a", math.inf, 9.0), "slower"),
 ]  # fmt: skip

@@ -1,8 +1,9 @@
-"""Variants of a program: which is chosen, what is said of the others, and which of them are compiled."""
+"""Variants of a step: which is chosen, how the others are reported, and which of them are compiled."""
 
 import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,16 +20,22 @@ from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)
+POLICIES = variants_of(TINY) | {"microbatches": [1]}
 
 
 def tiny(**options: Any) -> Plan:
-    """The plan of a tiny workload, over its variants."""
-    given: dict[str, Any] = {"target": "cpu:8", "variants": variants_of(TINY), "donate_argnums": 0} | options
+    """The plan of a tiny workload over variants, by default those that differ in remat policy alone."""
+    given: dict[str, Any] = {"target": "cpu:8", "variants": POLICIES, "donate_argnums": 0} | options
     return plan(*workload_variants(TINY), **given)
 
 
+@cache
+def over_all_variants() -> Plan:
+    return tiny(variants=variants_of(TINY))
+
+
 def test_the_fastest_variant_that_fits_is_chosen():
-    made = tiny()
+    made = over_all_variants()
     assert len(made.variants) == 9
     times = {tuple(v.values()): (peak > made.limit_bytes, us) for v, _, us, peak in made.variants}
     assert times[tuple(made.variant.values())] == min(times.values())
@@ -37,16 +44,16 @@ def test_the_fastest_variant_that_fits_is_chosen():
 
 
 def test_less_memory_takes_another_variant():
-    peaks = {tuple(v.values()): peak for v, _, _, peak in tiny().variants}
+    peaks = {tuple(v.values()): peak for v, _, _, peak in over_all_variants().variants}
     limit = (min(peaks.values()) + sorted(peaks.values())[1]) / 2
     with warnings.catch_warnings():
-        warnings.simplefilter("error", AutoshardWarning)  # what does not fit is not complained of: something does
-        made = tiny(memory_limit_bytes=limit)
+        warnings.simplefilter("error", AutoshardWarning)  # a variant that does not fit is no warning: another fits
+        made = tiny(variants=variants_of(TINY), memory_limit_bytes=limit)
     assert made.fits and peaks[tuple(made.variant.values())] == min(peaks.values())
 
 
-def test_a_function_says_what_is_tried_next():
-    """It is told what became of what it asked for; what was tried before is not tried again."""
+def test_a_function_returns_the_variants_to_try_next():
+    """It gets the attempts so far. A variant that was tried is not tried again."""
     asked: list[list[tuple[Any, bool]]] = []
 
     def following(attempts):
@@ -68,7 +75,7 @@ def test_a_function_says_what_is_tried_next():
         tiny(variants=lambda attempts: [])
 
 
-def test_what_a_function_does_to_its_attempts_changes_nothing():
+def test_a_function_cannot_change_the_attempts():
     def following(attempts):
         for each in attempts:
             each.keywords["remat"] = "none"
@@ -77,8 +84,8 @@ def test_what_a_function_does_to_its_attempts_changes_nothing():
     assert [v["remat"] for v, *_ in tiny(variants=following).variants] == ["full"]
 
 
-def test_as_many_layers_as_fit_take_the_lighter_policy():
-    """Between a policy that does not fit and one that does, layers in turn are searched, and the plan keeps to it."""
+def test_as_many_layers_as_fit_use_the_lighter_policy():
+    """Where one policy does not fit and the next does, policies that layers take in turn are searched."""
     work = workload("gpt-350m")
     search = search_of({"remat": ["none", "dots", "full"], "microbatches": [1]}, work.config.layers)
 
@@ -93,8 +100,8 @@ def test_as_many_layers_as_fit_take_the_lighter_policy():
         assert made.fits and made.variant["remat"] == wanted and len(made.variants) == 3 + ("," in wanted)
 
 
-def test_layers_in_turn_move_what_layers_alike_move():
-    """A loop over groups of layers gathers and reduces as one over layers does, and holds as much."""
+def test_groups_of_layers_cost_what_single_layers_cost():
+    """A loop over groups of layers has the collectives and the memory of a loop over layers."""
     one, two = (
         plan(*workload_step(workload("gpt-350m").with_(remat=remat)), target="v5e:2x4", plan="fsdp:8",
              donate_argnums=0)
@@ -131,7 +138,7 @@ def of_groups(taken: Callable[[jax.Array], Any] | None) -> Callable[..., Any]:
 
 
 def test_layers_can_be_taken_out_of_a_group_in_several_ways():
-    """However it is written, what is moved and held is that of a loop over layers."""
+    """Each way of writing it has the collectives and the memory of a loop over layers."""
     stacks = [jax.ShapeDtypeStruct((8, 512, 2048), "float32"), jax.ShapeDtypeStruct((8, 2048, 512), "float32")]
     x = jax.ShapeDtypeStruct((1024, 512), "float32")
     ways = {"index": lambda a: a, "unstack": jnp.unstack, "split": lambda a: [part[0] for part in jnp.split(a, 2)]}
@@ -142,13 +149,13 @@ def test_layers_can_be_taken_out_of_a_group_in_several_ways():
         assert made.estimate.peak_memory_bytes == pytest.approx(alone.peak_memory_bytes, rel=0.45)
 
 
-def test_what_is_compiled_differs():
+def test_near_duplicates_are_compiled_last():
     ranked = [(1.0, 5.0, "a"), (1.0005, 5.001, "a again"), (1.0006, 9.0, "b"), (1.2, 5.0, "c")]
     assert [name for *_, name in without_near_duplicates(ranked)] == ["a", "b", "c", "a again"]
 
 
-def test_the_text_and_the_json_tell_the_variant():
-    made = tiny()
+def test_the_text_and_the_json_name_the_variant():
+    made = over_all_variants()
     chosen = ", ".join(f"{name}={value}" for name, value in made.variant.items())
     assert f"variant: {chosen}, of 9" in str(made) and "next best variants: " in str(made)
     again = Plan.from_json(made.to_json())
@@ -170,16 +177,16 @@ def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
         return Audit(executable.plan)
 
     monkeypatch.setattr(compiled_time, "verify", verify)
-    made = tiny(verify=4, variants=variants_of(TINY) | {"microbatches": [1]})
+    made = tiny(verify=4)
     assert len(asked) == 4 == len({(*variant.values(), words) for variant, words in asked})
     assert made.variant["remat"] == ("none" if any(v["remat"] == "none" for v, _ in asked) else asked[0][0]["remat"])
     assert len(made.audits) == 4 and made.notes[-1].startswith("the fastest of 4 compiled for cpu:8: ")
-    ranked = sorted(us for _, _, us, _ in tiny(variants=variants_of(TINY) | {"microbatches": [1]}).variants)
+    ranked = sorted(us for _, _, us, _ in tiny().variants)
     assert made.estimate.step_time_us >= ranked[0]
 
 
-def test_what_hardly_does_not_fit():
-    """The fastest that takes up to a quarter more, and one up to half more where that is faster still."""
+def test_candidates_slightly_over_the_limit():
+    """The fastest that exceeds the limit by at most 25 %, and a faster one that exceeds it by at most 50 %."""
     asked, one, measured = contest(2, 0), contest(1, 0), contest(0, 2)
     assert asked is not None and one is not None and measured is not None
     near, far, slow, huge = (8.0, 1.2, "near"), (7.0, 1.4, "far"), (8.5, 1.1, "slow"), (1.0, 1.6, "huge")
@@ -191,8 +198,8 @@ def test_what_hardly_does_not_fit():
 
 
 @pytest.mark.parametrize("compiled", [0.9, 1.1])
-def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
-    """XLA computes again what does not fit: a variant that is faster may do all the same, or not."""
+def test_candidates_slightly_over_the_limit_are_compiled_too(monkeypatch, compiled):
+    """XLA rematerializes what does not fit, so a faster variant may fit once compiled."""
     variants = {"remat": ["none", "full"], "microbatches": [1]}
     peaks = {choice["remat"]: peak for choice, _, _, peak in tiny(variants=variants).variants}
     limit = peaks["none"] / 1.1
@@ -213,7 +220,7 @@ def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
     assert [each.fits for each in asked] == [True, True, False]
     if compiled < 1:
         assert made.variant["remat"] == "none" and not made.fits and len(made.audits) == 3
-        assert "XLA computes again what does not fit" in made.notes[-2]
+        assert "XLA rematerializes what does not fit" in made.notes[-2]
         assert "as it was compiled, not by the estimate" in str(made)
     else:
         assert made.variant["remat"] == "full" and made.fits
@@ -221,7 +228,7 @@ def test_what_hardly_does_not_fit_is_compiled_too(monkeypatch, compiled):
 
 
 def test_a_variant_can_be_called():
-    """What is run is the variant that was chosen."""
+    """The plan runs the variant that was chosen."""
 
     def fn(x, *, times):
         return jnp.tanh(x) * times
@@ -230,30 +237,32 @@ def test_a_variant_can_be_called():
     assert float(made.jit()(jnp.ones((8, 4)))[0, 0]) == pytest.approx(3 * float(jnp.tanh(1.0)))
 
 
-def test_what_changes_numbers_is_no_variant():
+def test_variants_that_change_numbers_are_left_out():
     for name in ("moe-tiny", "mixtral-tiny", "wide-resnet-tiny"):
         assert variants_of(workload(name))["microbatches"] == [1]
         assert variants_of(workload(name), numerics=True)["microbatches"] == [1, 2, 4]
     assert variants_of(workload("gpt-tiny").with_(batch_size=6))["microbatches"] == [1, 2]
 
 
-def test_the_command_searches_what_is_not_given(capsys):
+def test_the_command_searches_what_no_option_sets(capsys):
     assert command.run(["gpt-tiny", "--target", "cpu:8"]) == 0
     assert ", of 9" in capsys.readouterr().out
     assert command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots", "--microbatches", "2"]) == 0
     assert "variant: remat=dots, microbatches=2, of 1" in capsys.readouterr().out
-    assert command.run(["moe-tiny", "--target", "cpu:8"]) == command.run(
-        ["moe-tiny", "--target", "cpu:8", "--allow-numerics"]
-    )
-    assert re.findall(", of [0-9]", capsys.readouterr().out) == [", of 3", ", of 9"]
-    wish = ["--plan", "fsdp:4 tp:2", "--explain", "0/params/blocks/attention/wq=-,-,-,fsdp+tp"]
-    assert command.run(["gpt-tiny", "--target", "cpu:8", *wish, "--fixed", "*/w_up=-,tp,fsdp"]) == 0
+    moe = ["moe-tiny", "--target", "cpu:8", "--remat", "full"]
+    assert command.run(moe) == command.run([*moe, "--allow-numerics"]) == 0
+    assert re.findall(", of [0-9]", capsys.readouterr().out) == [", of 1", ", of 3"]
+    one = ["gpt-tiny", "--target", "cpu:8", "--remat", "dots", "--microbatches", "1", "--plan", "fsdp:4 tp:2"]
+    wish = ["--explain", "0/params/blocks/attention/wq=-,-,-,fsdp+tp"]
+    assert command.run([*one, *wish, "--fixed", "*/w_up=-,tp,fsdp"]) == 0
     said = capsys.readouterr().out
     assert "wq: P(None, None, None, ('fsdp', 'tp')) instead of P(" in said
     assert re.search(r"w_up .* -> P\(None, 'tp', 'fsdp'\)|w_up .*fixed", said)
     with pytest.raises(ConfigError, match="has no sharding: write a path and the mesh axes of each dimension"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--fixed", "*/w_up"])
-    with pytest.raises(ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 scanned layers .* groups of 3"):
+    with pytest.raises(
+        ConfigError, match="gpt-tiny: GPTConfig: remat is 'dots,full,dots'; 2 scanned layers .* groups of 3"
+    ):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "dots,full,dots"])
     with pytest.raises(ConfigError, match="remat is 'some'"):
         command.run(["gpt-tiny", "--target", "cpu:8", "--remat", "some"])

@@ -1,4 +1,4 @@
-"""What else could have been chosen for a tensor: what `explain` says of it is what planning with it fixed gives."""
+"""The alternatives that `explain` prices equal plans with the alternative fixed."""
 
 import re
 from functools import cache
@@ -41,7 +41,7 @@ def flat(text: str) -> str:
 
 
 @pytest.mark.parametrize(("words", "path"), [("zero1:8", WQ), ("fsdp:8", "0/params/embed"), ("fsdp:2 tp:4 seq", "1/x")])
-def test_a_choice_costs_what_the_plan_costs_that_has_it(words, path):
+def test_an_alternative_costs_what_its_plan_costs(words, path):
     found = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
     assert len({tuple(c.fixed.items()) for c in found}) == len(found) >= 2
     for choice in found:
@@ -50,20 +50,20 @@ def test_a_choice_costs_what_the_plan_costs_that_has_it(words, path):
     assert [c.step_time_us for c in found] == sorted(c.step_time_us for c in found)
 
 
-def test_explain_shows_the_next_best_choice_and_what_it_costs():
+def test_explain_shows_the_next_best_alternative_with_its_cost():
     plan = planned("fsdp:8")
     best = neighbouring_specs(bound_or_error(plan.bound), [leaf(plan, WQ)])[0]
     whole = with_fixed("fsdp:8", {WQ: P(), MOMENT: P()}).estimate
     text = plan.explain(WQ)
     assert f"P({', '.join(map(repr, best.fixed[WQ]))})" in text
-    assert "other choices (all else as planned: step " in text and "its moment stored alike" in text
+    assert "alternatives (all else as planned: step " in text and "; its moment sharded the same way):" in text
     step = change_text(whole.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
     memory = change_text(whole.peak_memory_bytes, plan.estimate.peak_memory_bytes, bytes_text, 1e-3)
-    assert re.search(rf"P\(\) +dearer: +step {re.escape(step)}, memory {re.escape(memory)}", text)
+    assert re.search(rf"P\(\) +slower: +step {re.escape(step)}, memory {re.escape(memory)}", text)
     assert step.startswith("+") and step.endswith(" %)")
 
 
-def test_a_choice_that_does_not_fit_is_infeasible():
+def test_an_alternative_that_does_not_fit_is_infeasible():
     limit = planned("fsdp:8").estimate.peak_memory_bytes + 100
     plan = planned("fsdp:8", memory_limit_bytes=limit)
     table = next(
@@ -76,76 +76,76 @@ def test_a_choice_that_does_not_fit_is_infeasible():
     assert re.search(rf"P\(\) infeasible: .*{over} over the limit of", flat(plan.explain("params/embed")))
 
 
-def test_nothing_is_said_of_what_cannot_be_cut():
-    assert "other choices" not in planned().explain("0/count") + planned().explain("1/loss")
-    assert "other choices" not in autoshard.plan(train_step, *shapes(), target="cpu:1").explain(WQ)
-    assert "other choices" not in Plan.from_json(planned().to_json()).explain(WQ)
+def test_tensors_that_cannot_be_sharded_have_no_alternatives():
+    assert "alternatives" not in planned().explain("0/count") + planned().explain("1/loss")
+    assert "alternatives" not in autoshard.plan(train_step, *shapes(), target="cpu:1").explain(WQ)
+    assert "alternatives" not in Plan.from_json(planned().to_json()).explain(WQ)
 
 
 # wishes
 
 
-def test_a_wish_is_priced_as_the_plan_that_has_it():
+def test_a_wish_costs_what_its_plan_costs():
     plan = planned("fsdp:8")
     text = flat(plan.explain(WQ, P()))
-    # gathered once updated, instead of before it is used
+    # The parameter is gathered after its update instead of before its use.
     assert text.startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time under this plan (fsdp:8): step ")
     alone, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
-    assert alone.step_time_us < both.step_time_us  # so the moment stays where it is
+    assert alone.step_time_us < both.step_time_us  # so the moment keeps its sharding
     change = change_text(alone.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
     assert f"step {time_text(alone.step_time_us)}, {change}; memory {bytes_text(alone.peak_memory_bytes)}" in text
     change = change_text(both.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
-    assert f"alone; with its moment stored alike: step {change}" in text
-    assert f"to have it so: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
+    assert f"alone; with its moment sharded the same way: step {change}" in text
+    assert f"to get it: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
 
 
-def test_a_wish_is_planned_anew_too():
+def test_a_search_around_the_wish_is_priced_too():
     spec = P(None, None, "tp")
     asked = flat(planned("dp:2 tp:4").explain(WQ, spec))
     around = min(with_fixed(None, dict.fromkeys(f, spec)).estimate.step_time_us for f in ([WQ], [WQ, MOMENT]))
-    # compared with the best plan without the wish, not with the one that was asked for
+    # compared with the best plan without the wish, not with the requested plan
     best = planned(None)
     change = change_text(around, best.estimate.step_time_us, time_text, 1e-3)
-    assert f"against {best.chosen} without it): step {time_text(around)}, {change};" in asked
+    assert f"; without it {best.chosen}): step {time_text(around)}, {change};" in asked
 
 
-def test_a_wish_that_ties_or_is_there_already():
+def test_a_wish_that_ties_or_is_already_planned():
     plan = planned("fsdp:8")
     assert ": a tie under this plan (fsdp:8): " in flat(plan.explain(WQ, P(None, "fsdp")))
-    assert "P('fsdp', None) is how it is stored already" in flat(plan.explain(WQ, P("fsdp", None)))
+    assert "P('fsdp', None) is its sharding already" in flat(plan.explain(WQ, P("fsdp", None)))
 
 
-def test_a_wish_can_be_cheaper():
-    """What was fixed badly is better undone; under the same words it is the plan without it."""
+def test_a_wish_can_be_faster():
+    """A bad fixed sharding is undone. The result is the same strategy without it."""
     plan = with_fixed("fsdp:8", {WQ: P(), MOMENT: P()})
     text = flat(plan.explain(WQ, P("fsdp")))
-    assert re.match(rf"{WQ}: P\('fsdp'\) instead of P\(\): cheaper", text)
+    assert re.match(rf"{WQ}: P\('fsdp'\) instead of P\(\): faster", text)
     assert f"step {time_text(planned('fsdp:8').estimate.step_time_us)}, -" in text
-    assert "with its moment stored alike" in text
+    assert "with its moment sharded the same way" in text
 
 
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [
-        (P(None, None, "tp", "fsdp"), "has 4 entries, the array has 3 dimensions"),
+        (P(None, None, "tp", "fsdp"), "has 4 entries, but the array has 3 dimensions"),
         (P("model"), "names mesh axis 'model'"),
         (P("tp", "tp"), "uses mesh axis 'tp' twice"),
         (P(None, None, ("tp", "fsdp")), r"dim 2 has size 4, not divisible by mesh axes \('tp', 'fsdp'\) \(8\)"),
-        (("nothing",), "is no logical axis"),
+        (("nothing",), "has no logical axis 'nothing'"),
     ],
 )
-def test_a_wish_that_cannot_be_says_why(wish, reason):
+def test_an_infeasible_wish_gives_the_reason(wish, reason):
     text = flat(planned().explain(WQ, wish))
     assert re.match(rf"{WQ}: .* instead of P\('fsdp', 'tp'\): infeasible", text)
-    assert re.search(f"cannot be: .*{reason}", text) and text.count("has 4 entries") <= 1
+    assert re.search(f"infeasible: .*{reason}", text) and text.count("has 4 entries") <= 1
 
 
-def test_a_wish_by_names_says_what_it_means_here():
+def test_a_wish_by_logical_axes_shows_its_partition_spec():
     text = flat(planned("fsdp:8").explain(WQ, (None, "heads")))
     assert text.startswith(f"{WQ}: (None, 'heads'), under this plan P(), instead of P('fsdp'): ")
 
 
-def test_a_wish_for_several():
+def test_a_wish_for_several_tensors():
     text = flat(planned().explain("*/attention/w[qk]", P()))
     assert text.startswith("0/moments/attention/wk and 3 more: P() instead of P('fsdp', 'tp'): ")
 
@@ -153,13 +153,13 @@ def test_a_wish_for_several():
 @pytest.mark.parametrize(
     ("path", "wish", "message"),
     [
-        (WQ, 8, "wish is 8; give a PartitionSpec, or names of logical axes"),
+        (WQ, 8, "wish is 8; give a PartitionSpec, or a logical axis or None"),
         (WQ, {"wq": P()}, "wish is .*; give a PartitionSpec"),
-        ("1/loss", P(), "'1/loss' is a result, which cannot be fixed.*Ask about an input"),
+        ("1/loss", P(), "'1/loss' is a result, which cannot be fixed.*Give the path of an input"),
         ("wz", P(), "no input or result is called 'wz'"),
     ],
 )
-def test_what_is_no_wish(path, wish, message):
+def test_invalid_wishes_are_refused(path, wish, message):
     with pytest.raises(PlanError, match=message):
         planned().explain(path, wish)
 
@@ -169,7 +169,7 @@ def test_a_wish_needs_the_function():
         Plan.from_json(planned().to_json()).explain(WQ, P())
 
 
-def test_a_plan_that_was_read_prices_wishes_as_the_one_that_was_written():
+def test_a_plan_read_from_json_prices_wishes_alike():
     plan = planned("fsdp:8")
     again = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
     ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, again))
@@ -185,7 +185,7 @@ def test_the_moments_of_a_parameter():
     assert "the 2 moments" in plan.explain("0/0/w", P(None, plan.mesh.axis_names[0])) + plan.explain("0/0/w", P())
 
 
-def test_moments_of_layers_that_are_alike_stay_apart():
+def test_moments_of_equal_layers_are_told_apart():
     def step(state, x):
         params, moments = state
         grads = jax.grad(lambda ps: sum(jnp.mean(jnp.tanh(x @ p["w"]) ** 2) for p in ps))(params)
@@ -199,7 +199,7 @@ def test_moments_of_layers_that_are_alike_stay_apart():
     assert [x.path[-3:] for x in moments_of(plan, [leaf(plan, parameter)])] == ["1/w"]
 
 
-# what is fixed is paid for
+# the cost of fixed shardings
 
 
 def scanned(state, x):
@@ -217,11 +217,11 @@ def scan_plan(words, spec=None):
 
 @pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_stack_that_is_fixed_in_parts_is_gathered_for_its_loop(words, dim):
+def test_a_stack_with_a_fixed_sharding_is_gathered_for_its_loop(words, dim):
     plan = scan_plan(words, P(*[None] * dim, words.partition(":")[0]))
     gathered = sum(size for kind, _, size, _ in plan.traffic if kind == "all-gather")
     assert gathered >= 7 / 8 * 8 * 512 * 512 * 4  # the whole stack, at least once
-    if dim == 0:  # along the loop: all of it lies there at once
+    if dim == 0:  # sharded along the loop: the whole stack is in memory at once
         assert plan.estimate.peak_memory_bytes > scan_plan(words).estimate.peak_memory_bytes
     text = (
         bound_or_error(plan.bound)
@@ -233,7 +233,7 @@ def test_a_stack_that_is_fixed_in_parts_is_gathered_for_its_loop(words, dim):
     assert "all-gather" in text
 
 
-def test_pin_plan_again_and_compare():
+def test_fix_plan_again_and_compare():
     searched = planned(None)
     spec = P() if leaf(searched, WQ).spec != P() else P(searched.mesh.axis_names[0])
     again = with_fixed(searched.chosen, {WQ: spec, MOMENT: spec})
@@ -241,4 +241,4 @@ def test_pin_plan_again_and_compare():
     assert "input attention/wq x2: " in text and text.count("input ") == 1
     assert f"{time_text(searched.estimate.step_time_us)} -> {time_text(again.estimate.step_time_us)}" in text
     assert again.estimate.step_time_us > searched.estimate.step_time_us
-    assert "as it was fixed" in flat(again.explain(WQ)) or spec == P()
+    assert "fixed by the user" in flat(again.explain(WQ)) or spec == P()

@@ -1,4 +1,4 @@
-"""The fastest candidate that fits is the one, whatever the memory."""
+"""The search chooses the fastest candidate that fits."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.sharding.programs import mlp_loss, mlp_state
 
 
 def train_step():
-    """A step of many small tensors, fastest with its parameters whole on each device: a message costs its latency."""
+    """A step of many small tensors. It is fastest with replicated parameters, because messages cost latency."""
     state = jax.eval_shape(lambda: [mlp_state(hidden=32) for _ in range(6)])
 
     def step(state, x):
@@ -23,7 +23,7 @@ def train_step():
     return step, state, jax.ShapeDtypeStruct((2**10, 64), "float32")
 
 
-def test_the_fastest_candidate_that_fits_is_taken():
+def test_the_fastest_candidate_that_fits_is_chosen():
     options: Any = dict(target="h100:8", donate_argnums=0)
     free = plan(*train_step(), **options)
     peaks = {name: peak for name, _, peak in free.candidates}
@@ -37,14 +37,14 @@ def test_the_fastest_candidate_that_fits_is_taken():
         plan(*train_step(), memory_limit_bytes=min(peaks.values()) - 1, **options)
 
 
-def test_a_candidate_has_the_price_that_it_has_alone():
+def test_a_candidate_has_the_same_price_when_it_is_requested():
     options: Any = dict(target="h100:8", donate_argnums=0)
     for name, step_time_us, peak in plan(*train_step(), **options).candidates:
         alone = plan(*train_step(), plan=name, **options).estimate
         assert (step_time_us, peak) == pytest.approx((alone.step_time_us, alone.peak_memory_bytes)), name
 
 
-def test_a_fast_variant_that_does_not_fit_loses_to_a_slow_one_that_does():
+def test_a_slow_variant_that_fits_is_preferred_to_a_fast_one_that_does_not():
     def fn(x, w, *, careful):
         if not careful:
             return jnp.tanh(jnp.einsum("bk,ckn->bcn", x, w)).sum((1, 2))
@@ -63,10 +63,10 @@ def test_a_fast_variant_that_does_not_fit_loses_to_a_slow_one_that_does():
     assert made.estimate.step_time_us > fast.estimate.step_time_us
 
 
-def test_no_device_is_left_idle_for_nothing():
+def test_no_mesh_axis_is_idle_without_gain():
     def step(params, tokens):
         def loss(params):
-            x = params["table"][tokens]  # [batch, 9, 64]: nine positions cannot be cut by 2
+            x = params["table"][tokens]  # [batch, 9, 64]: nine positions are not divisible by 2
             return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))

@@ -1,4 +1,4 @@
-"""What padding an axis that no plan may cut would win: the same as the plan of the padded program says."""
+"""The reported gain of padding equals that of the plan of the padded program."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ def planned(vocab: int, words: str, **options) -> Plan:
 
 def test_the_padded_price_is_that_of_the_padded_program():
     found, padded = planned(50257, "tp:8"), planned(50264, "tp:8")
-    (said,) = found.padding
-    assert (said.axis, said.size, said.ways, said.padded, said.words) == ("vocab", 50257, 8, 50264, "tp:8")
-    assert said.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)
-    assert said.peak_memory_bytes == pytest.approx(padded.estimate.peak_memory_bytes, rel=0.02)
-    assert said.step_time_us < 0.95 * found.estimate.step_time_us
+    (padding,) = found.padding
+    assert (padding.axis, padding.size, padding.padded) == ("vocab", 50257, 50264)
+    assert (padding.ways, padding.words) == (8, "tp:8")
+    assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)
+    assert padding.peak_memory_bytes == pytest.approx(padded.estimate.peak_memory_bytes, rel=0.02)
+    assert padding.step_time_us < 0.95 * found.estimate.step_time_us
     assert not padded.padding
 
 
-def test_every_report_says_it():
+def test_every_report_has_it():
     found = planned(50257, "tp:8")
-    words = r"vocab 50257 is not divisible by 8: padded to 50264 it would be \d+ ms \(-\d+\.\d %\) and [\d.]+ GiB less"
+    gain = r"\d+ ms \(-\d+\.\d %\) and [\d.]+ GiB less"
+    words = rf"vocab 50257 is not divisible by 8. Padded to 50264, a step would take {gain}"
     again = Plan.from_json(found.to_json())
     assert again.padding == found.padding
     for text in (str(found), found.explain("embed"), str(again)):
         assert re.search(words, " ".join(text.split())), text
-    assert "padded to" not in found.explain("wq")
+    assert "Padded to" not in found.explain("wq")
 
 
-def test_the_page_says_it(tmp_path):
+def test_the_page_has_it(tmp_path):
     planned(50257, "tp:8").to_html(tmp_path / "plan.html")
-    assert "padded to 50264" in (tmp_path / "plan.html").read_text()
+    assert "Padded to 50264" in (tmp_path / "plan.html").read_text()
 
 
-def test_nothing_is_said_of_what_wins_nothing():
-    """Four devices that repeat some logits lose less than half of a per cent, ZeRO stores along another dimension."""
+def test_padding_without_gain_is_not_reported():
+    """With tp:4, repeated logits cost less than 0.5 %. ZeRO stores the state along another dimension."""
     assert not planned(50257, "dp:2 tp:4 seq").padding
     assert not planned(50257, "fsdp:8").padding
 
 
-def test_it_is_said_where_it_would_fit():
+def test_the_error_names_padding_with_which_the_plan_fits():
     with pytest.raises(PlanError, match="or vocab padded from 50257 to 50264"):
         planned(50257, "tp:8", memory_limit_bytes=8 * 2**30)
 
@@ -70,21 +72,21 @@ def shapes(hidden: int, embed: int = 1001) -> tuple[dict[str, jax.ShapeDtypeStru
     return weights, array((4096, embed), "float32")
 
 
-def test_an_alternative_that_padding_makes_the_best():
-    """The plan cuts the batch; were the hidden size a little longer, cutting that would be faster."""
+def test_another_plan_that_is_the_best_with_padding():
+    """The plan shards the batch. With a slightly larger hidden size, sharding that would be faster."""
     array = jax.ShapeDtypeStruct
     weights = {"up": array((1024, 65535), "float32"), "down": array((65535, 1024), "float32")}
     found = plan(train, weights, array((64, 1024), "float32"), target="h100:1x8", donate_argnums=0)
-    (said,) = found.padding
-    assert (said.size, said.padded) == (65535, 65536)
-    assert said.words != found.chosen and "tp" in said.words
+    (padding,) = found.padding
+    assert (padding.size, padding.padded) == (65535, 65536)
+    assert padding.words != found.chosen and "tp" in padding.words
     weights = {"up": array((1024, 65536), "float32"), "down": array((65536, 1024), "float32")}
     padded = plan(train, weights, array((64, 1024), "float32"), target="h100:1x8", donate_argnums=0)
-    assert said.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.1)
+    assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.1)
 
 
-def test_state_that_no_dimension_lets_store_in_parts():
-    """fsdp over sizes that 8 does not divide: the state is whole on each device; one dimension padded, it is not."""
+def test_state_without_a_divisible_dimension():
+    """With fsdp:8 and no size divisible by 8, the state is replicated. With one dimension padded, it is sharded."""
     found = plan(train, *shapes(20001), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
     padded = plan(train, *shapes(20008), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
     whole, parts = (sum(p.estimate.memory_bytes["parameter"] for p in [each]) for each in (found, padded))
@@ -106,11 +108,11 @@ def attention(heads: int) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDty
     return weights, jax.ShapeDtypeStruct((65536, 1024), "float32")
 
 
-def test_heads_that_more_devices_share():
-    """Three query groups of each of seven key-value heads over four devices, or of eight heads."""
+def test_padding_of_key_value_heads():
+    """Seven key-value heads with three query groups each, over four devices, padded to eight heads."""
     gradient = jax.grad(grouped)
     found = plan(gradient, *attention(7), target="h100:1x8", plan="dp:2 tp:4")
     padded = plan(gradient, *attention(8), target="h100:1x8", plan="dp:2 tp:4")
-    (said,) = [p for p in found.padding if p.size == 7]
-    assert said.padded == 8
-    assert said.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)
+    (padding,) = [p for p in found.padding if p.size == 7]
+    assert padding.padded == 8
+    assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)

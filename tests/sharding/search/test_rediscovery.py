@@ -1,4 +1,4 @@
-"""What experts know, found again: asked of plans for published sizes, not of their names."""
+"""The search rediscovers expert plans for models of published sizes. The tests look at shardings, not at names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def made(name: str, target: str, **changes) -> Plan:
 
 
 def axes(found: Plan, end: str, dim: int) -> set[str]:
-    """The mesh axes that cut a dimension of the one parameter or batch leaf whose path ends so."""
+    """The mesh axes that shard a dimension of the one parameter or batch leaf whose path ends with `end`."""
     (leaf,) = [leaf for leaf in found.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
     spec = (*leaf.spec, *[None] * len(leaf.shape))
     entry = spec[dim]
@@ -27,7 +27,7 @@ def axes(found: Plan, end: str, dim: int) -> set[str]:
 
 
 def sums(found: Plan, over: set[str]) -> dict[str, float]:
-    """Bytes sent by kind, of what moves over these mesh axes and no others."""
+    """Kind of collective -> bytes sent by those over these mesh axes only."""
     named = {kind: 0.0 for kind, *_ in found.traffic}
     for kind, names, size, _ in found.traffic:
         named[kind] += size if set(names.split()) <= over else 0.0
@@ -35,7 +35,7 @@ def sums(found: Plan, over: set[str]) -> dict[str, float]:
 
 
 def kinds(found: Plan, where: str) -> set[str]:
-    """The collectives at the lines of a function."""
+    """The kinds of collectives at source lines of a function."""
     return {kind for kind, _, _, line in found.traffic if line.endswith(f"({where})")}
 
 
@@ -45,7 +45,7 @@ def whole(found: Plan) -> set[str]:
 
 
 def test_column_then_row_for_a_large_model_and_a_short_batch():
-    """Megatron's pairs: what one product makes in parts the next one sums up, over one and the same axes."""
+    """Megatron's pairs: one matrix is sharded by columns and the next by rows, over the same mesh axes."""
     found = made("llama2-70b", "v5p:8x8x4", batch_size=64)
     columns = axes(found, "mlp/w_up", 2), axes(found, "mlp/w_gate", 2), axes(found, "attention/wq", 2)
     rows = axes(found, "mlp/w_down", 1), axes(found, "attention/wo", 1)
@@ -54,8 +54,8 @@ def test_column_then_row_for_a_large_model_and_a_short_batch():
     assert found.fits
 
 
-def test_the_sequence_is_cut_between_the_pairs():
-    """The residual stream in parts along its sequence: sums are scattered into it, and gathered from it."""
+def test_the_sequence_is_sharded_between_the_pairs():
+    """The residual stream is sharded by its sequence: sums are reduce-scattered into it, and gathered from it."""
     found = made("llama2-70b", "v5p:8x8x4", batch_size=64)
     tensor = axes(found, "mlp/w_up", 2) & axes(found, "mlp/w_down", 1)
     over = {a: found.axis_rules[a] for a in tensor}
@@ -71,9 +71,9 @@ def test_the_sequence_is_cut_between_the_pairs():
 
 
 def test_zero_3_for_a_model_of_medium_size_and_a_large_batch():
-    """The batch over all devices, every parameter over a group of 32 or more, and no weight cut for compute.
+    """All devices shard the batch, groups of 32 or more shard each parameter, and no weight is sharded for compute.
 
-    On three rings XLA makes an all-reduce of a gather: 14 % slower, compiled, than two groups that have two each.
+    XLA compiles a gather over three rings to an all-reduce. This is 14 % slower than two groups with two rings each.
     """
     found = made("llama2-7b", "v5p:4x4x4", batch_size=128, context=2048)
     assert axes(found, "1/inputs", 0) == whole(found)
@@ -89,7 +89,7 @@ def test_zero_3_for_a_model_of_medium_size_and_a_large_batch():
 
 
 def test_zero_3_costs_two_gathers_and_one_reduction_of_each_parameter():
-    """Alpa's closed form, on a ring, where a sum can be scattered; what is all-reduced is next to nothing."""
+    """Alpa's closed form, on a ring, where sums can be reduce-scattered. Almost nothing is all-reduced."""
     found = plan(
         *workload_step(workload("gpt-1.3b").with_(batch_size=64)), target="h100:1x8", plan="fsdp:8", donate_argnums=0
     )
@@ -104,8 +104,8 @@ def test_zero_3_costs_two_gathers_and_one_reduction_of_each_parameter():
     assert sent.get("all-reduce", 0) < 0.02 * sent["all-gather"]
 
 
-def test_the_batch_alone_is_cut_for_a_convolutional_model():
-    """No channel of a Wide-ResNet is cut for compute, and the batch over all devices: data parallelism."""
+def test_a_convolutional_model_is_data_parallel():
+    """All devices shard the batch of a Wide-ResNet, and no channel is sharded for compute."""
     found = made("wide-resnet-250m", "v5e:4x4", batch_size=1536)
     assert axes(found, "1/images", 0) == whole(found) == axes(found, "1/labels", 0)
     assert not kinds(found, "Conv.__call__") & {"all-to-all", "collective-permute"}
@@ -113,8 +113,8 @@ def test_the_batch_alone_is_cut_for_a_convolutional_model():
     assert batch == whole(found)
 
 
-def test_the_loss_of_a_large_vocabulary_stays_in_parts():
-    """Vocabulary-parallel: logits are never gathered, the loss sums a number a token."""
+def test_the_loss_of_a_large_vocabulary_stays_sharded():
+    """Vocabulary-parallel: logits are never gathered, and the loss sums one number per token."""
     work = workload("gpt-350m").with_(batch_size=16, vocab=262_144)
     found = plan(*workload_step(work), target="v5e:4x4", plan="tp:16", donate_argnums=0)
     assert axes(found, "params/embed", 0) == {"tp"}

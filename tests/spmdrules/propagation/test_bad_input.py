@@ -284,7 +284,7 @@ SPECS = {
     "fixed, longer": (
         planned({"1": P("data", None, None)}),
         "auto_shard(affine): fixed '1': P('data', None, None) has 3 "
-        "entries, the array has 2 dimensions (8, 16). Drop the last ones",
+        "entries, but the array has 2 dimensions (8, 16). Drop the last entries",
     ),
     "fixed, an axis twice": (
         planned({"1": P("data", "data")}),
@@ -292,7 +292,7 @@ SPECS = {
     ),
     "fixed, an unknown axis": (
         planned({"1": P("expert")}),
-        "fixed '1': .* names mesh axis 'expert', the mesh has {'data': 2"
+        "fixed '1': .* names mesh axis 'expert', but the mesh has {'data': 2"
         ", 'model': 4}; give mesh= with the names that the specs use",
     ),
     "fixed, no axis": (planned({"1": P(3)}), "fixed '1': P(3,); give {path glob: PartitionSpec} on a named mesh"),
@@ -311,7 +311,7 @@ SPECS = {
     "fixed, no table": (planned([P("data")]), "fixed is [P('data',)]; give {path glob: PartitionSpec}"),
     "fixed, no logical axis": (
         planned({"1": ("batch", "foo")}),
-        "fixed '1' names ['foo'], which is no logical axis; there",
+        "fixed '1': the program has no logical axis 'foo'; it has",
     ),
     "auto_shard": (
         lambda: auto_shard(affine, mesh=MESH, fixed={"0/w": P("x")})(*jax.tree.map(jnp.zeros_like, ARGS)),

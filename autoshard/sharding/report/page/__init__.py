@@ -1,7 +1,7 @@
-"""A plan as one self-contained page: `plan.to_html(path)`.
+"""A plan as one self-contained HTML page: `plan.to_html(path)`.
 
-Nothing comes from anywhere else, and the page forbids it: it can be mailed, kept beside a run, or opened from a
-cluster. Its one script is allowed by its digest, so that no name in a program can become another.
+The page makes no external request, and its Content-Security-Policy forbids them, so it can be mailed or kept with a
+run. The policy allows one script, by its digest: a name from a program can never run as a script.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}';
 
 
 def to_html(plan: ShardingPlan, path: Any) -> None:
-    """Writes the plan as one self-contained page.
+    """Write the plan as one self-contained HTML page.
 
     Args:
-        plan: the plan.
-        path: file to write.
+        plan: The plan.
+        path: The file to write.
     """
     Path(path).write_text(page(plan), encoding="utf-8")
 
 
 def page(plan: ShardingPlan) -> str:
-    """The page's HTML."""
+    """Return the HTML of the page."""
     paint = Paint(plan)
     parts = [
         ("mesh", "Mesh", mesh_section(plan, paint),
-         "Each mesh axis on the machine: the devices in blue work together, and so does every other such group."),
+         "The devices of the machine, once for each mesh axis: one group along the axis is blue."),
         ("axes", "Logical axes", legend(paint) if paint.number else "",
-         "Every dimension of every tensor is one of these. Press one to see the tensors that have it."),
-        ("time", "Time of a step", time_section(plan), "Estimated."),
-        ("memory", "Memory of a device", memory_section(plan), "At the worst moment of a step, estimated."),
+         "Each tensor dimension is one of these. Click one to show the tensors that have it."),
+        ("time", "Step time", time_section(plan), "Estimated. Exposed time is not hidden by compute."),
+        ("memory", "Memory per device", memory_section(plan), "Estimated, at the peak of a step."),
         ("search", "Search", search_section(plan), ""),
-        ("collectives", "Collectives of a step", collectives_section(plan, paint),
-         "Bytes that leave each device, and the line of code because of which they do."),
+        ("collectives", "Collectives per step", collectives_section(plan, paint),
+         "Bytes that each device sends, and the source line that causes it."),
         ("tensors", "Tensors", tensors_section(plan, paint),
-         "Each dimension in the colour of its logical axis; filled where a mesh axis cuts it, dashed where that is in "
-         "storage alone and it is gathered for use. Press a name to see why, and every path."),
+         "Each dimension has the colour of its logical axis. Filled: sharded by a mesh axis. Dashed: sharded in "
+         "storage only, gathered for use. Click a name for the reasons and all paths."),
         ("notes", "Notes", _notes(plan), ""),
     ]  # fmt: skip
     shown = [part for part in parts if part[2]]
@@ -66,38 +66,38 @@ def page(plan: ShardingPlan) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>Plan: {escape(title(plan))}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"/>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<style>{STYLE}{paint.style}</style>'
-        f'</head>\n<body><main>{_head(plan)}<nav aria-label="Parts of this page">{links}</nav>\n{body}\n</main>'
+        f'</head>\n<body><main>{_head(plan)}<nav aria-label="Sections">{links}</nav>\n{body}\n</main>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
 def _head(plan: ShardingPlan) -> str:
-    found = verdict(plan)
+    reason = verdict(plan)
     rivals = "".join(
-        f"<li>{escape(name)} <small>{escape(ratio)} the step time</small></li>" for name, ratio, _ in found.rivals
+        f"<li>{escape(name)} <small>{escape(ratio)} the step time</small></li>" for name, ratio, _ in reason.rivals
     )
-    then = f'<p class="next">Next best:</p><ul class="next">{rivals}</ul>' if rivals else ""
+    next_best = f'<p class="next">Next best:</p><ul class="next">{rivals}</ul>' if rivals else ""
     variant = f'<p class="variant">Variant: {escape(variant_text(plan.variant))}</p>' if plan.variant else ""
     return (
         f'<header><h1>{escape(title(plan))}</h1><p class="mesh">{escape(mesh_text(plan))}</p>'
-        f"<p>Plan: {escape(found.sentence)}.</p>{variant}{then}</header>"
+        f"<p>Plan: {escape(reason.sentence)}.</p>{variant}{next_best}</header>"
         f'<div class="cards">{"".join(_card(*each) for each in _cards(plan))}</div>'
     )
 
 
 def _cards(plan: ShardingPlan) -> list[tuple[str, str, str]]:
     estimate = plan.estimate
-    cards = [("a step", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} of it waiting for traffic")]
+    cards = [("step time", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} exposed communication")]
     if plan.alone:
-        speed = ratio_text(plan.alone.step_time_us, estimate.step_time_us)
-        cards.append(("against one device", speed, f"as fast, on {devices(plan)} devices"))
+        speedup = ratio_text(plan.alone.step_time_us, estimate.step_time_us)
+        cards.append(("speedup", speedup, f"on {devices(plan)} devices, over one"))
     limit = f"{percent_text(estimate.peak_memory_bytes, plan.limit_bytes)} of {bytes_text(plan.limit_bytes)}"
     peak = bytes_text(estimate.peak_memory_bytes)
-    cards.append(("memory of a device", peak, limit if plan.limit_bytes else "at its peak"))
-    cards.append(("traffic of a step", bytes_text(estimate.comm_bytes), "leave each device"))
+    cards.append(("memory per device", peak, limit if plan.limit_bytes else "at the peak"))
+    cards.append(("traffic per step", bytes_text(estimate.comm_bytes), "sent by each device"))
     priced = sum(len(each.tried) for each in plan.history) or len(plan.candidates)
     if priced > 1:
-        over = f"over {len(plan.history)} variants" if len(plan.history) > 1 else "compared"
+        over = f"of {len(plan.history)} variants" if len(plan.history) > 1 else "compared"
         cards.append(("plans priced", str(priced), over))
     return cards
 
@@ -114,11 +114,14 @@ def _notes(plan: ShardingPlan) -> str:
     ]
     notes += map(escape, [*plan.notes, *padding_texts(plan)])
     for platform, options in plan.compiler_options.items():
-        words = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
-        if words:
-            notes.append(folded(f"{len(options)} compiler options for {escape(platform)}", f"<ul>{words}</ul>"))
+        listed = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
+        if listed:
+            notes.append(folded(f"{len(options)} compiler options for {escape(platform)}", f"<ul>{listed}</ul>"))
     audits = [
-        folded(f"What the compiler made of {escape(plan.chosen or 'a plan')}", f"<pre>{escape(str(audit))}</pre>")
+        folded(
+            f"Audit of {escape(plan.chosen or 'this plan')}",
+            f"<pre>{escape(str(audit))}</pre>",
+        )
         for audit in plan.audits
     ]
     listed = "".join(f"<li>{n}</li>" for n in [*notes, *audits])

@@ -1,6 +1,6 @@
-"""A chart of plans: time of a step against memory of a device, both on logarithmic scales.
+"""A chart of plans: step time against memory per device, both on logarithmic scales.
 
-It is made of positioned elements, not of a picture: text keeps its size in a narrow window.
+The chart is positioned HTML elements, not an image, so text keeps its size in a narrow window.
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ from dataclasses import dataclass
 from html import escape
 
 from autoshard._units import bytes_text, time_text
+from autoshard.sharding.report.constants import FAR_FROM_CHOSEN
 
-PAD = 0.05  # of the chart, free at its edges
+PAD = 0.05  # margin at each edge, as a fraction of the chart
 TICKS = 5
-FAR = 10  # times the chosen plan's time, or the limit: what is beyond would press the rest together
 
 
 @dataclass(frozen=True)
 class Point:
-    """A plan: bytes, microseconds, its classes (`won`, `fit` or `unfit` first), its text."""
+    """A plan in the chart.
+
+    Attributes:
+        nbytes: Memory per device, in bytes.
+        time_us: Step time, in microseconds.
+        classes: CSS classes; the first is `won`, `fit` or `unfit`.
+        title: Its description.
+    """
 
     nbytes: float
     time_us: float
@@ -29,53 +36,52 @@ class Point:
 
 @dataclass(frozen=True)
 class Scale:
-    """A logarithmic scale."""
+    """A logarithmic scale between two logarithms."""
 
     low: float
     high: float
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Scale:
-        """A scale that holds all of the values, and some room beside them."""
+        """Return a scale over all values, with a margin."""
         low, high = math.log(min(values)), math.log(max(values))
-        room = max((high - low) * PAD, 0.02)
-        return cls(low - room, high + room)
+        margin = max((high - low) * PAD, 0.02)
+        return cls(low - margin, high + margin)
 
     def at(self, value: float) -> float:
-        """Where a value is, in percent."""
+        """Return the position of a value, in percent."""
         return 100 * (math.log(value) - self.low) / (self.high - self.low)
 
     def ticks(self, base: float, steps: Sequence[float]) -> list[float]:
-        """Round values on the scale, few enough to be read; `steps` are those of a decade of `base`."""
+        """Return at most `TICKS` round values on the scale: powers of `base` times one of `steps`."""
         first = math.floor(self.low / math.log(base))
         last = math.ceil(self.high / math.log(base))
-        found = [base**k * s for k in range(first, last + 1) for s in steps]
-        inside = [v for v in found if self.low <= math.log(v) <= self.high]
+        values = [base**k * s for k in range(first, last + 1) for s in steps]
+        inside = [v for v in values if self.low <= math.log(v) <= self.high]
         return inside[:: -(-len(inside) // TICKS)] if inside else []
 
 
 def scatter(points: Sequence[Point], limit: float, time_us: float) -> str:
-    """The chart; empty where there is nothing that it could show.
+    """Return the HTML of the chart; empty if no plan can be drawn.
 
     Args:
-        points: the plans.
-        limit: bytes that a device has, 0 if unknown.
-        time_us: of the chosen plan.
+        points: The plans.
+        limit: Memory of a device in bytes; 0 if unknown.
+        time_us: Step time of the chosen plan, in microseconds.
     """
-    far_us, far_bytes = FAR * time_us or math.inf, FAR * limit or math.inf
+    far_us, far_bytes = FAR_FROM_CHOSEN * time_us or math.inf, FAR_FROM_CHOSEN * limit or math.inf
     drawn = [p for p in points if 0 < p.nbytes <= far_bytes and 0 < p.time_us <= far_us]
     drawn = [p for p in drawn if p.nbytes < math.inf and p.time_us < math.inf]
     if not drawn:
         return ""
     far = len(points) - len(drawn)
-    beside = f"{far} that take over {FAR} times the time or the limit are not drawn" if far else ""
+    omitted = f"not drawn: {far} with over {FAR_FROM_CHOSEN} times the step time or the limit" if far else ""
     edge = [limit] if 0 < limit < math.inf else []
     across = Scale.over([p.nbytes for p in drawn] + edge)
     up = Scale.over([p.time_us for p in drawn])
     dots = "".join(_dots(drawn, across, up))
-    best = sum(p.classes.startswith(("fit", "won")) for p in drawn)
-    label = (f"time of a step against memory of a device for {len(drawn)} plans, of which {best} fit; the table below "
-             "lists them")  # fmt: skip
+    fitting = sum(p.classes.startswith(("fit", "won")) for p in drawn)
+    label = f"step time against memory per device: {len(drawn)} plans, {fitting} of which fit; see the table below"
     beyond = ""
     if edge:
         at = across.at(limit)
@@ -83,22 +89,22 @@ def scatter(points: Sequence[Point], limit: float, time_us: float) -> str:
         beyond = (f'<i class="beyond" style="left:{at:.2f}%"></i><span class="limit {side}" style="left:{at:.2f}%">'
                   f"limit {bytes_text(limit)}</span>")  # fmt: skip
     return (
-        f'<div class="chart" role="img" aria-label="{escape(label)}"><span class="y-name">time of a step</span>'
+        f'<div class="chart" role="img" aria-label="{escape(label)}"><span class="y-name">step time</span>'
         f'<div class="plot">{_axes(across, up)}{beyond}{_front(drawn, across, up)}{dots}</div>'
-        f'<span class="x-name">memory of a device</span></div>{_chart_key(drawn, beside)}'
+        f'<span class="x-name">memory per device</span></div>{_chart_key(drawn, omitted)}'
     )
 
 
-def _chart_key(points: Sequence[Point], beside: str) -> str:
+def _chart_key(points: Sequence[Point], omitted: str) -> str:
     words = {"won": "chosen", "fit": "fits", "unfit": "does not fit"}
-    here = {p.classes.split()[0] for p in points}
-    keys = "".join(f'<span><i class="pt {c}"></i>{w}</span>' for c, w in words.items() if c in here)
-    line = '<span><i class="front-key"></i>nothing is both faster and smaller</span>'
-    return f'<p class="chart-key">{keys}{line}{f"<span>{beside}</span>" if beside else ""}</p>'
+    used = {p.classes.split()[0] for p in points}
+    keys = "".join(f'<span><i class="pt {c}"></i>{w}</span>' for c, w in words.items() if c in used)
+    line = '<span><i class="front-key"></i>Pareto front</span>'
+    return f'<p class="chart-key">{keys}{line}{f"<span>{omitted}</span>" if omitted else ""}</p>'
 
 
 def _dots(points: Sequence[Point], across: Scale, up: Scale) -> Iterator[str]:
-    """The points, the chosen one last and so on top; of those that would hide each other only the first."""
+    """Yield the points, the chosen one last and so on top, without points that cover another of their kind."""
     taken = set()
     for p in sorted(points, key=lambda p: p.classes.startswith("won")):
         x, y = across.at(p.nbytes), up.at(p.time_us)
@@ -117,13 +123,13 @@ def _axes(across: Scale, up: Scale) -> str:
 
 
 def _round(text: str) -> str:
-    """`2.00 s` as `2 s`."""
+    """Drop trailing zeros: `2.00 s` becomes `2 s`."""
     number, _, unit = text.partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
 def _front(points: Sequence[Point], across: Scale, up: Scale) -> str:
-    """A line through the plans of which none is both faster and smaller."""
+    """Draw the Pareto front: no plan is both faster and smaller than one on it."""
     best, path = math.inf, []
     for p in sorted(points, key=lambda p: (p.nbytes, p.time_us)):
         if p.time_us < best:

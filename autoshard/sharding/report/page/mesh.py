@@ -1,4 +1,4 @@
-"""The mesh on a plan's page: for each mesh axis the machine's devices, and which of them it joins."""
+"""The mesh on a plan's page: the machine's devices for each mesh axis, in groups along the axis."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from autoshard.sharding.report.page.parts import Paint, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
 
 DEVICES_SHOWN = 1024
-FOLD = 16  # devices side by side
-NUMBERED = 8  # up to so many side by side there is room for a number in each
+FOLD = 16  # devices in a row of the drawing
+NUMBERED = 8  # devices in a row up to which each is drawn large
 MARGIN = 9
 AXES_SHOWN = 32
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The machine's devices in planes: its last dimension across, the one before downwards, the others one by one."""
+    """The machine's devices as planes.
+
+    The last dimension runs across a plane and the one before down; there is a plane for each index of the others.
+    """
 
     dims: tuple[tuple[str, int], ...]
     links: dict[str, str]
@@ -38,34 +41,34 @@ class Grid:
 
     @property
     def plane(self) -> int:
-        """Devices of one plane."""
+        """The number of devices in a plane."""
         return self.across[1] * self.down[1]
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Where a device is in each dimension."""
-        found = {}
+        """The coordinates of a device."""
+        at = {}
         for name, size in reversed(self.dims):
-            device, found[name] = divmod(device, size)
-        return {name: found[name] for name, _ in self.dims}
+            device, at[name] = divmod(device, size)
+        return {name: at[name] for name, _ in self.dims}
 
 
 def mesh_section(plan: ShardingPlan, paint: Paint) -> str:
-    """The mesh axes drawn, what the machine is, and the logical axes."""
+    """The machine in words, and a drawing for each mesh axis."""
     grid, places = _grid(plan), _places(plan)
     panels = "".join(_panel(plan, paint, grid, places, axis) for axis in paint.sizes) or "<p>One device.</p>"
     count = plan.mesh.size
     more = f"The first {DEVICES_SHOWN} of {count} devices are drawn. " if count > DEVICES_SHOWN else ""
     words = f'<p class="remark">{more}{escape(_machine(plan, grid))}</p>'
-    tip = '<p class="tip" id="device" aria-live="polite">Point at a device to see whom it works with.</p>'
+    tip = '<p class="tip" id="device" aria-live="polite">Hover over a device to see its groups.</p>'
     return f'{words}<div class="panels">{panels}</div>{tip if paint.sizes else ""}'
 
 
 def legend(paint: Paint) -> str:
-    """Every logical axis in its colour; pressed, it shows the tensors that have it."""
-    cut = [name for name in paint.number if name not in paint.names.whole and name in paint.names.all]
-    rest = [name for name in paint.number if name not in cut]
+    """Every logical axis as a button in its colour; a click shows the tensors that have it."""
+    sharded = [name for name in paint.number if name not in paint.names.unsharded and name in paint.names.all]
+    rest = [name for name in paint.number if name not in sharded]
     shown, more = rest[:AXES_SHOWN], rest[AXES_SHOWN:]
-    rows = [("cut by the mesh", cut), ("whole in compute", shown)]
+    rows = [("sharded in compute", sharded), ("not sharded", shown)]
     lines = "".join(
         f'<p class="axes"><span>{what}</span>{"".join(map(paint.button, names))}</p>' for what, names in rows if names
     )
@@ -74,7 +77,7 @@ def legend(paint: Paint) -> str:
 
 
 def _grid(plan: ShardingPlan) -> Grid:
-    """The target's topology, or the mesh itself where that is not known."""
+    """The target's topology, or the mesh if the topology is unknown."""
     dims = tuple(plan.topology)
     if not dims or math.prod(size for _, size in dims) != plan.mesh.size:
         return Grid(tuple(mesh_sizes(plan).items()) or (("", 1),), {})
@@ -82,24 +85,23 @@ def _grid(plan: ShardingPlan) -> Grid:
 
 
 def _places(plan: ShardingPlan) -> dict[int, dict[str, int]]:
-    """Device -> its place on each mesh axis, for those that are drawn."""
+    """The coordinates on the mesh of each device that is drawn."""
     sizes = mesh_sizes(plan)
-    found = {}
+    places = {}
     for place, device in enumerate(plan.device_order):
         if device >= DEVICES_SHOWN:
             continue
         where, rest = {}, place
         for axis, size in reversed(list(sizes.items())):
             rest, where[axis] = divmod(rest, size)
-        found[device] = where
-    return found
+        places[device] = where
+    return places
 
 
 def _machine(plan: ShardingPlan, grid: Grid) -> str:
-    """`y 4 and x 4, each a closed ring of links of 45 GB/s`."""
-    words = {"ring": "a closed ring", "line": "a line", "switch": "a switch"}
+    """The machine in words: `v5e:4x4: y 4: ring, 45 GB/s per link; x 4: ring, 45 GB/s per link.`."""
     parts = [
-        f"{name} {size}: {words.get(kind, kind)}, {speed / 1e9:.3g} GB/s {'a device' if kind == 'switch' else 'a link'}"
+        f"{name} {size}: {kind}, {speed / 1e9:.3g} GB/s per {'device' if kind == 'switch' else 'link'}"
         for name, size in grid.dims
         if name in plan.links
         for kind, speed in [plan.links[name]]
@@ -112,16 +114,16 @@ def _panel(plan: ShardingPlan, paint: Paint, grid: Grid, places: dict[int, dict[
     others = [a for a in paint.sizes if a != axis]
     group = {d: _number([where[a] for a in others], [paint.sizes[a] for a in others]) for d, where in places.items()}
     drawn = "".join(_plane(grid, first, axis, places, group) for first in _planes(grid, len(places)))
-    lies = _lies(plan, grid, axis)
-    label = f"mesh axis {axis}: {size} devices{f', on {lies}' if lies else ''}; {plan.mesh.size // size} such groups"
+    span = _span(plan, grid, axis)
+    label = f"mesh axis {axis}: {plan.mesh.size // size} groups of {size} devices{f', {span}' if span else ''}"
     ruled = '<span class="then">then</span>'.join(map(paint.sized, plan.axis_rules.get(axis, ()))) or "nothing"
-    stored = ", ".join(storage_roles(plan, axis)) or "nothing more"
+    stored = ", ".join(storage_roles(plan, axis)) or "nothing"
     moved = bytes_text(axis_traffic(plan).get(axis, 0.0))
     facts = [
-        ("cuts", ruled),
-        ("stores", escape(stored)),
-        ("lies on", escape(lies) or "the devices in order"),
-        ("moves", f"{moved} a step"),
+        ("shards", ruled),
+        ("shards state of", escape(stored)),
+        ("spans", escape(span) or "devices in order"),
+        ("traffic", f"{moved} per step"),
     ]
     listed = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
     return (
@@ -132,29 +134,30 @@ def _panel(plan: ShardingPlan, paint: Paint, grid: Grid, places: dict[int, dict[
 
 
 def _number(where: Sequence[int], sizes: Sequence[int]) -> int:
-    found = 0
+    """The index of coordinates in row-major order."""
+    number = 0
     for place, size in zip(where, sizes, strict=True):
-        found = found * size + place
-    return found
+        number = number * size + place
+    return number
 
 
 def _planes(grid: Grid, devices: int) -> Iterator[int]:
-    """The first device of each plane that is drawn."""
+    """Yield the first device of each plane that is drawn."""
     yield from range(0, min(devices, DEVICES_SHOWN), max(grid.plane, 1))
 
 
-def _lies(plan: ShardingPlan, grid: Grid, axis: str) -> str:
-    """`4 of z (ring), 2 of y, every 4th`."""
+def _span(plan: ShardingPlan, grid: Grid, axis: str) -> str:
+    """The machine's dimensions along a mesh axis: `all 4 of z; 2 of the 4 of y, stride 2`."""
     sizes, words = dict(grid.dims), []
     for name, count, stride in plan.placing.get(axis, ()):
         whole = count == sizes.get(name)
         words.append(f"all {count} of {name}" if whole else f"{count} of the {sizes.get(name, count)} of {name}")
-        words[-1] += f", {stride} apart" if stride > 1 else ""
+        words[-1] += f", stride {stride}" if stride > 1 else ""
     return "; ".join(words)
 
 
 def _plane(grid: Grid, first: int, axis: str, places: dict[int, dict[str, int]], group: dict[int, int]) -> str:
-    """One plane as a drawing."""
+    """Draw one plane."""
     across = grid.across[1]
     side, gap = (14, 5) if across > NUMBERED else (24, 6) if len(grid.dims) > 2 else (32, 9)
     step, columns, folds = side + gap, min(across, FOLD), -(-across // FOLD)
@@ -179,7 +182,7 @@ def _plane(grid: Grid, first: int, axis: str, places: dict[int, dict[str, int]],
 
 
 def _wires(grid: Grid, columns: int, rows: int, step: int, side: int) -> Iterator[str]:
-    """The links between devices: lines along rings (out of both ends where they are closed), bands for switches."""
+    """Yield the links between devices: lines, which leave both ends of a closed ring, and bands for switches."""
     half = MARGIN + side / 2
     for (name, size), lines, runs in ((grid.across, rows, columns), (grid.down, columns, rows)):
         kind = grid.links.get(name)

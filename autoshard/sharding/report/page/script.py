@@ -1,6 +1,6 @@
-"""The script of a plan's page: fields that search, axes to press, devices and points that tell what they are.
+"""The script of a plan's page: search fields, axis buttons, details of devices and points.
 
-Without it (a mail program, a strict browser) everything is there to read; nothing is hidden that it would have to show.
+Without the script (in a mail program or a strict browser) the whole content is still readable.
 """
 
 import base64
@@ -16,7 +16,7 @@ SCRIPT = """
     return texts.get(node);
   };
 
-  // Rows that hold all of the words and the axis are left; what is folded opens while something is searched.
+  // Shows the rows that contain all words and the axis. Folded parts with such rows open during a search.
   const state = new Map();
   const filter = (place) => {
     const { words = [], axis = "", variant = "" } = state.get(place) || {};
@@ -71,26 +71,26 @@ SCRIPT = """
     });
   }
 
-  // The devices that work with the one that is pointed at, along each mesh axis.
+  // The group of the device under the pointer, along each mesh axis.
   const device = document.getElementById("device");
   const panels = all(".planes").map((panel) => ({ axis: panel.dataset.axis, rects: all("rect[data-d]", panel) }));
   const point = (number) => {
-    const said = [];
+    const groups = [];
     for (const { axis, rects } of panels) {
       const mine = rects.find((rect) => rect.dataset.d === number);
       if (!mine) continue;
       const group = rects.filter((rect) => rect.dataset.g === mine.dataset.g);
       for (const rect of rects) rect.classList.toggle("on", rect.dataset.g === mine.dataset.g);
       const numbers = group.map((rect) => rect.dataset.d);
-      said.push(axis + ": " + numbers.slice(0, 12).join(" ") + (numbers.length > 12 ? " \\u2026" : ""));
+      groups.push(axis + ": " + numbers.slice(0, 12).join(" ") + (numbers.length > 12 ? " \\u2026" : ""));
     }
-    if (device) device.textContent = "Device " + number + " works with, over " + said.join("; ");
+    if (device) device.textContent = "Groups of device " + number + ": " + groups.join("; ");
   };
   for (const { rects } of panels) {
     for (const rect of rects) rect.addEventListener("pointerenter", () => point(rect.dataset.d));
   }
 
-  // A plan in the chart, and the variants.
+  // Details of a plan in the chart, and the filter by variant.
   const tip = document.getElementById("point");
   for (const dot of all(".plot .pt")) {
     dot.addEventListener("pointerenter", () => { if (tip) tip.textContent = dot.title; });

@@ -67,16 +67,16 @@ button.axis { cursor: pointer; margin: 0 6px 6px 0; padding: 3px 10px; white-spa
 button.axis:hover { border-color: hsl(var(--h) var(--s) 50%); }
 button.axis[aria-pressed=true] { box-shadow: 0 0 0 2px var(--ink); }
 .axes { margin: 4px 0; }
-.axes > span:first-child { color: var(--soft); font-size: 13.5px; display: inline-block; min-width: 128px; }
-i.cut, i.kept { font-style: normal; font-weight: 600; font-size: 12.5px; border-radius: 4px; padding: 0 6px;
+.axes > span:first-child { color: var(--soft); font-size: 13.5px; display: inline-block; min-width: 140px; }
+i.sharded, i.stored { font-style: normal; font-weight: 600; font-size: 12.5px; border-radius: 4px; padding: 0 6px;
   margin-left: 6px; background: var(--ink); color: var(--card); white-space: nowrap; display: inline-block; }
-td > i.cut:first-child, figcaption i.cut { margin-left: 0; }
-i.kept { background: transparent; color: var(--ink); outline: 1px dashed var(--soft); outline-offset: -1px; }
+td > i.sharded:first-child, figcaption i.sharded { margin-left: 0; }
+i.stored { background: transparent; color: var(--ink); outline: 1px dashed var(--soft); outline-offset: -1px; }
 .then { color: var(--soft); font-size: 13px; margin: 0 7px; }
 .panels { display: flex; flex-wrap: wrap; gap: 26px 30px; }
 .panel { margin: 0; flex: 0 1 auto; max-width: 100%; min-width: 0; }
 .panel figcaption { font-size: 15px; margin-bottom: 8px; }
-.panel figcaption i.cut { font-size: 15px; padding: 1px 9px; }
+.panel figcaption i.sharded { font-size: 15px; padding: 1px 9px; }
 .planes { display: flex; flex-wrap: wrap; gap: 8px 10px; max-width: 100%; }
 .plane { text-align: center; font-size: 13px; color: var(--soft); max-width: 100%; }
 .plane svg { display: block; max-width: 100%; height: auto; }
@@ -185,22 +185,22 @@ button[data-fold] { font: inherit; font-size: 13.5px; color: var(--accent); back
   .axes > span:first-child { display: block; }
   .chart { grid-template-columns: 52px 1fr; grid-template-rows: auto 280px auto; }
   .chart-key { margin-left: 0; }
-  .kept { font-size: 13.5px; }
-  .kept td:first-child { white-space: nowrap; min-width: 0; }
-  .kept th, .kept td { padding-right: 8px; }
-  .kept .wide { display: none; }
-  table:not(.kept), table:not(.kept) :is(tbody, tr, td) { display: block; }
-  table:not(.kept) thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-  table:not(.kept) tr { padding: 9px 0; border-bottom: 1px solid var(--line); }
-  table:not(.kept) tr:last-child { border-bottom: 0; }
+  .compact { font-size: 13.5px; }
+  .compact td:first-child { white-space: nowrap; min-width: 0; }
+  .compact th, .compact td { padding-right: 8px; }
+  .compact .wide { display: none; }
+  table:not(.compact), table:not(.compact) :is(tbody, tr, td) { display: block; }
+  table:not(.compact) thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  table:not(.compact) tr { padding: 9px 0; border-bottom: 1px solid var(--line); }
+  table:not(.compact) tr:last-child { border-bottom: 0; }
   tr.won { background: color-mix(in srgb, var(--accent) 9%, transparent); }
   tr.won td { background: none; }
-  table:not(.kept) td { padding: 2px 0; border: 0; }
-  table:not(.kept) td.r { display: inline-block; text-align: left; margin-right: 16px; }
-  table:not(.kept) td:not(:first-child)::before { content: attr(data-l) " "; color: var(--soft); font-size: 13px;
+  table:not(.compact) td { padding: 2px 0; border: 0; }
+  table:not(.compact) td.r { display: inline-block; text-align: left; margin-right: 16px; }
+  table:not(.compact) td:not(:first-child)::before { content: attr(data-l) " "; color: var(--soft); font-size: 13px;
     margin-right: 4px; }
-  table:not(.kept) td:is(.b, [data-l=""], :empty, [data-l=dimensions])::before { content: none; }
-  table:not(.kept) td:empty { display: none; }
+  table:not(.compact) td:is(.b, [data-l=""], :empty, [data-l=dimensions])::before { content: none; }
+  table:not(.compact) td:empty { display: none; }
   td .bar.thin { width: 100%; height: 7px; }
   .dim { flex-wrap: wrap; white-space: normal; }
   .axis { white-space: normal; }

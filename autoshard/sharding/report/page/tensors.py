@@ -1,4 +1,4 @@
-"""Tensors on a plan's page: parameters, optimizer state, data, what the step makes of them, results."""
+"""Tensors on a plan's page: parameters, activations, optimizer state, data, gradients, results."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from html import escape
 from autoshard._units import bytes_text, line_text, spec_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Activation
-from autoshard.sharding.report.explanation import why
+from autoshard.sharding.report.explanation import group_reasons
 from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
 from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
 
-MADE_SHOWN = 10
-OPEN_ROWS = 60  # of more, a table is shown when it is asked for
+ACTIVATIONS_SHOWN = 10
+OPEN_ROWS = 60  # a longer table starts closed
 NAMES = {"parameter": "Parameters", "optimizer": "Optimizer state", "data": "Data", "other": "Counters and keys"}
 
 
 def tensors_section(plan: ShardingPlan, paint: Paint) -> str:
-    """All tensors in groups that are alike, under one field to search them."""
-    found = by_role(plan)
-    most = max((g.whole_bytes for _, some in found for g in some), default=1.0) or 1.0
+    """All tensors in groups, with a search field."""
+    roles = by_role(plan)
+    most = max((g.whole_bytes for _, some in roles for g in some), default=1.0) or 1.0
     parts = [
         _table_of(plan, paint, NAMES.get(role, role) or "Inputs", some, most, is_open=role in ("parameter", "data"))
-        for role, some in found
+        for role, some in roles
     ]
     parts.insert(1, _activations(plan, paint))
     parts.append(_table_of(plan, paint, "Results", groups(plan, plan.outputs), most, is_open=False))
@@ -37,16 +37,16 @@ def _table_of(plan: ShardingPlan, paint: Paint, name: str, some: Sequence[Group]
         return ""
     count, whole, local = totals(some)
     head = (f"<b>{escape(name)}</b> {count} array{'s' * (count > 1)}, {bytes_text(whole)}; "
-            f"{bytes_text(local)} on each device")  # fmt: skip
+            f"{bytes_text(local)} per device")  # fmt: skip
     rows = [_row(plan, g, paint, most) for g in some]
-    columns = ["name", "", "dimensions", "all", "a device", "part of the largest"]
+    columns = ["name", "", "dimensions", "total", "per device", "share of the largest"]
     return folded(head, table(columns, rows, right=(1, 3, 4)), is_open and len(rows) <= OPEN_ROWS)
 
 
 def _row(plan: ShardingPlan, group: Group, paint: Paint, most: float) -> list[str]:
     leaf = group.first
     paths = "".join(f"<li>{escape(x.path)}</li>" for x in group.leaves)
-    reasons = "".join(f"<li>{escape(line)}</li>" for line in why(plan, group, paint.names))
+    reasons = "".join(f"<li>{escape(line)}</li>" for line in group_reasons(plan, group, paint.names))
     inner = f'<ul class="why">{reasons}</ul>' if reasons else ""
     spec = f'<p class="spec">{escape(leaf.dtype)} <code>{escape(spec_text(leaf.spec))}</code></p>'
     detail = f'{spec}{inner}<ul class="paths">{paths}</ul>'
@@ -62,26 +62,25 @@ def _row(plan: ShardingPlan, group: Group, paint: Paint, most: float) -> list[st
 
 
 def _both(whole: float, local: float, most: float) -> str:
-    """A bar of all bytes, and in it those on one device."""
+    """A bar of all bytes that contains a bar of the bytes per device."""
     return (f'<span class="bar thin"><span class="whole" style="width:{share(whole, most):.3f}%"></span>'
             f'<span class="local" style="width:{share(local, most):.3f}%"></span></span>')  # fmt: skip
 
 
 def _activations(plan: ShardingPlan, paint: Paint) -> str:
-    """The largest activations and gradients, and what of them is held at the worst moment."""
+    """The largest activations and gradients, and how much of them is live at peak memory."""
     parts = []
     for role, name in (("activation", "Activations"), ("gradient", "Gradients")):
         some = [a for a in plan.activations if a.role == role]
         if not some:
             continue
-        held = sum(a.held_bytes for a in some)
+        live = sum(a.held_bytes for a in some)
         most = max((a.held_bytes for a in some), default=1.0) or 1.0
-        head = (f"<b>{name}</b> {len(some)} kinds, {bytes_text(held)} held on each device at the worst moment"
-                if held else f"<b>{name}</b> {len(some)} kinds")  # fmt: skip
+        head = f"<b>{name}</b> {len(some)} groups{f', {bytes_text(live)} per device at peak memory' if live else ''}"
         rows = [_activation_row(a, paint, most) for a in some]
-        columns = ["made by", "a step", "dimensions", "one, a device", "held at the peak", ""]
-        inner = table(columns, rows[:MADE_SHOWN], right=(1, 3, 4))
-        if rest := rows[MADE_SHOWN:]:
+        columns = ["computed by", "per step", "dimensions", "each, per device", "live at the peak", ""]
+        inner = table(columns, rows[:ACTIVATIONS_SHOWN], right=(1, 3, 4))
+        if rest := rows[ACTIVATIONS_SHOWN:]:
             inner += folded(f"{len(rest)} smaller ones", table(columns, rest, right=(1, 3, 4)))
         parts.append(folded(head, inner, role == "activation"))
     return "".join(parts)

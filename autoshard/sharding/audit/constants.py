@@ -1,0 +1,25 @@
+"""Limits and thresholds of audits. All are chosen, not measured."""
+
+# Seconds after which a compiler is stopped, unless the caller of `verify` gives another limit.
+TIMEOUT_S = 900.0
+
+# Largest timeout in seconds that `aot_compile` passes to `subprocess.run`, which rejects very large ones.
+MAX_TIMEOUT_S = 1e6
+
+# Number of last lines of a crashed compiler's stderr that the message repeats.
+SHOWN_CRASH_LINES = 3
+
+# Differences between planned and compiled traffic up to this fraction of all bytes are not reported (`traffic_diff`).
+NEGLIGIBLE_SHARE = 5e-3
+
+# Planned bytes up to this many that remain after matching are rounding errors and count as none (`traffic_diff`).
+ROUNDING_BYTES = 1e-6
+
+# Temporaries smaller than this fraction of the peak memory are not reported as replicated (`replicated_arrays`).
+LARGE_TEMPORARY_SHARE = 0.02
+
+# Number of entries of each list that the text of an audit shows. The audit itself has all of them.
+SHOWN_ENTRIES = 8
+
+# Number of device groups that the text of a collective shows if they span no mesh axis.
+SHOWN_GROUPS = 4

@@ -1,0 +1,50 @@
+"""Thresholds and counts of choosing among plans by compiling or running them. All are chosen, not measured.
+
+The plan that `verify=` and `measure=` choose depends on them, except for the lengths of notes and the cache.
+"""
+
+# --- Compiled plans (`contest`, `compiled_time`).
+
+# Multiples of the memory limit. For each, `verify` with k >= 2 also compiles the fastest plan with an estimated peak up
+# to this multiple, because XLA rematerializes what does not fit.
+OVER_LIMIT = (1.25, 1.5)
+
+# Number of characters of each compiler message in a plan's notes.
+COMPILER_MESSAGE_CHARS = 120
+
+# --- Measured plans (`measured_time`).
+
+# Number of turns in which all plans are run, except those that are slower than `SLOWEST_RERUN`.
+TURNS = 3
+
+# Number of further turns for the plans within `SLOWEST_FINAL`.
+FINAL_TURNS = 4
+
+# Smallest and largest number of timed steps in one turn.
+LEAST_STEPS, MOST_STEPS = 2, 10
+
+# Seconds after which a turn starts no further step. Only plans within one process use it.
+TURN_S = 0.5
+
+# Largest median step time, as a multiple of the fastest plan's, of the plans that are run again.
+SLOWEST_RERUN = 1.4
+
+# The same for the final turns.
+SLOWEST_FINAL = 1.08
+
+# Number of plans that the note names.
+SHOWN_PLANS = 5
+
+# Number of characters of each run's error in a plan's notes.
+RUN_ERROR_CHARS = 160
+
+# --- Synthetic inputs (`synthetic_inputs`).
+
+# Upper bound of floats. They start at 0.
+MOST_FLOAT = 0.05
+
+# Number of bits of integers: they are 0 to 7.
+INTEGER_BITS = 3
+
+# Number of entries of the cache of compiled input makers. Only speed depends on it.
+INPUT_CACHE_ENTRIES = 1024

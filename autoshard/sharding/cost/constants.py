@@ -1,0 +1,51 @@
+"""Heuristic figures of the cost model. No record says that any of them was fitted to the models of the benchmark.
+
+The shares of peak FLOP/s and of bandwidth that kernels reach are in `machines.constants`. The plans of the benchmark's
+models (`tests/golden`) depend on all constants here but `MEMORY_CACHE_ENTRIES`.
+"""
+
+# --- Collectives (`collectives`).
+
+# Largest fraction of a step's compute time behind which asynchronous collectives can be hidden. All predicted step
+# times depend on it. Source: chosen, not measured.
+HIDING_SHARE = 0.9
+
+# Number of device assignments that are priced for each order of the mesh axes (`best_assignment`). Source: chosen.
+MOST_ASSIGNMENTS = 64
+
+# Relative difference in step time below which the assignment that was found first is kept. It absorbs rounding errors.
+# Source: chosen.
+TIME_TOLERANCE = 1e-9
+
+# Number of additional passes over the reduced bytes in device memory where XLA:TPU emits an all-reduce in place of a
+# reduce-scatter or an all-gather (`Topology.compiled`). Source: chosen, not measured.
+ALL_REDUCE_PASSES = 4
+
+# --- Kernels and on-chip memory (`fusion`, `step_time`).
+
+# Bytes of an element in which XLA:TPU writes a value that several products read: they read bfloat16 at JAX's default
+# precision.
+PRODUCT_OPERAND_BYTES = 2
+
+# Number of operators after which a value that was made is no longer in on-chip memory. Source: chosen, not measured.
+ON_CHIP_OPS = 64
+
+# Fraction of a chip's on-chip memory that the values of one block may fill together and stay there. Source: chosen, not
+# measured.
+ON_CHIP_SHARE = 0.5
+
+# A value with several users is written if its sources have at least this many times its bytes; otherwise each user
+# computes it again. Source: chosen, so that residual streams are written once.
+WRITTEN_SOURCES = 2
+
+# A value that has more than this many times the bytes of its sources, such as a mask, is computed again at each use.
+# Source: chosen, not measured.
+BROADCAST_GROWTH = 16
+
+# --- Memory (`peak_memory`, `opaque_memory`).
+
+# Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.
+TPU_LANES = 128
+
+# Number of entries of the cache of opaque operators' memory. Only speed depends on it.
+MEMORY_CACHE_ENTRIES = 512

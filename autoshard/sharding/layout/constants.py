@@ -1,0 +1,19 @@
+"""Heuristic bounds in the sharding of values and operators.
+
+Plans, prices and lowered programs depend on all of them. No record says that any was fitted to the models of the
+benchmark.
+"""
+
+# Largest slice of a stack of parameters, in bytes, for which a stored stack is gathered once before the loop over it.
+# Larger slices are gathered inside the loop (`Layout.early`). Messages of up to this size cost little but latency.
+# Source: chosen, not measured.
+EARLY_GATHER_SLICE_BYTES = 2**16
+
+# Least number of input features in each shard of a convolution's kernel for it to be stored along its input features
+# (`Layout.with_storage`). With fewer, it is stored along its output features. Source: a tile of a TPU has 16 rows of
+# 16-bit elements.
+LEAST_INPUT_FEATURES = 16
+
+# Relative difference in cost below which two strategies of an operator tie (`operator_strategy.choose_strategy`). It
+# absorbs rounding errors of floats. Source: chosen.
+STRATEGY_TIE = 1e-9

@@ -1,0 +1,43 @@
+"""Thresholds of plans, their reports and their comparison. All are chosen, not measured.
+
+Only `SAME_PROGRAM` and `SHORTLIST_POOL` can change a plan, and only with `verify` or `measure`. The others bound what
+messages and reports show, and the time that this takes.
+"""
+
+# --- Shortlist (`shortlist`)
+
+# Relative difference in both step time and memory up to which two candidates count as the same program.
+SAME_PROGRAM = 1e-3
+
+# Number of candidates among which distinct ones are sought, as a multiple of those that are compiled or run.
+SHORTLIST_POOL = 4
+
+# --- Programs that do not fit (`infeasible`)
+
+# Number of variants that are tried on other machines: those that need the least memory on this one.
+LEANEST_VARIANTS = 3
+
+# Largest number of devices of a machine on which all plans are priced. This takes a second or two.
+MOST_SEARCHED_DEVICES = 512
+
+# Largest number of ways in which a lean plan shards axes other than the batch. No known expert plan has more.
+MOST_LEAN_SHARDS = 64
+
+# Fraction of the peak memory below which the message does not list a kind of value.
+LISTED_MEMORY_SHARE = 1e-3
+
+# --- Other shardings of an input (`what_if`)
+
+# Relative difference in step time or memory up to which two plans tie in `explain`.
+ALTERNATIVE_TIE = 1e-3
+
+# Number of alternatives that are priced for each input. This takes about a second.
+MOST_ALTERNATIVES = 24
+
+# --- Contents of plans (`plan_builder`, `activations`)
+
+# Number of activations and gradients in a plan: those that hold the most bytes.
+SHOWN_ACTIVATIONS = 40
+
+# Bytes of closed-over arrays above which a note reports them.
+LARGE_CONSTANTS_BYTES = 2**20

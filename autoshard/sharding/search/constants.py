@@ -1,0 +1,57 @@
+"""Thresholds of the search for a plan. Unless said otherwise, the chosen plan depends on them.
+
+Each comment gives the source. No record says that any was fitted to the models of the benchmark.
+"""
+
+# --- Candidates (`layout_search`)
+
+# Number of decimals of a step time in microseconds when candidates are compared, so that equal plans tie. Source:
+# chosen.
+TIME_DECIMALS = 3
+
+# Number of the fastest candidates that get the best device assignment. The others keep the default assignment. Source:
+# chosen, not measured.
+ASSIGNED_CANDIDATES = 12
+
+# A candidate with an idle mesh axis must be faster than the best without one by this factor. Source: chosen, not
+# measured.
+IDLE_SPEEDUP = 1.05
+
+# --- Local search (`local_search`)
+
+# Number of known plans, the fastest of each mesh first, from which the search starts. Source: chosen, not measured.
+CLIMB_STARTS = 2
+
+# Least relative gain for which one change of a plan is made. Source: chosen, not measured.
+LEAST_CHANGE_GAIN = 2e-3
+
+# Most that a changed plan may compute, communicate and send, relative to the known plan from which it started. XLA
+# hides less communication in unusual plans than the estimate says. Source: the value is chosen, the reason is a
+# compiled plan. Llama-2 70B on v5p:8x8x4, batch 64: `fsdp:64 tp:4 seq` with `tp-ffn` is 6 % faster by the estimate, but
+# 15 % slower compiled.
+MOST_EXTRA_WORK = 1.05
+
+# Least relative gain of a changed plan over every known plan for it to be a candidate. It should exceed the error of
+# the estimate between two plans. Source: chosen after plans were compiled for their target. Llama-3 8B on v5e:16x16:
+# 2.5 % faster by the estimate, 1 % slower compiled. Llama-2 70B, batch 256, a plan ten changes away: 6 % faster by the
+# estimate, more than twice as slow compiled.
+LEAST_GAIN_OVER_KNOWN = 0.15
+
+# --- Padding (`padding`). Only what plans report about padding depends on these; no plan is chosen by them.
+
+# Number of other plans that are priced with padding, for each logical axis and number of shards; the fastest ones.
+# Source: chosen for the time of planning, not measured.
+PADDED_RIVALS = 2
+
+# Number of padded programs that are priced. Source: chosen for the time of planning, not measured.
+PADDED_PROGRAMS = 4
+
+# Most that an axis is padded for a plan other than the chosen one, relative to its size. Source: chosen, not measured.
+MOST_RIVAL_PADDING = 1.125
+
+# Least relative gain that is reported. Source: chosen, not measured; smaller gains are noise.
+LEAST_PADDING_GAIN = 0.005
+
+# Least size, in bytes, of an array of state for which storing it in shards is worth padding. Source: chosen, not
+# measured.
+LARGE_STATE_BYTES = 2**20

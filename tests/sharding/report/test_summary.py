@@ -1,0 +1,70 @@
+"""What the reports of a plan share: labels, names of axes, groups, the reason for the choice."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard.sharding.plan.sharding_plan import Estimate
+from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.report.summary import AxisNames, groups, label, verdict
+from tests.sharding.report.plans import half_built, planned
+
+
+@pytest.mark.parametrize(
+    ("paths", "text"),
+    [
+        (["0/params/attention/wq"], "attention/wq"),
+        (["0/attention/wq", "0/attention/wk"], "attention/{wq,wk}"),
+        (["0/layers/0/wq", "0/layers/1/wq"], "layers/wq"),
+        (["mu/embed", "nu/embed"], "{mu,nu}/embed"),
+        (["a/b", "c/d", "e/f"], "a/b +2"),
+        ([f"block/a_long_name_{i}" for i in range(9)], "block/a_long_name_0 +8"),
+        (["0"], "0"),
+        ([""], "(the argument)"),
+    ],
+)
+def test_label_of_several_paths(paths, text):
+    assert label(paths) == text
+
+
+def test_short_axis_names_are_distinct():
+    leaf = Leaf("x", (2, 2, 2, 2), "float32", P(), ("a/k:0", "b/k:0", "c/q:1", "heads*c/q:2"))
+    names = AxisNames(half_built(inputs=(leaf,)))
+    assert names.list(leaf.axes) == "[a/k:0, b/k:0, q:1, heads*q:2]"
+    assert len({names.short(name) for name in names.all}) == len(names.all)
+
+
+def test_long_axis_names_are_shortened_in_the_middle_and_stay_distinct():
+    long = "MultiHeadDotProductAttention_0/relative_position_bias"
+    leaf = Leaf("x", (2, 2, 2), "float32", P(), (f"{long}:0", f"{long}:1.0*{long}:1.1", "heads"))
+    names = AxisNames(half_built(inputs=(leaf,)))
+    assert names.list(leaf.axes) == "[relative_position_bias:0, relative_position_bias:1.0*1.1, heads]"
+    leaf = Leaf(
+        "x", (2, 2), "float32", P(), tuple(f"{b}/{'very_' * 8}long/kernel:{n}" for b, n in (("a", 0), ("b", 0)))
+    )
+    names = AxisNames(half_built(inputs=(leaf,)))
+    short = "very_very_very_v..._very_long/kernel:0"
+    assert names.list(leaf.axes) == f"[a/{short}, b/{short}]"
+    long = tuple(f"{'very_' * 8}long_{c}_{'very_' * 8}long/kernel:0" for c in "ab")  # equal if shortened
+    names = AxisNames(half_built(inputs=(Leaf("x", (2, 2), "float32", P(), long),)))
+    assert names.list(long) == f"[{long[0]}, {long[1]}]"
+
+
+def test_every_input_is_in_one_group():
+    plan = planned()
+    assert sorted(x.path for g in groups(plan, plan.inputs) for x in g.leaves) == sorted(x.path for x in plan.inputs)
+    kinds = [{(x.axes, x.spec, x.role, x.shape, x.dtype) for x in g.leaves} for g in groups(plan, plan.inputs)]
+    assert all(len(kind) == 1 for kind in kinds) and len({next(iter(kind)) for kind in kinds}) == len(kinds)
+
+
+def test_verdict_counts_the_candidates_that_fit():
+    plan = half_built(
+        chosen="b", candidates=(("a", 1.0, 99.0), ("b", 2.0, 5.0), ("c", 3.0, 5.0)), limit_bytes=10.0,
+        estimate=Estimate(2.0, 2.0, 0.0, 0.0, 5.0),
+    )  # fmt: skip
+    assert verdict(plan).sentence == "b, the fastest of 2 plans that fit 10 B (of 3)"
+    assert [name for name, _, _ in verdict(plan).rivals] == ["c"]
+    large = Estimate(2.0, 2.0, 0.0, 0.0, 11.0)
+    none = plan.where(estimate=large, candidates=(("a", 1.0, 99.0), ("b", 2.0, 11.0)))
+    assert verdict(none).sentence == "b, the smallest of 2 plans: none fits 10 B"
+    assert verdict(plan.where(estimate=large)).sentence == "b, which does not fit 10 B"
+    assert verdict(plan.where(estimate=large, candidates=())).sentence == "b, as requested; it does not fit 10 B"
