@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from autoshard import __version__
 from autoshard.errors import AutoshardError
 
 COMMANDS = {
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        print(f"autoshard {_version()}")
+        print(f"autoshard {__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
@@ -76,15 +77,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
     """Print a warning as one line, without its source line, which does not help a user of the command."""
     print(f"autoshard: {category.__name__}: {message}", file=sys.stderr)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("autoshard")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

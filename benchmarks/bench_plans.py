@@ -43,7 +43,8 @@ from autoshard.sharding.audit.export import export, export_plan
 from autoshard.sharding.autotune.contest import requested_shortlist
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
-from autoshard.train.program.build import REMATS, layers_of, search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import layers_of, search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.constants import REMATS
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
 QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2  # programs of a quick grid, candidates as with verify=3, compilations

@@ -185,7 +185,7 @@ def test_rules_as_json_and_markdown(capsys: pytest.CaptureFixture) -> None:
     assert row["checked"] is True and row["rule"].startswith("b m k, b k n -> b m n; reduce k")
     assert main(["rules", "--markdown", "pure_callback"]) == 0
     page = capsys.readouterr().out
-    assert page.startswith("# Rules") and "| `pure_callback` | runs Python on one device's host" in page
+    assert page.startswith("# Rules") and "| `pure_callback` | runs Python on the host of one device" in page
 
 
 COVERED = """

@@ -1,18 +1,24 @@
-"""Where things are, how large they may get, and where JAX-private names may stand.
+"""The layout of the package: sizes of files and folders, places of imports, and uses of JAX-private names.
 
-Which way imports point is for import-linter (`[tool.importlinter]` in pyproject.toml); here its contracts are broken
-on purpose.
+import-linter checks the direction of imports (`[tool.importlinter]` in pyproject.toml). The tests here break its
+contracts on purpose.
 """
 
 import ast
+import functools
+import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import autoshard
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autoshard"
@@ -29,7 +35,7 @@ ALLOWED = (
 
 
 def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """Each (line, dotted name) that a module imports, relative ones resolved against its package."""
+    """Yield the line and the dotted name of each import of a module; relative ones are resolved against its package."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -40,7 +46,7 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
 
 
 def modules() -> Iterator[tuple[Path, str, ast.AST]]:
-    """Each source file of the package with its dotted name and syntax tree."""
+    """Yield each source file of the package with its dotted name and syntax tree."""
     for file in sorted(PACKAGE.rglob("*.py")):
         yield file, ".".join(file.relative_to(ROOT).with_suffix("").parts), ast.parse(file.read_text())
 
@@ -54,20 +60,20 @@ def test_link_leads_into_the_package(name):
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_importing_a_link_by_its_bare_name_names_the_right_import(name, run_python):
+def test_the_error_of_importing_a_link_names_the_right_import(name, run_python):
     module = next(file.stem for file in sorted((PACKAGE / name).iterdir()) if file.stem[0] != "_")
     for statement in (f"import {name}", f"import {name}.{module}", f"from {name} import {module}"):
         ran = run_python(statement)
         assert ran.returncode != 0, statement
-        said = ran.stderr.strip().splitlines()[-1]
-        assert said.startswith("ImportError: "), ran.stderr
-        assert f"import autoshard.{name}" in said
+        message = ran.stderr.strip().splitlines()[-1]
+        assert message.startswith("ImportError: "), ran.stderr
+        assert f"import autoshard.{name}" in message
 
 
 def test_no_folder_and_no_file_is_too_large():
     folders = [folder for folder in PACKAGE.rglob("*") if folder.is_dir() and folder.name != "__pycache__"]
     modules_of = {folder: [file for file in folder.glob("*.py") if file.stem != "__init__"] for folder in folders}
-    limits = {PACKAGE / "spmdrules" / "catalogue": 17}  # one file a family
+    limits = {PACKAGE / "spmdrules" / "catalogue": 17}  # one file per family
     full = [str(f.relative_to(ROOT)) for f, files in modules_of.items() if len(files) > limits.get(f, 16)]
     long = [str(file.relative_to(ROOT)) for file, _, _ in modules() if len(file.read_text().splitlines()) > 400]
     assert (full, long) == ([], [])
@@ -88,7 +94,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", [*BROKEN])
-def test_an_import_that_points_the_wrong_way_is_found(name, tmp_path):
+def test_an_import_in_the_wrong_direction_is_found(name, tmp_path):
     file, source, contract = BROKEN[name]
     shutil.copytree(PACKAGE, tmp_path / "autoshard", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
@@ -101,7 +107,60 @@ def test_an_import_that_points_the_wrong_way_is_found(name, tmp_path):
     assert ran.returncode == 1 and "BROKEN" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_jax_private_names_stand_in_compat_only():
+# Files whose functions may import anything: commands, so that help is fast, and the compiler's process, which sets
+# environment variables before it imports JAX.
+LATE_IMPORTS = (PACKAGE / "commands", PACKAGE / "sharding" / "audit" / "compiler_process.py")
+
+
+@functools.cache
+def extras() -> dict[str, set[str]]:
+    """Map each optional dependency to the extras that have it. Packages that autoshard always needs are left out."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def package(requirement: str) -> str:
+        return re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
+
+    always = {package(requirement) for requirement in project["dependencies"]}
+    found: dict[str, set[str]] = {}
+    for extra, requirements in project["optional-dependencies"].items():
+        for name in {package(requirement) for requirement in requirements} - always:
+            found.setdefault(name, set()).add(extra)
+    return found
+
+
+def test_imports_in_functions_are_of_optional_dependencies():
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} {target}"
+        for file, name, tree in modules()
+        if not any(file == place or place in file.parents for place in LATE_IMPORTS)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line, target in imports(function, name.rpartition(".")[0])
+        if not any(extra in file.read_text() for extra in extras().get(target.partition(".")[0], ()))
+    ]
+    assert wrong == []
+
+
+def test_no_import_is_for_type_checkers_only():
+    found = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file, name, tree in modules()
+        for line, target in imports(tree, name.rpartition(".")[0])
+        if target == "typing.TYPE_CHECKING"
+    ]
+    assert found == []
+
+
+def test_the_stub_of_the_front_page_declares_the_public_names():
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    declared = [target.rpartition(".") for _, target in imports(stub, "autoshard")]
+    listed = next(ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign))
+    assert sorted(listed) == sorted(["__version__", *(name for _, _, name in declared)]) == sorted(autoshard.__all__)
+    for module, _, name in declared:
+        assert getattr(autoshard, name) is getattr(importlib.import_module(module), name)
+
+
+def test_jax_private_names_are_used_in_compat_only():
     found = [
         f"{file.relative_to(ROOT)}:{line} {target}"
         for file, name, tree in modules()
@@ -112,7 +171,7 @@ def test_jax_private_names_stand_in_compat_only():
     assert found == []
 
 
-def test_jax_version_is_asked_for_in_compat_only():
+def test_jax_version_is_read_in_compat_only():
     found = [
         str(file.relative_to(ROOT))
         for file, _, tree in modules()

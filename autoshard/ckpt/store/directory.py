@@ -22,6 +22,11 @@ from etils import epath
 
 from autoshard.errors import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
+
 _MARKER = "autoshard.json"
 _FORMAT = {"format": "autoshard checkpoints", "version": 1}
 _STEP = re.compile(r"step_(\d{8,})")
@@ -184,11 +189,11 @@ def is_committed(path: epath.Path) -> bool:
 
 def _lock(marker: epath.Path) -> int:
     """Lock the marker until the process ends. Return a file descriptor, or -1 if files cannot be locked."""
+    if fcntl is None:
+        return -1
     try:
-        import fcntl
-
         descriptor = os.open(os.fspath(marker), os.O_RDWR)
-    except (ImportError, OSError):
+    except OSError:
         return -1
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

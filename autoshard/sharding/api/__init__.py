@@ -1,1 +1,1 @@
-"""What users touch: `auto_shard`, `plan`, `Plan`, Flax classes."""
+"""The public API: `auto_shard`, `plan`, `Plan` and planned Flax classes."""

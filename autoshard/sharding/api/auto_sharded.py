@@ -1,4 +1,4 @@
-"""What `auto_shard(function)` returns: a planned function that shows its plan."""
+"""`AutoSharded`: a planned function with access to its plans."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from autoshard.sharding.runtime.planned_function import PlannedFunction
 
 
 class AutoSharded(PlannedFunction):
-    """What `auto_shard(function)` returns."""
+    """The result of `auto_shard(function)`."""
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments (arrays or shapes); kept for the calls that follow."""
+        """Return the plan for these arguments (arrays or shapes). Later calls use it."""
         return self.plan_of(self.entry(args, kwargs))
 
     def plan_of(self, entry: Entry) -> Plan:
-        """The plan of one signature, always the same object."""
+        """Return the plan of one signature, always the same object."""
         plans: dict[Entry, Plan] = self.__dict__.setdefault("_plans", {})
         if entry not in plans:
             plans[entry] = Plan.of(entry.bound)

@@ -1,4 +1,4 @@
-"""`auto_shard` and `plan`: what a user calls. A function or a Flax module class, planned and run sharded."""
+"""`auto_shard` and `plan`: plan a function or a Flax module class, and run it sharded."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def auto_shard(
     measure: int = 0,
     strict: bool = False,
 ) -> Any:
-    """Makes a function or a Flax module class run sharded over a mesh, by a plan that nobody has to write.
+    """Make a function or a Flax module class run sharded over a mesh, by an automatic plan.
 
     Args:
-        obj: a function of pytrees (nnx modules and optimizers among them), or an nnx or linen module class.
-        mesh: where to run: a `Mesh`, sizes such as `{"data": 4, "model": 2}`, or None: all attached devices.
+        obj: a function of pytrees, which may contain nnx modules and optimizers; or an nnx or linen module class.
+        mesh: a `Mesh`, or sizes such as `{"data": 4, "model": 2}`; default: a mesh of all attached devices.
         target: a machine to plan for; default: the attached one.
-        memory_limit_bytes: memory that one device may use.
+        memory_limit_bytes: memory limit of one device.
         fixed: shardings that the plan must keep, see `autoshard.plan`.
         plan: a plan to use: "fsdp:8", a table, or a `Plan`.
-        variants: static keywords to choose among, see `autoshard.plan`.
-        donate_argnums: arguments whose buffers the results may take.
+        variants: static keywords to choose from, see `autoshard.plan`.
+        donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
-        example: arguments (or their shapes) to plan from before the first call; of an nnx class, the arguments of a
-            call, which `.sharded` then need not be given.
+        example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
+            `.sharded(example=...)`.
         verify: see `autoshard.plan`.
         measure: see `autoshard.plan`.
-        strict: an operator without a rule is an error.
+        strict: raise an error, instead of a warning, if a primitive has no rule.
 
     Returns:
         The function with `.plan`, `.lower` and `.init`, or the class with `.autoshard_plan`; `__wrapped__` is kept.
@@ -68,13 +68,13 @@ def auto_shard(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
-        raise PlanError(f"example is {shortly(example)}; give the arguments as a tuple, such as (state, batch)")
+        raise PlanError(f"example is {shortly(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
-        given = dict(variants=variants, donate_argnums=donate_argnums, static_argnums=static_argnums)
-        return shard_class(obj, options, example, [k for k, v in given.items() if v is not None and v not in ((), [])])
+        others = dict(variants=variants, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        return shard_class(obj, options, example, [k for k, v in others.items() if v is not None and v not in ((), [])])
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
 
 
@@ -94,37 +94,37 @@ def plan(
     strict: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Plans how to shard a function.
+    """Plan how to shard a function.
 
     Args:
         fn: a function of pytrees of arrays.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s: nothing is computed.
-        mesh: a `Mesh`, an `AbstractMesh`, sizes such as `{"data": 4, "model": 2}`, or None: choose.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        mesh: a `Mesh`, an `AbstractMesh`, or sizes such as `{"data": 4, "model": 2}`; default: the search chooses.
         target: a machine, such as "v5p:4x4x4"; default: the attached devices.
-        memory_limit_bytes: memory that one device may use; default: what the machine has.
-        fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`; a path goes before patterns.
-            Without a mesh, the plans are searched whose mesh has the axes that the specs name.
-        plan: ask for a plan: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
-        variants: `{static keyword: values}`, or a function from what became of the variants so far (`Attempt`s, at
-            first none) to the keywords to try next: the best of them all is planned.
-        donate_argnums: arguments whose buffers the results may take.
+        memory_limit_bytes: memory limit of one device; default: its capacity.
+        fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`. An exact path takes precedence
+            over patterns. Without a mesh, only meshes that have the axes of these specs are searched.
+        plan: a plan to use: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
+        variants: `{static keyword: values}`; all combinations are tried and the best is planned. Or a function from the
+            `Attempt`s so far (at first none) to the keywords to try next.
+        donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
-        verify: how many of the best plans to compile for the target, to keep the one whose program is the fastest. From
-            two on up to two more are compiled that by the estimate take up to a quarter and up to half more memory than
-            there is, if they would be faster than all that take less: XLA computes again what does not fit.
-        measure: how many of the best plans to run for some steps on the attached devices, to keep the fastest. Values
-            are made up; each plan has the devices' memory for itself. Which wins may differ from run to run. Not
-            measured are programs with side effects (`jax.debug.print`, `io_callback`) and with loops whose end depends
-            on values: the best by the estimate is kept, and a note of the plan says why. A plan that fails to compile
-            or run (4-bit integers as inputs do) is left out, with a note.
-        strict: a primitive without a rule is an error instead of a warning.
+        verify: number of best plans to compile for the target; the one with the fastest program is kept. With
+            `verify >= 2`, also compiles the two fastest plans whose estimated peak exceeds the limit by at most 25 %
+            and 50 %, if they are estimated to be faster. XLA rematerializes what does not fit.
+        measure: number of best plans to run for some steps on the attached devices; the fastest is kept. Inputs have
+            generated values, and one plan at a time is in memory. The winner may differ from run to run. Programs with
+            side effects (`jax.debug.print`, `io_callback`), or with loops whose length depends on values, are not run:
+            the plan with the best estimate is kept, with a note that gives the reason. A plan that fails to compile or
+            run (for example with 4-bit integer inputs) is skipped, with a note.
+        strict: raise an error, instead of a warning, if a primitive has no rule.
         **kwargs: arguments by keyword.
 
     Returns:
         The plan, bound to `fn`.
 
     Raises:
-        PlanError: the request cannot be read, or nothing fits.
+        PlanError: the request is invalid, or no plan fits.
 
     Example:
         >>> import jax, autoshard

@@ -1,18 +1,18 @@
-"""`auto_shard` on a Flax module class: its parameters are born sharded and its calls constrained.
+"""`auto_shard` on a Flax module class: parameters are created sharded, and calls run under a plan.
 
-The class itself is changed and keeps its name. A module is planned for training: the plan is made for its forward pass
-and its gradient, and says where the parameters lie. Every call of the module is then planned with the parameters left
-there: by the same words where they fit it (a call without a batch has no axis for some of them), else by a search.
+The class is changed in place and keeps its name. A module is planned for training: a plan of its forward pass and its
+gradient fixes the shardings of the parameters. Every call of the module is then planned with these shardings: with the
+same strategy if the call supports it (a call without a batch has no axis for some of its words), else by a search.
 Inside a step that is itself under `auto_shard`, and while its class is being planned, a module does nothing: the outer
-plan rules.
+plan applies.
 
-Arrays and floats are the data of a call. All else (flags, numbers of taps, `None`, lists of them) is static: a call
-with other static arguments is planned anew, so pass what changes at every call as an array.
+Arrays and floats are the data of a call. Everything else (flags, ints, `None`, lists of them) is static. A call with
+other static arguments is planned again, so pass values that change at every call as arrays.
 
-A class derived from a decorated nnx class inherits its planned `__call__`, and `.sharded` plans the derived class's
-own. If it overrides `__call__`, only the `super().__call__` in it is planned; decorate the derived class too, and its
-plan is its own. Of a linen class `apply` and `init` are planned, so a derived class is always planned whole. The last
-plan of each class is at its own `.autoshard_plan`. Other methods are left alone.
+A class derived from a decorated nnx class inherits its planned `__call__`, and `.sharded` plans the `__call__` of the
+derived class. If that overrides `__call__`, only its `super().__call__` runs under a plan; decorate the derived class
+too, and it has its own plan. In a linen class `apply` and `init` are planned, so a derived class is always planned
+completely. `.autoshard_plan` of each class is its last plan. Other methods are unchanged.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
 from autoshard.sharding.runtime.dispatch import Entry, PureFunction
-from autoshard.sharding.runtime.sharded_init import born_sharded
+from autoshard.sharding.runtime.sharded_init import create_sharded
 from autoshard.sharding.runtime.static_arguments import Arguments, frozen, split_arguments
 
 
 def shard_class(
     cls: type, options: Mapping[str, Any], example: tuple[Any, ...] | None = None, others: Sequence[str] = ()
 ) -> type:
-    """See `auto_shard`; `others` are the names of options that only a function can use.
+    """Apply `auto_shard` to a class; `others` are the names of options that were given and apply to functions only.
 
     Raises:
-        PlanError: the class is no Flax module, has nothing to call, or was given what means nothing on it.
+        PlanError: the class is not a Flax module, has no `__call__`, or does not support an option.
     """
     if others:
-        raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} means nothing on a class, whose calls donate "
-                        "nothing and take what is no array as static: give it to the step that uses it")  # fmt: skip
+        raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} cannot be used on a class: its calls donate "
+                        "nothing, and arguments that are not arrays are static. Use it on the step that calls "
+                        "the module")  # fmt: skip
     if example is not None and issubclass(cls, linen.Module):
-        raise PlanError(f"auto_shard({cls.__name__}): example means nothing on a linen class: its init plans from the "
-                        "arguments that it is given")  # fmt: skip
+        raise PlanError(f"auto_shard({cls.__name__}): example cannot be used on a linen class: its init plans from its "
+                        "own arguments. Leave it out")  # fmt: skip
     if issubclass(cls, linen.Module):
         return _shard_linen(cls, options)
     if not issubclass(cls, nnx.Module):
@@ -73,50 +74,50 @@ class ModuleCalls:
 
     def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any], name: str, trainings: list[Plan]):
         self.forward, self.options, self.name = forward, options, name
-        self.trainings = trainings  # what was planned for training: it says where parameters lie
+        self.trainings = trainings  # plans for training, which fix the shardings of the parameters
         self.functions: dict[Any, ForwardFunction] = {}
-        self.told = False
+        self.warned = False
 
-    def function(self, given: Arguments) -> ForwardFunction:
-        """The planned function for these static arguments."""
-        found = self.functions.get(given.key)
-        if found is None:
-            found = self.functions[given.key] = ForwardFunction(self)
-        found.given = given  # equal by key, but a list may have been changed since: trace with those of this call
-        return found
+    def function(self, arguments: Arguments) -> ForwardFunction:
+        """Return the planned function for these static arguments."""
+        function = self.functions.get(arguments.key)
+        if function is None:
+            function = self.functions[arguments.key] = ForwardFunction(self)
+        function.arguments = arguments  # a list may have been changed since the last call: trace with this call's
+        return function
 
     def __call__(self, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Any]:
-        """The plan and the result of a call on `first`: the module, or a linen module's variables."""
-        given = split_arguments((first, *args), kwargs, self.name)
-        if _compat.under_trace() and not self.told and not self.trainings:
-            self.told = True
+        """Return the plan and the result of a call on `first`: the module, or a linen module's variables."""
+        arguments = split_arguments((first, *args), kwargs, self.name)
+        if _compat.under_trace() and not self.warned and not self.trainings:
+            self.warned = True
             warnings.warn(
-                f"auto_shard({self.name}): first called under somebody's trace (jit, grad, ...): its calls are "
-                "constrained, its parameters stay where they are. Decorate that function, or make the module with "
-                f"{self.name}.sharded(...)",
+                f"auto_shard({self.name}): the first call is inside a transformed function (jit, grad, ...): its "
+                "values get sharding constraints, but its parameters are not moved. Decorate that function, or make "
+                f"the module with {self.name}.sharded(...)",
                 AutoshardWarning,
                 stacklevel=3,
             )
-        function = self.function(given)
-        result = function(*given.args, **given.kwargs)
+        function = self.function(arguments)
+        result = function(*arguments.args, **arguments.kwargs)
         return function.plan_of(function.planned()), result
 
     def entry(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry:
-        """The planned call, not run."""
-        given = split_arguments((first, *args), kwargs, self.name)
-        return self.function(given).entry(given.args, given.kwargs)
+        """Plan a call without running it."""
+        arguments = split_arguments((first, *args), kwargs, self.name)
+        return self.function(arguments).entry(arguments.args, arguments.kwargs)
 
 
 class ForwardFunction(AutoSharded):
     """A module's forward pass with one set of static arguments."""
 
-    given: Arguments
+    arguments: Arguments
 
     def __init__(self, calls: ModuleCalls):
         self.calls = calls
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.given.merge(args, kwargs)
+            args, kwargs = self.arguments.merge(args, kwargs)
             return calls.forward(*args, **kwargs)
 
         forward.__name__ = calls.name
@@ -127,59 +128,59 @@ class ForwardFunction(AutoSharded):
 
 
 class ForwardPure(PureFunction):
-    """The pure part of a forward pass: each signature is planned around the layout of the parameters for training."""
+    """The pure part of a forward pass. Each signature is planned with the training plan's parameter shardings."""
 
     def __init__(self, fn: Callable[..., Any], forward: ForwardFunction):
         super().__init__(fn, forward.options, ())
         self.forward = forward
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Traces and plans."""
+        """Trace and plan a new signature."""
         leaves = self._module_leaves(args, kwargs)
         training = self._training(leaves, args, kwargs)
-        stays = {x.path: x.spec for x in _of_module(training) if leaves.get(x.path) == _type_of(x)}
+        parameters = {x.path: x.spec for x in _of_module(training) if leaves.get(x.path) == _type_of(x)}
         original = self.options
-        words = training.chosen if original["plan"] is None else original["plan"]
-        pins = {**(original["fixed"] or {}), **{glob.escape(path): spec for path, spec in stays.items()}}
-        options = {**original, "memory_limit_bytes": float("inf"), "plan": words, "fixed": pins}
+        strategy = training.chosen if original["plan"] is None else original["plan"]
+        fixed = {**(original["fixed"] or {}), **{glob.escape(path): spec for path, spec in parameters.items()}}
+        options = {**original, "memory_limit_bytes": float("inf"), "plan": strategy, "fixed": fixed}
         mesh = training.bound.executable.mesh if training.bound is not None else None
         sizes = dict(zip(training.mesh.axis_names, training.mesh.axis_sizes, strict=True))
         try:
-            self.options = {**options, "mesh": sizes} if isinstance(words, Mapping) and mesh is None else options
-            refusal = None
+            self.options = {**options, "mesh": sizes} if isinstance(strategy, Mapping) and mesh is None else options
+            first_error = None
             try:
                 entry = super().make(args, kwargs)
                 here = {x.path: x.spec for x in entry.plan.inputs}
                 same_mesh = entry.plan.mesh == training.mesh and mesh in (None, entry.bound.executable.mesh)
-                if same_mesh and all(here[path] == spec for path, spec in stays.items()):
+                if same_mesh and all(here[path] == spec for path, spec in parameters.items()):
                     return entry
-            except AutoshardError as error:  # the words do not fit this call
-                refusal = error
+            except AutoshardError as error:  # the strategy does not apply to this call
+                first_error = error
             self.options = {**options, "plan": None, "mesh": sizes if mesh is None else mesh}
             try:
                 return super().make(args, kwargs)
             except AutoshardError as error:
-                raise refusal or error from error
+                raise first_error or error from error
         finally:
             self.options = original
 
     def _training(self, leaves: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan for training that this call's parameters are laid out by, made if there is none."""
+        """Return the training plan for a call's parameters. Makes one if there is none."""
         trainings = self.forward.calls.trainings
         for plan in trainings:
             inputs = _of_module(plan)
-            asked = [x for x in inputs if x.role == "parameter"] or inputs
-            if all(leaves.get(x.path) == _type_of(x) for x in asked):
+            required = [x for x in inputs if x.role == "parameter"] or inputs
+            if all(leaves.get(x.path) == _type_of(x) for x in required):
                 return plan
-        made = self.options["plan"]
-        if not isinstance(made, Plan):
+        plan = self.options["plan"]
+        if not isinstance(plan, Plan):
             args, kwargs = self.originals or (args, kwargs)
-            made = AutoSharded(_with_gradient(self.forward.fn), self.options).plan(*args, **kwargs)
-        trainings.append(made)
-        return made
+            plan = AutoSharded(_with_gradient(self.forward.fn), self.options).plan(*args, **kwargs)
+        trainings.append(plan)
+        return plan
 
     def _module_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Path -> shape and dtype of every array of the module."""
+        """Map the path of every array of the module to its shape and dtype."""
         flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
         paths = _compat.nnx_paths(*self.originals) if self.originals else [path_of(keys[1:]) for keys, _ in flat]
         return {
@@ -198,7 +199,7 @@ def _type_of(leaf: Leaf) -> tuple[tuple[int, ...], str]:
 
 
 def _with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the same arguments that also computes the gradients with respect to all that can have one."""
+    """Return a function of the same arguments that also computes the gradients of all floating-point leaves."""
 
     def training(*args: Any, **kwargs: Any) -> Any:
         graphdef, state = nnx.split((args, kwargs))
@@ -226,7 +227,7 @@ def _has_gradient(x: Any) -> bool:
 # --- nnx --------------------------------------------------------------------------------------------------------------
 
 
-def _shard_nnx(cls: Any, options: Mapping[str, Any], usual: tuple[Any, ...] | None) -> type:
+def _shard_nnx(cls: Any, options: Mapping[str, Any], default_example: tuple[Any, ...] | None) -> type:
     original = cls.__call__
     trainings: list[Plan] = []
     by_class: dict[type, ModuleCalls] = {}
@@ -245,21 +246,20 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any], usual: tuple[Any, ...] | No
         type(self).autoshard_plan, result = planned(self, args, kwargs)
         return result
 
-    def sharded(klass: Any, *args: Any, example: tuple[Any, ...] | None = usual, **kwargs: Any) -> Any:
-        """Makes the module with its parameters born sharded.
+    def sharded(klass: Any, *args: Any, example: tuple[Any, ...] | None = default_example, **kwargs: Any) -> Any:
+        """Construct the module with its parameters sharded from the start.
 
         Args:
             klass: the class, or one derived from it.
             *args: for the constructor.
-            example: arguments of a call (arrays or shapes), to plan from; default: those that the class was decorated
-                with.
+            example: arguments of a call (arrays or shapes) to plan from; default: the decorator's `example`.
             **kwargs: for the constructor.
 
         Raises:
             PlanError: there is no example.
         """
         if example is None:
-            raise PlanError(f"{klass.__name__}.sharded: there is nothing to plan from: give example=(...), the "
+            raise PlanError(f"{klass.__name__}.sharded: there is no example to plan from: pass example=(...), the "
                             "arguments of a call or their shapes")  # fmt: skip
         graphdef, state = nnx.split((args, kwargs))
 
@@ -271,7 +271,7 @@ def _shard_nnx(cls: Any, options: Mapping[str, Any], usual: tuple[Any, ...] | No
         own = planned if klass.__call__ is call else calls(klass, klass.__call__)
         entry = own.entry(abstract, tuple(example), {})
         klass.autoshard_plan = Plan.of(entry.bound)
-        model = born_sharded(entry, lambda s: create(s)[0], (state,), klass.__name__)
+        model = create_sharded(entry, lambda s: create(s)[0], (state,), klass.__name__)
         advanced = nnx.split(jax.jit(lambda s: nnx.split(create(s)[1])[1])(state))[1]
         nnx.update((args, kwargs), advanced)
         return model
@@ -307,27 +307,27 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
         if OUTER_PLAN.get() or _compat.under_trace():
             return original_init(self, rngs, *args, **kwargs)
         name = type(self).__name__
-        given = split_arguments((rngs, *args), kwargs, name)
+        arguments = split_arguments((rngs, *args), kwargs, name)
 
         def create(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = given.merge(args, kwargs)
+            args, kwargs = arguments.merge(args, kwargs)
             return original_init(self, *args, **kwargs)
 
-        variables = jax.eval_shape(create, given.args, given.kwargs)
+        variables = jax.eval_shape(create, arguments.args, arguments.kwargs)
         try:
             entry = _entry_for_init(calls(self), variables, rngs, args, kwargs)
         except (AutoshardError, AutoshardWarning):
             raise
         except Exception as error:  # the user's forward may raise anything; the warning names it
             warnings.warn(
-                f"auto_shard({name}): init made the variables on one device, because the forward pass that says where "
-                f"they lie could not be traced ({type(error).__name__}: {error}). They are moved at the first apply",
+                f"auto_shard({name}): init made the variables on one device, because the forward pass that determines "
+                f"their shardings cannot be traced ({type(error).__name__}: {error}). The first apply moves them",
                 AutoshardWarning,
                 stacklevel=2,
             )
             return original_init(self, rngs, *args, **kwargs)
         type(self).autoshard_plan = Plan.of(entry.bound)
-        return born_sharded(entry, create, (given.args, given.kwargs), name)
+        return create_sharded(entry, create, (arguments.args, arguments.kwargs), name)
 
     cls.apply, cls.init, cls.autoshard_plan = apply, init, None
     cls.__wrapped__ = original_apply
@@ -337,20 +337,20 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
 def _entry_for_init(
     calls: ModuleCalls, variables: Any, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Entry:
-    """The plan of the forward pass that `init` runs, as `apply` would run it.
+    """Plan the forward pass that `init` runs as a call of `apply`.
 
-    Most likely is a call without random streams that changes no variables. A forward pass that needs more gets the
-    streams of `init`, and may change what it wants.
+    First tries a call without random streams and with immutable variables. A forward pass that needs more gets the
+    streams of `init` and may change all variables.
     """
     kwargs = {k: v for k, v in kwargs.items() if k not in ("mutable", "capture_intermediates")}
     streams = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs}
     others = {k: v for k, v in streams.items() if k != "params"}
-    ways = [{}, {"mutable": True, **({"rngs": others} if others else {})}, {"mutable": True, "rngs": streams}]
-    for way in ways[:-1]:
+    attempts = [{}, {"mutable": True, **({"rngs": others} if others else {})}, {"mutable": True, "rngs": streams}]
+    for extra in attempts[:-1]:
         try:
-            return calls.entry(variables, args, {**kwargs, **way})
+            return calls.entry(variables, args, {**kwargs, **extra})
         except (AutoshardError, AutoshardWarning):
             raise
-        except FlaxError:  # a stream or a collection that this way does not give; the last way raises it
+        except FlaxError:  # the call needs another stream or collection; the last attempt raises the error
             continue
-    return calls.entry(variables, args, {**kwargs, **ways[-1]})
+    return calls.entry(variables, args, {**kwargs, **attempts[-1]})

@@ -1,4 +1,4 @@
-"""`Plan`: what users hold. A `ShardingPlan` with its function, and the verbs that show, verify, compare and run it."""
+"""`Plan`: a `ShardingPlan` bound to its function, with methods that show, verify, compare and run it."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ from autoshard.sharding.runtime.planned_function import PlannedFunction
 @shown
 @dataclass(frozen=True, eq=False)
 class Plan(ShardingPlan):
-    """What `plan` returns: everything that was chosen for one program on one machine, and what can be done with it.
+    """The result of `plan`: everything that was chosen for one program on one machine.
 
     Attributes:
-        bound: what the plan means for its function; None where the plan was read and not yet bound. The attributes of
-            `ShardingPlan` come first.
+        bound: the plan applied to its function; None for a plan that was read and not yet bound. The other attributes
+            are those of `ShardingPlan`.
     """
 
     bound: BoundPlan | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, bound: BoundPlan) -> Plan:
-        """The plan of a bound one."""
+        """Return the public plan of a bound plan."""
         return cls(**vars(bound.plan.data()), bound=bound)
 
     @property
     def in_specs(self) -> Any:
-        """`PartitionSpec`s shaped like the arguments (a tuple, one entry for each)."""
+        """`PartitionSpec`s in the structure of the arguments: a tuple with one entry for each."""
         traced = bound_or_error(self.bound).traced
         args, kwargs = jax.tree.unflatten(traced.in_tree, [leaf.spec for leaf in self.inputs])
         return (*args, kwargs) if kwargs else args
 
     @property
     def out_specs(self) -> Any:
-        """`PartitionSpec`s shaped like the results."""
+        """`PartitionSpec`s in the structure of the results."""
         return jax.tree.unflatten(bound_or_error(self.bound).traced.out_tree, [leaf.spec for leaf in self.outputs])
 
     def jit(self, devices: Any = None) -> Callable[..., Any]:
-        """The function, annotated and jitted over these devices (default: the attached ones)."""
+        """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones."""
         executable = self._executable()
         return executable.wrap(executable.jit(devices))
 
     def _executable(self) -> Executable:
-        """The program of this plan, also where its attributes were changed after it was bound."""
+        """The program of this plan. `where` may have changed attributes since the plan was bound."""
         return replace(bound_or_error(self.bound).executable, plan=self)
 
     def where(self, **changes: Any) -> Plan:
-        """This plan with other attributes, bound to the same function."""
+        """Return a copy with changed attributes, bound to the same function."""
         changed = replace(self, **changes)
         if self.bound is None or not changes or "bound" in changes:
             return changed
@@ -84,95 +84,97 @@ class Plan(ShardingPlan):
         strict: bool = False,
         **kwargs: Any,
     ) -> Plan:
-        """This plan for a function.
+        """Bind this plan to a function.
 
         Args:
             fn: the function.
             *args: its arguments, arrays or shapes.
-            mesh: devices to run on, see `autoshard.plan`; the other options mean what they mean there.
-            memory_limit_bytes: memory that one device may use.
-            fixed: shardings to keep; refused, since a plan says where every input lies.
+            mesh: devices to run on, see `autoshard.plan`.
+            memory_limit_bytes: memory limit of one device.
+            fixed: an error, because a plan already fixes the sharding of every input.
             variants: see `autoshard.plan`.
-            donate_argnums: arguments whose buffers the results may take.
+            donate_argnums: arguments whose buffers the results may reuse.
             static_argnums: arguments that are not arrays.
             verify: see `autoshard.plan`.
             measure: see `autoshard.plan`.
-            strict: an operator without a rule is an error.
+            strict: raise an error, instead of a warning, if a primitive has no rule.
             **kwargs: arguments by keyword.
 
         Raises:
-            PlanError: the function's structure or shapes are not those that the plan was made for.
+            PlanError: the plan was made for a function of another structure or other shapes.
         """
         if not args:
-            raise PlanError("Plan.bind needs the function's arguments or their shapes: plan.bind(fn, state, batch)")
+            raise PlanError(
+                "Plan.bind got no arguments; pass the function's arguments or shapes: plan.bind(fn, state, batch)"
+            )
         options = checked_options(verify, measure, mesh=mesh, target=self.target, fixed=fixed, plan=self,
                                   memory_limit_bytes=memory_limit_bytes, strict=strict)  # fmt: skip
         planned = PlannedFunction(fn, options, variants, donate_argnums, static_argnums)
         return Plan.of(planned.entry(args, kwargs).bound)
 
     def explain(self, path: str, wish: Any = None) -> str:
-        """Why the input or result at `path` is sharded as it is, and what the next best choices cost.
+        """Explain why an input or result is sharded as it is, and what the next best choices cost.
 
         Args:
-            path: a path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`.
-            wish: how it should be sharded instead, a `PartitionSpec` or names of logical axes as in `fixed=`: whether
-                that is cheaper, dearer, infeasible or a tie.
+            path: a path (`0/params/wq`), the end of one (`wq`), or a glob (`*/mlp/*`).
+            wish: a sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`. The text says
+                whether it is cheaper, more expensive, infeasible or a tie.
 
         Raises:
-            PlanError: nothing is there, or the wish cannot be read.
+            PlanError: no input or result has this path, or the wish is invalid.
         """
         return explain(self, self.bound, path, wish)
 
     def diff(self, other: ShardingPlan) -> str:
-        """What another plan does differently, a line each.
+        """List the differences of another plan, one per line.
 
         Raises:
-            PlanError: the other is no plan.
+            PlanError: `other` is not a plan.
         """
         if not isinstance(other, ShardingPlan):
-            raise PlanError(f"diff: {shortly(other)} is no plan; give one that plan(...) or Plan.from_json made")
+            raise PlanError(f"diff: {shortly(other)} is not a plan; pass the result of plan(...) or Plan.from_json")
         return diff(self, other)
 
     def verify(self, **options: Any) -> Audit:
-        """Compiles the plan for its target, in a process of its own and with no such device, and compares.
+        """Compile the plan for its target in a separate process, and compare. The target need not be attached.
 
         Args:
-            **options: `timeout_s`, seconds after which the compiler is stopped; `options`, for the compiler instead of
-                the plan's own.
+            **options: `timeout_s`: seconds until the compiler is stopped; `options`: compiler options that replace the
+                plan's.
 
         Raises:
-            AuditError: the target's compiler is not installed, or it has none; an option that cannot be used.
+            AuditError: the target has no compiler, or it is not installed; or an option is invalid.
         """
         return verify(self._executable(), **options)
 
     def to_html(self, path: Any) -> None:
-        """Writes the plan as one self-contained page."""
+        """Write the plan as a self-contained HTML page."""
         to_html(self, path)
 
     def __str__(self) -> str:
         return table(self)
 
     def to_json(self) -> str:
-        """The plan as text that `from_json` reads on any machine.
+        """Return the plan as JSON. `from_json` reads it on any machine.
 
         Raises:
-            PlanError: a value of its variant is of a kind that JSON does not have.
+            PlanError: JSON cannot express a value of the plan's variant.
         """
         return plan_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads what `to_json` wrote; the plan has no function until `bind` gives it one.
+        """Read the text that `to_json` wrote. The plan has no function until `bind` is called.
 
         Raises:
-            PlanError: the text is not a plan, or of a format that this version does not know.
+            PlanError: the text is not a plan, or its format is unknown to this version.
         """
         return plan_from_json(text, cls)
 
     def __copy__(self) -> Plan:
         return _like(self, self.__dict__)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:  # the function's trace cannot be copied: it is shared
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:  # a trace cannot be copied, so copies share it
         return _like(self, {k: v if k == "bound" else deepcopy(v, memo) for k, v in self.__dict__.items()})
 
     def __getstate__(self) -> dict[str, Any]:  # pickled without its function, as in JSON
@@ -180,7 +182,7 @@ class Plan(ShardingPlan):
 
 
 def _like(plan: Plan, attributes: Mapping[str, Any]) -> Plan:
-    """A plan with these attributes and no others, be it half-built."""
+    """Make a plan with exactly these attributes, which may be incomplete."""
     made = object.__new__(type(plan))
     made.__dict__.update(attributes)
     return made

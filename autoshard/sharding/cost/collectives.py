@@ -111,7 +111,7 @@ def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> Step
         collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.prefetchable)
         for c in cost.collectives
     ]
-    return replace(step_cost(cost.kernels_us, moved, chip), waiting=cost.live_buffers)
+    return replace(step_cost(cost.kernels_us, moved, chip), live_buffers=cost.live_buffers)
 
 
 def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:

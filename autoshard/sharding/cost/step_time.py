@@ -129,7 +129,7 @@ class CostModel:
                     size = move.local_bytes
                     collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, prefetchable))
         collectives += self._state_moves(layout)
-        return replace(step_cost(compute, collectives, self.target.chip), waiting=tuple(buffers.values()))
+        return replace(step_cost(compute, collectives, self.target.chip), live_buffers=tuple(buffers.values()))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""

@@ -1,7 +1,7 @@
-"""From a call to the planned program: which plan fits these arguments, and where they must lie.
+"""Dispatches a call to its planned program: selects the plan for the arguments and moves them to its shardings.
 
-A call costs what `jax.jit` costs: the last planned function is called at once, and jit's own cache says what is new.
-Only if it refuses (another structure, shape or setting, arrays that lie elsewhere) are the arguments looked at.
+A call costs what a call under `jax.jit` costs: the last planned function is called immediately, and jit's own cache
+checks the arguments. They are inspected only if that raises (another structure, shape, setting or sharding).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from autoshard.sharding.runtime.process_agreement import check_same_plan
 
 
 class GraphArguments(Exception):
-    """A plain function was called with nnx objects: it must be called as `nnx.jit` would."""
+    """A plain function was called with nnx objects, so it must be called with the semantics of `nnx.jit`."""
 
 
 class Entry:
-    """One planned signature: the plan, the function jitted by it, and the shardings of its inputs."""
+    """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
 
     def __init__(self, bound: BoundPlan):
         self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
@@ -42,7 +42,7 @@ class Entry:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """The mesh of devices; only a call needs them, a plan can be for a machine that is not here."""
+        """The mesh of devices. Only a call needs it: the machine of a plan need not be attached."""
         return self.bound.executable.mesh_over(None)
 
     @functools.cached_property
@@ -57,20 +57,24 @@ class Entry:
         return self.plan.shardings(self.mesh)[0]
 
     @functools.cache  # noqa: B019  an entry lives as long as its function
-    def agreed(self) -> None:
-        """Raises where another process is about to run another plan on these devices."""
+    def check_agreement(self) -> None:
+        """Check that all processes are about to run the same plan on these devices.
+
+        Raises:
+            PlanError: another process has another plan.
+        """
         if len({d.process_index for d in self.mesh.devices.flat}) > 1:
             check_same_plan(self.plan)
 
     def misplaced(self, leaves: Sequence[Any]) -> list[int]:
-        """The inputs that lie elsewhere than the plan has them, or on Explicit axes."""
+        """Find the inputs whose sharding is not the planned one, or that are on another mesh."""
         pairs = zip(leaves, self.in_shardings, strict=True)
-        return [i for i, (x, s) in enumerate(pairs) if isinstance(x, jax.Array) and _lies_elsewhere(x, s)]
+        return [i for i, (x, s) in enumerate(pairs) if isinstance(x, jax.Array) and _is_misplaced(x, s)]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, with what lies elsewhere moved to where the plan has it.
+        """Return the leaves, with misplaced ones moved to their planned shardings.
 
-        State is always put there; of the rest only what was put elsewhere on purpose: jit takes the others itself.
+        State is always moved. Of the other inputs only committed arrays are moved; jit moves uncommitted ones itself.
         """
         out = list(leaves)
         for i in self.misplaced(leaves):
@@ -79,15 +83,15 @@ class Entry:
         return out
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result for arguments of the planned signature."""
+        """Call the jitted function with arguments of the planned signature."""
         return self.jitted(*args, kwargs) if kwargs else self.jitted(*args)
 
 
-def _lies_elsewhere(x: jax.Array, wanted: Any) -> bool:
-    if not x.sharding.is_equivalent_to(wanted, x.ndim):
+def _is_misplaced(x: jax.Array, planned: Any) -> bool:
+    if not x.sharding.is_equivalent_to(planned, x.ndim):
         return True
-    mesh = getattr(x.sharding, "mesh", None)  # jit traces with the argument's own mesh, even where the shards agree
-    return mesh is not None and mesh != wanted.mesh
+    mesh = getattr(x.sharding, "mesh", None)  # jit traces with the argument's own mesh, even if the shards agree
+    return mesh is not None and mesh != planned.mesh
 
 
 class PureFunction:
@@ -104,137 +108,139 @@ class PureFunction:
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
         self.entries: dict[Any, Entry] = {}
         self.by_placement: dict[Any, Entry] = {}
-        self.last: Entry | None = None  # the one that was called last
-        self.planned: Entry | None = None  # the one that was planned last
+        self.last: Entry | None = None  # called last
+        self.planned: Entry | None = None  # planned last
         self.originals: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # nnx objects behind the pure arguments
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, planned for these arguments."""
+        """Call the function under the plan for these arguments."""
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
         if entry is None:
-            return self.look(args, kwargs)
+            return self.inspect_and_call(args, kwargs)
         try:
             return entry.call(args, kwargs)
         except NewSignature:
-            return self.look(args, kwargs)
+            return self.inspect_and_call(args, kwargs)
         except (ValueError, TypeError, AssertionError):
             known = self.entries.get(self.signature(args, kwargs)) is entry
             if known and not entry.misplaced(jax.tree.leaves((args, kwargs))):
-                raise  # the arguments are the planned ones: the error is the function's own
-            return self.look(args, kwargs)
+                raise  # the arguments are as planned, so the error is the function's own
+            return self.inspect_and_call(args, kwargs)
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a plan depends on: structure, shapes, types, JAX's settings and the mesh in force."""
+        """Return what a plan depends on: structure, shapes, dtypes, JAX's settings and the current mesh."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         mesh = _compat.current_mesh() if self.takes_placement else None
         try:
             types = tuple(map(_type_of, leaves))
         except TypeError:
-            raise self.refusal(args, kwargs) from None
+            raise self.bad_argument_error(args, kwargs) from None
         return tree, types, trace_flags(), mesh
 
-    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanError:
-        """The error that names the first leaf of the arguments that is neither an array nor a number."""
+    def bad_argument_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanError:
+        """Make the error that names the first leaf of the arguments that is neither an array nor a number."""
         for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
             try:
                 _type_of(leaf)
             except TypeError:
-                found = f"argument '{path_of(keys[1:])}' is {leaf!r:.60}, a {type(leaf).__name__}"
+                problem = f"argument '{path_of(keys[1:])}' is {leaf!r:.60}, a {type(leaf).__name__}"
                 break
         else:
-            found = "an argument is of a type that JAX does not know"
+            problem = "an argument has a type that JAX does not support"
         return PlanError(
-            f"auto_shard({name_of(self.fn)}): {found}: arguments are pytrees of arrays and numbers. Leave it out, or "
-            "name a whole argument in static_argnums"
+            f"auto_shard({name_of(self.fn)}): {problem}: arguments are pytrees of arrays and numbers. Remove it, or "
+            "make the whole argument static with static_argnums"
         )
 
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with the arguments looked at: plans what is new, moves what lies elsewhere."""
+    def inspect_and_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function after an inspection of the arguments: plan new signatures and move misplaced arrays."""
         leaves = jax.tree.leaves((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
         if traced and not _compat.under_trace():
             path = path_of(jax.tree_util.tree_flatten_with_path((args, kwargs))[0][traced[0]][0][1:])
             raise PlanError(
                 f"auto_shard({name_of(self.fn)}): argument '{path}' is a leaked tracer "
-                f"({leaves[traced[0]].aval.str_short()}): a value of a function that was being traced was kept outside "
-                "of it. Return it from that function instead"
+                f"({leaves[traced[0]].aval.str_short()}): a value of a function under trace was stored outside of it. "
+                "Return it from that function instead"
             )
         entry = self.entry(args, kwargs)
-        if traced:  # somebody's trace: only constrain
+        if traced:  # inside another transformation: only add sharding constraints
             run = entry.bound.executable.run(entry.mesh)
             return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
-        entry = self.where_they_lie(entry, args, kwargs)
-        entry.agreed()
+        entry = self.entry_for_placement(entry, args, kwargs)
+        entry.check_agreement()
         self.last = entry
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))
         return entry.call(args, kwargs)
 
-    def where_they_lie(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """The plan that takes arrays where others have put them; state of one's own is moved instead."""
+    def entry_for_placement(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """Return a plan that keeps arrays as the caller sharded them. The function's own state is moved instead."""
         leaves = jax.tree.leaves((args, kwargs))
-        put = tuple(
+        placement = tuple(
             (i, leaves[i].sharding)
             for i in entry.misplaced(leaves)
-            if i not in entry.state and _is_put(leaves[i]) and self.takes_placement
+            if i not in entry.state and _is_placed(leaves[i]) and self.takes_placement
         )
-        if not put:
+        if not placement:
             return entry
         signature = self.signature(args, kwargs)
-        found = self.by_placement.get((signature, put))
-        if found is None:
-            found = self.by_placement[signature, put] = self.make(args, kwargs)
-        self.entries[signature] = found
-        return found
+        placed = self.by_placement.get((signature, placement))
+        if placed is None:
+            placed = self.by_placement[signature, placement] = self.make(args, kwargs)
+        self.entries[signature] = placed
+        return placed
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """The plan for these arguments, made if there is none."""
+        """Return the planned signature of these arguments. Plans it if it is new."""
         key = self.signature(args, kwargs)
-        found = self.entries.get(key)
-        if found is None:
+        entry = self.entries.get(key)
+        if entry is None:
             if self.originals is None and _compat.has_graph_nodes((args, kwargs)):
                 raise GraphArguments
-            found = self.entries[key] = self.make(args, kwargs)
-        self.planned = found
-        return found
+            entry = self.entries[key] = self.make(args, kwargs)
+        self.planned = entry
+        return entry
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Traces and plans; of variants the fastest that fits."""
-        made, refused, told = [], [], {}
+        """Trace and plan a new signature, with the fastest variant that fits."""
+        made, errors, warnings_of = [], [], {}
         originals = self.originals
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
-        asked = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
+        shortlist = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, self.donate, names, written)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
-                    bound = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else asked)
+                    bound = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else shortlist)
                 except (PlanError, PlanRequestError) as error:
-                    refused.append(error)
+                    errors.append(error)
                     attempts.append(attempt(choice, None))
                     continue
             made.append((choice, bound))
             attempts.append(attempt(choice, bound.plan))
-            told[id(traced)] = caught or []
+            warnings_of[id(traced)] = caught or []
         if not made:
-            raise refused[0] if refused else PlanError(f"auto_shard({name_of(self.fn)}): variants name nothing to try")
+            if errors:
+                raise errors[0]
+            raise PlanError(f"auto_shard({name_of(self.fn)}): variants gives none to try; give at least one")
         if not isinstance(options["plan"], ShardingPlan) and not any(bound.plan.fits for _, bound in made):
             report_infeasible(made)
 
-        def replan(bound: BoundPlan, words: str) -> BoundPlan | None:
+        def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:
-                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": words})
-            except (PlanError, PlanRequestError):  # a candidate that cuts nothing is refused where it is asked for
+                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy})
+            except (PlanError, PlanRequestError):  # a candidate that shards nothing is an error as an explicit request
                 return None
 
-        chosen = fastest_of_all(made, asked, replan) if asked and self.variants else fastest(made)
-        for warning in told[id(chosen.traced)]:  # those of the other variants are nobody's concern
+        chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
+        for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
             warnings.warn(warning.message, warning.category, stacklevel=2)
         return Entry(chosen)
 
@@ -243,18 +249,18 @@ def _type_of(x: Any) -> tuple[Any, Any, bool]:
     if not hasattr(x, "dtype"):  # a Python number
         return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True
     if getattr(x.dtype, "kind", "") in tuple("OSU"):
-        raise TypeError(f"{x.dtype} is no type of JAX's")
+        raise TypeError(f"JAX does not support {x.dtype}")
     dtype = x.dtype if _compat.is_extended(x.dtype) else jax.dtypes.canonicalize_dtype(x.dtype)
     return x.shape, dtype, bool(getattr(x, "weak_type", False))
 
 
-def _is_put(x: Any) -> bool:
-    """Whether an array was put over several devices on purpose."""
+def _is_placed(x: Any) -> bool:
+    """Return whether the caller has placed an array on several devices."""
     return isinstance(x.sharding, NamedSharding) and x.sharding.mesh.size > 1 and getattr(x, "committed", True)
 
 
 class GraphFunction:
-    """A function of nnx objects, with the semantics of `nnx.jit`; its pure part is planned."""
+    """A function of nnx objects with the semantics of `nnx.jit`. Its pure part is planned."""
 
     def __init__(self, fn: Callable[..., Any], make: Callable[[Callable[..., Any]], PureFunction]):
         self.fn = fn
@@ -266,7 +272,7 @@ class GraphFunction:
         return self.pure.planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, planned for these arguments."""
+        """Call the function under the plan for these arguments."""
         self.pure.originals = (args, kwargs)
         try:
             return self.wrapped(*args, **kwargs)
@@ -274,11 +280,11 @@ class GraphFunction:
             self.pure.originals = None
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """The plan for these arguments."""
+        """Return the planned signature of these arguments. Plans it if it is new."""
         self.pure.originals = (args, kwargs)
         try:
-            found = _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
+            entry = _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
         finally:
             self.pure.originals = None
-        found.bound.executable.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
-        return found
+        entry.bound.executable.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
+        return entry

@@ -1,4 +1,4 @@
-"""The options of a plan, checked before anything is traced."""
+"""Checks the options of a plan before anything is traced."""
 
 from __future__ import annotations
 
@@ -13,31 +13,40 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]:
-    """The options of a plan, after a look at their types.
+    """Check the types and values of a plan's options.
+
+    Args:
+        verify: number of plans to compile.
+        measure: number of plans to run.
+        **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
+
+    Returns:
+        The options, with `verify` and `measure` where they are not 0.
 
     Raises:
-        PlanError: naming the one that cannot be used.
+        PlanError: an option is invalid; the message names it.
     """
     for name, count, what in (("verify", verify, "compile for the target"), ("measure", measure, "run")):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise PlanError(f"{name} is {shortly(count)}; give the number of plans to {what}, 0 for none")
     if verify and measure:
-        raise PlanError("verify and measure both choose among the best plans: give one of them")
-    made, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
+        raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
+    request, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
     if target is not None:
         check_name(target)
     if not isinstance(options["strict"], bool):
         raise PlanError(f"strict is {shortly(options['strict'])}; give True or False")
-    if isinstance(made, Mapping):
-        Table.read(made)
-    elif made is not None and not isinstance(made, (str, ShardingPlan)):
+    if isinstance(request, Mapping):
+        Table.read(request)
+    elif request is not None and not isinstance(request, (str, ShardingPlan)):
         raise PlanError(
-            f"plan is {shortly(made)}; give words such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, or a Plan"
+            f"plan is {shortly(request)}; give a strategy such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, "
+            "or a Plan"
         )
-    if isinstance(made, ShardingPlan) and options["fixed"]:
+    if isinstance(request, ShardingPlan) and options["fixed"]:
         raise PlanError(
-            "plan is a Plan, which says where every input lies, and fixed says it too. Drop one, or give the plan's "
-            f"words with fixed: plan={made.chosen!r}"
+            "plan is a Plan, which fixes the sharding of every input, and fixed is given too. Drop one of them, or "
+            f"give the plan's strategy with fixed: plan={request.chosen!r}"
         )
     if limit is not None and not _is_positive(limit):
         raise PlanError(
@@ -48,7 +57,7 @@ def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]
 
 
 def _is_positive(n: Any) -> bool:
-    """Whether this is a number above 0 of whatever type."""
+    """Return whether `n` is a positive number of any type."""
     try:
         return not isinstance(n, str | bytes | bool) and float(n) > 0
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Which arguments of a module's call are data, and which are static and part of the plan's key."""
+"""Splits the arguments of a module's call into data and static arguments, which are part of the plan's key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from autoshard.errors import PlanError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of a call after the module, the static ones taken out.
+    """The arguments of a call, with the static ones split off.
 
     Attributes:
-        args: by position; None where a static one stood, so that the others keep their places and paths.
-        kwargs: by keyword, without the static ones.
-        statics: (position or keyword, structure, what was taken out): a whole argument where the structure is None.
-        key: equal for calls whose static arguments are equal and of equal types.
+        args: positional arguments; None in place of a static one, so that the others keep their positions and paths.
+        kwargs: keyword arguments without the static ones.
+        statics: `(position or keyword, structure, values)`: the static leaves of an argument by index; or the whole
+            argument, with structure None.
+        key: equal for calls whose static arguments have equal values and types.
     """
 
     args: tuple[Any, ...]
@@ -29,7 +30,7 @@ class Arguments:
     key: Any
 
     def merge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Other data with these static arguments."""
+        """Insert the static arguments into other data."""
         merged: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}  # positions and names
         for place, tree, value in self.statics:
             if tree is not None:
@@ -40,7 +41,7 @@ class Arguments:
 
 
 def split_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Arguments:
-    """Takes the static arguments out of a call of `name`, whose first argument (state or keys) is always data.
+    """Split the static arguments off a call of `name`. Its first argument (state or random keys) is always data.
 
     Raises:
         PlanError: an argument is neither an array nor hashable.
@@ -49,19 +50,19 @@ def split_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str)
     statics, keys = [], []
     for place, value in [*enumerate(args[1:], start=1), *sorted(kwargs.items())]:
         leaves, tree = jax.tree.flatten(value, is_leaf=_is_graph)
-        taken = {i: x for i, x in enumerate(leaves) if not _is_array(x) and not isinstance(x, float)}
+        static = {i: x for i, x in enumerate(leaves) if not _is_array(x) and not isinstance(x, float)}
         where = f"auto_shard({name}): argument '{place}'"
-        if leaves and not taken:
+        if leaves and not static:
             data[place] = value
         elif any(map(_is_array, leaves)):
-            data[place] = jax.tree.unflatten(tree, [None if i in taken else x for i, x in enumerate(leaves)])
-            statics.append((place, tree, taken))
-            keys.append((place, tree, tuple((i, frozen(x, where)) for i, x in taken.items())))
+            data[place] = jax.tree.unflatten(tree, [None if i in static else x for i, x in enumerate(leaves)])
+            statics.append((place, tree, static))
+            keys.append((place, tree, tuple((i, frozen(x, where)) for i, x in static.items())))
         else:
             statics.append((place, None, value))
             keys.append((place, None, frozen(value, where)))
-    kept = {k: data[k] for k in kwargs if k in data}
-    return Arguments(tuple(data.get(i) for i in range(len(args))), kept, tuple(statics), tuple(keys))
+    keywords = {k: data[k] for k in kwargs if k in data}
+    return Arguments(tuple(data.get(i) for i in range(len(args))), keywords, tuple(statics), tuple(keys))
 
 
 def _is_graph(value: Any) -> bool:
@@ -73,14 +74,14 @@ def _is_array(value: Any) -> bool:
 
 
 def frozen(value: Any, where: str) -> Any:
-    """A hashable stand-in for a static value, equal for values that are equal and of one type: True, 1, 1.0 are three.
+    """Return a hashable key of a static value. Keys are equal if values and types are; `True`, `1` and `1.0` differ.
 
     Args:
         value: a hashable value, or lists, mappings, sets, linen modules and other dataclasses of such values.
-        where: how messages call it; where it is empty, objects without a hash are told apart by identity.
+        where: the value's name in messages; if it is empty, objects that are not hashable are compared by identity.
 
     Raises:
-        PlanError: there is no such stand-in.
+        PlanError: the value contains an object that is not hashable.
     """
     if isinstance(value, Mapping):
         return type(value), tuple((frozen(k, where), frozen(v, where)) for k, v in value.items())
@@ -89,7 +90,7 @@ def frozen(value: Any, where: str) -> Any:
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(frozen(x, where) for x in value)
     if isinstance(value, float):
-        return float, value.hex()  # not a number equals itself here, and 0.0 is not -0.0
+        return float, value.hex()  # NaN equals itself here, and 0.0 differs from -0.0
     if isinstance(value, linen.Module) or (dataclasses.is_dataclass(value) and type(value).__hash__ is None):
         fields = [f.name for f in dataclasses.fields(value) if f.name != "parent"]
         return type(value), tuple((f, frozen(getattr(value, f, None), where)) for f in fields)
@@ -99,7 +100,7 @@ def frozen(value: Any, where: str) -> Any:
         if not where:
             return type(value), id(value)
         raise PlanError(
-            f"{where} holds a {type(value).__name__}, which is neither an array nor hashable, so calls with it cannot "
-            "be told apart: give its class a __hash__, or make it an array"
+            f"{where} contains a {type(value).__name__}, which is neither an array nor hashable, so calls with "
+            "different values cannot be distinguished: give its class a __hash__, or make it an array"
         ) from None
     return type(value), value

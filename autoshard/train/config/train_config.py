@@ -119,7 +119,7 @@ class TrainConfig:
     """Batches loaded onto the devices ahead of their use."""
     deadline_seconds: float = 900.0
     """With several processes: maximum time of a step, compilation included. After that the run reports which process
-    it takes for lost and exits with code 75, which tells launchers to start it again."""
+    seems to be lost, and exits with code 75, which tells launchers to start it again."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values, and report all of them at once."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from autoshard.errors import DataError
 
@@ -49,8 +50,6 @@ class TokenizerCodec:
         Raises:
             DataError: The file does not exist or is not a tokenizer.
         """
-        from tokenizers import Tokenizer
-
         if not Path(path).is_file():
             raise DataError(f"tokenizer {str(path)!r} does not exist: give a `tokenizers` JSON file")
         try:

@@ -25,24 +25,16 @@ from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.old_names import accepts_old_keywords
+from autoshard.train.program.constants import (
+    REMATS,
+    SEARCHED_MICROBATCHES,
+    SEARCHED_REMAT_MIXES,
+    VOCAB_MULTIPLE,
+)
 from autoshard.train.step.ema import EmaConfig
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
 from autoshard.train.step.train_state import Program, TrainState, make_program
 from autoshard.train.step.train_step import TrainStep, make_train_step
-
-REMATS = ("none", "dots", "full")
-"""The remat policies that a search tries, from the one that keeps most values to the one that keeps fewest."""
-
-MICROBATCHES = (1, 2, 4)
-"""The numbers of microbatches that a search tries. Chosen, not measured."""
-
-MIXED_REMAT = ((3, 4), (1, 2), (1, 4))
-"""Mixed remat policies that a search tries: `(n, m)` gives n of every m layers the lighter policy.
-Chosen, not measured."""
-
-VOCAB_MULTIPLE = 64
-"""A vocabulary that grows to hold the data's is rounded up to a multiple of this, so that it can be sharded.
-Chosen, not measured."""
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -144,9 +136,9 @@ def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any
         work: The workload.
         numerics: Whether to include variants that change the numbers.
     """
-    whole = isinstance(work.config, MoEConfig | WideResNetConfig) and not numerics
-    parts = [n for n in MICROBATCHES if not work.batch_size % n]
-    return {"remat": list(REMATS), "microbatches": [1] if whole else parts}
+    one_only = isinstance(work.config, MoEConfig | WideResNetConfig) and not numerics
+    divisors = [n for n in SEARCHED_MICROBATCHES if not work.batch_size % n]
+    return {"remat": list(REMATS), "microbatches": [1] if one_only else divisors}
 
 
 def layers_of(config: Any) -> int:
@@ -162,7 +154,7 @@ def search_of(
     """Make the function that `autoshard.plan` takes as `variants`: all combinations first, then mixed remat policies.
 
     If one policy does not fit and the next stricter one does, the next round mixes them: three, two or one of every
-    four layers take the lighter policy, as many as the memory estimate allows. If a mix does not fit, fewer are tried.
+    four layers have the lighter policy, as many as the memory estimate allows. If a mix does not fit, fewer are tried.
 
     Args:
         variants: The values of `remat` and of other keywords.
@@ -203,11 +195,11 @@ def _mixed(attempt_with: Callable[[str], Attempt | None], remats: Sequence[str],
             continue
         if math.isinf(lighter.peak_memory_bytes):
             continue
-        # Fraction of the layers that can take the lighter policy if memory grows linearly with their number.
+        # Fraction of the layers that can have the lighter policy if memory grows linearly with their number.
         room = (stricter.limit_bytes - stricter.peak_memory_bytes) / (
             lighter.peak_memory_bytes - stricter.peak_memory_bytes
         )
-        for count, period in MIXED_REMAT:
+        for count, period in SEARCHED_REMAT_MIXES:
             mixed = ",".join([light] * count + [strict] * (period - count))
             if layers > period and not layers % period and count <= room * period:
                 found = attempt_with(mixed)

@@ -16,7 +16,8 @@ from autoshard.errors import ConfigError
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
 from autoshard.train.config.train_config import TrainConfig
-from autoshard.train.program.build import MICROBATCHES, REMATS, make_program_of, search_of, train_step_of
+from autoshard.train.program.build import make_program_of, search_of, train_step_of
+from autoshard.train.program.constants import REMATS, SEARCHED_MICROBATCHES
 from autoshard.train.step.train_state import Program, TrainState, Tree
 from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
 
@@ -124,7 +125,10 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         )
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)
-    counts = {config.microbatches, *(n for n in MICROBATCHES if not config.batch_size % n and not config.gpt.dropout)}
+    counts = {
+        config.microbatches,
+        *(n for n in SEARCHED_MICROBATCHES if not config.batch_size % n and not config.gpt.dropout),
+    }
 
     def variant(remat: str, microbatches: int) -> TrainConfig:
         return replace(config, microbatches=microbatches, gpt=replace(config.gpt, remat=remat))

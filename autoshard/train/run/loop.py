@@ -148,9 +148,6 @@ class Trainer:
             self._write_config(run_dir)
         return run_dir
 
-    def _new_run_dir(self) -> Path:
-        return run_directory.new_run_dir(self.config.preset, distributed.agree(int(time.time())))
-
     def _write_config(self, run_dir: Path) -> None:
         kept = replace(self.config, run_dir=run_dir, resume=False, allow_other_data=False)
         run_directory.write_config(run_dir, to_dict(kept))
@@ -182,7 +179,7 @@ class Trainer:
         if other and not config.allow_other_data:
             problems.append(
                 f"it was trained on other data than {config.data or 'the standard library'!r} has now "
-                "(--allow-other-data accepts these)"
+                "(--allow-other-data accepts the new data)"
             )
         if step > config.steps:
             problems.append(f"it is at step {step}, but --steps is {config.steps}")

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 
 def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot training loss (raw and smoothed) and validation loss over steps, in nats per token.
@@ -14,9 +17,6 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         metrics: Lines of a metrics file.
         path: PNG file to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")

@@ -1,4 +1,4 @@
-"""`auto_shard` on functions: what it takes, what it keeps, and that results are those of one device."""
+"""`auto_shard` on functions: its arguments, the attributes it keeps, and results equal to those of one device."""
 
 import functools
 
@@ -26,13 +26,13 @@ from tests.sharding.programs import (
     whole_bytes,
 )
 
-PLANS = [None, "dp:8", "zero1:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "fsdp:2 tp:4 state"]
+STRATEGIES = [None, "dp:8", "zero1:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "fsdp:2 tp:4 state"]
 
 
-@pytest.mark.parametrize("words", PLANS)
-def test_a_train_step_computes_what_one_device_does(words):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_train_step_computes_what_one_device_does(strategy):
     state = (mlp_state(), OPTIMIZER.init(mlp_state()))
-    step = auto_shard(adamw_step, plan=words)
+    step = auto_shard(adamw_step, plan=strategy)
     expected, actual = state, state
     for seed in range(3):
         expected, loss = jax.jit(adamw_step)(expected, batch(seed))
@@ -41,13 +41,13 @@ def test_a_train_step_computes_what_one_device_does(words):
     assert_close(expected[0], actual[0])
 
 
-@pytest.mark.parametrize("words", PLANS)
-def test_gradients_are_those_of_one_device(words):
-    gradients = auto_shard(jax.grad(mlp_loss), plan=words)(mlp_state(), batch())
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_equal_those_of_one_device(strategy):
+    gradients = auto_shard(jax.grad(mlp_loss), plan=strategy)(mlp_state(), batch())
     assert_close(jax.grad(mlp_loss)(mlp_state(), batch()), gradients)
 
 
-def test_it_works_bare_and_with_arguments_and_keeps_the_function():
+def test_the_decorator_works_with_and_without_arguments_and_keeps_the_function():
     @auto_shard
     def bare(params, x):
         """Docs."""
@@ -63,7 +63,7 @@ def test_it_works_bare_and_with_arguments_and_keeps_the_function():
     assert called.plan(mlp_state(), batch()).chosen == "dp:8"
 
 
-def test_state_is_sharded_and_comes_back_as_it_went_in():
+def test_state_is_sharded_and_keeps_its_sharding():
     step = auto_shard(adamw_step, plan="fsdp:8", donate_argnums=0)
     shapes = jax.eval_shape(lambda: (mlp_state(), OPTIMIZER.init(mlp_state())))
     step.plan(shapes, batch())
@@ -77,11 +77,11 @@ def test_state_is_sharded_and_comes_back_as_it_went_in():
 
 def test_the_plan_for_a_small_memory_shards_all_state():
     state = jax.eval_shape(lambda: (mlp_state(hidden=1024), OPTIMIZER.init(mlp_state(hidden=1024))))
-    roomy = plan(adamw_step, state, batch(), donate_argnums=0, plan="dp:8")
+    unlimited = plan(adamw_step, state, batch(), donate_argnums=0, plan="dp:8")
     limit = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 8 * 1.8  # gradients too
     step = auto_shard(adamw_step, memory_limit_bytes=limit, donate_argnums=0)
-    tight = step.plan(state, batch())
-    assert tight.estimate.peak_memory_bytes <= limit < roomy.estimate.peak_memory_bytes
+    limited = step.plan(state, batch())
+    assert limited.estimate.peak_memory_bytes <= limit < unlimited.estimate.peak_memory_bytes
     made = step.init(lambda: (mlp_state(hidden=1024), OPTIMIZER.init(mlp_state(hidden=1024))))
     assert device_bytes(made) <= 1.02 / 8 * whole_bytes(made) + 16
 
@@ -96,7 +96,7 @@ def test_it_plans_and_traces_once():
     assert len(step._plain.entries) == 1 and step._plain.last.jitted._cache_size() == 1
 
 
-def test_another_shape_is_another_plan_and_the_first_is_kept():
+def test_each_shape_has_its_own_plan():
     step = auto_shard(sgd_step)
     for size in (32, 64, 32, 64):
         expected = sgd_step(mlp_state(), batch(size=size))[1]
@@ -104,7 +104,7 @@ def test_another_shape_is_another_plan_and_the_first_is_kept():
     assert len(step._plain.entries) == 2
 
 
-def test_an_error_of_the_function_is_its_own():
+def test_an_error_of_the_function_is_raised_unchanged():
     @auto_shard
     def broken(x):
         return x @ jnp.ones((3, 3))
@@ -135,30 +135,30 @@ def test_a_flax_train_state():
     assert int(actual.step) == 1
 
 
-def test_functions_that_share_state_share_its_layout():
+def test_functions_that_share_state_share_its_sharding():
     train, evaluate = auto_shard(sgd_step, plan="fsdp:8"), auto_shard(mlp_loss)
     params, _ = train(mlp_state(), batch())
     layout = jax.tree.map(lambda x: x.sharding, params)
     for seed in range(3):
-        place = [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
+        pointers = [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
         evaluate(params, batch(seed))
-        assert place == [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
+        assert pointers == [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
         params, _ = train(params, batch(seed))
         assert jax.tree.map(lambda x: x.sharding, params) == layout
-    pinned = {leaf.path: leaf.spec for leaf in evaluate.plan(params, batch()).inputs}
-    assert all(pinned[f"0/{k}"] == layout[k].spec for k in params)
+    planned = {leaf.path: leaf.spec for leaf in evaluate.plan(params, batch()).inputs}
+    assert all(planned[f"0/{k}"] == layout[k].spec for k in params)
     for function in (train, evaluate):
         assert len(function._plain.entries) == 1 and function._plain.last.jitted._cache_size() == 1
 
 
-def test_others_can_differentiate_and_map_it():
+def test_jax_transformations_apply_to_it():
     loss = auto_shard(mlp_loss, plan="dp:8")
     assert_close(jax.grad(mlp_loss)(mlp_state(), batch()), jax.grad(loss)(mlp_state(), batch()))
     inside = jax.jit(lambda p, x: loss(p, x) * 2)
     np.testing.assert_allclose(inside(mlp_state(), batch()), 2 * mlp_loss(mlp_state(), batch()), rtol=1e-5)
 
 
-def test_custom_derivatives_survive():
+def test_custom_derivatives_are_kept():
     @jax.custom_vjp
     def twice(x):
         return x * 2
@@ -168,7 +168,7 @@ def test_custom_derivatives_survive():
     np.testing.assert_allclose(jax.grad(loss)(batch()), np.full((32, 64), 100.0))
 
 
-def test_control_flow_is_rewritten_whole():
+def test_control_flow_is_sharded():
     def fn(params, x):
         def body(carry, _):
             carry = jnp.tanh(carry @ params["w"] + params["b"]) @ params["v"]
@@ -178,8 +178,8 @@ def test_control_flow_is_rewritten_whole():
         x = jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] * 0.9), (0, x))[1]
         return jax.lax.switch(jnp.int32(2), [jnp.sin, jnp.cos, jnp.tanh], x), means
 
-    for words in ("dp:8", "tp:8", "fsdp:4 tp:2"):
-        assert_close(fn(mlp_state(), batch()), auto_shard(fn, plan=words)(mlp_state(), batch()))
+    for strategy in ("dp:8", "tp:8", "fsdp:4 tp:2"):
+        assert_close(fn(mlp_state(), batch()), auto_shard(fn, plan=strategy)(mlp_state(), batch()))
 
 
 class Tied(nnx.Module):
@@ -202,14 +202,14 @@ def nnx_step(model, optimizer, tokens):
     return value
 
 
-@pytest.mark.parametrize("words", [None, "dp:8", "fsdp:8", "tp:8"])
-def test_nnx_objects_are_updated_in_place_as_nnx_jit_does(words):
+@pytest.mark.parametrize("strategy", [None, "dp:8", "fsdp:8", "tp:8"])
+def test_nnx_objects_are_updated_in_place_as_by_nnx_jit(strategy):
     def make():
         model = Tied(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
     (model, optimizer), (other, other_optimizer) = make(), make()
-    step = auto_shard(nnx_step, plan=words)
+    step = auto_shard(nnx_step, plan=strategy)
     for seed in range(3):
         tokens = np.random.default_rng(seed).integers(0, 64, (16, 8)).astype(np.int32)
         expected = nnx.jit(nnx_step)(model, optimizer, tokens)
@@ -229,21 +229,21 @@ def test_plans_of_nnx_steps_name_the_parameters():
     assert "0/embed/embedding" in {leaf.path for leaf in made.inputs}
 
 
-def test_init_makes_nnx_objects_sharded():
+def test_init_creates_sharded_nnx_objects():
     def create(key):
         return Tied(nnx.Rngs(key))
 
     step = auto_shard(lambda model, tokens: model(tokens), plan="fsdp:8")
-    with pytest.raises(PlanError, match="no plan to shard by"):
+    with pytest.raises(PlanError, match="there is no plan yet"):
         step.init(create, 0)
     step.plan(nnx.eval_shape(lambda: create(0)), jax.ShapeDtypeStruct((16, 8), jnp.int32))
     model = step.init(create, 0)
     assert device_bytes(nnx.state(model, nnx.Param)) * 8 == whole_bytes(nnx.state(model, nnx.Param))
-    with pytest.raises(PlanError, match="fit none of the planned arguments"):
+    with pytest.raises(PlanError, match="match none of the planned arguments"):
         step.init(lambda key: jnp.zeros(3), 0)
 
 
-def test_frozen_parameters_are_bitwise_unchanged_and_cost_nothing():
+def test_frozen_parameters_are_bitwise_unchanged_and_need_no_moments():
     optimizer = optax.masked(optax.adamw(1e-2), {"w": False, "b": True, "v": True})
 
     def step(state, x):
@@ -261,7 +261,7 @@ def test_frozen_parameters_are_bitwise_unchanged_and_cost_nothing():
     params, moments = sharded(state, batch())
     np.testing.assert_array_equal(params["w"], mlp_state()["w"])
     shapes = [leaf.shape for leaf in sharded.plan(state, batch()).inputs]
-    assert shapes.count((64, 128)) == 1  # no moments of what is frozen
+    assert shapes.count((64, 128)) == 1  # frozen parameters have no moments
     costs = [f.lower(state, batch()).compile().cost_analysis() for f in (jax.jit(step), sharded)]
     whole, per_device = (cost["flops"] for cost in costs if cost is not None)
     assert per_device <= whole / 8 * 1.3
@@ -277,7 +277,7 @@ def test_variants_choose_the_cheapest():
 
 
 def test_a_declared_operator_runs_on_shards(monkeypatch):
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # others count what is registered
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # other tests count the registered rules
     seen = []
 
     @operator("b d, d -> b d; whole d")
@@ -292,15 +292,15 @@ def test_a_declared_operator_runs_on_shards(monkeypatch):
         return jax.value_and_grad(loss)(params)
 
     expected = jax.jit(step)(mlp_state(), batch())
-    for words in ("dp:8", "fsdp:4 tp:2", "tp:8"):
+    for strategy in ("dp:8", "fsdp:4 tp:2", "tp:8"):
         seen.clear()
-        assert_close(expected, auto_shard(step, plan=words)(mlp_state(), batch()))
-        assert (32 // {"dp:8": 8, "fsdp:4 tp:2": 4, "tp:8": 1}[words], 128) in seen
+        assert_close(expected, auto_shard(step, plan=strategy)(mlp_state(), batch()))
+        assert (32 // {"dp:8": 8, "fsdp:4 tp:2": 4, "tp:8": 1}[strategy], 128) in seen
 
 
 @pytest.mark.parametrize("groups", [8, 4])
 @pytest.mark.parametrize("batch_size", [16, 2])
-def test_a_known_fault_of_the_partitioner_is_planned_around(groups, batch_size):
+def test_plans_avoid_a_known_fault_of_the_partitioner(groups, batch_size):
     def gradient(kernel, x):
         def loss(kernel):
             dims = ("NHWC", "HWIO", "NHWC")

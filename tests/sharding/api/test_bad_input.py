@@ -1,4 +1,4 @@
-"""What cannot be used is told by name, with what would be right, before anything is searched or compiled."""
+"""Invalid options raise errors that name them, before anything is searched or compiled."""
 
 import math
 from functools import cache
@@ -22,7 +22,7 @@ def product(w, x):
 
 
 @cache
-def made():
+def planned():
     return autoshard.plan(product, *SHAPES, target="cpu:8")
 
 
@@ -34,7 +34,7 @@ def made():
         ({"plan": {"a": {"batch"}}}, "plan 'a' is {'batch'}, it must be a list"),
         ({"plan": {"a": [["batch"]]}}, r"plan 'a'\[0\] is \['batch'\], it must be text"),
         ({"plan": {5: ["batch"]}}, "a key of plan is 5, it must be text"),
-        ({"plan": 5}, "plan is 5; give words such as 'fsdp:8'"),
+        ({"plan": 5}, "plan is 5; give a strategy such as 'fsdp:8'"),
         ({"target": 5}, "target is 5; write its name as text, such as 'v5p:4x4x4'"),
         ({"donate_argnums": 1.0}, "donate_argnums 1.0: the function has 2 positional arguments, numbered 0 to 1"),
         ({"donate_argnums": None}, "donate_argnums None: the function has 2 positional arguments"),
@@ -44,7 +44,7 @@ def made():
         ({"strict": "no"}, "strict is 'no'; give True or False"),
     ],
 )
-def test_options_are_refused_where_they_are_given(options, message):
+def test_invalid_options_raise_at_plan_and_at_auto_shard(options, message):
     for use in (lambda: autoshard.plan(product, *SHAPES, **options), lambda: autoshard.auto_shard(product, **options)):
         with pytest.raises(AutoshardError, match=message) as raised:
             use()
@@ -52,12 +52,12 @@ def test_options_are_refused_where_they_are_given(options, message):
 
 
 @pytest.mark.parametrize("mesh", [{"a": True}, {"": 8}, {5: 8}, {"a": 2.0}, {"a": -1}, {}, [("a", 8)], 5])
-def test_what_is_no_mesh(mesh):
+def test_invalid_meshes(mesh):
     with pytest.raises(PlanError, match="mesh is .*; give a jax.sharding.Mesh, an AbstractMesh, or sizes like"):
         find_machine(mesh, None)
 
 
-def test_a_mesh_of_more_devices_than_there_are_anywhere():
+def test_a_mesh_of_too_many_devices():
     with pytest.raises(PlanError, match="mesh {'a': 10+} has more than 1048576 devices"):
         find_machine({"a": 10**30}, None)
 
@@ -65,7 +65,7 @@ def test_a_mesh_of_more_devices_than_there_are_anywhere():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda plan: plan.diff(None), "diff: None is no plan; give one that"),
+        (lambda plan: plan.diff(None), "diff: None is not a plan; pass the result of"),
         (lambda plan: plan.explain(5), "explain: 5 is not a path; give a string"),
         (lambda plan: plan.verify(timeout_s="x"), "verify: timeout_s is 'x', it must be a finite number"),
         (lambda plan: plan.verify(timeout_s=math.inf), "verify: timeout_s is inf, it must be a finite number"),
@@ -79,26 +79,27 @@ def test_a_mesh_of_more_devices_than_there_are_anywhere():
             lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}),
             "has 3 entries, but the array",
         ),
-        (lambda plan: autoshard.auto_shard(product, example=FIVE), "example is 5; give the arguments as a tuple"),
+        (lambda plan: autoshard.auto_shard(product, example=FIVE), "example is 5; pass the arguments as a tuple"),
     ],
 )
-def test_what_a_plan_is_asked_for_wrongly(use, message):
+def test_invalid_arguments_of_plan_methods(use, message):
     with pytest.raises(AutoshardError, match=message):
-        use(made())
+        use(planned())
 
 
-def test_one_argument_may_be_named_twice_and_by_any_whole_number():
+def test_an_argument_number_may_repeat_and_be_any_integer_type():
     numbers: Any = [np.int64(0), -2]
     plan = autoshard.plan(product, *SHAPES, donate_argnums=numbers)
     assert bound_or_error(plan.bound).traced.donated == {0}
 
 
 @pytest.mark.parametrize("name", ["CPU:8", " cpu:8 "])
-def test_a_target_has_one_name_however_it_is_written(name):
+def test_target_names_are_normalized(name):
     assert autoshard.plan(product, *SHAPES, target=name).target == "cpu:8"
 
 
 @pytest.mark.parametrize("spec", [">20", "100", "q", ".5f", "{}"])
-def test_what_can_be_printed_can_be_formatted(spec):
-    assert str(made()) in format(made(), spec) and str(made().estimate) in format(made().estimate, spec)
-    assert format(made(), "^9999").strip() == str(made())
+def test_plans_accept_every_format_specification(spec):
+    assert str(planned()) in format(planned(), spec)
+    assert str(planned().estimate) in format(planned().estimate, spec)
+    assert format(planned(), "^9999").strip() == str(planned())

@@ -1,4 +1,4 @@
-"""A plan as data: JSON and back, binding it to a function again, what is not a plan, copies."""
+"""A plan as data: JSON round trips, binding to a function, invalid plans, copies."""
 
 import copy
 import dataclasses
@@ -24,8 +24,8 @@ from tests.sharding.example_step import arrays, shapes, train_step
 
 
 @cache
-def planned(words="fsdp:2 tp:4 seq"):
-    return autoshard.plan(train_step, *shapes(), plan=words, donate_argnums=0)
+def planned(strategy="fsdp:2 tp:4 seq"):
+    return autoshard.plan(train_step, *shapes(), plan=strategy, donate_argnums=0)
 
 
 @cache
@@ -48,7 +48,7 @@ def fields(plan):
     return {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "bound"}
 
 
-@pytest.mark.parametrize("make", [planned, searched, lambda: EMPTY], ids=["asked", "searched", "empty"])
+@pytest.mark.parametrize("make", [planned, searched, lambda: EMPTY], ids=["requested", "searched", "empty"])
 def test_json_round_trip(make):
     plan = make()
     again = Plan.from_json(plan.to_json())
@@ -74,13 +74,13 @@ def test_json_is_portable():
     assert data["axis_sizes"]["embed"] == 32 and data["axis_sizes"]["heads"] == 8
 
 
-def test_specs_of_several_axes_survive():
+def test_specs_with_several_axes_round_trip():
     leaf = Leaf("x", (8, 8), "float32", P(("a", "b"), None), ("m", "n"), "data")
     plan = EMPTY.where(mesh=abstract_mesh({"a": 2, "b": 2}), inputs=(leaf,), outputs=(leaf,))
     assert Plan.from_json(plan.to_json()).inputs[0].spec == P(("a", "b"), None)
 
 
-def test_plan_fills_what_reports_show():
+def test_plans_have_the_values_that_reports_show():
     plan = searched()
     assert plan.function == "train_step"
     assert plan.limit_bytes == 15.75 * 2**30
@@ -91,7 +91,7 @@ def test_plan_fills_what_reports_show():
     assert {name for leaf in plan.inputs for dim in leaf.axes for name in dim.split("*")} <= set(plan.axis_sizes)
 
 
-def test_specs_are_shaped_like_the_arguments():
+def test_specs_have_the_structure_of_the_arguments():
     plan = planned()
     state, batch = plan.in_specs
     assert state["params"]["attention"]["wq"] == P("fsdp", "tp") == state["moments"]["attention"]["wq"]
@@ -100,7 +100,7 @@ def test_specs_are_shaped_like_the_arguments():
     assert plan.logical_axes["0/params/mlp/up"] == ("embed", "ffn")
 
 
-def test_bound_again_it_computes_the_same():
+def test_a_plan_bound_again_computes_the_same():
     again = Plan.from_json(planned().to_json()).bind(train_step, *shapes(), donate_argnums=0)
     state, batch = arrays()
     expected_state, expected = jax.jit(train_step)(state, batch)
@@ -112,14 +112,14 @@ def test_bound_again_it_computes_the_same():
     assert wq.addressable_shards[0].data.shape == (16, 2, 4)
 
 
-def test_unbound_it_has_no_function():
+def test_an_unbound_plan_has_no_function():
     plan = Plan.from_json(planned().to_json())
     for use in (lambda: plan.in_specs, lambda: plan.out_specs, plan.jit):
         with pytest.raises(PlanError, match=r"no function .*plan\.bind"):
             use()
 
 
-def test_binding_refuses_another_program():
+def test_binding_another_program_raises():
     plan = Plan.from_json(planned().to_json())
     with pytest.raises(
         PlanError, match=r"another program.*'0/moments/attention/wk' float32\[32, 8, 4\] there.*\[48, 8, 4\]"
@@ -129,7 +129,7 @@ def test_binding_refuses_another_program():
         plan.bind(lambda x, y: x @ y, np.ones((4, 4)), np.ones((4, 4)))
 
 
-def test_binding_refuses_arguments_of_another_type():
+def test_binding_arguments_of_another_dtype_raises():
     def fn(x, w):
         return (x @ w).astype("float32")
 
@@ -139,7 +139,7 @@ def test_binding_refuses_arguments_of_another_type():
         plan.bind(fn, narrow, narrow)
 
 
-def test_binding_refuses_a_program_whose_axes_are_others():
+def test_binding_a_program_with_other_axes_raises():
     square = jax.ShapeDtypeStruct((16, 16), "float32")
     plan = Plan.from_json(autoshard.plan(lambda x, w: x @ w, square, square, plan="dp:8").to_json())
     with pytest.raises(PlanError, match="another program: the axes of '[01]' are .* there, .* here"):
@@ -186,7 +186,7 @@ def with_leaf(**changes):
         (lambda: with_leaf(spec=[{"tp": 4}]), "not a plan"),
     ],
 )
-def test_what_is_not_a_plan(text, message):
+def test_invalid_plans(text, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(text() if callable(text) else text)  # type: ignore[arg-type]
 
@@ -195,7 +195,7 @@ OTHERS = [None, True, -1, 10**400, 1.5, math.nan, "x", [], [[1, "y"]], {"x": ["y
 
 
 def parts(data, path=()):
-    """The path of every part of JSON, one of those that stand in lists."""
+    """Yield the path of every part of JSON; of lists only the last element."""
     yield path
     pairs = data.items() if isinstance(data, dict) else list(enumerate(data))[-1:] if isinstance(data, list) else ()
     for key, each in pairs:
@@ -203,7 +203,7 @@ def parts(data, path=()):
 
 
 def changed(data, path, part):
-    """JSON with another part at a path."""
+    """Return JSON with the part at a path replaced."""
     if not path:
         return part
     made = copy.copy(data)
@@ -212,7 +212,7 @@ def changed(data, path, part):
 
 
 def edits(part):
-    """What may stand in the place of a part: other types, and less and more of it."""
+    """Yield replacements of a part: other types, and the part with elements removed and added."""
     yield from OTHERS
     if isinstance(part, list):
         yield from (part[1:], part[:-1], [*part, *part[:1]], [*part, 1], part[::-1])
@@ -225,7 +225,7 @@ DATA = json.loads(searched().to_json())
 
 
 @pytest.mark.parametrize("path", list(parts(DATA)), ids=lambda path: "-".join(map(str, path)) or "all")
-def test_a_plan_with_a_part_changed_is_refused_or_can_be_used(path):
+def test_a_plan_with_a_changed_part_raises_or_is_usable(path):
     part = functools.reduce(lambda data, key: data[key], path, DATA)
     for edit in edits(part):
         try:
@@ -251,18 +251,18 @@ def test_a_plan_with_a_part_changed_is_refused_or_can_be_used(path):
         ({"limit_bytes": None}, "limit_bytes is None, it must be a finite number"),
     ],
 )
-def test_parts_of_a_plan_that_contradict_each_other(changes, message):
+def test_contradictory_parts_of_a_plan_raise(changes, message):
     with pytest.raises(PlanError, match=f"not a plan.*{message}"):
         Plan.from_json(json.dumps(DATA | changes))
 
 
-def test_a_plan_of_other_inputs_than_its_fingerprint_says_is_refused():
+def test_a_plan_whose_inputs_do_not_match_its_fingerprint_raises():
     inputs = json.loads(planned().to_json())["inputs"][:-1]
     with pytest.raises(PlanError, match="another program.*it has 18 inputs, this function 19"):
         Plan.from_json(broken(inputs=inputs)).bind(train_step, *shapes(), donate_argnums=0)
 
 
-def test_what_json_has_no_numbers_for():
+def test_numbers_that_json_cannot_express():
     def no_constant(name):
         raise AssertionError(name)
 
@@ -284,19 +284,19 @@ def test_copies(bound):
     assert copy.deepcopy(plan).estimate.memory_bytes is not plan.estimate.memory_bytes
 
 
-def test_where_changes_only_what_it_says():
+def test_where_changes_only_the_given_attributes():
     plan = planned()
     other = plan.where(chosen="mine", notes=("one",))
     assert (other.chosen, other.notes, other.inputs) == ("mine", ("one",), plan.inputs)
     assert plan.chosen == "fsdp:2 tp:4 seq"
 
 
-def test_a_plan_brings_its_compiler_options_along():
+def test_a_plan_includes_compiler_options():
     plan = autoshard.plan(lambda x: x * 2, np.ones(16, "float32"), plan="dp:8", mesh={"dp": 8})
     assert plan.compiler_options == {}
-    asked = {"cpu": {"xla_no_such_option": "1", "xla_cpu_enable_fast_math": True}, "tpu": {"xla_other": "1"}}
+    options = {"cpu": {"xla_no_such_option": "1", "xla_cpu_enable_fast_math": True}, "tpu": {"xla_other": "1"}}
     with pytest.warns(AutoshardWarning, match="does not know xla_no_such_option: left out"):
-        run = plan.where(compiler_options=asked).jit()
+        run = plan.where(compiler_options=options).jit()
     assert run(np.ones(16, "float32")).tolist() == [2.0] * 16
     nested = jax.jit(lambda x: plan.where(compiler_options={"cpu": {"xla_cpu_enable_fast_math": True}}).jit()(x))
     assert nested(np.ones(16, "float32")).tolist() == [2.0] * 16
@@ -306,7 +306,7 @@ def test_a_plan_brings_its_compiler_options_along():
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}])
-def test_the_order_of_devices_is_where_the_axes_were_laid(mesh):
+def test_the_device_order_follows_the_assignment_of_the_axes(mesh):
     text = " ".join(f"{kind}:{n}" for kind, n in mesh.items())
     plan = autoshard.plan(train_step, *shapes(), plan=text, target="v5e:2x4")
     assert sorted(plan.device_order) == list(range(8)) and plan.topology == (("y", 4), ("x", 2))

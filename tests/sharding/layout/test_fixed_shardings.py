@@ -138,7 +138,7 @@ BAD = {
     "no such axis": (dict(plan="ep:8"), "no axis for ep, it has some for dp, zero1, fsdp, tp; its"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
     "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
-    "plan of no kind": (dict(plan=8), "plan is 8; give words such as 'fsdp:8'"),
+    "plan of no kind": (dict(plan=8), "plan is 8; give a strategy such as 'fsdp:8'"),
     "memory in words": (dict(memory_limit_bytes="4GB"), "memory_limit_bytes is '4GB'; give a positive number"),
     "no memory": (dict(memory_limit_bytes=0), "memory_limit_bytes is 0; give a positive number"),
     "donated": (dict(donate_argnums=5), "donate_argnums 5: the function has 2 positional arguments, numbered 0 to 1"),
@@ -240,7 +240,9 @@ def test_without_a_mesh_only_plans_with_the_axes_of_the_spec_are_searched():
 
 def test_a_plan_and_fixed_specs_at_once():
     made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", plan="fsdp:8")
-    with pytest.raises(AutoshardError, match="plan is a Plan.* and fixed says it too. Drop one, or .*: plan='fsdp:8'"):
+    with pytest.raises(
+        AutoshardError, match="plan is a Plan.* and fixed is given too. Drop one of them, or .*: plan='fsdp:8'"
+    ):
         auto_shard(sgd_step, plan=made, fixed={"0/w": P()})
 
 

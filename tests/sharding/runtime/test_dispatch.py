@@ -1,4 +1,4 @@
-"""Which plan a call gets, and where its arguments and results lie."""
+"""The plan that a call gets, and the shardings of its arguments and results."""
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ from autoshard.errors import PlanError
 from tests.sharding.programs import assert_close, batch, device_bytes, mlp_loss, mlp_state, sgd_step, whole_bytes
 
 
-def test_weak_types_are_types():
+def test_weak_types_are_part_of_a_signature():
     scale = auto_shard(lambda x, s: x * s, plan="dp:8")
     x = jnp.ones((16, 8), jnp.bfloat16)
     assert [scale(x, s).dtype for s in (2.0, jnp.float32(2), 2.0)] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
 
 
-def test_types_are_part_of_a_plan():
+def test_dtypes_are_part_of_a_signature():
     def fn(x):
-        return x + x if x.dtype == jnp.float32 else x * x  # what is planned for one type could be run with the other
+        return x + x if x.dtype == jnp.float32 else x * x  # a plan for one dtype could run with the other
 
     sharded, x = auto_shard(fn, plan="dp:8"), batch() * 9
     for dtype in (np.float32, np.int32, np.float32):  # the second call finds one plan, the third two
@@ -32,7 +32,7 @@ def test_types_are_part_of_a_plan():
 
 
 @pytest.mark.parametrize("wrong", ["adam", np.array(["adam"]), object()], ids=["text", "array of text", "object"])
-def test_what_is_no_array_is_named_at_the_first_call_and_later(wrong):
+def test_a_leaf_that_is_not_an_array_is_named_at_every_call(wrong):
     step = auto_shard(sgd_step, plan="dp:8")
     for _ in range(2):
         with pytest.raises(PlanError, match=r"argument '0/name' is .*: arguments are pytrees of arrays and numbers"):
@@ -40,7 +40,7 @@ def test_what_is_no_array_is_named_at_the_first_call_and_later(wrong):
         step(mlp_state(), batch())
 
 
-def test_the_mesh_in_force_is_part_of_a_plan(mesh_of):
+def test_the_current_mesh_is_part_of_a_signature(mesh_of):
     double = auto_shard(lambda x: x * 2)
     meshes = [mesh_of(a=8), mesh_of(b=4), mesh_of(a=8)]
     for mesh in meshes:
@@ -50,7 +50,7 @@ def test_the_mesh_in_force_is_part_of_a_plan(mesh_of):
     assert len(double._plain.entries) == 2
 
 
-def test_settings_of_jax_are_part_of_a_plan():
+def test_settings_of_jax_are_part_of_a_signature():
     double = auto_shard(lambda x: jnp.asarray(x, float) * 2, plan="dp:8")
     x = np.ones((16, 8), np.float32)
     assert double(x).dtype == jnp.float32
@@ -60,7 +60,7 @@ def test_settings_of_jax_are_part_of_a_plan():
 
 
 @pytest.mark.parametrize("values", [(True, 1, 1.0), (1.0, 1, True)])
-def test_static_arguments_are_told_apart_by_type(values):
+def test_static_arguments_of_different_types_differ(values):
     def fn(x, n):
         return x.astype(jnp.int32) + (1 if n is True else n)
 
@@ -69,7 +69,7 @@ def test_static_arguments_are_told_apart_by_type(values):
         assert sharded(batch(), n).dtype == jitted(batch(), n).dtype
 
 
-def test_static_arguments_with_defaults_by_keyword_and_from_the_end():
+def test_static_arguments_with_defaults_keywords_and_negative_numbers():
     def fn(x, n=2):
         return x * n
 
@@ -80,7 +80,7 @@ def test_static_arguments_with_defaults_by_keyword_and_from_the_end():
         auto_shard(fn, static_argnums=1)(batch(), [2])
 
 
-def test_arguments_donated_from_the_end():
+def test_donated_arguments_with_negative_numbers():
     step = auto_shard(lambda x, s: s + x.sum(), donate_argnums=-1)
     x, s = jnp.asarray(batch()), jnp.zeros((8, 8))
     first = step(x, s)
@@ -88,7 +88,7 @@ def test_arguments_donated_from_the_end():
     assert first.is_deleted() and not x.is_deleted()
 
 
-def test_arguments_donated_beside_static_ones():
+def test_donated_arguments_with_static_ones():
     def fn(n, x, s):
         return s + n * x.sum()
 
@@ -99,7 +99,7 @@ def test_arguments_donated_beside_static_ones():
     assert first.is_deleted() and not x.is_deleted()
 
 
-def test_nnx_objects_that_come_later_are_updated():
+def test_nnx_objects_that_first_appear_in_a_later_call_are_updated():
     class Counter(nnx.Module):
         def __init__(self):
             self.n = nnx.Variable(jnp.zeros(()))
@@ -118,7 +118,7 @@ def test_nnx_objects_that_come_later_are_updated():
     assert float(counter.n[...]) == 2 and float(other.n[...]) == 6
 
 
-def test_a_planned_function_inside_another_leaves_it_to_the_outer_plan():
+def test_the_outer_plan_applies_to_a_planned_function_inside_another():
     inner = auto_shard(mlp_loss)
 
     def step(params, x):
@@ -132,17 +132,17 @@ def test_a_planned_function_inside_another_leaves_it_to_the_outer_plan():
 def test_evaluation_before_training_moves_the_state_once():
     train, evaluate = auto_shard(sgd_step, plan="fsdp:8"), auto_shard(mlp_loss)
     params = mlp_state()
-    evaluate(params, batch(size=4096))  # planned for arrays that lie nowhere
+    evaluate(params, batch(size=4096))  # planned for uncommitted arrays
     for seed in range(3):
         params, _ = train(params, batch(seed, size=4096))
-        place = [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
+        pointers = [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards]
         evaluate(params, batch(seed, size=4096))
-        assert [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards] == place
+        assert [s.data.unsafe_buffer_pointer() for s in params["w"].addressable_shards] == pointers
     specs = {leaf.path: leaf.spec for leaf in evaluate._plain.last.plan.inputs}
     assert specs["0/w"] == P(None, "fsdp") and len(evaluate._plain.by_placement) == 1
 
 
-def test_a_usual_loop_compiles_once():
+def test_a_training_loop_compiles_once():
     step = auto_shard(sgd_step, donate_argnums=0)
     params, x = mlp_state(), jnp.asarray(batch())
     step.plan(params, x)
@@ -151,7 +151,7 @@ def test_a_usual_loop_compiles_once():
     assert step._plain.last.jitted._cache_size() == 1
 
 
-def test_what_is_made_of_state_lies_as_it_does():
+def test_results_computed_from_state_keep_its_sharding():
     train = auto_shard(sgd_step, plan="fsdp:8")
     params, _ = train(mlp_state(), batch())
     eighth = whole_bytes(params) / 8
@@ -170,7 +170,7 @@ def test_arguments_on_two_meshes_of_the_same_devices():
     assert_close(mlp_loss(params, batch()), auto_shard(mlp_loss)(params, x))
 
 
-def test_a_variant_that_does_not_fit_is_passed_over():
+def test_a_variant_that_does_not_fit_is_not_chosen():
     def fn(params, x, *, half):
         loss = mlp_loss(params, x[: len(x) // 2] if half else x)
         return jax.tree.map(lambda p: p - loss, params), loss
@@ -194,7 +194,7 @@ def test_a_path_with_brackets_can_be_fixed():
     assert {leaf.path: leaf.spec for leaf in made.inputs}["0/w[0]"] == P("data")
 
 
-def test_init_takes_settings_and_keywords():
+def test_init_accepts_settings_and_keywords():
     step = auto_shard(sgd_step, plan="fsdp:8")
     step.plan(jax.eval_shape(mlp_state), batch())
 
@@ -206,14 +206,14 @@ def test_init_takes_settings_and_keywords():
     assert device_bytes(state) * 8 == whole_bytes(state)
 
 
-def test_init_takes_no_state_of_another_type():
+def test_init_of_state_with_another_dtype_raises():
     step = auto_shard(sgd_step, plan="fsdp:8")
     step.plan(jax.eval_shape(mlp_state), batch())
-    with pytest.raises(PlanError, match="fit none of the planned arguments"):
+    with pytest.raises(PlanError, match="match none of the planned arguments"):
         step.init(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp_state()))
 
 
-def test_a_plan_for_nnx_objects_takes_them():
+def test_a_plan_for_nnx_objects_runs_on_them():
     class Counter(nnx.Module):
         def __init__(self):
             self.n = nnx.Variable(jnp.zeros(64))
@@ -229,7 +229,7 @@ def test_a_plan_for_nnx_objects_takes_them():
     assert_close(2 * batch().sum(0), counter.n[...])
 
 
-def test_arrays_that_a_function_closes_over_count():
+def test_memory_includes_arrays_that_a_function_closes_over():
     weight = jnp.ones((1024, 512))
     made = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")
     assert made.estimate.memory_bytes["constant"] == weight.nbytes

@@ -1,4 +1,4 @@
-"""Processes that made different plans all stop before the first step."""
+"""Processes that made different plans all raise before the first step."""
 
 import os
 import socket
@@ -35,7 +35,7 @@ if mine == 0:
 
 @pytest.mark.whole
 @pytest.mark.multiprocess
-def test_processes_with_different_plans_stop():
+def test_processes_with_different_plans_raise():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,9 +48,9 @@ def test_processes_with_different_plans_stop():
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    for printed, complaints in outputs:
+    for printed, errors in outputs:
         lines = [line for line in printed.splitlines() if "[Gloo]" not in line]
-        assert lines and lines[0] == "agreed True", complaints
+        assert lines and lines[0] == "agreed True", errors
         assert "made different plans" in lines[1]
         assert "step 'dp:4' in process 0" in lines[1] and "step 'fsdp:4' in process 1" in lines[1]
     assert "process 1 has not planned after 1 s" in outputs[0][0]

@@ -67,7 +67,7 @@ def test_a_mixture_of_experts_is_rebuilt(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's factory made the `MoE`. The folder describes it completely, and the user's module is not imported."""
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(Path(__file__).parents[1])  # the folder of user_code.py
     config = make_config(model="user_code:experts", steps=3, plan="dp:2 ep:4", optimizer=dict(learning_rate=0.1))
     train(config)
     trained = load_trained(config.run_dir or tmp_path)

@@ -435,7 +435,7 @@ def test_a_damaged_last_step_is_saved_again(make_config: MakeConfig) -> None:
 
 
 def test_a_users_model_and_data(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(Path(__file__).parents[1])  # the folder of user_code.py
     config = make_config(
         model="user_code:factory", data="user_code:counting", steps=60, gpt=dict(vocab=8),
         optimizer=dict(learning_rate=0.3, min_learning_rate=0.1),
@@ -461,7 +461,7 @@ def test_a_users_model_and_data(make_config: MakeConfig, monkeypatch: pytest.Mon
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, changes: dict, message: str
 ) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(Path(__file__).parents[1])  # the folder of user_code.py
     config = make_config(**changes)
     with pytest.raises(AutoshardError, match=message):
         train(config)
