@@ -32,12 +32,12 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     ]
 
 
-def cut(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """Shortens a text to `width` characters at its end."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def cut_middle(text: str, width: int) -> str:
+def shorten_middle(text: str, width: int) -> str:
     """Shortens a text to `width` characters in its middle. The end keeps at least half: it matters most in a path."""
     if len(text) <= width:
         return text

@@ -57,30 +57,30 @@ def exchange(what: str, text: str, deadline_s: float | None = None) -> list[str]
     deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     number = next(_numbers)
     key = f"autoshard/exchange/{number}"
-    _compat.tell_processes(f"{key}/{me}", f"{what}{_SEPARATOR}{text}")
+    _compat.publish_text(f"{key}/{me}", f"{what}{_SEPARATOR}{text}")
     until = time.monotonic() + deadline_s
-    found = [_compat.hear_process(f"{key}/{p}", max(until - time.monotonic(), 0.01)) for p in range(count)]
+    found = [_compat.wait_for_text(f"{key}/{p}", max(until - time.monotonic(), 0.01)) for p in range(count)]
     missing = [process for process, entry in enumerate(found) if entry is None]
     if missing:
         raise MissingProcessError(
-            f"{what}: {named(missing)} did not arrive within {deadline_s:g} s (ended, stopped, or busy)",
+            f"{what}: {processes_text(missing)} did not arrive within {deadline_s:g} s (ended, stopped, or busy)",
             processes=missing,
             what=what,
             seconds=deadline_s,
         )
     # A process that made this exchange has read all texts of the previous one, so this process's can be deleted.
-    _compat.forget_told(f"autoshard/exchange/{number - 1}/{me}")
+    _compat.delete_text(f"autoshard/exchange/{number - 1}/{me}")
     parts = [str(entry).partition(_SEPARATOR) for entry in found]
     elsewhere = [process for process, (subject, _, _) in enumerate(parts) if subject != what]
     if elsewhere:
         raise AutoshardError(
-            f"{what}: {named(elsewhere)} exchanged {parts[elsewhere[0]][0]!r} instead. Each process must run the same "
-            "code with the same settings"
+            f"{what}: {processes_text(elsewhere)} exchanged {parts[elsewhere[0]][0]!r} instead. Each process "
+            "must run the same code with the same settings"
         )
     return [text for _, _, text in parts]
 
 
-def gathered(what: str, value: np.ndarray, deadline_s: float | None = None) -> np.ndarray:
+def gather(what: str, value: np.ndarray, deadline_s: float | None = None) -> np.ndarray:
     """Gathers an array of the same shape and dtype from all processes, stacked as `[processes, ...]`.
 
     Raises:
@@ -92,7 +92,7 @@ def gathered(what: str, value: np.ndarray, deadline_s: float | None = None) -> n
     return np.stack(rows)
 
 
-def named(processes: Sequence[int]) -> str:
+def processes_text(processes: Sequence[int]) -> str:
     """Names processes in a message: `process 3`, `processes 1, 2`."""
     shown = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")
     return f"process {shown}" if len(processes) == 1 else f"processes {shown}"

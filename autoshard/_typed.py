@@ -22,7 +22,9 @@ _WORDS: Mapping[Any, str] = {
 }
 
 
-def fit(value: Any, kind: Any, where: str, problems: list[str], readers: Readers = types.MappingProxyType({})) -> Any:
+def convert(
+    value: Any, kind: Any, where: str, problems: list[str], readers: Readers = types.MappingProxyType({})
+) -> Any:
     """Converts a value to a type: lists to tuples, tables and rows to dataclasses, whole numbers to floats.
 
     Args:
@@ -55,8 +57,8 @@ def fit(value: Any, kind: Any, where: str, problems: list[str], readers: Readers
     if origin is Mapping:
         if not isinstance(value, Mapping):
             return _report(value, kind, where, problems)
-        named = [(fit(k, arguments[0], f"a key of {where}", problems), k) for k in value]
-        return {k: fit(value[old], arguments[1], f"{where} {k!r}", problems, readers) for k, old in named}
+        named = [(convert(k, arguments[0], f"a key of {where}", problems), k) for k in value]
+        return {k: convert(value[old], arguments[1], f"{where} {k!r}", problems, readers) for k, old in named}
     if dataclasses.is_dataclass(origin):
         return _fit_dataclass(value, origin, where, problems, readers)
     return _fit_plain(value, origin, where, problems)
@@ -67,7 +69,7 @@ def finite(value: Any, where: str, problems: list[str]) -> Any:
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if number and abs(value) <= sys.float_info.max:
         return value
-    problems.append(f"{where} is {shortly(value)}, it must be a finite number")
+    problems.append(f"{where} is {short_repr(value)}, it must be a finite number")
     return value
 
 
@@ -84,12 +86,12 @@ def _fit_plain(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
 
 def _fit_one_of(value: Any, kinds: Sequence[Any], where: str, problems: list[str], readers: Readers) -> Any:
     for kind in kinds:
-        found = fit(value, kind, where, wrong := [], readers)
+        found = convert(value, kind, where, wrong := [], readers)
         if not wrong:
             return found
     inner = [kind for kind in kinds if kind is not types.NoneType]
     if len(inner) == 1:  # a problem inside of the value says more than one about the whole value
-        return fit(value, inner[0], where, problems, readers)
+        return convert(value, inner[0], where, problems, readers)
     return _report(value, Union[tuple(kinds)], where, problems)  # noqa: UP007  from a tuple
 
 
@@ -102,7 +104,7 @@ def _fit_tuple(value: Any, kind: Any, where: str, problems: list[str], readers: 
     elif len(kinds) != len(value):
         return _report(value, kind, where, problems)
     pairs = enumerate(zip(value, kinds, strict=True))
-    return tuple(fit(each, one, f"{where}[{n}]", problems, readers) for n, (each, one) in pairs)
+    return tuple(convert(each, one, f"{where}[{n}]", problems, readers) for n, (each, one) in pairs)
 
 
 def _fit_dataclass(value: Any, kind: Any, where: str, problems: list[str], readers: Readers) -> Any:
@@ -118,7 +120,7 @@ def _fit_dataclass(value: Any, kind: Any, where: str, problems: list[str], reade
                  if name not in declared]  # fmt: skip
     problems += [f"{where}: '{name}' is missing" for name, (_, needed) in declared.items()
                  if needed and name not in value]  # fmt: skip
-    found = {name: fit(value[name], declared[name][0], f"{where}.{name}", problems, readers) for name in value
+    found = {name: convert(value[name], declared[name][0], f"{where}.{name}", problems, readers) for name in value
              if name in declared}  # fmt: skip
     return kind(**found) if len(problems) == before else value
 
@@ -138,11 +140,11 @@ def _is_choice(value: Any, choices: Sequence[Any]) -> bool:
 
 
 def _report(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
-    problems.append(f"{where} is {shortly(value)}, it must be {words(kind)}")
+    problems.append(f"{where} is {short_repr(value)}, it must be {type_text(kind)}")
     return value
 
 
-def shortly(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Returns a value's `repr` for a message, shortened to 60 characters (chosen to keep messages on one line)."""
     try:
         return f"{value!r:.60}"
@@ -150,7 +152,7 @@ def shortly(value: Any) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def words(kind: Any) -> str:
+def type_text(kind: Any) -> str:
     """Describes a type in messages.
 
     >>> words(int | None), words(tuple[str, ...]), words(Literal["ring", "switch"])
@@ -158,7 +160,7 @@ def words(kind: Any) -> str:
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, types.UnionType):
-        return " or ".join(map(words, arguments))
+        return " or ".join(map(type_text, arguments))
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:

@@ -40,10 +40,16 @@ from autoshard import plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
-from autoshard.sharding.autotune.contest import requested_shortlist
+from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
-from autoshard.train.program.build import layers_of, search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import (
+    remat_unit_count,
+    variant_search,
+    workload_step,
+    workload_variant_values,
+    workload_variants,
+)
 from autoshard.train.program.constants import REMATS
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
@@ -130,7 +136,9 @@ def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
         return
     style, parts = next(s for s in styles(case) if s.name == winner.style), winner.microbatches
     lighter = REMATS[: REMATS.index(winner.remat)][-1:]
-    search = search_of({"remat": [*lighter, winner.remat], "microbatches": [parts]}, layers_of(case.work.config))
+    search = variant_search(
+        {"remat": [*lighter, winner.remat], "microbatches": [parts]}, remat_unit_count(case.work.config)
+    )
     attempts: list[Attempt] = []
     for choice in itertools.chain.from_iterable(variant_rounds(search, attempts)):
         if clock.over:
@@ -174,7 +182,7 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
     start, found, beyond = time.perf_counter(), [], []
     shortlist = requested_shortlist(CANDIDATES, 0)
     assert shortlist is not None
-    search = search_of(variants_of(case.work), layers_of(case.work.config))
+    search = variant_search(workload_variant_values(case.work), remat_unit_count(case.work.config))
     step, state, batch = workload_variants(case.work)
     limit = find_target(case.target).chip.memory_bytes
     try:

@@ -19,7 +19,7 @@ from common import Row, measured, report
 from flax import nnx
 
 from autoshard import auto_shard
-from autoshard.train.program.step_timing import paired
+from autoshard.train.program.step_timing import paired_times
 
 LEAVES, ROUNDS, CALLS = 200, 200, 5
 PLACES = {
@@ -79,7 +79,7 @@ def dict_rows(place: str, **options: Any) -> list[Row]:
     x = jax.device_put(x, jax.tree.leaves(input_shardings(step, state, x))[-1])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, x))
     plain = jax.jit(bump, in_shardings=shardings, out_shardings=shardings[0])
-    ours, theirs = paired(timer(lambda: step(state, x)), timer(lambda: plain(state, x)), rounds=ROUNDS)
+    ours, theirs = paired_times(timer(lambda: step(state, x)), timer(lambda: plain(state, x)), rounds=ROUNDS)
     name = f"dict of {LEAVES} leaves, {place}"
     return [
         measured(f"{name}: jax.jit", 1e6 * theirs, "us"),
@@ -100,7 +100,7 @@ def nnx_rows(place: str, **options: Any) -> list[Row]:
     step(mine, x)
     # Both have the same arrays with the same shardings.
     nnx.update(yours, jax.tree.map(lambda leaf: leaf, nnx.state(mine)))
-    ours, theirs = paired(timer(lambda: step(mine, x)), timer(lambda: plain(yours, x)), rounds=ROUNDS)
+    ours, theirs = paired_times(timer(lambda: step(mine, x)), timer(lambda: plain(yours, x)), rounds=ROUNDS)
     np.testing.assert_allclose(bias_of(mine.layers[0])[...], bias_of(yours.layers[0])[...], rtol=1e-6)
     name = f"nnx model of {LEAVES} leaves, {place}"
     return [

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType
 from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload, workload
-from autoshard.train.program.build import variants_of
+from autoshard.train.program.build import workload_variant_values
 
 AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor")
 MAX_TENSOR = 16  # chosen: experts use no more devices along tensor
@@ -49,7 +49,7 @@ class Case:
     @property
     def variants(self) -> list[tuple[str, int]]:
         """The remat policies and microbatches to try, for the expert and the planner alike."""
-        choices = variants_of(self.work)
+        choices = workload_variant_values(self.work)
         return [(remat, parts) for remat in choices["remat"] for parts in choices["microbatches"]]
 
     def variant(self, remat: str) -> Workload:

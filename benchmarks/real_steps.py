@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import auto_shard
 from autoshard.models.workloads import Workload, workload
 from autoshard.train.program.build import workload_step
-from autoshard.train.program.step_timing import Loop, paired
+from autoshard.train.program.step_timing import SteppedState, paired_times
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 
@@ -60,16 +60,18 @@ def batch_of(work: Workload) -> dict[str, np.ndarray]:
     return found
 
 
-def planned(work: Workload, measure: int = 0) -> tuple[Loop, str]:
+def planned(work: Workload, measure: int = 0) -> tuple[SteppedState, str]:
     """Return the step under the planner's plan, and the plan's text. With `measure`, the fastest of as many plans."""
     train_step, state, batch = workload_step(work)
     step = auto_shard(train_step, donate_argnums=0, measure=measure)
     words = step.plan(state, batch).chosen
     (_, batch_in), _ = step.lower(state, batch).compile().input_shardings
-    return Loop(step, step.init(create(work), jax.random.key(0)), jax.device_put(batch_of(work), batch_in)), words
+    return SteppedState(
+        step, step.init(create(work), jax.random.key(0)), jax.device_put(batch_of(work), batch_in)
+    ), words
 
 
-def by_hand(work: Workload, style: Style, microbatches: int = 1) -> Loop:
+def by_hand(work: Workload, style: Style, microbatches: int = 1) -> SteppedState:
     """Return the step under an expert's style."""
     expert = expert_step(work, style, microbatches)
     mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(style.sizes), AXES)
@@ -88,7 +90,7 @@ def by_hand(work: Workload, style: Style, microbatches: int = 1) -> Loop:
 
     leaves = jax.tree.leaves(create(work)(jax.random.key(0)))
     batch = jax.device_put(jax.tree.leaves(batch_of(work)), arguments[count:])
-    return Loop(step, jax.device_put(leaves, arguments[:count]), batch)
+    return SteppedState(step, jax.device_put(leaves, arguments[:count]), batch)
 
 
 def create(work: Workload) -> Callable[[jax.Array], Any]:
@@ -96,7 +98,7 @@ def create(work: Workload) -> Callable[[jax.Array], Any]:
     return make_program(work.build, make_optimizer(OptimizerConfig(), 1000)).create_state
 
 
-def fastest(loops: Mapping[str, Loop], rounds: int) -> list[str]:
+def fastest(loops: Mapping[str, SteppedState], rounds: int) -> list[str]:
     """Return the names in the order of their median times, all measured in turn."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(rounds):
@@ -110,7 +112,7 @@ def rows_of(name: str) -> list[common.Row]:
     work = _SMALL[name]
     ours, words = planned(work)
     loss = float(ours.metrics()["loss"])
-    hands: dict[str, tuple[float, Loop]] = {}  # the fastest so far: the programs of all do not fit in one process
+    hands: dict[str, tuple[float, SteppedState]] = {}  # the fastest so far, because one process cannot hold all
     tried = 0
     for style in styles(Case(name, work, f"cpu:{DEVICES}")):
         loop = by_hand(work, style)
@@ -133,7 +135,7 @@ def rows_of(name: str) -> list[common.Row]:
     for how, measure in (("by the estimate", 0), (f"measure={MEASURED}", MEASURED)):
         if measure:
             ours, words = planned(work, measure)
-        ours_s, theirs_s = paired(ours.once, theirs.once, rounds=ROUNDS)
+        ours_s, theirs_s = paired_times(ours.once, theirs.once, rounds=ROUNDS)
         note = f"{words} / {best}, of {tried}; {datetime.now(UTC):%Y-%m-%d}"
         rows += [
             common.measured(f"{name}: the planner's plan, {how}", 1e3 * ours_s, "ms"),

@@ -32,7 +32,7 @@ from autoshard.models import GPTConfig, flops_per_token
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.planned_step import place_step
-from autoshard.train.program.step_timing import Loop, paired
+from autoshard.train.program.step_timing import SteppedState, paired_times
 from autoshard.train.run.metrics import peak_flops
 
 LLAMA = GPTConfig(
@@ -101,14 +101,16 @@ def rows_of(config: GPTConfig, batch_size: int, rounds: int) -> list[Row]:
     tokens = jnp.asarray(rng.integers(0, config.vocab, (batch_size, config.context + 1)), jnp.int32)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     params = jax.tree.map(jnp.copy, state.params)
-    theirs = Loop(by_hand(config, program.optimizer), (params, program.optimizer.init(params)), (inputs, targets))
+    theirs = SteppedState(
+        by_hand(config, program.optimizer), (params, program.optimizer.init(params)), (inputs, targets)
+    )
     batch = {"inputs": inputs, "targets": targets, "mask": jnp.ones(inputs.shape, jnp.float32)}
-    mine = Loop(placed.step, state, jax.device_put(batch, placed.batch_shardings))
+    mine = SteppedState(placed.step, state, jax.device_put(batch, placed.batch_shardings))
 
     first, second = float(mine.metrics()["loss"]), float(theirs.metrics())
     if not math.isclose(first, second, rel_tol=AGREE[config.dtype]):
         raise SystemExit(f"the two models differ: the first loss is {first:.5f}, by hand {second:.5f}")
-    ours_s, theirs_s = paired(mine.once, theirs.once, rounds=rounds)
+    ours_s, theirs_s = paired_times(mine.once, theirs.once, rounds=rounds)
     rows = [measured("trainer's step / by hand, paired", ours_s / theirs_s, "", TARGET)]
     for name, seconds in (("trainer", ours_s), ("by hand", theirs_s)):
         rows.append(measured(f"{name}: a step", 1e3 * seconds, "ms"))

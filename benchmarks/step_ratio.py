@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from small_gpt import GPT, GPTConfig, gpt_step
 
 from autoshard import auto_shard
-from autoshard.train.program.step_timing import Loop, paired
+from autoshard.train.program.step_timing import SteppedState, paired_times
 
 CONFIG = GPTConfig(layers=4, heads=4, width=128, context=64)
 BATCH, ROUNDS = 16, 100
@@ -81,11 +81,11 @@ def rows_of(plan: str) -> list[Row]:
         "jax.jit without constraints": (jit(None), None),
     }
     create_there = jax.jit(create, out_shardings=state_in)
-    mine = Loop(step, step.init(create, jax.random.key(0)), tokens)
+    mine = SteppedState(step, step.init(create, jax.random.key(0)), tokens)
     rows = []
     for name, (function, target) in others.items():
-        theirs = Loop(function, create_there(jax.random.key(0)), tokens)
-        ours_s, theirs_s = paired(mine.once, theirs.once, rounds=ROUNDS)
+        theirs = SteppedState(function, create_there(jax.random.key(0)), tokens)
+        ours_s, theirs_s = paired_times(mine.once, theirs.once, rounds=ROUNDS)
         rows += [
             measured(f"{plan}: {name}", 1e3 * theirs_s, "ms"),
             measured(f"{plan}: auto_shard beside it", 1e3 * ours_s, "ms"),

@@ -8,22 +8,22 @@ import jax
 from jax._src import distributed
 
 
-def tell_processes(key: str, text: str, *, again: bool = False) -> None:
+def publish_text(key: str, text: str, *, again: bool = False) -> None:
     """Stores a text under a key for all processes; `again` allows an existing text to be replaced."""
     _coordination().key_value_set(key, text, allow_overwrite=again)
 
 
-def forget_told(key: str) -> None:
+def delete_text(key: str) -> None:
     """Deletes the text under a key, if there is one."""
     _coordination().key_value_delete(key)
 
 
-def told_below(prefix: str) -> dict[str, str]:
+def texts_under(prefix: str) -> dict[str, str]:
     """Returns the texts whose keys start with a prefix, keyed by the rest of the key."""
     return {key[len(prefix) :]: text for key, text in _coordination().key_value_dir_get(prefix)}
 
 
-def hear_process(key: str, timeout_s: float) -> str | None:
+def wait_for_text(key: str, timeout_s: float) -> str | None:
     """Waits for a text under a key and returns it, or None after `timeout_s` seconds."""
     try:
         return _coordination().blocking_key_value_get(key, int(timeout_s * 1000))

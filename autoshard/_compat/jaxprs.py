@@ -45,7 +45,7 @@ def split_constants(closed: Any) -> tuple[Any, list[Any]]:
     return pe.convert_constvars_jaxpr(open_jaxpr(closed)), constants(closed)
 
 
-def call_of(closed: Any) -> Any:
+def jaxpr_as_function(closed: Any) -> Any:
     """Returns a function that evaluates a closed jaxpr on its inputs and returns a list."""
     return core.jaxpr_as_fun(closed)
 
@@ -75,7 +75,7 @@ def solve_operands(eqn: Any) -> list[int]:
     return [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
 
 
-def stand_in(var: Any) -> jax.ShapeDtypeStruct:
+def shape_dtype_of(var: Any) -> jax.ShapeDtypeStruct:
     """Returns a `ShapeDtypeStruct` with the shape, dtype and weak type of a jaxpr's variable."""
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
 
@@ -104,12 +104,12 @@ def source_line(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def not_users_lines(path: str) -> None:
+def exclude_from_user_code(path: str) -> None:
     """Excludes the Python file at `path` from user code: source lines then name the caller instead."""
     source_info_util.register_exclusion(path)
 
 
-def expanded(eqn: Any) -> Any | None:
+def expand_hijax(eqn: Any) -> Any | None:
     """Expands a HiJAX operator (`jnp.searchsorted` on a new JAX) to a closed jaxpr of its operands.
 
     Returns None if an operand or result is not an array, or if the operator does not define an expansion.
@@ -119,12 +119,12 @@ def expanded(eqn: Any) -> Any | None:
     try:
         with source_of(eqn):
             lowered = functools.partial(eqn.primitive.to_lojax, **eqn.params)
-            return jax.make_jaxpr(lowered)(*map(stand_in, eqn.invars))
+            return jax.make_jaxpr(lowered)(*map(shape_dtype_of, eqn.invars))
     except NotImplementedError:  # raised by the base class if the operator has no `to_lojax`
         return None
 
 
-def differentiated_as(eqn: Any, fn: Any) -> Any:
+def with_derivative_of(eqn: Any, fn: Any) -> Any:
     """Returns `fn`, which computes the results of a HiJAX operator, with the operator's own derivative.
 
     The primitives of the expansion may not be differentiable: `jnp.ldexp` works on bits.

@@ -65,7 +65,7 @@ def primitives(*names: str) -> list[Primitive | None]:
     return [primitive(name) for name in names]
 
 
-def homes(prims: list[Any]) -> dict[Any, set[str]]:
+def defining_modules(prims: list[Any]) -> dict[Any, set[str]]:
     """Maps each primitive to the modules that refer to it and the module that defines its type.
 
     Module names are without the prefix `jax._src.`.

@@ -12,7 +12,7 @@ import jax
 
 from autoshard import _compat
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
-from autoshard.ckpt.exchange.export import Exported, Model, copy_step, model_of, write_model
+from autoshard.ckpt.exchange.export import Exported, Model, copy_step, step_model, write_model
 from autoshard.ckpt.restore.checkpoint_info import Description, describe_step
 from autoshard.ckpt.restore.expert_remapping import dims_from_patterns, dims_from_plan
 from autoshard.ckpt.restore.restore import damaged_leaves, read_manifest
@@ -293,7 +293,7 @@ class Checkpointer:
 
     def model(self, step: int | None = None, *, use_ema: bool = False, dtype: str | None = None) -> Model:
         """Return the model of a step, as tensors that are read one at a time; see `export`."""
-        return self._reader.read(step, lambda path, number: model_of(path, number, use_ema=use_ema, dtype=dtype))
+        return self._reader.read(step, lambda path, number: step_model(path, number, use_ema=use_ema, dtype=dtype))
 
     def close(self) -> None:
         """Wait for the save in the background and let another process write to the directory."""

@@ -19,7 +19,7 @@ from autoshard._shown import shown
 from autoshard._units import bytes_text
 from autoshard.ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, Description, RetentionPolicy
 from autoshard.ckpt.exchange.export import write_model
-from autoshard.ckpt.exchange.lora import merged, read_adapter, read_model
+from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
 from autoshard.ckpt.restore.checkpoint_diff import compare
 from autoshard.errors import ConfigError
 from autoshard.train.config.run_directory import checkpoints_in
@@ -248,7 +248,7 @@ def _merge(given: argparse.Namespace) -> int:
     else:
         place = open_place(given.base)
         base = place.checkpoints.model(place.step)
-    model = merged(base, adapter)
+    model = merge_adapter(base, adapter)
     export = write_model(model, given.out, shard_bytes=given.shard_bytes)
     changed = sum(one is not other for one, other in zip(base.tensors, model.tensors, strict=True))
     print(f"{changed} of {export.tensors} tensors changed; {bytes_text(export.nbytes)} in {export.folder}")

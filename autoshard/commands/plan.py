@@ -114,7 +114,12 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     import autoshard
     from autoshard.models.workloads import workload
-    from autoshard.train.program.build import layers_of, search_of, variants_of, workload_variants
+    from autoshard.train.program.build import (
+        remat_unit_count,
+        variant_search,
+        workload_variant_values,
+        workload_variants,
+    )
     from autoshard.train.program.planned_step import parse_mesh
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
@@ -145,10 +150,10 @@ def _run_named(arguments: Sequence[str]) -> int:
         step,
         *shapes,
         donate_argnums=0,
-        variants=search_of(
-            variants_of(work, numerics=given.allow_numerics)
+        variants=variant_search(
+            workload_variant_values(work, numerics=given.allow_numerics)
             | {name: [value] for name, value in chosen.items() if value is not None},
-            layers_of(work.config),
+            remat_unit_count(work.config),
         ),
         verify=given.verify,
         measure=given.measure,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard._shown import shown
-from autoshard._typed import fields_of, fit
+from autoshard._typed import convert, fields_of
 from autoshard.errors import AutoshardError
 from autoshard.models.gpt import GPT
 from autoshard.models.gpt_config import GPTConfig
@@ -55,7 +55,7 @@ class Workload:
     batch_size: int
 
     def __post_init__(self) -> None:
-        fit(self.batch_size, int, "batch_size", problems := [])
+        convert(self.batch_size, int, "batch_size", problems := [])
         if problems or self.batch_size < 1:
             raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}, it must be at least 1")
 
@@ -115,7 +115,7 @@ def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
             kind = type(config).__name__
             raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known_names(field, [*own, *inner])}")
     problems: list[str] = []
-    converted = {field: fit(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
+    converted = {field: convert(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
     if problems:
         raise AutoshardError(f"{name}: {'; '.join(problems)}")
     outer = {field: value for field, value in converted.items() if field in own}

@@ -19,7 +19,13 @@ from typing import Any
 from autoshard import Plan, plan
 from autoshard._units import bytes_text, spec_text, time_text
 from autoshard.sharding.report.summary import by_role, mesh_sizes
-from autoshard.train.program.build import layers_of, search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import (
+    remat_unit_count,
+    variant_search,
+    workload_step,
+    workload_variant_values,
+    workload_variants,
+)
 
 FOLDER = Path(__file__).resolve().parent / "plans"
 ROOT = FOLDER.parent.parent.parent
@@ -100,7 +106,7 @@ def variant_rows(name: str) -> dict[str, str]:
 def searched(name: str) -> Plan:
     """Plans a case, with a search over all variants."""
     case = CASES[name]
-    search = search_of(variants_of(case.work), layers_of(case.work.config))
+    search = variant_search(workload_variant_values(case.work), remat_unit_count(case.work.config))
     return plan(*workload_variants(case.work), target=case.target, variants=search, donate_argnums=0)
 
 

@@ -26,10 +26,10 @@ from autoshard.ckpt.store.argument_checks import is_integer
 from autoshard.ckpt.store.directory import StepDirectory, is_committed
 from autoshard.errors import CheckpointError, RemovedStepError
 
-PARAMETERS = ("params", "frozen", "variables")  # the parts of a train state that belong to the model
+MODEL_PARTS = ("params", "frozen", "variables")  # the parts of a train state that belong to the model
 AVERAGE = ("ema", "mean"), ("ema", "weight")
-INFERENCE, INFERENCE_FORMAT = "inference.json", 1  # beside the steps: the trainer's description of the model
-TOKENIZER = "tokenizer.json"  # beside the steps: the tokenizer, unless tokens are bytes
+INFERENCE_FILE, INFERENCE_FORMAT = "inference.json", 1  # beside the steps: the trainer's description of the model
+TOKENIZER_FILE = "tokenizer.json"  # beside the steps: the tokenizer, unless tokens are bytes
 
 
 @shown
@@ -92,10 +92,12 @@ def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
 
 def _missing_model_files(source: Any, target: Any) -> list[str]:
     """Return the files that describe the model and that the target does not have, in the order to create them."""
-    if (target / INFERENCE).exists() or not (source / INFERENCE).exists():
+    if (target / INFERENCE_FILE).exists() or not (source / INFERENCE_FILE).exists():
         return []
     # The tokenizer first, because `inference.json` refers to it.
-    return [name for name in (TOKENIZER, INFERENCE) if (source / name).exists() and not (target / name).exists()]
+    return [
+        name for name in (TOKENIZER_FILE, INFERENCE_FILE) if (source / name).exists() and not (target / name).exists()
+    ]
 
 
 @shown
@@ -114,7 +116,7 @@ class Model:
     where: str
 
 
-def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None = None) -> Model:
+def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None = None) -> Model:
     """Return the model of a step. Each tensor is compared with its digest when it is read.
 
     The name of a tensor is its `.`-joined path, without the part of the train state. Reading a tensor with values out
@@ -167,7 +169,7 @@ def model_of(path: Any, step: int, *, use_ema: bool = False, dtype: str | None =
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
-    return Model(tensors, _files(manifest.config, tensors, path.parent / INFERENCE), where)
+    return Model(tensors, _files(manifest.config, tensors, path.parent / INFERENCE_FILE), where)
 
 
 def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
@@ -202,7 +204,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
     if not any(key[:1] == ("params",) for key in specs):
         leaves = {key: spec for key, spec in specs.items() if spec.key_impl is None}
     else:
-        leaves = {key[1:]: spec for key, spec in specs.items() if key[0] in PARAMETERS and len(key) > 1}
+        leaves = {key[1:]: spec for key, spec in specs.items() if key[0] in MODEL_PARTS and len(key) > 1}
     if use_ema:
         mean, weight = AVERAGE
         means = {key[len(mean) :]: spec for key, spec in specs.items() if key[: len(mean)] == mean}

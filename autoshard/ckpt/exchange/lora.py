@@ -247,7 +247,7 @@ def read_model(folder: Path) -> Model:
     return Model(tuple(tensors), files, str(folder))
 
 
-def merged(base: Model, adapter: Adapter) -> Model:
+def merge_adapter(base: Model, adapter: Adapter) -> Model:
     """Return the base merged with an adapter. Sums are computed in float32 and cast to the base's dtypes.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._columns import listing
 from autoshard._gc import paused
-from autoshard._processes import gathered
+from autoshard._processes import gather
 from autoshard.ckpt.restore.expert_remapping import dims_from_patterns, expert_changes
 from autoshard.ckpt.restore.restore_request import Match, Restored, RestoreRequest, casts, check_leaves, match_paths
 from autoshard.ckpt.state import array_digest
@@ -326,5 +326,5 @@ def _sum_over_devices(rows: jax.Array) -> np.ndarray:
         if shard.replica_id == 0:
             parts[shard.index[1]] += np.asarray(shard.data).sum(axis=0, dtype=np.uint32)
     if not rows.is_fully_addressable:  # else each process has all rows
-        parts = gathered("compare digests", parts).sum(axis=0, dtype=np.uint32)
+        parts = gather("compare digests", parts).sum(axis=0, dtype=np.uint32)
     return parts

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 import jax
 
-from autoshard._processes import exchange, named
+from autoshard._processes import exchange, processes_text
 from autoshard.errors import CheckpointError
 
 T = TypeVar("T")
@@ -37,5 +37,5 @@ def in_all_processes(what: str, action: Callable[[], T], otherwise: Callable[[st
     if error is not None:
         raise error
     if failed:
-        raise otherwise(f"{named(failed)} failed: see its message")
+        raise otherwise(f"{processes_text(failed)} failed: see its message")
     return cast(T, result)  # there was no error, so the action returned it

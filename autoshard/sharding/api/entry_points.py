@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoshard._typed import shortly
+from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.api.auto_sharded import AutoSharded
 from autoshard.sharding.api.flax_modules import shard_class
@@ -68,7 +68,7 @@ def auto_shard(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
-        raise PlanError(f"example is {shortly(example)}; pass the arguments as a tuple, such as (state, batch)")
+        raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip

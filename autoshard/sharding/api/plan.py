@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autoshard._shown import shown
-from autoshard._typed import shortly
+from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.audit import Audit, verify
 from autoshard.sharding.lower.executable import Executable
@@ -132,7 +132,7 @@ class Plan(ShardingPlan):
             PlanError: `other` is not a plan.
         """
         if not isinstance(other, ShardingPlan):
-            raise PlanError(f"diff: {shortly(other)} is not a plan; pass the result of plan(...) or Plan.from_json")
+            raise PlanError(f"diff: {short_repr(other)} is not a plan; pass the result of plan(...) or Plan.from_json")
         return diff(self, other)
 
     def verify(self, **options: Any) -> Audit:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from autoshard._columns import INDENT, WIDTH, columns, cut
+from autoshard._columns import INDENT, WIDTH, columns, shorten
 from autoshard._shown import shown
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardError
@@ -147,7 +147,7 @@ def _failure(audit: Audit) -> list[str]:
     if audit.ok:
         return []
     message = audit.message.strip().splitlines()[:SHOWN_ENTRIES]
-    lines = [_FAILURES.get(audit.kind, audit.kind) + ":", *(INDENT + cut(line, WIDTH) for line in message)]
+    lines = [_FAILURES.get(audit.kind, audit.kind) + ":", *(INDENT + shorten(line, WIDTH) for line in message)]
     return [*lines, "the plan is unchanged; the figures below are its estimates"]
 
 
@@ -198,7 +198,7 @@ def _traffic(audit: Audit) -> list[str]:
     rows += [
         (
             INDENT + kind,
-            cut(over, 24),
+            shorten(over, 24),
             f"{sum(c.trips for c in group):.0f}",
             bytes_text(sum(c.step_bytes for c in group)),
             time_text(sum(c.wire_us for c in group)),
@@ -209,7 +209,7 @@ def _traffic(audit: Audit) -> list[str]:
     ]
     count = sum(c.trips for c in audit.collectives)
     lines = [f"collectives: {count:.0f} per step, each device sends {bytes_text(audit.wire_bytes or 0.0)}"]
-    lines += [cut(line, WIDTH) for line in columns(rows, right=(2, 3, 4, 5))]
+    lines += [shorten(line, WIDTH) for line in columns(rows, right=(2, 3, 4, 5))]
     if rest := ranked[SHOWN_ENTRIES:]:
         size = sum(c.step_bytes for _, group in rest for c in group)
         lines.append(f"{INDENT}and {len(rest)} smaller ones, {bytes_text(size)}")
@@ -250,7 +250,7 @@ def _replicated(audit: Audit) -> list[str]:
          line_text(w.line) if w.line else "")
         for w in audit.replicated[:SHOWN_ENTRIES]
     ]  # fmt: skip
-    return [*lines, *(cut(line, WIDTH) for line in columns(rows, right=(2,))), *_more(audit.replicated)]
+    return [*lines, *(shorten(line, WIDTH) for line in columns(rows, right=(2,))), *_more(audit.replicated)]
 
 
 def _remarks(audit: Audit) -> list[str]:

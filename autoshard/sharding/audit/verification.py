@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoshard._typed import finite, fit
+from autoshard._typed import convert, finite
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit.aot_compile import Compiled, compile_job, missing_compiler, partitioner_remarks
 from autoshard.sharding.audit.audit import Audit, AuditError
@@ -56,7 +56,7 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
     plan = executable.plan
     problems: list[str] = []
     finite(timeout_s, "timeout_s", problems)
-    fit(options, Options | None, "options", problems)
+    convert(options, Options | None, "options", problems)
     if problems or not timeout_s > 0:
         raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}, it must be above 0'}")
     target = compile_target(plan.target)

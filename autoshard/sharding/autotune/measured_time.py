@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard._processes import MissingProcessError, gathered
+from autoshard._processes import MissingProcessError, gather
 from autoshard._units import time_text, variant_text
 from autoshard.errors import PlanError
 from autoshard.sharding.autotune.constants import (
@@ -122,7 +122,7 @@ def _attempt(run: _Run, action: Callable[[], Sequence[float]]) -> None:
     if _spans_processes(run.mesh):
         # Each process sends one number, because their clocks end a turn at different steps.
         own = np.array([bool(run.failed), float(np.median(seconds)) if len(seconds) else 0.0])
-        all_processes = gathered(f"measure '{run.plan.chosen}'", own)
+        all_processes = gather(f"measure '{run.plan.chosen}'", own)
         run.failed = run.failed or ("it failed in another process" if all_processes[:, 0].any() else "")
         seconds = [float(all_processes[:, 1].max())] if len(seconds) else []
     run.seconds += seconds

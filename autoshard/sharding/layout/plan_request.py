@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
-from autoshard._typed import fit, shortly
+from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanRequestError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import STATE, Role, Roles
@@ -200,9 +200,9 @@ class Table:
             PlanRequestError: it is empty, or has entries that are not names.
         """
         read = {k: (v,) if isinstance(v, str) else v for k, v in table.items()}
-        columns = fit(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
+        columns = convert(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
         if not problems and not (columns and all(columns)):
-            problems.append(f"plan is {shortly(table)}, but it must name mesh axes")
+            problems.append(f"plan is {short_repr(table)}, but it must name mesh axes")
         if problems:
             raise PlanRequestError(
                 f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "

@@ -164,7 +164,7 @@ class Lowering:
         if name == "custom_linear_solve":
             return self.solve(op, args)
         if name == "call_hi_primitive":
-            return list(_compat.differentiated_as(op.eqn, self.function(op.blocks[0]))(*args))
+            return list(_compat.with_derivative_of(op.eqn, self.function(op.blocks[0]))(*args))
         inner = op.blocks[0]
         traced = jax.make_jaxpr(self.function(inner))(*args)
         if name in ("remat2", *_CONSTANT_COUNTS):
@@ -226,6 +226,6 @@ class Lowering:
 
     def rewritten(self, block: Block) -> tuple[Any, list[Any]]:
         """Return the closed jaxpr of a block with constraints, and the constants that are its first inputs."""
-        inputs = map(_compat.stand_in, _compat.open_jaxpr(block.jaxpr).invars)
+        inputs = map(_compat.shape_dtype_of, _compat.open_jaxpr(block.jaxpr).invars)
         bare, consts = _compat.split_constants(jax.make_jaxpr(self.function(block))(*inputs))
         return _compat.close(bare, []), consts

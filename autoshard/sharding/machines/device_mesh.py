@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard._typed import fit, shortly
+from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.constants import MOST_DEVICES
 from autoshard.sharding.machines.targets import Target, find_target, target_for
@@ -46,7 +46,7 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
     """
     sizes = mesh_sizes(mesh) if mesh is not None else None
     if sizes is not None and math.prod(sizes.values()) > MOST_DEVICES:
-        raise PlanError(f"mesh {shortly(sizes)} has more than {MOST_DEVICES} devices; give a smaller one")
+        raise PlanError(f"mesh {short_repr(sizes)} has more than {MOST_DEVICES} devices; give a smaller one")
     concrete = mesh if isinstance(mesh, Mesh) else None
     if target is not None:
         found = find_target(target)
@@ -63,11 +63,12 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
     """The axes of a mesh in order: name -> size."""
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return dict(zip(map(str, mesh.axis_names), _sizes(mesh), strict=True))
-    fit(mesh, Mapping[str, int], "mesh", problems := [])
+    convert(mesh, Mapping[str, int], "mesh", problems := [])
     if not problems and mesh and all(mesh) and all(n > 0 for n in mesh.values()):
         return dict(mesh)
     raise PlanError(
-        f'mesh is {shortly(mesh)}; give a jax.sharding.Mesh, an AbstractMesh, or sizes like {{"data": 4, "model": 2}}'
+        f"mesh is {short_repr(mesh)}; give a jax.sharding.Mesh, an AbstractMesh, or sizes such as "
+        '{"data": 4, "model": 2}'
     )
 
 
@@ -103,7 +104,7 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
         devices = devices.devices.flat
     have = list(jax.devices() if devices is None else devices if isinstance(devices, Iterable) else [devices])
     if not have or not all(hasattr(device, "platform") for device in have):
-        raise PlanError(f"devices is {shortly(devices)}; give some of jax.devices(), or a Mesh")
+        raise PlanError(f"devices is {short_repr(devices)}; give some of jax.devices(), or a Mesh")
     need = math.prod(sizes.values())
     if need > len(have):
         raise PlanError(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard._shown import shown
-from autoshard._typed import Readers, fields_of, finite, fit, shortly
+from autoshard._typed import Readers, convert, fields_of, finite, short_repr
 from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
@@ -129,7 +129,7 @@ def check_name(name: Any) -> None:
     """Raises TargetError if the name of a target is not a string."""
     if not isinstance(name, str):
         raise TargetError(
-            f"target is {shortly(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
+            f"target is {short_repr(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
         )
 
 
@@ -212,8 +212,8 @@ def _read(path: Path) -> Target:
     known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _NAMING}
     problems = [f"unknown key '{k}'; known: chip, dims, {', '.join(known)}" for k in data if k not in known]
     if base is not None and (not isinstance(base, str) or base not in CHIPS):
-        problems.append(f"unknown chip {shortly(base)}; known: {', '.join(CHIPS)}")
-    figures = {k: fit(v, known[k], k, problems, _FINITE) for k, v in data.items() if k in known}
+        problems.append(f"unknown chip {short_repr(base)}; known: {', '.join(CHIPS)}")
+    figures = {k: convert(v, known[k], k, problems, _FINITE) for k, v in data.items() if k in known}
     problems += [f"{k} is {v!r}; give a positive number" for k, v in figures.items() if _is_number(v) and not v > 0]
     needed = ("platform", "flops", "memory_bytes", "memory_bandwidth")
     if base is None:
@@ -242,7 +242,7 @@ def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
                         '[{name = "gpu", size = 8, kind = "switch", bandwidth = 450e9, latency_us = 5}]')  # fmt: skip
         return ()
     before = len(problems)
-    found: tuple[Dim, ...] = fit(dims, tuple[Dim, ...], "dims", problems, _FINITE)
+    found: tuple[Dim, ...] = convert(dims, tuple[Dim, ...], "dims", problems, _FINITE)
     if len(problems) > before:
         return ()
     for n, dim in enumerate(found):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from autoshard._typed import Readers, fields_of, finite, fit, shortly
+from autoshard._typed import Readers, convert, fields_of, finite, short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.targets import MOST_DEVICES
@@ -36,7 +36,7 @@ def plan_json(plan: ShardingPlan) -> str:
     """See `Plan.to_json`."""
     for name, value in plan.variant.items():
         if not _in_json(value):
-            raise PlanError(f"the plan's variant {name!r} is {shortly(value)}, which JSON cannot express. Give "
+            raise PlanError(f"the plan's variant {name!r} is {short_repr(value)}, which JSON cannot express. Give "
                             "variants as text, finite numbers, true or false, or lists of them")  # fmt: skip
     return _rows_on_a_line(json.dumps(plan_data(plan), indent=1, default=repr))
 
@@ -49,7 +49,7 @@ def plan_from_json(text: str, cls: type[P]) -> P:
         raise PlanError(f"this is not a plan: {error}. Plan.to_json() writes one.") from error
     found = data.get("format") if isinstance(data, Mapping) else FORMAT
     if found is not None and found != FORMAT:
-        raise PlanError(f"this plan has format {shortly(found)}, this version reads {FORMAT}: plan again")
+        raise PlanError(f"this plan has format {short_repr(found)}, this version reads {FORMAT}: plan again")
     problems: list[str] = []
     values = _read(data, problems)
     plan = cls(**values) if not problems else None
@@ -66,24 +66,24 @@ def _names() -> list[str]:
 
 def _read(data: Any, problems: list[str]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        problems.append(f"it is {shortly(data)}, it must be a table")
+        problems.append(f"it is {short_repr(data)}, it must be a table")
         return {}
     problems += [f"'{name}' is missing" for name in ("format", *_names()) if name not in (*data, *_LATER)]
     kinds = fields_of(ShardingPlan)
-    return {name: fit(data[name], kinds[name][0], name, problems, _READERS) for name in _names() if name in data}
+    return {name: convert(data[name], kinds[name][0], name, problems, _READERS) for name in _names() if name in data}
 
 
 def _read_mesh(value: Any, where: str, problems: list[str]) -> Any:
-    sizes = fit(value, Mapping[str, int], where, wrong := [])
+    sizes = convert(value, Mapping[str, int], where, wrong := [])
     if not wrong and all(n > 0 for n in sizes.values()) and math.prod(sizes.values()) <= MOST_DEVICES:
         return abstract_mesh(sizes)
-    problems.append(f"{where} is {shortly(value)}: sizes must be positive whole numbers, of at most {MOST_DEVICES} "
+    problems.append(f"{where} is {short_repr(value)}: sizes must be positive whole numbers, of at most {MOST_DEVICES} "
                     "devices")  # fmt: skip
     return value
 
 
 def _read_spec(value: Any, where: str, problems: list[str]) -> Any:
-    entries = fit(value, Spec, where, wrong := [])
+    entries = convert(value, Spec, where, wrong := [])
     problems += wrong
     return value if wrong else PartitionSpec(*entries)
 
@@ -118,7 +118,7 @@ def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
             f"'{leaf.path}' has {len(leaf.shape)} dimensions, its spec {len(cuts)} entries, its axes {len(leaf.axes)}"
         )
     if min(leaf.shape, default=0) < 0 or math.prod(leaf.shape) > _MOST_ELEMENTS:
-        yield f"the shape of '{leaf.path}' is {shortly(list(leaf.shape))}, which no array has"
+        yield f"the shape of '{leaf.path}' is {short_repr(list(leaf.shape))}, which no array has"
 
 
 def _wrong_assignments(plan: ShardingPlan) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _wrong_assignments(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _listed(rows: Sequence[Any]) -> str:
-    return shortly(list(map(list, rows)))
+    return short_repr(list(map(list, rows)))
 
 
 def _plain(thing: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard._columns import INDENT, WIDTH
-from autoshard._typed import shortly
+from autoshard._typed import short_repr
 from autoshard._units import bytes_text, spec_text
 from autoshard.errors import PlanError
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -96,7 +96,7 @@ def check_path(path: str, paths: Sequence[str]) -> None:
         PlanError: It matches none.
     """
     if not isinstance(path, str):
-        raise PlanError(f"explain: {shortly(path)} is not a path; give a string such as '0/params/wq'")
+        raise PlanError(f"explain: {short_repr(path)} is not a path; give a string such as '0/params/wq'")
     if not matches_any(path, paths):
         hint = suggestions(path.strip("/"), paths) if paths else "The plan has none"
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")

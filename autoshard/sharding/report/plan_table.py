@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoshard._columns import INDENT, WIDTH, columns, cut, cut_middle, wrap
+from autoshard._columns import INDENT, WIDTH, columns, shorten, shorten_middle, wrap
 from autoshard._units import (
     bytes_text,
     line_text,
@@ -124,7 +124,7 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
     shown = some if len(some) <= GROUPS_SHOWN else some[: GROUPS_SHOWN - 1]
     rows = [
         (
-            INDENT + cut_middle(g.label, LABEL_WIDTH),
+            INDENT + shorten_middle(g.label, LABEL_WIDTH),
             f"x{len(g.leaves)}" if len(g.leaves) > 1 else "",
             bytes_text(g.whole_bytes),
             f"-> {bytes_text(g.local_bytes)}",
@@ -187,7 +187,7 @@ def _traffic(plan: ShardingPlan) -> list[str]:
     lines = [f"traffic per step: each device sends {bytes_text(total)}", *columns(rows, right=(2, 3))]
     if rest := moved[COLLECTIVES_SHOWN:]:
         lines.append(f"{INDENT}and {len(rest)} smaller ones, {bytes_text(sum(t[2] for t in rest))}")
-    return [cut(line, WIDTH) for line in lines]
+    return [shorten(line, WIDTH) for line in lines]
 
 
 def _notes(plan: ShardingPlan) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax import numpy as jnp
 
-from autoshard._columns import cut_middle
+from autoshard._columns import shorten_middle
 from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
@@ -99,7 +99,7 @@ class AxisNames:
             ):
                 count += 1
             self._short[name] = "/".join(parts[-count:])
-        cut_names = {name: cut_middle(text, NAME_WIDTH) for name, text in self._short.items()}
+        cut_names = {name: shorten_middle(text, NAME_WIDTH) for name, text in self._short.items()}
         if len(set(cut_names.values())) == len(set(self._short.values())):  # names stay distinct
             self._short = cut_names
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.errors import PlanError, PlanRequestError
-from autoshard.sharding.autotune.contest import requested_shortlist
+from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard._typed import shortly
+from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import Table
 from autoshard.sharding.machines.targets import check_name
@@ -28,19 +28,19 @@ def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]
     """
     for name, count, what in (("verify", verify, "compile for the target"), ("measure", measure, "run")):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise PlanError(f"{name} is {shortly(count)}; give the number of plans to {what}, 0 for none")
+            raise PlanError(f"{name} is {short_repr(count)}; give the number of plans to {what}, 0 for none")
     if verify and measure:
         raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
     request, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
     if target is not None:
         check_name(target)
     if not isinstance(options["strict"], bool):
-        raise PlanError(f"strict is {shortly(options['strict'])}; give True or False")
+        raise PlanError(f"strict is {short_repr(options['strict'])}; give True or False")
     if isinstance(request, Mapping):
         Table.read(request)
     elif request is not None and not isinstance(request, (str, ShardingPlan)):
         raise PlanError(
-            f"plan is {shortly(request)}; give a strategy such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, "
+            f"plan is {short_repr(request)}; give a strategy such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, "
             "or a Plan"
         )
     if isinstance(request, ShardingPlan) and options["fixed"]:
@@ -50,7 +50,8 @@ def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]
         )
     if limit is not None and not _is_positive(limit):
         raise PlanError(
-            f"memory_limit_bytes is {shortly(limit)}; give a positive number of bytes on each device, such as 4 * 2**30"
+            f"memory_limit_bytes is {short_repr(limit)}; give a positive number of bytes for each device, "
+            "such as 4 * 2**30"
         )
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}

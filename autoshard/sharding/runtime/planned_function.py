@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
-from autoshard._typed import shortly
+from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.dispatch import Entry, GraphArguments, GraphFunction, PureFunction
@@ -32,7 +32,7 @@ class PlannedFunction:
     ):
         if not callable(fn):
             raise PlanError(
-                f"auto_shard takes a function or a Flax module class, got {type(fn).__name__} {shortly(fn)}"
+                f"auto_shard takes a function or a Flax module class, got {type(fn).__name__} {short_repr(fn)}"
             )
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
@@ -180,7 +180,7 @@ def _numbers(argnums: int | Sequence[int], count: int, limit: int | None, what: 
     wrong = [n for n in numbers if not _is_integer(n) or n < -count or (limit is not None and n >= limit)]
     if wrong:
         raise PlanError(
-            f"{what} {shortly(wrong[0])}: the function has {count} positional arguments"
+            f"{what} {short_repr(wrong[0])}: the function has {count} positional arguments"
             + (f", numbered 0 to {count - 1}" if count else "")
         )
     return list(dict.fromkeys(int(n % count if n < 0 else n) for n in numbers))

@@ -14,7 +14,7 @@ import json
 import jax
 
 from autoshard import _compat
-from autoshard._processes import named
+from autoshard._processes import processes_text
 from autoshard.errors import PlanError
 from autoshard.sharding.plan.serialization import plan_data
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -44,10 +44,10 @@ def check_same_plan(plan: ShardingPlan, timeout_s: float = TIMEOUT_S) -> None:
     if jax.process_count() == 1:
         return
     key = f"autoshard/plan/{next(_numbers)}"
-    _compat.tell_processes(f"{key}/{jax.process_index()}", f"{digest(plan)} {plan.function} '{plan.chosen}'")
+    _compat.publish_text(f"{key}/{jax.process_index()}", f"{digest(plan)} {plan.function} '{plan.chosen}'")
     if jax.process_index() == 0:
-        _compat.tell_processes(f"{key}/verdict", _verdict(key, timeout_s))
-    verdict = _compat.hear_process(f"{key}/verdict", 2 * timeout_s)
+        _compat.publish_text(f"{key}/verdict", _verdict(key, timeout_s))
+    verdict = _compat.wait_for_text(f"{key}/verdict", 2 * timeout_s)
     if verdict != _SAME:
         raise PlanError(
             verdict
@@ -56,7 +56,7 @@ def check_same_plan(plan: ShardingPlan, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def _verdict(key: str, timeout_s: float) -> str:
-    texts = [_compat.hear_process(f"{key}/{p}", timeout_s) for p in range(jax.process_count())]
+    texts = [_compat.wait_for_text(f"{key}/{p}", timeout_s) for p in range(jax.process_count())]
     if None in texts:
         return (
             f"process {texts.index(None)} has not planned after {timeout_s:.0f} s: it failed before, or runs other code"
@@ -66,7 +66,7 @@ def _verdict(key: str, timeout_s: float) -> str:
         plans.setdefault(str(text), []).append(process)
     if len(plans) == 1:
         return _SAME
-    listed = "; ".join(f"{text} in {named(processes)}" for text, processes in plans.items())
+    listed = "; ".join(f"{text} in {processes_text(processes)}" for text, processes in plans.items())
     return (
         f"the processes made different plans: {listed}. Each must run the same code and library versions with the "
         "same shapes and options; compare Plan.to_json() of each"

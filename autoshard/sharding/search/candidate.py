@@ -48,7 +48,7 @@ def candidate_time(candidate: Candidate) -> float:
 def best_assigned(candidate: Candidate, cost: CostModel) -> Candidate:
     """The candidate with the device assignment under which its communication takes the least time."""
     assignment, assigned_cost = best_assignment(cost.target, candidate.layout.mesh, candidate.cost)
-    return replace(candidate, laying=assignment, cost=assigned_cost)
+    return replace(candidate, assignment=assignment, cost=assigned_cost)
 
 
 def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Candidate:

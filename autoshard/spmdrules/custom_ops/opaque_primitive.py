@@ -21,7 +21,7 @@ from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
 _PRIMITIVES: set[Primitive] = set()
-_compat.not_users_lines(__file__)
+_compat.exclude_from_user_code(__file__)
 
 
 def flat(fn: Callable[..., Any]) -> Callable[..., list[Any]]:

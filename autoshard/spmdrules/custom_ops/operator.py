@@ -22,7 +22,7 @@ from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, result_types
 from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
-_compat.not_users_lines(__file__)
+_compat.exclude_from_user_code(__file__)
 
 
 def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:

@@ -189,7 +189,7 @@ def _with_batching_dims(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: 
         axis = indices.ndim - 1
         return lax.concatenate([lax.slice_in_dim(indices, p, p + 1, axis=axis) for p in kept], axis)
 
-    traced = _compat.open_jaxpr(jax.make_jaxpr(select_kept)(_compat.stand_in(indices)))
+    traced = _compat.open_jaxpr(jax.make_jaxpr(select_kept)(_compat.shape_dtype_of(indices)))
     (given,), (selected,) = traced.invars, traced.outvars
     place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
     before = [e.replace(invars=[indices if v is given else v for v in e.invars], **place) for e in traced.eqns]

@@ -254,7 +254,7 @@ def called(eqn: Any) -> tuple[str, Any] | None:
     if eqn.primitive.name == "custom_linear_solve":
         return "jaxprs", _solve_jaxpr(eqn)
     if eqn.primitive.name == "call_hi_primitive":
-        expanded = _compat.expanded(eqn)
+        expanded = _compat.expand_hijax(eqn)
         return None if expanded is None else ("_prim", expanded)
     for key, value in eqn.params.items():
         if _compat.is_jaxpr(value) and len(_compat.open_jaxpr(value).invars) == len(eqn.invars):
@@ -264,8 +264,8 @@ def called(eqn: Any) -> tuple[str, Any] | None:
 
 def _solve_jaxpr(eqn: Any) -> Any:
     """Returns the solve function of a `custom_linear_solve` as a jaxpr that takes all of its operands."""
-    solve, used = _compat.call_of(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
-    return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in used)))(*map(_compat.stand_in, eqn.invars))
+    solve, used = _compat.jaxpr_as_function(eqn.params["jaxprs"].solve), _compat.solve_operands(eqn)
+    return jax.make_jaxpr(lambda *args: solve(*(args[i] for i in used)))(*map(_compat.shape_dtype_of, eqn.invars))
 
 
 def _edges(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) -> list[LoopEdge]:

@@ -105,7 +105,7 @@ def status(primitive: Any) -> Status | None:
 def statuses(primitives: Iterable[Any]) -> dict[Any, Status | None]:
     """Returns `status` for many primitives with a single search for the modules that define them."""
     listed = list(primitives)
-    modules = _compat.homes(listed)
+    modules = _compat.defining_modules(listed)
     return {primitive: _status(primitive, modules[primitive]) for primitive in listed}
 
 

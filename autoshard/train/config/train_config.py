@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from autoshard._shown import shown
-from autoshard._typed import fit
+from autoshard._typed import convert
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
 from autoshard.train.old_names import accepts_old_fields, current_settings
@@ -201,7 +201,7 @@ def merge(config: Any, changes: Mapping[str, Any], where: str) -> Any:
                 raise ConfigError(f"{where}: {name} is {value!r}, but it is a table of settings: write [{name}]")
             values[name] = merge(current, value, f"{where}: [{name}]")
         else:
-            values[name] = fit(value, types[name], name, problems)
+            values[name] = convert(value, types[name], name, problems)
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
     return replaced(config, where, **values)

@@ -28,7 +28,7 @@ from flax import nnx
 import autoshard
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, Description
-from autoshard.ckpt.exchange.export import INFERENCE, INFERENCE_FORMAT, PARAMETERS, TOKENIZER
+from autoshard.ckpt.exchange.export import INFERENCE_FILE, INFERENCE_FORMAT, MODEL_PARTS, TOKENIZER_FILE
 from autoshard.ckpt.state.target_shardings import with_shardings
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
@@ -39,7 +39,7 @@ from autoshard.train.data.tokenizer import Codec, load_codec
 from autoshard.train.program.planned_step import shardings
 from autoshard.train.step.train_state import Program
 
-FILE, FORMAT = INFERENCE, INFERENCE_FORMAT
+FILE, FORMAT = INFERENCE_FILE, INFERENCE_FORMAT
 
 
 def _moe_config(*, gpt: Mapping[str, Any], **fields: Any) -> MoEConfig:
@@ -82,7 +82,7 @@ def inference_of(config: TrainConfig, program: Program) -> Inference:
     tokenizer: dict[str, Any] = {"kind": "bytes"}
     if config.tokenizer is not None:
         digest = hashlib.sha256(config.tokenizer.read_bytes()).hexdigest()
-        tokenizer = {"kind": "file", "file": TOKENIZER, "sha256": digest}
+        tokenizer = {"kind": "file", "file": TOKENIZER_FILE, "sha256": digest}
     name, cfg = config.model, config.gpt
     if name not in MODELS:  # a user's factory, which may return one of these models
         model = nnx.eval_shape(lambda: program.build(nnx.Rngs(0)))
@@ -106,7 +106,7 @@ def write_inference(folder: Path, config: TrainConfig, program: Program) -> None
     """
     try:
         if config.tokenizer is not None:
-            _write_if_changed(folder / TOKENIZER, config.tokenizer.read_bytes())
+            _write_if_changed(folder / TOKENIZER_FILE, config.tokenizer.read_bytes())
         _write_if_changed(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be written: {error}") from error
@@ -340,7 +340,7 @@ def open_generator(folder: Path, step: int | None = None, *, use_ema: bool | Non
 def _codec(folder: Path, inference: Inference) -> Codec:
     if inference.tokenizer["kind"] == "bytes":
         return load_codec(None)
-    file = folder / TOKENIZER  # a fixed name, not a path from the file, which need not be trusted
+    file = folder / TOKENIZER_FILE  # a fixed name, not a path from the file, which need not be trusted
     codec = load_codec(file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != inference.tokenizer["sha256"]:
@@ -350,7 +350,7 @@ def _codec(folder: Path, inference: Inference) -> Codec:
 
 def _other_parts(description: Description) -> dict[str, str]:
     """Map the other parts of the train state that belong to the model (`frozen`, `variables`) to `params`."""
-    return {part: "params" for part in PARAMETERS if part != "params" and _has(description, part)}
+    return {part: "params" for part in MODEL_PARTS if part != "params" and _has(description, part)}
 
 
 def _has(description: Description, part: str) -> bool:

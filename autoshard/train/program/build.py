@@ -126,7 +126,7 @@ def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, d
     return train_step, state, batch
 
 
-def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any]]:
+def workload_variant_values(work: Workload, *, numerics: bool = False) -> dict[str, list[Any]]:
     """List the variants of a workload's step, by static keyword.
 
     Microbatches change the numbers if part of the loss depends on the whole batch, as batch statistics and router
@@ -141,14 +141,14 @@ def variants_of(work: Workload, *, numerics: bool = False) -> dict[str, list[Any
     return {"remat": list(REMATS), "microbatches": [1] if one_only else divisors}
 
 
-def layers_of(config: Any) -> int:
+def remat_unit_count(config: Any) -> int:
     """Count the units that a model's `remat` applies to: layers, groups of layers with experts, or residual blocks."""
     if isinstance(config, MoEConfig):
         return config.gpt.layers // config.moe_every
     return sum(config.stages) if isinstance(config, WideResNetConfig) else config.layers
 
 
-def search_of(
+def variant_search(
     variants: Mapping[str, Sequence[Any]], layers: int
 ) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
     """Make the function that `autoshard.plan` takes as `variants`: all combinations first, then mixed remat policies.

@@ -16,7 +16,7 @@ from autoshard.errors import ConfigError
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
 from autoshard.train.config.train_config import TrainConfig
-from autoshard.train.program.build import make_program_of, search_of, train_step_of
+from autoshard.train.program.build import make_program_of, train_step_of, variant_search
 from autoshard.train.program.constants import REMATS, SEARCHED_MICROBATCHES
 from autoshard.train.step.train_state import Program, TrainState, Tree
 from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
@@ -143,7 +143,7 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         train_step,
         program.abstract_state(),
         batch_shapes(config.batch_size, config.gpt.context),
-        variants=search_of({"remat": REMATS, "microbatches": sorted(counts)}, config.gpt.layers),
+        variants=variant_search({"remat": REMATS, "microbatches": sorted(counts)}, config.gpt.layers),
         donate_argnums=0,
         verify=verify,
         **plan_options(config),

@@ -70,10 +70,10 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
         placed.batch_shardings,
     )
     ours, theirs = (
-        Loop(step, placed.step.init(program.create_state, jax.random.key(config.seed)), batch)
+        SteppedState(step, placed.step.init(program.create_state, jax.random.key(config.seed)), batch)
         for step in (placed.step, by_hand)
     )
-    ours_seconds, theirs_seconds = paired(ours.once, theirs.once, rounds=rounds, warm_up=1)
+    ours_seconds, theirs_seconds = paired_times(ours.once, theirs.once, rounds=rounds, warm_up=1)
     return Timing(
         planned_seconds=float(np.median(ours_seconds)),
         by_hand_seconds=float(np.median(theirs_seconds)),
@@ -83,7 +83,7 @@ def time_steps(config: TrainConfig, rounds: int) -> Timing:
     )
 
 
-class Loop:
+class SteppedState:
     """A step function with its current state and a batch."""
 
     def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
@@ -103,7 +103,7 @@ class Loop:
         return metrics
 
 
-def paired(
+def paired_times(
     first: Callable[[], float], second: Callable[[], float], *, rounds: int, warm_up: int = 3
 ) -> tuple[np.ndarray, np.ndarray]:
     """Time two actions in alternation. Their order is swapped each round, so that drift affects both equally.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from autoshard._processes import DEADLINE_S, exchange, named
+from autoshard._processes import DEADLINE_S, exchange, processes_text
 from autoshard.errors import ConfigError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -87,7 +87,9 @@ def check_same(what: str, value: str) -> None:
     values = exchange(what, value)
     others = [process for process, other in enumerate(values) if other != values[0]]
     if others:
-        raise ConfigError(f"{what}: not the same in {named(others)} as in process 0. Give every process the same")
+        raise ConfigError(
+            f"{what}: not the same in {processes_text(others)} as in process 0. Give every process the same"
+        )
 
 
 def largest(what: str, values: Sequence[float]) -> list[float]:

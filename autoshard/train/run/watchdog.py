@@ -22,7 +22,7 @@ from typing import NoReturn
 import jax
 
 from autoshard import _compat
-from autoshard._processes import named
+from autoshard._processes import processes_text
 
 EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again
 _PREFIX = "autoshard/beat/"
@@ -102,7 +102,7 @@ class Watchdog:
     def _send_heartbeats(self) -> None:
         for beat in itertools.count():
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is lost: the deadline reports it
-                _compat.tell_processes(f"{_PREFIX}{jax.process_index()}", f"{beat} {self._step}", again=True)
+                _compat.publish_text(f"{_PREFIX}{jax.process_index()}", f"{beat} {self._step}", again=True)
             if self._ended.wait(self.interval_s):
                 return
 
@@ -132,10 +132,10 @@ class Watchdog:
         others = [p for p in range(jax.process_count()) if p != jax.process_index()]
         if silent:
             last = ", ".join(f"{p} at step {second[p][1]}" for p in silent if p in second)
-            return f"{named(silent)} sends no heartbeat{f' (last: {last})' if last else ''}"
+            return f"{processes_text(silent)} sends no heartbeat{f' (last: {last})' if last else ''}"
         behind = [p for p in others if second[p][1] < self._step]
         if behind:
-            return f"{named(behind)} is alive but behind, at step {min(second[p][1] for p in behind)}"
+            return f"{processes_text(behind)} is alive but behind, at step {min(second[p][1] for p in behind)}"
         return "all processes are alive and at that step: the step is slow, or they wait for each other"
 
 
@@ -149,7 +149,7 @@ def _heartbeats(seconds: float) -> dict[int, tuple[int, int]] | None:
 
     def read() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            answer.append(_compat.told_below(_PREFIX))
+            answer.append(_compat.texts_under(_PREFIX))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

@@ -103,7 +103,7 @@ def updated(average: Average, params: Tree, loss: jax.Array, sound: jax.Array, s
     )
 
 
-def averaged(average: Average, params: Tree) -> Tree:
+def averaged_params(average: Average, params: Tree) -> Tree:
     """Return the mean in the parameters' dtypes, or the parameters themselves before the first update."""
     started = average.weight > 0
     scale = 1.0 / jnp.where(started, average.weight, 1.0)

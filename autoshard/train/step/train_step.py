@@ -16,7 +16,7 @@ from flax import nnx
 from autoshard.errors import ConfigError
 from autoshard.models import cross_entropy
 from autoshard.train.old_names import accepts_old_keywords
-from autoshard.train.step.ema import averaged, updated
+from autoshard.train.step.ema import averaged_params, updated
 from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 
 Batch = Mapping[str, jax.Array]
@@ -134,7 +134,7 @@ def make_eval_step(program: Program) -> EvalStep:
 
 def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
     """Return the parameters to evaluate: their moving average if there is one and `use_ema` is set."""
-    return averaged(state.ema, state.params) if use_ema and state.ema is not None else state.params
+    return averaged_params(state.ema, state.params) if use_ema and state.ema is not None else state.params
 
 
 def _microbatches(leaf: jax.Array, count: int) -> jax.Array:

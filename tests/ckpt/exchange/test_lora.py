@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.ckpt.exchange.export import write_model
-from autoshard.ckpt.exchange.lora import merged, read_adapter, read_model
+from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
 from autoshard.cli import main
 
 RNG = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def write_base(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
 
 
 def merge(base: Path, adapter: Path, out: Path) -> dict[str, np.ndarray]:
-    write_model(merged(read_model(base), read_adapter(adapter)), out)
+    write_model(merge_adapter(read_model(base), read_adapter(adapter)), out)
     return load_file(out / "model.safetensors")
 
 
@@ -260,6 +260,6 @@ def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
         f"w{i}.lora_{s}.weight": m for i in range(6) for s, m in (("A", normal(RANK, IN)), ("B", normal(OUT, RANK)))
     }
     adapter = write_adapter(tmp_path / "adapter", pairs)
-    model = merged(read_model(base), read_adapter(adapter))
+    model = merge_adapter(read_model(base), read_adapter(adapter))
     assert sum(np.asarray(one.read()).nbytes for one in model.tensors) == 6 * OUT * IN * 4
     assert all(one.read() is not one.read() for one in model.tensors)  # values are not cached

@@ -17,7 +17,7 @@ from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.models import workload
 from autoshard.models.moe import EXPERT_DIMS
 from autoshard.train.program.planned_step import shardings
-from autoshard.train.step.ema import EmaConfig, averaged
+from autoshard.train.step.ema import EmaConfig, averaged_params
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
@@ -201,7 +201,7 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
         kept = checkpoints.restored.kept
     assert all("router" in name for name in kept) and len(kept) == 4
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
-    for of in (lambda state: state.params, lambda state: averaged(state.ema, state.params)):
+    for of in (lambda state: state.params, lambda state: averaged_params(state.ema, state.params)):
         logits = [
             program.model(of(state), state.frozen, state.variables, None)(tokens)
             for program, state in ((dense, first), (moe, restored))

@@ -53,7 +53,7 @@ def test_invalid_options_raise_at_plan_and_at_auto_shard(options, message):
 
 @pytest.mark.parametrize("mesh", [{"a": True}, {"": 8}, {5: 8}, {"a": 2.0}, {"a": -1}, {}, [("a", 8)], 5])
 def test_invalid_meshes(mesh):
-    with pytest.raises(PlanError, match="mesh is .*; give a jax.sharding.Mesh, an AbstractMesh, or sizes like"):
+    with pytest.raises(PlanError, match="mesh is .*; give a jax.sharding.Mesh, an AbstractMesh, or sizes such as"):
         find_machine(mesh, None)
 
 

@@ -15,12 +15,12 @@ from autoshard.commands import plan as command
 from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models.workloads import workload
 from autoshard.sharding.autotune import compiled_time
-from autoshard.sharding.autotune.contest import requested_shortlist
+from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.planner.shortlist import without_near_duplicates
-from autoshard.train.program.build import search_of, variants_of, workload_step, workload_variants
+from autoshard.train.program.build import variant_search, workload_step, workload_variant_values, workload_variants
 
 TINY = workload("gpt-tiny").with_(batch_size=64)
-POLICIES = variants_of(TINY) | {"microbatches": [1]}
+POLICIES = workload_variant_values(TINY) | {"microbatches": [1]}
 
 
 def tiny(**options: Any) -> Plan:
@@ -31,7 +31,7 @@ def tiny(**options: Any) -> Plan:
 
 @cache
 def over_all_variants() -> Plan:
-    return tiny(variants=variants_of(TINY))
+    return tiny(variants=workload_variant_values(TINY))
 
 
 def test_the_fastest_variant_that_fits_is_chosen():
@@ -48,7 +48,7 @@ def test_less_memory_takes_another_variant():
     limit = (min(peaks.values()) + sorted(peaks.values())[1]) / 2
     with warnings.catch_warnings():
         warnings.simplefilter("error", AutoshardWarning)  # a variant that does not fit is no warning: another fits
-        made = tiny(variants=variants_of(TINY), memory_limit_bytes=limit)
+        made = tiny(variants=workload_variant_values(TINY), memory_limit_bytes=limit)
     assert made.fits and peaks[tuple(made.variant.values())] == min(peaks.values())
 
 
@@ -87,7 +87,7 @@ def test_a_function_cannot_change_the_attempts():
 def test_as_many_layers_as_fit_use_the_lighter_policy():
     """Where one policy does not fit and the next does, policies that layers take in turn are searched."""
     work = workload("gpt-350m")
-    search = search_of({"remat": ["none", "dots", "full"], "microbatches": [1]}, work.config.layers)
+    search = variant_search({"remat": ["none", "dots", "full"], "microbatches": [1]}, work.config.layers)
 
     def found(limit: int | None = None) -> Plan:
         return plan(*workload_variants(work), target="v5e:2x4", plan="fsdp:8", variants=search,
@@ -239,9 +239,9 @@ def test_a_variant_can_be_called():
 
 def test_variants_that_change_numbers_are_left_out():
     for name in ("moe-tiny", "mixtral-tiny", "wide-resnet-tiny"):
-        assert variants_of(workload(name))["microbatches"] == [1]
-        assert variants_of(workload(name), numerics=True)["microbatches"] == [1, 2, 4]
-    assert variants_of(workload("gpt-tiny").with_(batch_size=6))["microbatches"] == [1, 2]
+        assert workload_variant_values(workload(name))["microbatches"] == [1]
+        assert workload_variant_values(workload(name), numerics=True)["microbatches"] == [1, 2, 4]
+    assert workload_variant_values(workload("gpt-tiny").with_(batch_size=6))["microbatches"] == [1, 2]
 
 
 def test_the_command_searches_what_no_option_sets(capsys):

@@ -16,7 +16,7 @@ from autoshard.cli import main
 from autoshard.errors import ConfigError, DataError
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import load_codec
-from autoshard.train.inference.exported_model import FILE, TOKENIZER, open_generator, read_inference
+from autoshard.train.inference.exported_model import FILE, TOKENIZER_FILE, open_generator, read_inference
 from autoshard.train.inference.text_generation import sample_text
 from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.run.loop import Trainer, train
@@ -114,10 +114,10 @@ def test_the_tokenizer_is_copied(make_config: MakeConfig, tmp_path: Path) -> Non
         checkpoints.copy(None, tmp_path / "copy")
     for place in (folder, tmp_path / "copy"):
         assert open_generator(place).generate("the cat", 3)[0].startswith("the cat")
-    (folder / TOKENIZER).write_text((folder / TOKENIZER).read_text().replace("sat", "saw"))
+    (folder / TOKENIZER_FILE).write_text((folder / TOKENIZER_FILE).read_text().replace("sat", "saw"))
     with pytest.raises(ConfigError, match="is not the tokenizer that the model was trained with"):
         open_generator(folder)
-    (folder / TOKENIZER).unlink()
+    (folder / TOKENIZER_FILE).unlink()
     with pytest.raises(DataError, match=r"tokenizer .* does not exist"):
         open_generator(folder)
 

@@ -27,7 +27,7 @@ from autoshard.train.run import interrupt, loop
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
-from autoshard.train.step.ema import averaged
+from autoshard.train.step.ema import averaged_params
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -105,7 +105,7 @@ def test_the_average_is_sharded_evaluated_and_exported(make_config: MakeConfig, 
     with Checkpointer(tmp_path / "used" / "checkpoints") as checkpoints:
         checkpoints.export(None, tmp_path / "out", use_ema=True)
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    for path, expected in jax.tree_util.tree_leaves_with_path(averaged(state.ema, state.params)):
+    for path, expected in jax.tree_util.tree_leaves_with_path(averaged_params(state.ema, state.params)):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         np.testing.assert_allclose(exported.pop(name), expected, rtol=1e-6, err_msg=name)
     assert not exported

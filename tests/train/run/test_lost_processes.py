@@ -141,7 +141,7 @@ def test_a_pause_waits_for_a_slow_disk_but_not_for_a_lost_process(
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(_compat, "tell_processes", lambda *_, **__: None)
+    monkeypatch.setattr(_compat, "publish_text", lambda *_, **__: None)
     monkeypatch.setattr(
         watchdog, "_heartbeats", lambda _: {0: (next(heartbeats) if alive.is_set() else -1, 3), 1: (0, 3)}
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.train.step.ema import Average, EmaConfig, averaged, start, updated
+from autoshard.train.step.ema import Average, EmaConfig, averaged_params, start, updated
 
 SHAPES = {"w": (3, 2), "b": (2,)}
 
@@ -40,7 +40,7 @@ def mean_of(steps: list[int], decay: float, dtype: Any = jnp.float32) -> dict[st
 
 def check(average: Average, steps: list[int], decay: float, dtype: Any = jnp.float32, rtol: float = 1e-6) -> None:
     for name, expected in mean_of(steps, decay, dtype).items():
-        found = averaged(average, params(0, dtype))[name]
+        found = averaged_params(average, params(0, dtype))[name]
         assert found.dtype == dtype
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=rtol)
 
@@ -57,7 +57,7 @@ def test_it_is_updated_every_kth_step() -> None:
 
 def test_before_the_first_update_it_equals_the_parameters() -> None:
     average = after(EmaConfig(0.5, every=3), [1.0] * 2)
-    jax.tree.map(np.testing.assert_array_equal, averaged(average, params(2)), params(2))
+    jax.tree.map(np.testing.assert_array_equal, averaged_params(average, params(2)), params(2))
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf, -np.inf])

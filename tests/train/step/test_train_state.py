@@ -11,7 +11,7 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
-from autoshard.train.step.ema import EmaConfig, averaged
+from autoshard.train.step.ema import EmaConfig, averaged_params
 from autoshard.train.step.optimizer import path_name
 from autoshard.train.step.train_state import Program, TrainState, fill_streams, make_program
 from autoshard.train.step.train_step import batch_shapes, make_train_step
@@ -101,7 +101,7 @@ def test_one_update_of_the_moving_average_equals_the_parameters() -> None:
     first, last, _ = run(gpt(ema_decay=0.75), steps=1)
     jax.tree.map(
         lambda mean, p: np.testing.assert_allclose(mean, p, rtol=1e-5, atol=1e-7),
-        averaged(last.ema, first.params),
+        averaged_params(last.ema, first.params),
         last.params,
     )
 
