@@ -258,6 +258,7 @@ class MoE(nnx.Module):
         cfg: shape and numerics of the model.
         rngs: its `params` stream initialises the parameters, as in a `GPT`.
 
+    >>> from autoshard.models.gpt import GPTConfig
     >>> cfg = MoEConfig(GPTConfig(layers=2, width=8, heads=2), experts=4, moe_every=2)
     >>> model = MoE(cfg, rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 5), jnp.int32)).shape

@@ -3,7 +3,7 @@
 The plan that `verify=` and `measure=` choose depends on them, except for the lengths of notes and the cache.
 """
 
-# --- Compiled plans (`contest`, `compiled_time`).
+# --- Compiled plans (`selection`, `compiled_time`).
 
 # Multiples of the memory limit. For each, `verify` with k >= 2 also compiles the fastest plan with an estimated peak up
 # to this multiple, because XLA rematerializes what does not fit.

@@ -96,7 +96,7 @@ def status(primitive: Any) -> Status | None:
 
     Example:
         >>> from jax import lax
-        >>> standing(lax.dot_general_p).kind
+        >>> status(lax.dot_general_p).kind
         'rule'
     """
     return statuses([primitive])[primitive]
