@@ -146,7 +146,7 @@ def _reshaped(line: Line, old: Sequence[int], new: Sequence[int]) -> Line | None
 
 
 def _field(numbers: Any, names: Sequence[str]) -> str:
-    """Returns the one of `names` that these dimension numbers have: gathers and scatters name the same field differently."""
+    """Returns which of `names` these dimension numbers have: gathers and scatters name the same field differently."""
     return next(name for name in names if hasattr(numbers, name))
 
 

@@ -1,6 +1,6 @@
 """Fuses the two operators of the gradient of sum pooling into one.
 
-JAX writes this gradient as a `pad`, which puts zeros around and between the cotangents, and then a `reduce_window_sum` over
+JAX writes this gradient as a `pad`, which puts zeros around and between the cotangents, and a `reduce_window_sum` over
 the padded array. The padded array has an odd size (9 elements for 4 windows of 2), so it cannot be sharded evenly,
 although the cotangents and the result can, window by window. `reduce_window_sum` has padding and base dilation of its
 own, with which it computes the same.

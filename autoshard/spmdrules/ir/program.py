@@ -4,8 +4,8 @@ Calls (`jit`, `remat`, `custom_jvp_call`, ...) are transparent: their inner valu
 branches have their own values, and edges join these to the outer ones: `LoopEdge(outer, inner, stacked=True)` means
 that the outer value is the inner one with a leading dimension that counts loop iterations. Two patterns are rewritten
 so that they can be sharded: gathers and scatters whose index counts along a dimension (`index_batching`) and the
-gradient of sum pooling (`pooling_gradient`). Every pass (propagation, logical axes, cost, lowering) walks this structure in the
-same order.
+gradient of sum pooling (`pooling_gradient`). Every pass (propagation, logical axes, cost, lowering) walks this
+structure in the same order.
 """
 
 from __future__ import annotations
@@ -233,7 +233,9 @@ class _Builder:
         init = operands[cond_consts + body_consts :]
         carry = tuple(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[body_consts:])
         condition = self.nested(cond, "cond_jaxpr", (*operands[:cond_consts], *carry), trips, loop=True)
-        block = self.nested(body, "body_jaxpr", (*operands[cond_consts : cond_consts + body_consts], *carry), trips, loop=True)
+        block = self.nested(
+            body, "body_jaxpr", (*operands[cond_consts : cond_consts + body_consts], *carry), trips, loop=True
+        )
         ties = _carry_edges(init, carry, block.outputs, results)
         return Op(eqn, operands, results, None, trips, (condition, block), tuple(ties))
 
