@@ -232,7 +232,7 @@ class _Resolver:
                     over.append(axis)
 
     def is_feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
-        """Whether every factor divides evenly, and a minor factor is sharded only if the major ones are fully sharded."""
+        """Whether every factor divides evenly, and the factors major to a sharded one are fully sharded."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
         if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
             return False

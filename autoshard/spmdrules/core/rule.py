@@ -64,8 +64,8 @@ class Factor:
             raise RuleError(f"factor '{self.name}': unknown kind '{self.kind}'. Known kinds: {', '.join(KINDS)}.")
         if (self.kind == "reduce") != (self.op is not None):
             raise RuleError(
-                f"factor '{self.name}' has kind '{self.kind}' and op {self.op!r}. A 'reduce' factor needs an operation, "
-                "such as op='sum'; for other kinds, leave op at None."
+                f"factor '{self.name}' has kind '{self.kind}' and op {self.op!r}. A 'reduce' factor needs an "
+                "operation, such as op='sum'; for other kinds, leave op at None."
             )
 
     @property

@@ -60,7 +60,8 @@ def run_on_shards(
         The global results.
 
     Raises:
-        RuleError: a result is partial under an operation that cannot be reduced, or a factor cannot be sharded in this way.
+        RuleError: a result is partial under an operation that cannot be reduced, or a factor cannot be sharded like
+            this.
     """
     sizes = dict(mesh.shape)
     axes: dict[str, tuple[str, ...]] = {}

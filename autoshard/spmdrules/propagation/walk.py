@@ -65,7 +65,8 @@ class Walk(WalkState):
     def infer(self, goals: Sequence[Spec | None]) -> bool:
         """Infers the specs of open values; returns whether they converged.
 
-        If they did, the last forward walk has used the final specs. The partials that it reduced are then the final ones.
+        If they did, the last forward walk has used the final specs, and it has found the partials that some operator
+        reduces.
         """
         self.inferring = True
         for _ in range(MAX_INFERENCE_ROUNDS):
@@ -111,8 +112,8 @@ class Walk(WalkState):
     def backward(self, block: Block) -> None:
         """Infers the specs of open values from their uses, in reverse program order.
 
-        This walk directly follows a forward walk. It skips an operator if that walk left it stable, and if no spec or hint
-        is known for its operands and results.
+        This walk directly follows a forward walk. It skips an operator if that walk left it stable, and if there is no
+        inferred spec and no hint for its operands and results.
         """
         live, memos = self._live, self._memos
         inferred, hints = self.inferred.specs.keys(), self._hints.specs.keys()

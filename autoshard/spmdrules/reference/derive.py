@@ -175,7 +175,7 @@ class _Derivation:
         return _classified(as_whole, walk, ends, all(follows), argument_has)
 
     def majors(self, leaf: Leaf) -> list[Leaf]:
-        """Returns the factors major to a factor, and those major to them. They must be fully sharded before it can be."""
+        """Returns the factors major to a factor, and those major to them. Sharding it requires sharding them fully."""
         found: dict[Leaf, None] = {}
         pending = [leaf]
         while pending:
