@@ -1,4 +1,4 @@
-"""Grouped matrix products: each group of consecutive rows has its own matrix, as for experts without a capacity limit."""
+"""Grouped matrix products: each group of consecutive rows has its own matrix, as for dropless experts."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def shard_map(
 ) -> Rule:
     """``(i w) w1 -> (i w2) w3; whole w w1 w2 w3``: sharded along its own mesh axes by its specs; a block is whole.
 
-    A factor is named after the mesh axis that shards it. A block is what one shard holds. Nothing inside is planned. If the function has
-    collectives, its shards depend on each other, and the rule cannot be checked shard by shard.
+    A factor is named after the mesh axis that shards it. A block is what one shard holds. Nothing inside is planned. If
+    the function has collectives, its shards depend on each other, and the rule cannot be checked shard by shard.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.shard_map.html
     """

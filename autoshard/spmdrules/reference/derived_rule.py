@@ -75,7 +75,7 @@ class Derived:
 
     @cached_property
     def text(self) -> str:
-        """The text form. `Rule.parse` reads it, unless a factor is `inside` or reduced differently in different results."""
+        """The text form. `Rule.parse` reads it, unless a factor is `inside` or has two reductions."""
         mixed = [f for f in self.factors if f.kind == "reduce" and not self._has_one_reduction(f)]
         inside = [f for f in self.factors if f.kind == "inside"]
         plain = [Factor(f.name, f.size) if f in (*mixed, *inside) else self._as_rule_factor(f) for f in self.factors]

@@ -57,7 +57,7 @@ def test_token_shift(strict_numerics):
 )
 def test_cut_and_pad(margins, expected, strict_numerics):
     x = np.arange(1, 5, dtype=np.float32)[None]
-    np.testing.assert_array_equal(ops.cut_and_pad(x, *margins), [expected])
+    np.testing.assert_array_equal(ops.pad_or_crop(x, *margins), [expected])
 
 
 def test_pairs(strict_numerics):
