@@ -91,9 +91,11 @@ class GPT(nnx.Module):
         """
         start = cache.length
         x = embed_tokens(self.cfg, self.embed, self.position, tokens, start)
-        x, kept = extend_layers(self.blocks, x, cache.kept, lambda layer, x, own: layer.extend(x, own, start))
+        x, keys_values = extend_layers(
+            self.blocks, x, cache.kept, lambda layer, x, cached: layer.extend(x, cached, start)
+        )
         logits = predict(self.norm(x), self.embed, self.head)
-        return logits, KVCache(kept, start + jnp.int32(tokens.shape[1]))
+        return logits, KVCache(keys_values, start + jnp.int32(tokens.shape[1]))
 
 
 def restack(model: GPT, scan_layers: bool) -> GPT:

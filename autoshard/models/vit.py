@@ -83,7 +83,7 @@ class ViTConfig:
         if problems:
             raise ValueError("ViTConfig: " + "; ".join(problems))
         try:
-            assert self.encoder
+            _ = self.encoder  # checks the fields that it passes on
         except ValueError as error:
             raise ValueError(str(error).replace("GPTConfig", "ViTConfig", 1)) from None
 

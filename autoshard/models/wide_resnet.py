@@ -35,7 +35,7 @@ class WideResNetConfig:
     """Shape and numerics of a `WideResNet`. The default stages are those of ResNet-50.
 
     Args:
-        stages: number of blocks in each stage. The first stage keeps the image size, each later stage halves it.
+        stages: number of blocks in each stage. The first stage keeps the size of its input, each later stage halves it.
         channels: output channels of the first convolution; they double from stage to stage.
         width_factor: factor of the output channels of each block's 3x3 convolution.
         image_size: height and width of the images.
@@ -99,7 +99,7 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Normalises each channel over batch, height and width; in evaluation with the running averages."""
+    """Normalises each channel by its mean and variance over the batch, or in evaluation by their running averages."""
 
     def __init__(self, cfg: WideResNetConfig, channels: int, scale: float = 1.0):
         self.cfg = cfg
@@ -114,15 +114,15 @@ class BatchNorm(nnx.Module):
         if train:
             mean = jnp.mean(y, axis=(0, 1, 2))
             variance = jnp.mean(jnp.square(y - _channels(mean)), axis=(0, 1, 2))
-            self._move(self.mean, mean)
-            self._move(self.variance, variance)
+            self._update_average(self.mean, mean)
+            self._update_average(self.variance, variance)
         else:
             mean, variance = self.mean[...], self.variance[...]
         scale = self.scale[...].astype(jnp.float32) * lax.rsqrt(variance + self.cfg.norm_eps)
         y = (y - _channels(mean)) * _channels(scale) + _channels(self.bias[...].astype(jnp.float32))
         return y.astype(x.dtype)
 
-    def _move(self, average: nnx.BatchStat, value: jax.Array) -> None:
+    def _update_average(self, average: nnx.BatchStat, value: jax.Array) -> None:
         keep = self.cfg.momentum
         average[...] = keep * average[...] + (1.0 - keep) * lax.stop_gradient(value)
 
@@ -142,9 +142,9 @@ class Bottleneck(nnx.Module):
         self.conv2, self.norm2 = Conv(cfg, keys[1], 3, channels, wide, stride), BatchNorm(cfg, wide)
         # The last scale is 0, so that a block initially equals its shortcut.
         self.conv3, self.norm3 = Conv(cfg, keys[2], 1, wide, outputs), BatchNorm(cfg, outputs, scale=0.0)
-        changes = inputs != outputs or stride != 1
-        self.shortcut = Conv(cfg, keys[3], 1, inputs, outputs, stride) if changes else None
-        self.shortcut_norm = BatchNorm(cfg, outputs) if changes else None
+        changes_shape = inputs != outputs or stride != 1
+        self.shortcut = Conv(cfg, keys[3], 1, inputs, outputs, stride) if changes_shape else None
+        self.shortcut_norm = BatchNorm(cfg, outputs) if changes_shape else None
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Map `[batch, height, width, in]` to `[batch, height / stride, width / stride, 4 * channels]`."""
