@@ -105,7 +105,9 @@ def _check(q, k, v, causal: bool, impl: str, block_size: int, mask) -> None:
         if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
             problems.append("q and k must agree in batch (dim 0) and head_dim (dim 3)")
         if q.shape[2] % k.shape[2]:
-            problems.append(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} kv heads (dim 2)")
+            problems.append(
+                f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} kv heads (dim 2); change one of them"
+            )
         if causal and q.shape[1] != k.shape[1]:
             problems.append("causal=True needs as many keys as queries (dim 1); pass mask= for anything else")
         if mask is not None:

@@ -25,7 +25,7 @@ from jax import lax
 
 from autoshard.spmdrules.catalogue.entry import Operator, f32
 
-_EPSILON = 1e-5
+_EPSILON = 1e-5  # PyTorch's default for batch, group, instance and layer norm
 Moments = tuple[jax.Array, jax.Array]
 
 

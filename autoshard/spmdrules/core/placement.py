@@ -117,13 +117,13 @@ def steps(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]
     gathered = [a for a in before if a not in after]
     gathered_dims = {before[a] for a in gathered}
     local = nbytes / shard_count(old.spec, mesh)
-    made: list[Step] = []
+    found: list[Step] = []
 
     def step(kind: ReshardKind, axis: str) -> None:
         nonlocal local
         n = mesh[axis]
         if n > 1:
-            made.append(Step(kind, axis, bytes_sent_per_byte(kind, n) * local))
+            found.append(Step(kind, axis, bytes_sent_per_byte(kind, n) * local))
             local *= n if kind == "all-gather" else 1 / n if kind in ("slice", "reduce-scatter") else 1
 
     sliced_last = []
@@ -147,7 +147,7 @@ def steps(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]
         step("all-gather", a)
     for a in sliced_last:
         step("slice", a)
-    return made
+    return found
 
 
 def _majors(axes: Sequence[str], axis: str) -> Sequence[str]:

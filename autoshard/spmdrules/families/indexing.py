@@ -75,12 +75,12 @@ def gather(
     result = _interleave(numbers.offset_dims, windows, list(picked.values()))
     linear = mode != _FILL or _fills_with_zero(fill_value, x.dtype)
     operand = tuple(dims)
-    made = build.rule(
+    base_rule = build.rule(
         [operand, (*picked.values(), vector)], [result], ((0,),) if linear else (), (0,) if linear else ()
     )
-    if any(f.kind == "index" for f in made.factors):
-        return made.where(body=_gather_body(operand, numbers, slice_sizes, mode, fill_value))
-    return made.where(local=_slice_sizes(operand, slice_sizes, x.shape))
+    if any(f.kind == "index" for f in base_rule.factors):
+        return base_rule.where(body=_gather_body(operand, numbers, slice_sizes, mode, fill_value))
+    return base_rule.where(local=_slice_sizes(operand, slice_sizes, x.shape))
 
 
 def _fills_with_zero(fill_value: Any, dtype: Any) -> bool:
@@ -330,10 +330,10 @@ def scatter(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#scatter
     """
-    made = _scatter("scatter", (x, indices, updates), params, "whole", None)
+    base_rule = _scatter("scatter", (x, indices, updates), params, "whole", None)
     if params.get("update_jaxpr") is not None:  # x.at[i].apply(f) changes elements and has no updates
-        return made
-    return made.where(linear=((0, 2),), moves=(0, 2))
+        return base_rule
+    return base_rule.where(linear=((0, 2),), moves=(0, 2))
 
 
 @rule(lax.dynamic_slice_p)
