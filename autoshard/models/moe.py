@@ -4,7 +4,7 @@
     y = sum over the top_k most probable experts of gate * expert(x)
 
 Every `moe_every`-th layer is a mixture of experts. The other layers, the embedding, attention and the head are as in
-`GPT`. A group of `moe_every` layers is the unit that is stacked, scanned and rematerialised.
+`GPT`. A group of `moe_every` layers is the unit that is stacked, scanned and rematerialized.
 
 Tokens are dispatched to experts in one of two ways.
 
@@ -256,7 +256,7 @@ class MoE(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters, as in a `GPT`.
+        rngs: its `params` stream initializes the parameters, as in a `GPT`.
 
     >>> from autoshard.models.gpt import GPTConfig
     >>> cfg = MoEConfig(GPTConfig(layers=2, width=8, heads=2), experts=4, moe_every=2)

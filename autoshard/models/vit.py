@@ -110,7 +110,7 @@ class ViT(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters, as in a `GPT`.
+        rngs: its `params` stream initializes the parameters, as in a `GPT`.
 
     >>> model = ViT(ViTConfig(image_size=8, patch=4, classes=5, layers=1, heads=2, width=8), rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 8, 8, 3))).shape

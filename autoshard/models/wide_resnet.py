@@ -85,7 +85,7 @@ class Conv(nnx.Module):
 
     def __init__(self, cfg: WideResNetConfig, key: jax.Array, size: int, inputs: int, outputs: int, stride: int = 1):
         self.stride = stride
-        # He initialisation (arXiv:1502.01852) by fan-out, which preserves the variance of gradients.
+        # He initialization (arXiv:1502.01852) by fan-out, which preserves the variance of gradients.
         std = (2.0 / (size * size * outputs)) ** 0.5
         self.kernel = nnx.Param(std * jax.random.normal(key, (size, size, inputs, outputs), jnp.dtype(cfg.param_dtype)))
 
@@ -99,7 +99,7 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Normalises each channel by its mean and variance over the batch, or in evaluation by their running averages."""
+    """Normalizes each channel by its mean and variance over the batch, or in evaluation by their running averages."""
 
     def __init__(self, cfg: WideResNetConfig, channels: int, scale: float = 1.0):
         self.cfg = cfg
@@ -109,7 +109,7 @@ class BatchNorm(nnx.Module):
         self.variance = nnx.BatchStat(jnp.ones(channels, jnp.float32))
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Normalise `[batch, height, width, channels]` in float32. In training, update the running averages."""
+        """Normalize `[batch, height, width, channels]` in float32. In training, update the running averages."""
         y = x.astype(jnp.float32)
         if train:
             mean = jnp.mean(y, axis=(0, 1, 2))
@@ -161,7 +161,7 @@ class WideResNet(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters.
+        rngs: its `params` stream initializes the parameters.
 
     >>> cfg = WideResNetConfig(stages=(1, 1), channels=4, image_size=16, classes=5)
     >>> model = WideResNet(cfg, rngs=nnx.Rngs(0))

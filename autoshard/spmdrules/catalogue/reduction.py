@@ -25,7 +25,7 @@ def cosine_similarity(x: jax.Array, y: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.sum(x * y, axis) / jnp.maximum(length, jnp.finfo(x.dtype).tiny)
 
 
-def standardised_moment(x: jax.Array, order: int, axis: int) -> jax.Array:
+def standardized_moment(x: jax.Array, order: int, axis: int) -> jax.Array:
     """The mean of `((x - mean) / std) ** order`: the skewness for order 3, the kurtosis for order 4."""
     deviation = x - x.mean(axis, keepdims=True)
     return jnp.mean(deviation**order, axis) / x.std(axis) ** order
@@ -80,8 +80,8 @@ OPERATORS: tuple[Operator, ...] = (
             "nanmin": jnp.nanmin,
             "nanvar": jnp.nanvar,
             "trapezoid": jnp.trapezoid,
-            "skew": partial(standardised_moment, order=3),
-            "kurtosis": partial(standardised_moment, order=4),
+            "skew": partial(standardized_moment, order=3),
+            "kurtosis": partial(standardized_moment, order=4),
         },
         _X,
     ),

@@ -72,7 +72,7 @@ def adaptive_gradient_clip(parameter: jax.Array, gradient: jax.Array) -> jax.Arr
 
 
 def weight_decay(parameter: jax.Array, gradient: jax.Array, *, rate: float = 0.1) -> jax.Array:
-    """`gradient + rate * parameter`, as in L2 regularisation."""
+    """`gradient + rate * parameter`, as in L2 regularization."""
     return gradient + rate * parameter.astype(gradient.dtype)
 
 

@@ -327,7 +327,7 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
 
 @rule(*primitives("empty"))
 def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
-    """``-> a b``: an uninitialised array.
+    """``-> a b``: an uninitialized array.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.empty.html
     """
@@ -337,7 +337,7 @@ def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
 
 @rule(*primitives("empty2"))
 def empty_scalar(**_: Any) -> Rule:
-    """``-> []``: an uninitialised scalar, which scans and their gradients broadcast into buffers.
+    """``-> []``: an uninitialized scalar, which scans and their gradients broadcast into buffers.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """

@@ -140,7 +140,7 @@ def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill
         assert tuple(rows) == held.shape
         spread = _row_broadcaster(out.shape, numbers.offset_dims)
         if mode == _FILL:
-            # Every shard holds part of a window, so only the first one fills.
+            # Every shard reads every window, so only the first one fills.
             others = [shard.index[f] != 0 for dim in dims for f in dim if is_window(f) and shard.count(f) > 1]
             fill = _fill_value(fill_value, out.dtype)
             fill = jnp.where(functools.reduce(jnp.logical_or, others), jnp.zeros_like(fill), fill) if others else fill
@@ -156,7 +156,8 @@ def _locate(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Locates the rows of the indices on a shard.
 
-    Every shard holds part of a window, so a window's position counts from the start of the shard's margin.
+    A window may cross the border of a shard, so each shard is padded with a margin of zeros and reads every window.
+    A window's position counts from the start of the margin.
 
     Returns:
         For each row: whether it is out of bounds, whether this shard holds it, and its position on this shard.

@@ -1,4 +1,4 @@
-"""Factorisations, solvers and Fourier transforms: batch dimensions pass, each problem is whole."""
+"""Factorizations, solvers and Fourier transforms: batch dimensions pass, each problem is whole."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def lu_pivots_to_permutation(pivots: Any, *, permutation_size: int, **_: Any) ->
 
 @rule(primitive("geqrf"))
 def geqrf(x: Any, **_: Any) -> Rule:
-    """``a w w1 -> a w2 w3, a w4; whole w w1 w2 w3 w4``: the reflectors of a QR factorisation.
+    """``a w w1 -> a w2 w3, a w4; whole w w1 w2 w3 w4``: the reflectors of a QR factorization.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """
@@ -149,7 +149,7 @@ def geqrf(x: Any, **_: Any) -> Rule:
 
 @rule(primitive("geqp3"))
 def geqp3(x: Any, pivots: Any, **_: Any) -> Rule:
-    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: a QR factorisation with column pivoting.
+    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: a QR factorization with column pivoting.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """

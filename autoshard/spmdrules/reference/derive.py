@@ -111,7 +111,7 @@ class _Derivation:
         self.program = build(_compat.dce(closed))  # unused code must not require anything
         self.joined = joined
         self.kinds = _kinds(program, joined)
-        self.count = len(program.inputs)
+        self.operand_count = len(program.inputs)
         outputs = program.outputs[: len(self.program.outputs)]
         self.arrays = [_leaves(joined, v) for v in (*program.inputs, *outputs)]
         used = {v for op in self.program.ops() for v in op.operands} | set(self.program.outputs)
@@ -127,12 +127,12 @@ class _Derivation:
         names = {leaf: _letter(k) for k, leaf in enumerate(found)}
         arrays = [tuple(tuple(names[leaf] for leaf in dim) for dim in array) for array in self.arrays]
         factors = tuple(replace(f, name=names[leaf]) for leaf, f in found.items())
-        return Derived(tuple(arrays[: self.count]), tuple(arrays[self.count :]), factors)
+        return Derived(tuple(arrays[: self.operand_count]), tuple(arrays[self.operand_count :]), factors)
 
     def classify(self, leaf: Leaf) -> DerivedFactor:
         """Finds what sharding a factor means: the better of requesting sharded results and letting them follow."""
         size = self.joined.nodes.size[leaf[0]]
-        as_whole = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.count))
+        as_whole = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.operand_count))
         if as_whole.fewest_shards < 2:
             return as_whole
         found = self.shard(leaf, as_whole, True)
@@ -147,7 +147,7 @@ class _Derivation:
             return "halo"
         if found.kind not in ("pass", "reduce"):
             return found.kind
-        pairs = zip(found.partial, self.arrays[self.count :], strict=True)
+        pairs = zip(found.partial, self.arrays[self.operand_count :], strict=True)
         summed = all(op == (None if has_factor(dims, leaf) else "sum") for op, dims in pairs)
         if "index" in kinds and "reduce" not in kinds and summed:
             return "index"
@@ -165,10 +165,10 @@ class _Derivation:
         axes = {leaf: _AXIS} | {major: f"major{k}" for k, major in enumerate(majors)}
         mesh = {_AXIS: as_whole.fewest_shards} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
         specs = [_spec(array, axes) for array in self.arrays]
-        inputs, results = specs[: self.count], specs[self.count :]
+        inputs, results = specs[: self.operand_count], specs[self.operand_count :]
         walk = _RecordingWalk(self.program, mesh, list(map(Placement, inputs)), set())
         has = [has_factor(array, leaf) for array in self.arrays]
-        result_has = has[self.count :]
+        result_has = has[self.operand_count :]
         ends = walk.run([s if request_results and h else None for s, h in zip(results, result_has, strict=True)])
         follows = [end.spec == s for end, s, h in zip(ends, results, result_has, strict=True) if h]
         argument_has = any(h and used for h, used in zip(has, self.used, strict=False))
