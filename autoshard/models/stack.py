@@ -44,7 +44,7 @@ def remat_problems(remat: str, layers: int, *, scan: bool) -> list[str]:
     if scan and layers % len(names):
         return [
             f"remat is {remat!r}; {layers} scanned layers do not divide into groups of {len(names)}: give a number of "
-            "policies that divides it, or do not scan the layers"
+            f"policies that divides {layers}, or set scan_layers=False"
         ]
     return []
 

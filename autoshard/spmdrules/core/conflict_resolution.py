@@ -107,8 +107,8 @@ class _Resolver:
         self.requested = requested
         self.mesh = mesh
         self.factors = rule.by_name
-        # Of each operand, and of each result's requested spec: mesh axis -> the factor that it shards.
-        # Where operands shard a factor over the same axes in different orders, the largest operand keeps its order.
+        # Both of these map a mesh axis to the factor that it shards: for each operand, and for each result's requested
+        # spec. Where operands shard a factor over the same axes in different orders, the largest keeps its order.
         ranked = sorted(enumerate(operands), key=lambda pair: -pair[1].nbytes)
         self.operand_factors = {i: project(rule, rule.operands[i], o.placement.spec, mesh) for i, o in ranked}
         self.requested_factors = [
