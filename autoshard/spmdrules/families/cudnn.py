@@ -22,7 +22,7 @@ KERNELS = frozenset(
     for kernel in ("scaled_matmul", *(f"dot_product_attention_{kind}" for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")))
     for end in ("", "_wrapper")
 )
-"""Names of their primitives."""
+"""The names of the kernels' primitives."""
 
 
 @rule(*primitives("scaled_matmul", "scaled_matmul_wrapper"))

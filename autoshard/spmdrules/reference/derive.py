@@ -172,7 +172,7 @@ class _Derivation:
         ends = walk.run([s if request_results and h else None for s, h in zip(results, result_has, strict=True)])
         follows = [end.spec == s for end, s, h in zip(ends, results, result_has, strict=True) if h]
         argument_has = any(h and used for h, used in zip(has, self.used, strict=False))
-        return _classified(as_whole, walk, ends, all(follows), argument_has)
+        return _classify(as_whole, walk, ends, all(follows), argument_has)
 
     def majors(self, leaf: Leaf) -> list[Leaf]:
         """Returns the factors major to a factor, and those major to them. Sharding it requires sharding them fully."""
@@ -213,22 +213,22 @@ class _Derivation:
         """Merges the factors of a dimension into one if they are whole in every dimension that has them."""
         dims = [dim for array in self.arrays for dim in array]
         mixed = {leaf for dim in dims if any(found[leaf].kind != "whole" for leaf in dim) for leaf in dim}
-        parts: dict[tuple[Leaf, ...], Leaf] = {
+        merged: dict[tuple[Leaf, ...], Leaf] = {
             dim: dim[0] for dim in dims if len(dim) > 1 and not mixed.intersection(dim)
         }
-        for number, dim in enumerate(parts):
+        for number, dim in enumerate(merged):
             factors = [found[leaf] for leaf in dim]
             because = tuple(dict.fromkeys(name for f in factors for name in f.because))
-            parts[dim] = -1 - number, 0
-            found[parts[dim]] = replace(factors[0], size=math.prod(f.size for f in factors), because=because)
-        self.arrays = [tuple((parts[dim],) if dim in parts else dim for dim in array) for array in self.arrays]
+            merged[dim] = -1 - number, 0
+            found[merged[dim]] = replace(factors[0], size=math.prod(f.size for f in factors), because=because)
+        self.arrays = [tuple((merged[dim],) if dim in merged else dim for dim in array) for array in self.arrays]
         order = dict.fromkeys(leaf for array in self.arrays for dim in array for leaf in dim)
-        left = {leaf: found[leaf] for leaf in order}
+        remaining = {leaf: found[leaf] for leaf in order}
         found.clear()
-        found.update(left)
+        found.update(remaining)
 
 
-def _classified(
+def _classify(
     as_whole: DerivedFactor, walk: _RecordingWalk, results: Sequence[Placement], follows: bool, argument_has: bool
 ) -> DerivedFactor:
     """Returns the factor, classified by the reshards of a walk and the placements of its results.
