@@ -4,6 +4,6 @@
 # the specs of the last round are used.
 MAX_INFERENCE_ROUNDS = 4
 
-# Iterations in which the fixed point of a loop's carries is searched. If they do not converge, each carry gets one of
-# its placements before and after the last iteration: the one that is cheaper to move to from the other.
+# Iterations in which the fixed point of a loop's carries is searched. If they do not converge, each carry gets the
+# same placement before and after an iteration: the cheaper one of the two that were found last.
 MAX_CARRY_ROUNDS = 4

@@ -112,7 +112,7 @@ def _place_slices(state: WalkState, parts: Loop) -> None:
 def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> list[Placement]:
     """Returns placements of the carries that an iteration preserves, found by walks that record nothing.
 
-    Partial constants that an iteration needs reduced are reduced before the loop.
+    If an iteration reduces a partial constant, the constant is reduced before the loop instead.
     """
     recording, state.recording = state.recording, False
     carries = parts.carries
