@@ -9,7 +9,7 @@ from jax._src import distributed
 
 
 def publish_text(key: str, text: str, *, again: bool = False) -> None:
-    """Stores a text under a key for all processes; `again` allows an existing text to be replaced."""
+    """Stores a text under a key for all processes; with `again`, it may replace an existing text."""
     _coordination().key_value_set(key, text, allow_overwrite=again)
 
 

@@ -20,7 +20,7 @@ def has_graph_nodes(tree: Any) -> bool:
 
 
 def nnx_jit(fn: Any, make: Any) -> tuple[Any, Any]:
-    """Returns `nnx.jit(fn)` with `make(pure)` in place of its inner `jax.jit(pure)`, and that inner function."""
+    """Returns `nnx.jit(fn)` with its inner `jax.jit(pure)` replaced by `make(pure)`, and that replacement."""
     wrapped = nnx.jit(fn)
     pure = make(wrapped.jitted_fn.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
     wrapped.jitted_fn = pure  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,8 +55,8 @@ def _graph_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tup
             )
             for path, owner in owners:
                 for inside, _ in jax.tree_util.tree_flatten_with_path(owner)[0]:
-                    own = inside[1:] if isinstance(owner, nnx.Variable) else inside
-                    parts = [jax.tree_util.keystr(k, simple=True, separator="/") for k in (keys[1:], own) if k]
+                    inner_keys = inside[1:] if isinstance(owner, nnx.Variable) else inside
+                    parts = [jax.tree_util.keystr(k, simple=True, separator="/") for k in (keys[1:], inner_keys) if k]
                     yield "/".join([parts[0], *map(str, path), *parts[1:]]), owner
 
 
@@ -74,11 +74,11 @@ def split_graph(create: Any) -> tuple[Any, Any]:
     graphdefs: list[Any] = []  # holds the graph definition of the last call, None if there are no objects
 
     def pure(*args: Any) -> Any:
-        made = create(*args)
-        if not has_graph_nodes(made):
+        created = create(*args)
+        if not has_graph_nodes(created):
             graphdefs[:] = [None]
-            return made
-        graphdef, state = nnx.split(made)
+            return created
+        graphdef, state = nnx.split(created)
         graphdefs[:] = [graphdef]
         return state
 

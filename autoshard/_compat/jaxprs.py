@@ -52,8 +52,8 @@ def jaxpr_as_function(closed: Any) -> Any:
 
 def dce(closed: Any) -> Any:
     """Removes the equations whose results are not used from a closed jaxpr. All inputs and outputs stay."""
-    bare = pe.convert_constvars_jaxpr(open_jaxpr(closed))
-    pruned, _ = pe.dce_jaxpr(bare, [True] * len(bare.outvars), instantiate=True)
+    without_constants = pe.convert_constvars_jaxpr(open_jaxpr(closed))
+    pruned, _ = pe.dce_jaxpr(without_constants, [True] * len(without_constants.outvars), instantiate=True)
     return close(pruned, constants(closed))
 
 
@@ -132,6 +132,6 @@ def with_derivative_of(eqn: Any, fn: Any) -> Any:
     operator = functools.partial(bind, eqn, eqn.params)
     if type(eqn.params["_prim"]).jvp is _HI_OPERATOR.jvp:  # the operator has no JVP: it is not expanded
         return operator
-    computed = jax.custom_jvp(fn)
-    computed.defjvp(lambda primals, tangents: (computed(*primals), jax.jvp(operator, primals, tangents)[1]))
-    return computed
+    differentiable = jax.custom_jvp(fn)
+    differentiable.defjvp(lambda primals, tangents: (differentiable(*primals), jax.jvp(operator, primals, tangents)[1]))
+    return differentiable

@@ -30,12 +30,12 @@ is sharded in the same way everywhere. The clauses say what happens when a facto
 | (none) | it passes through: results that have it are sharded in the same way |
 | `reduce k`, `reduce k:max` | results without it are partial sums (maxima, ...) until they are reduced |
 | `inside k`, `inside k:max+sum` | partial terms are reduced inside the operator; arrays with the factor stay sharded |
-| `index k` | the dimension is addressed by values: each shard masks; results without the factor are partial sums |
+| `index k` | addressed by values: each shard masks what it does not hold; results without `k` are partial sums |
 | `offset k` | each shard needs its start position |
 | `halo k` | neighbouring shards exchange their borders |
 | `whole k` | not possible: the operator needs the whole dimension |
 | `linear 0 1` | (operands) the operator is jointly linear in them: if they are partial sums, so are the results |
-| `moves 0` | (operands) their elements are only moved: partials of every kind pass through |
+| `moves 0` | (operands) their elements are only moved: partials of every operation pass through |
 | `where k=4` | (sizes) the sizes of factors of a dimension |
 
 `reduce b:sum[1] b:max[2]` gives the reduction for each result by number. Rules of primitives are declared: a function

@@ -105,7 +105,9 @@ def _check(q, k, v, causal: bool, impl: str, block_size: int, mask) -> None:
         if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
             problems.append("q and k must agree in batch (dim 0) and head_dim (dim 3)")
         if q.shape[2] % k.shape[2]:
-            problems.append(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} kv heads (dim 2)")
+            problems.append(
+                f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} kv heads (dim 2); change one of them"
+            )
         if causal and q.shape[1] != k.shape[1]:
             problems.append("causal=True needs as many keys as queries (dim 1); pass mask= for anything else")
         if mask is not None:
@@ -187,19 +189,19 @@ def _blockwise_forward(causal: bool, scale: float, block: int, q, k, v, mask):
     blocks, visible = _blocks(causal, block, seq, k, v, mask)
 
     def step(carry, inputs):
-        acc, top, total = carry
+        acc, running_max, total = carry
         start, k_block, v_block, mask_block = inputs
         scores = _scores(q, k_block, scale)
         visible_pairs = visible(start, mask_block)
         if visible_pairs is not None:
             scores = jnp.where(visible_pairs, scores, _INVISIBLE)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - new_top[..., None])
+        new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - new_max[..., None])
         if visible_pairs is not None:
             weights = jnp.where(visible_pairs, weights, 0.0)
-        shrink = jnp.exp(top - new_top)
+        shrink = jnp.exp(running_max - new_max)
         part = _einsum("bkgst,btkd->bkgsd", weights.astype(v.dtype), v_block)
-        return (acc * shrink[..., None] + part, new_top, total * shrink + jnp.sum(weights, axis=-1)), None
+        return (acc * shrink[..., None] + part, new_max, total * shrink + jnp.sum(weights, axis=-1)), None
 
     rows = (batch, kv_heads, group, seq)
     zero = (
@@ -207,10 +209,10 @@ def _blockwise_forward(causal: bool, scale: float, block: int, q, k, v, mask):
         jnp.full(rows, _INVISIBLE, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    (acc, top, total), _ = lax.scan(step, zero, blocks)
+    (acc, running_max, total), _ = lax.scan(step, zero, blocks)
     total = jnp.where(total == 0.0, 1.0, total)
     out = jnp.einsum("bkgsd->bskgd", acc / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, mask, out, top + jnp.log(total))
+    return out, (q, k, v, mask, out, running_max + jnp.log(total))
 
 
 def _blockwise_backward(causal: bool, scale: float, block: int, saved, d_out):
@@ -233,11 +235,12 @@ def _blockwise_backward(causal: bool, scale: float, block: int, saved, d_out):
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
     d_q, (d_k, d_v) = lax.scan(step, jnp.zeros(q.shape, jnp.float32), blocks)
-    return d_q.astype(q.dtype), _joined(d_k, k.shape[1]), _joined(d_v, v.shape[1]), None
+    return d_q.astype(q.dtype), _merge_blocks(d_k, k.shape[1]), _merge_blocks(d_v, v.shape[1]), None
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
+# (position of a block's first key, the block's mask) -> which of the block's keys each query sees, None for all.
 Visible = Callable[[jax.Array, jax.Array | None], jax.Array | None]
 
 
@@ -270,7 +273,7 @@ def _split(x: jax.Array, axis: int, count: int, block: int) -> jax.Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _joined(blocks: jax.Array, keys: int) -> jax.Array:
+def _merge_blocks(blocks: jax.Array, keys: int) -> jax.Array:
     """Undo `_split` on dimension 1: reshape `[count, batch, block, ...]` to `[batch, keys, ...]`."""
     x = jnp.moveaxis(blocks, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :keys]

@@ -46,10 +46,10 @@ def experts(
         `[batch, seq, embed]` in the dtype of `x`.
     """
     chosen = chosen.astype(jnp.int32)
-    own = lax.iota(jnp.int32, up.shape[0])  # sharded like the experts: the indices of a shard's experts
+    own_experts = lax.iota(jnp.int32, up.shape[0])  # sharded like the experts: the indices of a shard's experts
     if gate is None:
-        return gelu_experts(x, gates, chosen, own, up, down)
-    return swiglu_experts(x, gates, chosen, own, gate, up, down)
+        return gelu_experts(x, gates, chosen, own_experts, up, down)
+    return swiglu_experts(x, gates, chosen, own_experts, gate, up, down)
 
 
 def _gelu(products: Sequence[jax.Array]) -> jax.Array:
@@ -60,26 +60,25 @@ def _swiglu(products: Sequence[jax.Array]) -> jax.Array:
     return jax.nn.silu(products[0]) * products[1]
 
 
-def _mix(
+def _apply_experts(
     activation: Callable[[Sequence[jax.Array]], jax.Array],
-    x: jax.Array, gates: jax.Array, chosen: jax.Array, own: jax.Array, *weights: jax.Array,
+    x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Compute what the experts with indices `own` add to these tokens.
+    """Compute what the experts with indices `own_experts` add to these tokens.
 
     `ragged_dot` and its derivatives may leave arbitrary values in rows outside of all groups. Therefore both the
     operands and the results of each product are masked.
     """
-    *first, down = weights
-    top_k, width, count = chosen.shape[2], x.shape[2], own.shape[0]
-    choices = chosen.reshape(-1) - own[0]
-    choices = jnp.where(
-        (choices >= 0) & (choices < count), choices, count
-    )  # choices of other shards' experts sort last
+    *up_weights, down = weights
+    top_k, width, count = chosen.shape[2], x.shape[2], own_experts.shape[0]
+    choices = chosen.reshape(-1) - own_experts[0]
+    # Choices of other shards' experts are sorted last.
+    choices = jnp.where((choices >= 0) & (choices < count), choices, count)
     order = jnp.argsort(choices)
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
     valid = (jnp.arange(choices.shape[0]) < jnp.sum(sizes))[:, None]
     rows = jnp.where(valid, x.reshape(-1, width)[order // top_k], 0)
-    hidden = activation([jnp.where(valid, lax.ragged_dot(rows, w, sizes), 0) for w in first])
+    hidden = activation([jnp.where(valid, lax.ragged_dot(rows, w, sizes), 0) for w in up_weights])
     hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
     outputs = jnp.where(valid, lax.ragged_dot(jnp.where(valid, hidden, 0), down, sizes), 0)
     unsorted = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True)
@@ -88,9 +87,11 @@ def _mix(
 
 def _gradients(activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Compute the cotangents of tokens, gates and weights."""
-    x, gates, chosen, own, *weights, cotangent = operands
-    _, pull = jax.vjp(lambda x, gates, *w: _mix(activation, x, gates, chosen, own, *w), x, gates, *weights)
-    return pull(cotangent)
+    x, gates, chosen, own_experts, *weights, cotangent = operands
+    _, pullback = jax.vjp(
+        lambda x, gates, *w: _apply_experts(activation, x, gates, chosen, own_experts, *w), x, gates, *weights
+    )
+    return pullback(cotangent)
 
 
 @operator(f"{_TOKENS}, {_GELU}, b s d -> b s d, b s k, {_GELU}; reduce b s e f; whole d k")
@@ -115,11 +116,11 @@ def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 @operator(f"{_TOKENS}, {_GELU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(gelu_experts_gradients)))
 def gelu_experts(*operands: jax.Array) -> jax.Array:
-    """Compute what the experts with indices `own` add: `_mix` with the weights `up` and `down`."""
-    return _mix(_gelu, *operands)
+    """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `up` and `down`."""
+    return _apply_experts(_gelu, *operands)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(swiglu_experts_gradients)))
 def swiglu_experts(*operands: jax.Array) -> jax.Array:
-    """Compute what the experts with indices `own` add: `_mix` with the weights `gate`, `up` and `down`."""
-    return _mix(_swiglu, *operands)
+    """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `gate`, `up` and `down`."""
+    return _apply_experts(_swiglu, *operands)

@@ -11,7 +11,7 @@ share the embedding's parameter. There are no sharding annotations here: `auto_s
 Parameters are the model's only state. Dropout splits the key of the call, one part for each layer, so that the masks do
 not depend on the mesh, on the remat policy, or on whether the layers are scanned.
 
-Sources: GPT-2 (Radford et al. 2019) and nanoGPT for shapes and initialisation.
+Sources: GPT-2 (Radford et al. 2019) and nanoGPT for shapes and initialization.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GPT(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters. They are normal with standard deviation 0.02, or
+        rngs: its `params` stream initializes the parameters. They are normal with standard deviation 0.02, or
             0.02 / sqrt(2 * layers) for the two projections of each layer that add to the residual stream.
 
     >>> model = GPT(GPTConfig(layers=1, width=8, heads=2), rngs=nnx.Rngs(0))
@@ -91,9 +91,11 @@ class GPT(nnx.Module):
         """
         start = cache.length
         x = embed_tokens(self.cfg, self.embed, self.position, tokens, start)
-        x, kept = extend_layers(self.blocks, x, cache.kept, lambda layer, x, own: layer.extend(x, own, start))
+        x, keys_values = extend_layers(
+            self.blocks, x, cache.kept, lambda layer, x, cached: layer.extend(x, cached, start)
+        )
         logits = predict(self.norm(x), self.embed, self.head)
-        return logits, KVCache(kept, start + jnp.int32(tokens.shape[1]))
+        return logits, KVCache(keys_values, start + jnp.int32(tokens.shape[1]))
 
 
 def restack(model: GPT, scan_layers: bool) -> GPT:

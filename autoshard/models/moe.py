@@ -4,7 +4,7 @@
     y = sum over the top_k most probable experts of gate * expert(x)
 
 Every `moe_every`-th layer is a mixture of experts. The other layers, the embedding, attention and the head are as in
-`GPT`. A group of `moe_every` layers is the unit that is stacked, scanned and rematerialised.
+`GPT`. A group of `moe_every` layers is the unit that is stacked, scanned and rematerialized.
 
 Tokens are dispatched to experts in one of two ways.
 
@@ -160,7 +160,7 @@ class Experts(nnx.Module):
         size = _group_size(self.cfg, x.shape[0], x.shape[1])
         gates, chosen, grouped = (a.reshape(-1, size, a.shape[2]) for a in (gates, chosen, x))
         taken, weighted = dispatch_masks(self.cfg, gates.astype(x.dtype), chosen)
-        outputs = self._expert(jnp.einsum("gsec,gsd->egcd", taken, grouped))
+        outputs = self._expert_mlps(jnp.einsum("gsec,gsd->egcd", taken, grouped))
         return jnp.einsum("gsec,egcd->gsd", weighted, outputs).reshape(x.shape)
 
     def _by_sorting(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -170,7 +170,7 @@ class Experts(nnx.Module):
         assert w_up is not None and w_down is not None
         return dropless.experts(x, gates, chosen, w_up, w_down, w_gate)
 
-    def _expert(self, rows: jax.Array) -> jax.Array:
+    def _expert_mlps(self, rows: jax.Array) -> jax.Array:
         """Apply each expert's MLP to its slots, `[experts, groups, capacity, width]`."""
 
         def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -212,11 +212,11 @@ class MoEBlock(nnx.Module):
         y, losses = self.experts(self.mlp_norm(x))
         return x + dropout(y, rate, experts_key), losses
 
-    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Apply the layer to the positions from `start` on, using cached keys and values; no choice is dropped."""
-        y, kept = self.attention.extend(self.attention_norm(x), kept, start)
+    def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Apply the layer to the positions from `start` on, using cached keys and values. No choice is dropped."""
+        y, cached = self.attention.extend(self.attention_norm(x), cached, start)
         x = x + y
-        return x + self.experts(self.mlp_norm(x), drop=False)[0], kept
+        return x + self.experts(self.mlp_norm(x), drop=False)[0], cached
 
 
 class Group(nnx.Module):
@@ -232,16 +232,16 @@ class Group(nnx.Module):
         """Apply the layers to `[batch, seq, width]` and add to the losses."""
         x, losses = carry
         keys = [None] * self.cfg.moe_every if key is None else list(jax.random.split(key, self.cfg.moe_every))
-        for block, own in zip(self.dense, keys[:-1], strict=True):
-            x = block(x, own)
+        for block, block_key in zip(self.dense, keys[:-1], strict=True):
+            x = block(x, block_key)
         x, more = self.moe(x, keys[-1])
         return x, RouterLosses(losses.balance + more.balance, losses.z + more.z)
 
-    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply the layers to the positions from `start` on. Keys and values have a leading dimension `moe_every`."""
         parts = []
         for n, block in enumerate((*self.dense, self.moe)):
-            x, part = block.extend(x, (kept[0][n], kept[1][n]), start)
+            x, part = block.extend(x, (cached[0][n], cached[1][n]), start)
             parts.append(part)
         keys, values = zip(*parts, strict=True)
         return x, (jnp.stack(keys), jnp.stack(values))
@@ -256,7 +256,7 @@ class MoE(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters, as in a `GPT`.
+        rngs: its `params` stream initializes the parameters, as in a `GPT`.
 
     >>> from autoshard.models.gpt import GPTConfig
     >>> cfg = MoEConfig(GPTConfig(layers=2, width=8, heads=2), experts=4, moe_every=2)
@@ -328,9 +328,11 @@ class MoE(nnx.Module):
         """
         start = cache.length
         x = embed_tokens(self.cfg.gpt, self.embed, self.position, tokens, start)
-        x, kept = extend_layers(self.blocks, x, cache.kept, lambda group, x, own: group.extend(x, own, start))
+        x, keys_values = extend_layers(
+            self.blocks, x, cache.kept, lambda group, x, cached: group.extend(x, cached, start)
+        )
         logits = predict(self.norm(x), self.embed, self.head)
-        return logits, KVCache(kept, start + jnp.int32(tokens.shape[1]))
+        return logits, KVCache(keys_values, start + jnp.int32(tokens.shape[1]))
 
     def loss(
         self,

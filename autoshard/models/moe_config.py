@@ -23,12 +23,13 @@ class MoEConfig:
         shared_experts: number of additional experts that every token uses. They are one MLP of hidden size
             `shared_experts * expert_ffn`.
         dispatch: `capacity` or `dropless`; see `autoshard.models.moe`.
-        capacity_factor: an expert's capacity, relative to what it needs if tokens are spread evenly over experts.
+        capacity_factor: an expert's capacity, relative to what it needs if tokens are spread evenly over experts. The
+            default is that of ST-MoE (arXiv:2202.08906).
         group_size: number of tokens that compete for an expert's capacity; defaults to the sequence length.
         renormalize: whether the gates of a token's experts are scaled to sum to 1. Otherwise they are the router's
             probabilities.
-        balance_weight: weight of the load-balancing loss.
-        z_weight: weight of the router's z loss.
+        balance_weight: weight of the load-balancing loss. The default is that of Switch Transformer (arXiv:2101.03961).
+        z_weight: weight of the router's z loss. The default is that of ST-MoE.
 
     Raises:
         ValueError: if a field is invalid; the message names every invalid field.

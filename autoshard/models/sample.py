@@ -1,8 +1,8 @@
 """Sampling from a language model.
 
-Keys and values of earlier positions are cached, so each new token costs one position. A text longer than the context
-cannot be cached: its window moves and changes all positions, so the last `context` tokens are recomputed for each new
-token. In both cases a `MoE` runs through `extend`, which drops no token.
+Keys and values of earlier positions are cached, so each new token costs one position. If the text is longer
+than the context, it cannot be cached: its window moves, which changes all positions. The last `context` tokens are then
+recomputed for each new token. In both cases, a `MoE` uses `extend`, which drops no choice of an expert.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def written(
     batch, length = prompt.shape
     tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)
 
-    def put(tokens: jax.Array, logits: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def write_choice(tokens: jax.Array, logits: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Choose tokens from `logits [batch, vocab]` and write them at `index`."""
         logits = logits.astype(jnp.float32)
         if top_k is not None:
@@ -99,20 +99,21 @@ def written(
     if n == 0:
         return prompt
     if length + n > model.cfg.context:
-        return _windowed(model, tokens, length, n, put)
+        return _generate_windowed(model, tokens, length, n, write_choice)
     logits, cache = model.extend(prompt, model.cache(batch, length + n))
 
     def step(index: jax.Array, carry: Any) -> Any:
         tokens, logits, cache = carry
-        tokens, choice = put(tokens, logits, index)
+        tokens, choice = write_choice(tokens, logits, index)
         logits, cache = model.extend(choice, cache)
         return tokens, logits[:, 0], cache
 
     tokens, logits, _ = lax.fori_loop(length, length + n - 1, step, (tokens, logits[:, -1], cache))
-    return put(tokens, logits, jnp.int32(length + n - 1))[0]
+    return write_choice(tokens, logits, jnp.int32(length + n - 1))[0]
 
 
-def _windowed(model: GPT | MoE, tokens: jax.Array, length: int, n: int, put: Any) -> jax.Array:
+def _generate_windowed(model: GPT | MoE, tokens: jax.Array, length: int, n: int, write_choice: Any) -> jax.Array:
+    """Generate without a cache: each token is predicted from a window of the last `context` tokens."""
     window = min(model.cfg.context, length + n)
 
     def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -121,6 +122,8 @@ def _windowed(model: GPT | MoE, tokens: jax.Array, length: int, n: int, put: Any
         recent = lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
         # Use `extend`, not a call: in a call of a MoE, those zeros would compete with the text for capacity.
         logits, _ = model.extend(recent, model.cache(tokens.shape[0], window))
-        return put(tokens, lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False), index)[0]
+        return write_choice(tokens, lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False), index)[
+            0
+        ]
 
     return lax.fori_loop(length, length + n, step, tokens)

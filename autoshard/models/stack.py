@@ -42,7 +42,10 @@ def remat_problems(remat: str, layers: int, *, scan: bool) -> list[str]:
         known = ", ".join(REMAT_POLICIES)
         return [f"remat is {remat!r}; choose one of {known}, or several with commas, to alternate over the layers"]
     if scan and layers % len(names):
-        return [f"remat is {remat!r}; {layers} scanned layers do not divide into groups of {len(names)}"]
+        return [
+            f"remat is {remat!r}; {layers} scanned layers do not divide into groups of {len(names)}: give a number of "
+            f"policies that divides {layers}, or set scan_layers=False"
+        ]
     return []
 
 
@@ -81,7 +84,8 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
     count = len(policies)
 
     def run(graph: Any, index: int | None, params: Any, carry: Any, key: jax.Array | None) -> Any:
-        # Slice a layer out of its group inside of remat, so that remat saves the group and no copies of its layers.
+        # Slice a layer out of its group inside the rematerialized function, so that the group is saved and no copies of
+        # its layers are.
         if index is not None:
             params, key = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, index, keepdims=False), (params, key))
         return nnx.merge(graph, params)(carry, key)
@@ -110,15 +114,15 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
 
 
 def extend_layers(
-    layers: nnx.Module, carry: Any, kept: Any, step: Callable[[Any, Any, Any], tuple[Any, Any]]
+    layers: nnx.Module, carry: Any, cache: Any, step: Callable[[Any, Any, Any], tuple[Any, Any]]
 ) -> tuple[Any, Any]:
     """Apply all layers in order, each with its own slice of a cache.
 
     Args:
         layers: the result of `make_layers`.
         carry: the first layer's input.
-        kept: the cache: arrays with a leading `layers` dimension.
-        step: `(layer, carry, kept) -> (carry, kept)`, for one layer and its slice.
+        cache: arrays with a leading `layers` dimension.
+        step: `(layer, carry, slice) -> (carry, slice)`, for one layer and its slice of the cache.
 
     Returns:
         The last layer's carry, and the updated cache.
@@ -126,8 +130,8 @@ def extend_layers(
     if isinstance(layers, nnx.List):
         parts = []
         for n, layer in enumerate(layers):
-            carry, part = step(layer, carry, jax.tree.map(lambda leaf, n=n: leaf[n], kept))
+            carry, part = step(layer, carry, jax.tree.map(lambda leaf, n=n: leaf[n], cache))
             parts.append(part)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     graph, params = nnx.split(layers)
-    return lax.scan(lambda carry, each: step(nnx.merge(graph, each[0]), carry, each[1]), carry, (params, kept))
+    return lax.scan(lambda carry, each: step(nnx.merge(graph, each[0]), carry, each[1]), carry, (params, cache))

@@ -76,7 +76,7 @@ def dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Array
         return None
     if rngs is None:
         raise ValueError(
-            f"GPT: dropout is {cfg.dropout} and deterministic is False, but there is no key; "
+            f"dropout is {cfg.dropout} and deterministic is False, but the call has no key; "
             "pass rngs=nnx.Rngs(...) or a key"
         )
     key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
         y = attention(q, k, v, causal=self.causal, impl=cfg.attention, block_size=cfg.block_size)
         return project("bshd,hde->bse", y, self.wo, self.bo)
 
-    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply causal attention to `[batch, seq, width]`, the positions from `start` on, using cached keys and values.
 
         Returns:
@@ -148,7 +148,9 @@ class Attention(nnx.Module):
         """
         cfg = self.cfg
         q, k, v = self._project(x, start)
-        keys, values = (lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(kept, (k, v), strict=True))
+        keys, values = (
+            lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(cached, (k, v), strict=True)
+        )
         shape = (1, 1, x.shape[1], keys.shape[1])
         visible = lax.broadcasted_iota(jnp.int32, shape, 3) <= lax.broadcasted_iota(jnp.int32, shape, 2) + start
         impl = "auto" if cfg.attention == "cudnn" else cfg.attention
@@ -211,11 +213,11 @@ class Block(nnx.Module):
         x = x + dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
         return x + dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
 
-    def extend(self, x: jax.Array, kept: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Apply the layer to the positions that begin at `start`, using cached keys and values, without dropout."""
-        y, kept = self.attention.extend(self.attention_norm(x), kept, start)
+    def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Apply the layer to the positions from `start` on, using cached keys and values, without dropout."""
+        y, cached = self.attention.extend(self.attention_norm(x), cached, start)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), kept
+        return x + self.mlp(self.mlp_norm(x)), cached
 
 
 def embed_tokens(

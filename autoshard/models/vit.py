@@ -83,7 +83,7 @@ class ViTConfig:
         if problems:
             raise ValueError("ViTConfig: " + "; ".join(problems))
         try:
-            assert self.encoder
+            _ = self.encoder  # checks the fields that it passes on
         except ValueError as error:
             raise ValueError(str(error).replace("GPTConfig", "ViTConfig", 1)) from None
 
@@ -110,7 +110,7 @@ class ViT(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters, as in a `GPT`.
+        rngs: its `params` stream initializes the parameters, as in a `GPT`.
 
     >>> model = ViT(ViTConfig(image_size=8, patch=4, classes=5, layers=1, heads=2, width=8), rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 8, 8, 3))).shape

@@ -35,7 +35,7 @@ class WideResNetConfig:
     """Shape and numerics of a `WideResNet`. The default stages are those of ResNet-50.
 
     Args:
-        stages: number of blocks in each stage. The first stage keeps the image size, each later stage halves it.
+        stages: number of blocks in each stage. The first stage keeps the size of its input, each later stage halves it.
         channels: output channels of the first convolution; they double from stage to stage.
         width_factor: factor of the output channels of each block's 3x3 convolution.
         image_size: height and width of the images.
@@ -85,7 +85,7 @@ class Conv(nnx.Module):
 
     def __init__(self, cfg: WideResNetConfig, key: jax.Array, size: int, inputs: int, outputs: int, stride: int = 1):
         self.stride = stride
-        # He initialisation (arXiv:1502.01852) by fan-out, which preserves the variance of gradients.
+        # He initialization (arXiv:1502.01852) by fan-out, which preserves the variance of gradients.
         std = (2.0 / (size * size * outputs)) ** 0.5
         self.kernel = nnx.Param(std * jax.random.normal(key, (size, size, inputs, outputs), jnp.dtype(cfg.param_dtype)))
 
@@ -99,7 +99,7 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Normalises each channel over batch, height and width; in evaluation with the running averages."""
+    """Normalizes each channel by its mean and variance over the batch, or in evaluation by their running averages."""
 
     def __init__(self, cfg: WideResNetConfig, channels: int, scale: float = 1.0):
         self.cfg = cfg
@@ -109,20 +109,20 @@ class BatchNorm(nnx.Module):
         self.variance = nnx.BatchStat(jnp.ones(channels, jnp.float32))
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Normalise `[batch, height, width, channels]` in float32. In training, update the running averages."""
+        """Normalize `[batch, height, width, channels]` in float32. In training, update the running averages."""
         y = x.astype(jnp.float32)
         if train:
             mean = jnp.mean(y, axis=(0, 1, 2))
             variance = jnp.mean(jnp.square(y - _channels(mean)), axis=(0, 1, 2))
-            self._move(self.mean, mean)
-            self._move(self.variance, variance)
+            self._update_average(self.mean, mean)
+            self._update_average(self.variance, variance)
         else:
             mean, variance = self.mean[...], self.variance[...]
         scale = self.scale[...].astype(jnp.float32) * lax.rsqrt(variance + self.cfg.norm_eps)
         y = (y - _channels(mean)) * _channels(scale) + _channels(self.bias[...].astype(jnp.float32))
         return y.astype(x.dtype)
 
-    def _move(self, average: nnx.BatchStat, value: jax.Array) -> None:
+    def _update_average(self, average: nnx.BatchStat, value: jax.Array) -> None:
         keep = self.cfg.momentum
         average[...] = keep * average[...] + (1.0 - keep) * lax.stop_gradient(value)
 
@@ -142,9 +142,9 @@ class Bottleneck(nnx.Module):
         self.conv2, self.norm2 = Conv(cfg, keys[1], 3, channels, wide, stride), BatchNorm(cfg, wide)
         # The last scale is 0, so that a block initially equals its shortcut.
         self.conv3, self.norm3 = Conv(cfg, keys[2], 1, wide, outputs), BatchNorm(cfg, outputs, scale=0.0)
-        changes = inputs != outputs or stride != 1
-        self.shortcut = Conv(cfg, keys[3], 1, inputs, outputs, stride) if changes else None
-        self.shortcut_norm = BatchNorm(cfg, outputs) if changes else None
+        changes_shape = inputs != outputs or stride != 1
+        self.shortcut = Conv(cfg, keys[3], 1, inputs, outputs, stride) if changes_shape else None
+        self.shortcut_norm = BatchNorm(cfg, outputs) if changes_shape else None
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Map `[batch, height, width, in]` to `[batch, height / stride, width / stride, 4 * channels]`."""
@@ -161,7 +161,7 @@ class WideResNet(nnx.Module):
 
     Args:
         cfg: shape and numerics of the model.
-        rngs: its `params` stream initialises the parameters.
+        rngs: its `params` stream initializes the parameters.
 
     >>> cfg = WideResNetConfig(stages=(1, 1), channels=4, image_size=16, classes=5)
     >>> model = WideResNet(cfg, rngs=nnx.Rngs(0))

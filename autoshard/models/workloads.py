@@ -90,7 +90,7 @@ class Workload:
         2048
         """
         rows = self.batch_size if batch_size is None else batch_size
-        return dataclasses.replace(self, config=_changed(self.name, self.config, changes), batch_size=rows)
+        return dataclasses.replace(self, config=_with_changes(self.name, self.config, changes), batch_size=rows)
 
 
 def workload(name: str) -> Workload:
@@ -107,7 +107,7 @@ def workload(name: str) -> Workload:
     return WORKLOADS[name]
 
 
-def _changed(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
+def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     own = fields_of(type(config))
     inner = fields_of(GPTConfig) if isinstance(config, MoEConfig) else {}
     for field in changes:
@@ -135,6 +135,7 @@ def _known_names(name: str, known: Iterable[str]) -> str:
 _TINY = GPTConfig(vocab=128, layers=2, heads=8, width=64, ffn=128, context=32)
 _TINY_IMAGES = {"image_size": 32, "classes": 8, "dtype": "float32"}
 
+# name -> (config, batch size). The batch sizes are chosen, not published.
 _CONFIGS: Mapping[str, tuple[Any, int]] = {
     **{name: (config, 128) for name, config in ALPA_GPT.items()},
     **{name: (config, 256 if config.width == 8192 else 128) for name, config in LLAMA.items()},

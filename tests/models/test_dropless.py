@@ -80,10 +80,12 @@ def test_rows_outside_of_all_groups_do_not_matter(monkeypatch):
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
         some = [w[experts] for w in weights]
-        value += dropless._mix(dropless._swiglu, x, gates, chosen, own[experts], *some)
+        value += dropless._apply_experts(dropless._swiglu, x, gates, chosen, own[experts], *some)
         terms.append(dropless._gradients(dropless._swiglu, x, gates, chosen, own[experts], *some, cotangent))
     monkeypatch.undo()
-    np.testing.assert_allclose(value, dropless._mix(dropless._swiglu, x, gates, chosen, own, *weights), atol=1e-4)
+    np.testing.assert_allclose(
+        value, dropless._apply_experts(dropless._swiglu, x, gates, chosen, own, *weights), atol=1e-4
+    )
     for one, low, high in zip(expected[:2], *(term[:2] for term in terms), strict=True):
         np.testing.assert_allclose(low + high, one, rtol=1e-4, atol=1e-4)
     for one, low, high in zip(expected[2:], *(term[2:] for term in terms), strict=True):

@@ -55,30 +55,30 @@ def causal_convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def local_convolution(x: jax.Array, kernel: jax.Array, window: int) -> jax.Array:
-    """A convolution with a separate kernel for each position: [batch, seq, in], [seq out, window * in, out]."""
+    """A convolution with a separate kernel for each position: [batch, seq, in], [positions, window * in, out]."""
     return lax.conv_general_dilated_local(x, kernel, (1,), "VALID", (window,), dimension_numbers=_LAYOUTS[1])
 
 
-def _fold(x: jax.Array, start: float, combine: Any, window: int, stride: int, padding: Any) -> jax.Array:
+def _reduce_windows(x: jax.Array, start: float, combine: Any, window: int, stride: int, padding: Any) -> jax.Array:
     spatial = x.ndim - 2
-    around = padding if isinstance(padding, str) else [(0, 0), *padding, (0, 0)]
-    windows, steps = (1, *(window,) * spatial, 1), (1, *(stride,) * spatial, 1)
-    return lax.reduce_window(x, np.asarray(start, x.dtype), combine, windows, steps, around)
+    paddings = padding if isinstance(padding, str) else [(0, 0), *padding, (0, 0)]
+    windows, strides = (1, *(window,) * spatial, 1), (1, *(stride,) * spatial, 1)
+    return lax.reduce_window(x, np.asarray(start, x.dtype), combine, windows, strides, paddings)
 
 
 def max_pool(x: jax.Array, window: int = 2, stride: int = 2, padding: Any = "VALID") -> jax.Array:
     """The largest element of each window."""
-    return _fold(x, -jnp.inf, lax.max, window, stride, padding)
+    return _reduce_windows(x, -jnp.inf, lax.max, window, stride, padding)
 
 
 def min_pool(x: jax.Array, window: int = 2, stride: int = 2, padding: Any = "VALID") -> jax.Array:
     """The smallest element of each window."""
-    return _fold(x, jnp.inf, lax.min, window, stride, padding)
+    return _reduce_windows(x, jnp.inf, lax.min, window, stride, padding)
 
 
 def sum_pool(x: jax.Array, window: int = 2, stride: int = 2, padding: Any = "VALID") -> jax.Array:
     """The sum of each window."""
-    return _fold(x, 0.0, lax.add, window, stride, padding)
+    return _reduce_windows(x, 0.0, lax.add, window, stride, padding)
 
 
 def avg_pool(x: jax.Array, window: int = 2, stride: int = 2, padding: Any = "VALID") -> jax.Array:

@@ -35,7 +35,7 @@ def polar(length: jax.Array, angle: jax.Array) -> jax.Array:
     return lax.complex(length * jnp.cos(angle), length * jnp.sin(angle))
 
 
-def _of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+def _shape_of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -46,22 +46,22 @@ def _within(low: float, high: float, seed: int = 0) -> np.ndarray:
 
 _X, _Y, _BIAS = f32(4, 8), f32(4, 8), f32(8)
 _UNIT, _POSITIVE, _ABOVE_1 = _within(-0.9, 0.9), _within(0.2, 3.0), _within(1.1, 4.0)
-_SHARE = _within(0.1, 0.9)
+_FRACTIONS = _within(0.1, 0.9)
 _POSITIVE_2 = _within(0.5, 4.0, seed=1)
-_INTS, _MORE_INTS = _of(jnp.int32, 4, 8), _of(jnp.int32, 4, 8)
+_INTS, _MORE_INTS = _shape_of(jnp.int32, 4, 8), _shape_of(jnp.int32, 4, 8)
 _SHIFTS = np.random.default_rng(2).integers(0, 9, (4, 8)).astype(np.int32)
-_COMPLEX = _of(jnp.complex64, 4, 8)
+_COMPLEX = _shape_of(jnp.complex64, 4, 8)
 _ZERO_GRADIENT = "the gradient is zero"
 _INTEGERS = "no gradient: integers"
 
 
-def _table(
+def _operators(
     functions: dict[str, Callable[..., Any]], *args: Any, wrt: tuple[int, ...] = (0,), note: str = ""
 ) -> tuple[Operator, ...]:
     return tuple(Operator(name, fn, args, wrt, note) for name, fn in functions.items())
 
 
-_UNARY = _table(
+_UNARY = _operators(
     {
         "abs": jnp.abs,
         "neg": jnp.negative,
@@ -93,7 +93,7 @@ _UNARY = _table(
     },
     _X,
 )
-_ROUNDING = _table(
+_ROUNDING = _operators(
     {
         "floor": jnp.floor,
         "ceil": jnp.ceil,
@@ -104,7 +104,7 @@ _ROUNDING = _table(
     _X,
     note=_ZERO_GRADIENT,
 )
-_OF_POSITIVE = _table(
+_OF_POSITIVE = _operators(
     {
         "sqrt": jnp.sqrt,
         "rsqrt": lax.rsqrt,
@@ -120,12 +120,12 @@ _OF_POSITIVE = _table(
     _POSITIVE,
 )
 _OF_A_RANGE = (
-    *_table({"asin": jnp.arcsin, "acos": jnp.arccos, "atanh": jnp.arctanh, "erf_inv": lax.erf_inv}, _UNIT),
-    *_table({"logit": special.logit, "ndtri": special.ndtri}, _SHARE),
-    *_table({"acosh": jnp.arccosh}, _ABOVE_1),
+    *_operators({"asin": jnp.arcsin, "acos": jnp.arccos, "atanh": jnp.arctanh, "erf_inv": lax.erf_inv}, _UNIT),
+    *_operators({"logit": special.logit, "ndtri": special.ndtri}, _FRACTIONS),
+    *_operators({"acosh": jnp.arccosh}, _ABOVE_1),
 )
 _BINARY = (
-    *_table(
+    *_operators(
         {
             "add": jnp.add,
             "subtract": jnp.subtract,
@@ -144,10 +144,10 @@ _BINARY = (
         _Y,
         wrt=(0, 1),
     ),
-    *_table(
+    *_operators(
         {"bias_add": jnp.add, "scale_by": jnp.multiply}, _X, _BIAS, wrt=(0, 1), note="the second operand is broadcast"
     ),
-    *_table(
+    *_operators(
         {
             "divide": jnp.divide,
             "remainder": jnp.remainder,
@@ -170,10 +170,16 @@ _BINARY = (
     Operator("ldexp", jnp.ldexp, (_X, _SHIFTS)),
     Operator("nextafter", jnp.nextafter, (_X, _Y), (), "no gradient: JAX has none"),
     Operator("zeta", special.zeta, (_ABOVE_1, _POSITIVE_2), (0, 1)),
-    Operator("polygamma", special.polygamma, (np.int32(2), _POSITIVE), (1,), "no gradient by the order, an integer"),
+    Operator(
+        "polygamma",
+        special.polygamma,
+        (np.int32(2), _POSITIVE),
+        (1,),
+        "no gradient with respect to the order, an integer",
+    ),
 )
 _TERNARY = (
-    Operator("where", jnp.where, (_of(jnp.bool_, 4, 8), _X, _Y), (1, 2)),
+    Operator("where", jnp.where, (_shape_of(jnp.bool_, 4, 8), _X, _Y), (1, 2)),
     Operator("clip", jnp.clip, (_X, _within(-1.0, -0.2), _within(0.2, 1.0)), (0, 1, 2)),
     Operator("clamp", partial(jnp.clip, min=-0.5, max=0.5), (_X,)),
     Operator("lerp", lerp, (_X, _Y, f32(4, 8)), (0, 1, 2)),
@@ -182,13 +188,13 @@ _TERNARY = (
     Operator(
         "betainc",
         special.betainc,
-        (_POSITIVE, _POSITIVE_2, _SHARE),
+        (_POSITIVE, _POSITIVE_2, _FRACTIONS),
         (2,),
-        "no gradient by the parameters: JAX has none",
+        "no gradient with respect to the parameters: JAX has none",
     ),
 )
 _BITS = (
-    *_table(
+    *_operators(
         {
             "bitwise_and": jnp.bitwise_and,
             "bitwise_or": jnp.bitwise_or,
@@ -201,7 +207,7 @@ _BITS = (
         wrt=(),
         note=_INTEGERS,
     ),
-    *_table(
+    *_operators(
         {
             "left_shift": jnp.left_shift,
             "right_shift": jnp.right_shift,
@@ -212,7 +218,7 @@ _BITS = (
         wrt=(),
         note=_INTEGERS,
     ),
-    *_table(
+    *_operators(
         {"bitwise_not": jnp.bitwise_not, "population_count": lax.population_count, "count_leading_zeros": lax.clz},
         _INTS,
         wrt=(),
@@ -220,7 +226,7 @@ _BITS = (
     ),
 )
 _COMPLEX_NUMBERS = (
-    *_table(
+    *_operators(
         {
             "real": jnp.real,
             "imag": jnp.imag,

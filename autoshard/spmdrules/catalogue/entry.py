@@ -1,4 +1,4 @@
-"""A named operator: a callable, sample arguments, and the arguments that it is differentiated by."""
+"""A named operator: a callable, sample arguments, and the arguments with respect to which it is differentiated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Operator:
         fn: a function that takes arrays by position and returns an array or a pytree of arrays.
         args: sample arguments: arrays where values matter (indices, keys), else `ShapeDtypeStruct`s. Dimensions that
             can be sharded are divisible by 4, and two unrelated dimensions never have the same size.
-        wrt: positions of the arguments that it is differentiated by; empty if it has no gradient.
+        wrt: positions of the arguments with respect to which it is differentiated; empty if it has no gradient.
         note: what is special about it, or why it has no gradient.
     """
 

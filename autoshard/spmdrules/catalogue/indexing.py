@@ -1,4 +1,4 @@
-"""Reads and writes by position: tables, gathers, scatters, segments, windows with a run-time start.
+"""Reads and writes by position: tables, gathers, scatters, segments, and windows whose start is computed at run time.
 
 Operators that overwrite get distinct sample positions, since the order of two writes to one position is undefined.
 """
@@ -153,11 +153,11 @@ _TABLE, _X = f32(16, 12), f32(4, 8, 12)
 _ROWS = _below(16, 8)
 _PAIRS = np.stack([_below(16, 8, seed=3), _below(12, 8, seed=4)], -1)
 _PAIRS[5] = _PAIRS[2]
-_OTHER_ROWS, _OTHER_COLUMNS = np.array([0, 0, 3, 3, 9, 9, 15, 15], np.int32), np.array([1, 5] * 4, np.int32)
+_PAIR_ROWS, _PAIR_COLUMNS = np.array([0, 0, 3, 3, 9, 9, 15, 15], np.int32), np.array([1, 5] * 4, np.int32)
 _SEGMENTS = np.array([0, 3, 3, 1, 0, 7, 7, 7, 2, 2, 0, 5, 5, 1, 3, 0], np.int32)  # segments 4 and 6 have no rows
 _SORTED = np.sort(np.random.default_rng(5).normal(size=16)).astype(np.float32)
 _MASK = np.random.default_rng(6).uniform(size=16) < 0.5
-_NO_POSITIONS = "no gradient: positions or counts"
+_NOT_SMOOTH = "no gradient: positions or counts"
 _DISTINCT = "positions are distinct"
 
 
@@ -182,7 +182,7 @@ _READING = (
     Operator("interp", jnp.interp, (f32(4, 8), _SORTED, f32(16)), (0, 1, 2)),
 )
 _WRITING = (
-    Operator("index_put", index_put, (_TABLE, _OTHER_ROWS, _OTHER_COLUMNS, f32(8)), (0, 3), "pairs are distinct"),
+    Operator("index_put", index_put, (_TABLE, _PAIR_ROWS, _PAIR_COLUMNS, f32(8)), (0, 3), "pairs are distinct"),
     Operator("index_put_accumulate", index_put_accumulate, (_TABLE, _PAIRS[:, 0], _PAIRS[:, 1], f32(8)), (0, 3)),
     Operator("index_add", index_add, (f32(4, 16), _ROWS, f32(4, 8)), (0, 2)),
     Operator("index_copy", index_copy, (f32(4, 16), _distinct(16, 1, 8)[0], f32(4, 8)), (0, 2), _DISTINCT),
@@ -197,7 +197,7 @@ _WRITING = (
         partial(scatter_with, method="multiply"),
         (_TABLE, _ROWS, f32(8, 12)),
         (0,),
-        "no gradient by the values: JAX has one for distinct positions only",
+        "no gradient with respect to the values: JAX has one for distinct positions only",
     ),
     Operator("scatter_nd", partial(scatter_nd, shape=(16, 12)), (_PAIRS, f32(8)), (1,)),
     Operator("scatter_nd_add", scatter_nd_add, (_TABLE, _PAIRS, f32(8)), (0, 2)),
@@ -229,11 +229,11 @@ _SEGMENTED = (
     Operator("segment_softmax", partial(segment_softmax, count=8), (f32(16, 12), _SEGMENTS)),
 )
 _COUNTING = (
-    Operator("one_hot", partial(jax.nn.one_hot, num_classes=16), (_below(16, 4, 8),), (), _NO_POSITIONS),
-    Operator("bincount", partial(jnp.bincount, length=16), (_below(16, 32),), (), _NO_POSITIONS),
-    Operator("histogram", partial(histogram, bins=8, low=-2.0, high=2.0), (f32(16, 12),), (), _NO_POSITIONS),
-    Operator("searchsorted", jnp.searchsorted, (_SORTED, f32(4, 8)), (), _NO_POSITIONS),
-    Operator("bucketize", jnp.digitize, (f32(4, 8), _SORTED), (), _NO_POSITIONS),
-    Operator("nonzero", partial(jnp.nonzero, size=8, fill_value=16), (_MASK,), (), _NO_POSITIONS),
+    Operator("one_hot", partial(jax.nn.one_hot, num_classes=16), (_below(16, 4, 8),), (), _NOT_SMOOTH),
+    Operator("bincount", partial(jnp.bincount, length=16), (_below(16, 32),), (), _NOT_SMOOTH),
+    Operator("histogram", partial(histogram, bins=8, low=-2.0, high=2.0), (f32(16, 12),), (), _NOT_SMOOTH),
+    Operator("searchsorted", jnp.searchsorted, (_SORTED, f32(4, 8)), (), _NOT_SMOOTH),
+    Operator("bucketize", jnp.digitize, (f32(4, 8), _SORTED), (), _NOT_SMOOTH),
+    Operator("nonzero", partial(jnp.nonzero, size=8, fill_value=16), (_MASK,), (), _NOT_SMOOTH),
 )
 OPERATORS: tuple[Operator, ...] = (*_READING, *_WRITING, *_SEGMENTED, *_COUNTING)

@@ -64,7 +64,7 @@ def token_shift(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
-def cut_and_pad(x: jax.Array, before: int, after: int, between: int) -> jax.Array:
+def pad_or_crop(x: jax.Array, before: int, after: int, between: int) -> jax.Array:
     """Pads dimension 1 with zeros. Negative padding crops. `between` zeros go between adjacent elements."""
     dims = [(0, 0, 0), (before, after, between), *[(0, 0, 0)] * (x.ndim - 2)]
     return lax.pad(x, jnp.zeros((), x.dtype), dims)
@@ -95,8 +95,8 @@ _PADDING = (
         Operator(f"pad_{name}", partial(jnp.pad, pad_width=_MARGIN, mode=mode), (_X,))
         for name, mode in {"reflect": "reflect", "symmetric": "symmetric", "edge": "edge", "circular": "wrap"}.items()
     ),
-    Operator("pad_negative", partial(cut_and_pad, before=-1, after=-3, between=0), (_X,)),
-    Operator("pad_interior", partial(cut_and_pad, before=0, after=0, between=2), (_X,)),
+    Operator("pad_negative", partial(pad_or_crop, before=-1, after=-3, between=0), (_X,)),
+    Operator("pad_interior", partial(pad_or_crop, before=0, after=0, between=2), (_X,)),
     Operator("token_shift", token_shift, (_X,)),
 )
 _SHAPES = (

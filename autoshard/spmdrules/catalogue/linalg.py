@@ -39,7 +39,7 @@ def squared_distances(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def least_squares(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The x that minimises `|a x - b|`, by a QR decomposition."""
+    """The x that minimizes `|a x - b|`, by a QR decomposition."""
     q, r = jnp.linalg.qr(a)
     return lax.linalg.triangular_solve(r, jnp.einsum("...ij,...ik->...jk", q, b), left_side=True)
 

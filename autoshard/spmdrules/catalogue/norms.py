@@ -1,4 +1,4 @@
-"""Normalisation. Statistics are float32 for operands of any dtype. Results have the operand's dtype.
+"""Normalization. Statistics are float32 for operands of any dtype. Results have the operand's dtype.
 
 With the mean and the variance of x over some dimensions, and a scale and a bias per channel:
 
@@ -9,7 +9,7 @@ of an example (instance norm), the positions and a group of channels (group norm
 the mean of squared deviations. A difference of means (E[x^2] - E[x]^2) would suffer from cancellation.
 
 If the dimensions of the statistics are sharded, each device computes a partial sum, and one reduction combines these;
-x does not move. So batch norm gives the same result on every mesh, which other frameworks call synchronised batch norm.
+x does not move. So batch norm gives the same result on every mesh, which other frameworks call synchronized batch norm.
 For statistics per device, write the groups of the batch explicitly (`ghost_batch_norm`).
 """
 
@@ -25,7 +25,7 @@ from jax import lax
 
 from autoshard.spmdrules.catalogue.entry import Operator, f32
 
-_EPSILON = 1e-5
+_EPSILON = 1e-5  # PyTorch's default for batch, group, instance and layer norm
 Moments = tuple[jax.Array, jax.Array]
 
 
@@ -35,7 +35,7 @@ def _moments(x: jax.Array, axes: Sequence[int]) -> Moments:
     return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
 
 
-def _normalise(x: jax.Array, axes: Sequence[int], epsilon: float) -> jax.Array:
+def _normalize(x: jax.Array, axes: Sequence[int], epsilon: float) -> jax.Array:
     """`x` in float32 with mean 0 and variance 1 over `axes`."""
     x = x.astype(jnp.float32)
     mean, variance = _moments(x, axes)
@@ -57,8 +57,8 @@ def _positions(x: jax.Array) -> tuple[int, ...]:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
-    """Normalises each position over its channels: x `[..., channels]`, the others `[channels]` (arXiv:1607.06450)."""
-    return _affine(_normalise(x, (-1,), epsilon), scale, bias, x.dtype)
+    """Normalizes each position over its channels: x `[..., channels]`, the others `[channels]` (arXiv:1607.06450)."""
+    return _affine(_normalize(x, (-1,), epsilon), scale, bias, x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
@@ -86,17 +86,17 @@ def query_key_norm(q: jax.Array, k: jax.Array, q_scale: jax.Array, k_scale: jax.
 
 
 def adaptive_layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-    """`normalised(x) * (1 + scale) + shift` with x `[batch, seq, channels]`, scale and shift `[batch, channels]`.
+    """`normalized(x) * (1 + scale) + shift` with x `[batch, seq, channels]`, scale and shift `[batch, channels]`.
 
     Conditions a diffusion transformer (DiT, arXiv:2212.09748).
     """
-    y = _normalise(x, (-1,), _EPSILON)
+    y = _normalize(x, (-1,), _EPSILON)
     by_example = [jnp.expand_dims(p.astype(jnp.float32), 1) for p in (scale, shift)]
     return (y * (1.0 + by_example[0]) + by_example[1]).astype(x.dtype)
 
 
 def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, groups: int, epsilon: float = _EPSILON) -> jax.Array:
-    """Normalises each example over all positions and one group of adjacent channels at a time (arXiv:1803.08494).
+    """Normalizes each example over all positions and one group of adjacent channels at a time (arXiv:1803.08494).
 
     Args:
         x: `[batch, ..., channels]`.
@@ -106,13 +106,13 @@ def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, groups: int, 
         epsilon: added to the variance.
     """
     grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-    y = _normalise(grouped, (*_positions(x), grouped.ndim - 1), epsilon).reshape(x.shape)
+    y = _normalize(grouped, (*_positions(x), grouped.ndim - 1), epsilon).reshape(x.shape)
     return _affine(y, scale, bias, x.dtype)
 
 
 def instance_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
-    """Normalises each channel of each example over its positions: x `[batch, ..., channels]` (arXiv:1607.08022)."""
-    return _affine(_normalise(x, _positions(x), epsilon), scale, bias, x.dtype)
+    """Normalizes each channel of each example over its positions: x `[batch, ..., channels]` (arXiv:1607.08022)."""
+    return _affine(_normalize(x, _positions(x), epsilon), scale, bias, x.dtype)
 
 
 def adaptive_instance_norm(x: jax.Array, style: jax.Array, *, epsilon: float = _EPSILON) -> jax.Array:
@@ -121,7 +121,7 @@ def adaptive_instance_norm(x: jax.Array, style: jax.Array, *, epsilon: float = _
     The two may differ in their number of positions (arXiv:1703.06868).
     """
     mean, variance = _moments(style.astype(jnp.float32), _positions(style))
-    return (_normalise(x, _positions(x), epsilon) * jnp.sqrt(variance + epsilon) + mean).astype(x.dtype)
+    return (_normalize(x, _positions(x), epsilon) * jnp.sqrt(variance + epsilon) + mean).astype(x.dtype)
 
 
 def _updated(running: jax.Array, batch: jax.Array, momentum: float) -> jax.Array:
@@ -134,7 +134,7 @@ def batch_norm(
     x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array,
     *, momentum: float = 0.9, epsilon: float = _EPSILON,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Normalises each channel over the whole batch and all positions, as in training (arXiv:1502.03167).
+    """Normalizes each channel over the whole batch and all positions, as in training (arXiv:1502.03167).
 
     Args:
         x: `[batch, ..., channels]`.
@@ -162,7 +162,7 @@ def batch_norm(
 def batch_norm_inference(
     x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array, *, epsilon: float = _EPSILON
 ) -> jax.Array:
-    """Normalises each channel by its running statistics: x `[batch, ..., channels]`, the others `[channels]`."""
+    """Normalizes each channel by its running statistics: x `[batch, ..., channels]`, the others `[channels]`."""
     y = (x.astype(jnp.float32) - _aligned(mean, x.ndim)) * _aligned(lax.rsqrt(variance + epsilon), x.ndim)
     return _affine(y, scale, bias, x.dtype)
 
@@ -174,7 +174,7 @@ def ghost_batch_norm(
     """Applies batch norm to each of `groups` equal parts of the batch separately (arXiv:1705.08741).
 
     Groups are consecutive parts of the batch, so that the result is the same on every mesh. If each device holds whole
-    groups, normalising needs no reduction. The running statistics are updated with the mean over the groups.
+    groups, normalizing needs no reduction. The running statistics are updated with the mean over the groups.
 
     Args:
         x: `[batch, ..., channels]`; `groups` divides the batch.
@@ -287,7 +287,7 @@ def weight_norm(direction: jax.Array, length: jax.Array) -> jax.Array:
 
 def weight_standardization(kernel: jax.Array, *, epsilon: float = 1e-5) -> jax.Array:
     """Scales a kernel `[..., in, out]` to mean 0 and variance 1 for each output (arXiv:1903.10520)."""
-    return _normalise(kernel, tuple(range(kernel.ndim - 1)), epsilon).astype(kernel.dtype)
+    return _normalize(kernel, tuple(range(kernel.ndim - 1)), epsilon).astype(kernel.dtype)
 
 
 def spectral_norm(kernel: jax.Array, left: jax.Array, *, epsilon: float = 1e-12) -> tuple[jax.Array, jax.Array]:

@@ -38,7 +38,7 @@ def linear_recurrence(decay: jax.Array, x: jax.Array) -> jax.Array:
 
 _X = f32(4, 8, 12)
 _TIES = np.random.default_rng(0).integers(0, 4, (4, 8, 12)).astype(np.int32)
-_FEW = np.array([3, 1, 3, 0, 7, 1, 0, 3, 5, 5, 2, 0], np.int32)
+_DUPLICATES = np.array([3, 1, 3, 0, 7, 1, 0, 3, 5, 5, 2, 0], np.int32)
 _DECAY = np.random.default_rng(1).uniform(0.2, 1.0, (4, 8, 12)).astype(np.float32)
 _POSITIONS = "no gradient: positions"
 
@@ -58,9 +58,9 @@ _SORTED = (
     Operator("nanmedian", partial(jnp.nanmedian, axis=1), (_X,)),
     Operator("quantile", partial(jnp.quantile, q=0.3, axis=1), (_X,)),
     Operator("percentile", partial(jnp.percentile, q=70.0, axis=1), (_X,)),
-    Operator("unique", partial(jnp.unique, size=8, fill_value=-1), (_FEW,), (), "no gradient: integers"),
+    Operator("unique", partial(jnp.unique, size=8, fill_value=-1), (_DUPLICATES,), (), "no gradient: integers"),
 )
-_RUNNING = (
+_CUMULATIVE = (
     *(
         Operator(name, partial(fn, axis=1), (_X,))
         for name, fn in {
@@ -76,4 +76,4 @@ _RUNNING = (
     Operator("cumlogsumexp", partial(lax.cumlogsumexp, axis=1), (_X,)),
     Operator("linear_recurrence", linear_recurrence, (_DECAY, _X), (0, 1)),
 )
-OPERATORS: tuple[Operator, ...] = (*_SORTED, *_RUNNING)
+OPERATORS: tuple[Operator, ...] = (*_SORTED, *_CUMULATIVE)

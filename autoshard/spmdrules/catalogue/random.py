@@ -77,7 +77,7 @@ def diffusion_noise(key: jax.Array, x: jax.Array, signal: jax.Array) -> tuple[ja
 
 
 def reparametrized_normal(key: jax.Array, mean: jax.Array, log_variance: jax.Array) -> jax.Array:
-    """A sample `mean + exp(log_variance / 2) * noise`, differentiable by both parameters (arXiv:1312.6114)."""
+    """A sample `mean + exp(log_variance / 2) * noise`, differentiable in both parameters (arXiv:1312.6114)."""
     return mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape, mean.dtype)
 
 

@@ -25,7 +25,7 @@ def cosine_similarity(x: jax.Array, y: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.sum(x * y, axis) / jnp.maximum(length, jnp.finfo(x.dtype).tiny)
 
 
-def standardised_moment(x: jax.Array, order: int, axis: int) -> jax.Array:
+def standardized_moment(x: jax.Array, order: int, axis: int) -> jax.Array:
     """The mean of `((x - mean) / std) ** order`: the skewness for order 3, the kurtosis for order 4."""
     deviation = x - x.mean(axis, keepdims=True)
     return jnp.mean(deviation**order, axis) / x.std(axis) ** order
@@ -52,12 +52,12 @@ _BOOLS = jax.ShapeDtypeStruct((4, 8, 12), jnp.bool_)
 _NOT_SMOOTH = "no gradient: positions or counts"
 
 
-def _along(functions: dict[str, Callable[..., Any]], x: Any, wrt: tuple[int, ...] = (0,), note: str = "") -> Any:
+def _over_axis_1(functions: dict[str, Callable[..., Any]], x: Any, wrt: tuple[int, ...] = (0,), note: str = "") -> Any:
     return tuple(Operator(name, partial(fn, axis=1), (x,), wrt, note) for name, fn in functions.items())
 
 
 OPERATORS: tuple[Operator, ...] = (
-    *_along(
+    *_over_axis_1(
         {
             "sum": jnp.sum,
             "mean": jnp.mean,
@@ -80,8 +80,8 @@ OPERATORS: tuple[Operator, ...] = (
             "nanmin": jnp.nanmin,
             "nanvar": jnp.nanvar,
             "trapezoid": jnp.trapezoid,
-            "skew": partial(standardised_moment, order=3),
-            "kurtosis": partial(standardised_moment, order=4),
+            "skew": partial(standardized_moment, order=3),
+            "kurtosis": partial(standardized_moment, order=4),
         },
         _X,
     ),
@@ -91,9 +91,9 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("average", weighted_average, (_X, np.linspace(0.5, 2.0, 8, dtype=np.float32)), (0, 1)),
     Operator("distance", distance, (_X, f32(4, 8, 12)), (0, 1)),
     Operator("cosine_similarity", partial(cosine_similarity, axis=1), (_X, f32(4, 8, 12)), (0, 1)),
-    *_along({"argmax": jnp.argmax, "argmin": jnp.argmin}, _X, (), _NOT_SMOOTH),
+    *_over_axis_1({"argmax": jnp.argmax, "argmin": jnp.argmin}, _X, (), _NOT_SMOOTH),
     Operator("count_nonzero", partial(jnp.count_nonzero, axis=1), (_INTS,), (), _NOT_SMOOTH),
-    *_along({"any": jnp.any, "all": jnp.all}, _BOOLS, (), "no gradient: booleans"),
+    *_over_axis_1({"any": jnp.any, "all": jnp.all}, _BOOLS, (), "no gradient: booleans"),
     *(
         Operator(name, partial(fn, axes=(1,)), (_INTS,), (), "no gradient: integers")
         for name, fn in {"reduce_and": lax.reduce_and, "reduce_or": lax.reduce_or, "reduce_xor": lax.reduce_xor}.items()

@@ -3,7 +3,7 @@
 Optimizers are those of Optax, with their state flattened into leaves. Nearly all operations are elementwise: state that
 is sharded like its parameter does not move (ZeRO shards both). The exceptions are norms, which are one number per leaf
 or for all leaves; Adafactor's and SM3's statistics of rows and columns; and Muon's products of a matrix with itself.
-An update is itself differentiable, as meta-learning needs. `note` says where it has no gradient.
+An update is itself differentiable, as meta-learning requires. `note` says where it has no gradient.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def adaptive_gradient_clip(parameter: jax.Array, gradient: jax.Array) -> jax.Arr
 
 
 def weight_decay(parameter: jax.Array, gradient: jax.Array, *, rate: float = 0.1) -> jax.Array:
-    """`gradient + rate * parameter`, as in L2 regularisation."""
+    """`gradient + rate * parameter`, as in L2 regularization."""
     return gradient + rate * parameter.astype(gradient.dtype)
 
 
@@ -106,10 +106,10 @@ def gradient_accumulation(total: jax.Array, gradient: jax.Array, count: jax.Arra
     """
     total, count = total + gradient.astype(total.dtype), count + 1
     done = count == every
-    nothing = jnp.zeros_like(total)
+    zeros = jnp.zeros_like(total)
     return (
-        jnp.where(done, total / every, nothing),
-        jnp.where(done, nothing, total),
+        jnp.where(done, total / every, zeros),
+        jnp.where(done, zeros, total),
         jnp.where(done, jnp.zeros_like(count), count),
     )
 
@@ -129,10 +129,10 @@ def loss_scaling(gradient: jax.Array, scale: jax.Array, good_steps: jax.Array, *
     """
     finite = jnp.all(jnp.isfinite(gradient))
     unscaled = jnp.where(finite, gradient.astype(jnp.float32) / scale, 0.0)
-    grown = good_steps + 1 >= patience
-    new_scale = jnp.where(finite, jnp.where(grown, scale * 2.0, scale), jnp.maximum(scale * 0.5, 1.0))
-    kept = jnp.where(grown | ~finite, jnp.zeros_like(good_steps), good_steps + 1)
-    return unscaled, new_scale, kept
+    doubles = good_steps + 1 >= patience
+    new_scale = jnp.where(finite, jnp.where(doubles, scale * 2.0, scale), jnp.maximum(scale * 0.5, 1.0))
+    next_good_steps = jnp.where(doubles | ~finite, jnp.zeros_like(good_steps), good_steps + 1)
+    return unscaled, new_scale, next_good_steps
 
 
 def mixed_precision_sgd(master: jax.Array, gradient: jax.Array, *, rate: float = 0.01) -> Leaves:
@@ -164,7 +164,7 @@ def orthogonalize(gradient: jax.Array, *, steps: int = 5) -> jax.Array:
 
 
 _LEAF = f32(8, 12)
-_SIGN_UPDATE = "the update is a sign: the gradient by the gradient is zero"
+_SIGN_UPDATE = "the update is a sign: its derivative with respect to the gradient is zero"
 
 
 def _optimizer(

@@ -27,7 +27,7 @@ from autoshard.spmdrules.core.rule import Dims, Rule
 IDEMPOTENT = ("max", "min", "and", "or")  # reducing copies of one value gives the value
 # Above this many combinations, mesh axes are resolved one after the other. Chosen, not measured.
 _MAX_COMBINATIONS = 256
-_TIE = 1e-9  # relative: prices that differ by less are equal but for rounding
+_TIE = 1e-9  # relative; smaller differences between prices are rounding errors
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Operand:
         placement: where it is.
         nbytes: bytes of the unsharded array.
         is_zero: whether all its elements are zero; such an operand is a partial sum over any axis.
-        same_as: the first operand that is the same value; its own number if no earlier one is.
+        same_as: the number of the first operand that is the same value, which may be the operand itself.
     """
 
     placement: Placement
@@ -107,10 +107,11 @@ class _Resolver:
         self.requested = requested
         self.mesh = mesh
         self.factors = rule.by_name
-        # Where operands shard a factor over the same axes in different orders, the largest operand keeps its order.
+        # Both of these map a mesh axis to the factor that it shards: for each operand, and for each result's requested
+        # spec. Where operands shard a factor over the same axes in different orders, the largest keeps its order.
         ranked = sorted(enumerate(operands), key=lambda pair: -pair[1].nbytes)
-        self.current = {i: project(rule, rule.operands[i], o.placement.spec, mesh) for i, o in ranked}
-        self.goals = [
+        self.operand_factors = {i: project(rule, rule.operands[i], o.placement.spec, mesh) for i, o in ranked}
+        self.requested_factors = [
             {} if spec is None else project(rule, dims, spec, mesh)
             for dims, spec in zip(rule.results, requested, strict=True)
         ]
@@ -129,12 +130,12 @@ class _Resolver:
         return self.cheapest(dict(zip(axes, choices, strict=True)) for choices in combinations)
 
     def options(self, axis: str) -> list[Choice]:
-        """Returns what a mesh axis could do here, besides nothing."""
+        """Returns the choices for a mesh axis, without None."""
         found: list[Choice] = list(self.partial_choices(axis))
         partial = any(axis == a for o in self.operands for a, _ in o.placement.partial)
-        found += [ShardFactor(factors[axis]) for _, factors in sorted(self.current.items()) if axis in factors]
+        found += [ShardFactor(factors[axis]) for _, factors in sorted(self.operand_factors.items()) if axis in factors]
         if not found or partial:
-            found += [ShardFactor(goal[axis]) for goal in self.goals if axis in goal]
+            found += [ShardFactor(goal[axis]) for goal in self.requested_factors if axis in goal]
         return list(dict.fromkeys(found))
 
     def may_reduce(self, options: Mapping[str, Sequence[Choice]]) -> bool:
@@ -160,6 +161,8 @@ class _Resolver:
             for group in self.rule.linear:
                 if held.keys() & set(group) and all(i in held or self.operands[i].is_zero for i in group):
                     found.add(tuple(i for i in group if i in held))
+        # The other moved operands are whole on every device, and the reduction combines their copies with the partials.
+        # This keeps their values if the reduction is idempotent, or a sum and they are zero.
         moved = tuple(i for i in self.rule.moves if i in held)
         rest = [i for i in self.rule.moves if i not in held]
         if moved and (op in IDEMPOTENT or (op == "sum" and all(self.operands[i].is_zero for i in rest)) or not rest):
@@ -169,12 +172,12 @@ class _Resolver:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether each result holds only elements of the operand of the same number (`optimization_barrier`)."""
+        """Whether result i holds only elements of operand i, for every i (`optimization_barrier`)."""
         rule = self.rule
         return 1 < len(rule.operands) == len(rule.moves) and rule.operands == rule.results
 
     def greedy(self, options: Mapping[str, Sequence[Choice]]) -> Resolution:
-        """Resolves one axis after the other, for when there are too many combinations."""
+        """Resolves one axis after the other. Used if there are too many combinations."""
         chosen: dict[str, Choice] = {}
         for axis, found in options.items():
             trials = [{**chosen, axis: choice} for choice in [*found, None]]
@@ -196,11 +199,11 @@ class _Resolver:
         return best[1]
 
     def build(self, chosen: Mapping[str, Choice]) -> Resolution | None:
-        """Returns the placements under these choices, None where a dimension cannot be sharded like that."""
+        """Returns the placements under these choices, or None if a dimension cannot be sharded in this way."""
         axes: dict[str, list[str]] = {}
-        for i, factors in self.current.items():
+        for i, factors in self.operand_factors.items():
             self.add_axes(axes, chosen, factors, self.operands[i].placement.spec)
-        for goal, spec in zip(self.goals, self.requested, strict=True):
+        for goal, spec in zip(self.requested_factors, self.requested, strict=True):
             self.add_axes(axes, chosen, goal, spec or ())
         if not self.is_feasible(axes):
             return None
@@ -229,17 +232,17 @@ class _Resolver:
                     over.append(axis)
 
     def is_feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
-        """Whether every factor divides evenly, and a minor factor is sharded only below fully sharded major ones."""
+        """Whether every factor divides evenly, and the factors major to a sharded one are fully sharded."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
         if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
             return False
         for dims in (*self.rule.operands, *self.rule.results):
             for dim in dims:
-                open_part = False
+                major_is_open = False  # whether a major factor is not fully sharded
                 for f in dim:
-                    if open_part and axes.get(f):
+                    if major_is_open and axes.get(f):
                         return False
-                    open_part = open_part or pieces.get(f, 1) != self.factors[f].size
+                    major_is_open = major_is_open or pieces.get(f, 1) != self.factors[f].size
         return True
 
     def price(self, resolution: Resolution) -> float:

@@ -110,29 +110,29 @@ def steps(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]
     """
     if old == new:
         return []
-    stays = {axis for axis, _ in new.partial}
+    kept_partial = {axis for axis, _ in new.partial}
     before = {a: d for d, axes in enumerate(old.spec) for a in axes}
     after = {a: d for d, axes in enumerate(new.spec) for a in axes}
-    summed = [axis for axis, _ in old.partial if axis not in stays]
+    reduced_axes = [axis for axis, _ in old.partial if axis not in kept_partial]
     gathered = [a for a in before if a not in after]
-    grown = {before[a] for a in gathered}
+    gathered_dims = {before[a] for a in gathered}
     local = nbytes / shard_count(old.spec, mesh)
-    made: list[Step] = []
+    found: list[Step] = []
 
     def step(kind: ReshardKind, axis: str) -> None:
         nonlocal local
         n = mesh[axis]
         if n > 1:
-            made.append(Step(kind, axis, bytes_sent_per_byte(kind, n) * local))
+            found.append(Step(kind, axis, bytes_sent_per_byte(kind, n) * local))
             local *= n if kind == "all-gather" else 1 / n if kind in ("slice", "reduce-scatter") else 1
 
-    late = []
+    sliced_last = []
     for a, d in after.items():
-        if a in summed:
+        if a in reduced_axes:
             step("reduce-scatter", a)
         elif a not in before:
-            if d in grown:
-                late.append(a)
+            if d in gathered_dims:
+                sliced_last.append(a)
             else:
                 step("slice", a)
     for a, d in after.items():
@@ -140,14 +140,14 @@ def steps(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int]
             step("all-to-all", a)
         elif a in before and _majors(old.spec[d], a) != _majors(new.spec[d], a):
             step("collective-permute", a)
-    for a in summed:
+    for a in reduced_axes:
         if a not in after:
             step("all-reduce", a)
     for a in gathered:
         step("all-gather", a)
-    for a in late:
+    for a in sliced_last:
         step("slice", a)
-    return made
+    return found
 
 
 def _majors(axes: Sequence[str], axis: str) -> Sequence[str]:
@@ -160,7 +160,7 @@ def cost(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int])
 
 
 def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) -> Placement:
-    """The one of several placements that costs the fewest bytes to bring all of them to; the first one in a tie.
+    """The one of `places` to which it costs the fewest bytes to move all of them; the first one in a tie.
 
     It is partial only if all of them are partial in the same way.
     """
@@ -175,7 +175,7 @@ def extend(old: Spec, requested: Spec, taken: Iterable[str] = ()) -> Spec:
     Args:
         old: the spec.
         requested: the spec to move towards.
-        taken: axes that are in use otherwise (the array is partial over them) and are not added.
+        taken: axes that are not added, because the array is partial over them.
     """
     if old == requested:
         return old

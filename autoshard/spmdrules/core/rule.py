@@ -39,7 +39,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class RuleError(AutoshardError):
-    """A rule that cannot be read, contradicts itself, or does not fit its operands."""
+    """A rule cannot be read, contradicts itself, or does not fit its operands."""
 
 
 @shown
@@ -63,7 +63,10 @@ class Factor:
         if self.kind not in KINDS:
             raise RuleError(f"factor '{self.name}': unknown kind '{self.kind}'. Known kinds: {', '.join(KINDS)}.")
         if (self.kind == "reduce") != (self.op is not None):
-            raise RuleError(f"factor '{self.name}': a reduction needs an operation, and other kinds must not have one")
+            raise RuleError(
+                f"factor '{self.name}' has kind '{self.kind}' and op {self.op!r}. A 'reduce' factor needs an "
+                "operation, such as op='sum'; for other kinds, leave op at None."
+            )
 
     @property
     def shardable(self) -> bool:
@@ -71,7 +74,7 @@ class Factor:
         return self.kind != "whole"
 
     def cuts_into(self, pieces: int) -> bool:
-        """Whether a plan may shard it this many ways: the shards are equal and exchange no borders."""
+        """Whether a plan may shard it into this many pieces: they are equal and exchange no borders."""
         return self.kind not in ("whole", "halo") and bool(self.size) and self.size % pieces == 0
 
 
@@ -339,7 +342,9 @@ def _parse_dims(text: str, whole: str) -> Dims:
         elif token == "1" and group is None:
             dims.append(())
         elif not _NAME.fullmatch(token):
-            raise RuleError(f"rule '{whole}': cannot read '{token}' in '{text.strip()}'")
+            raise RuleError(
+                f"rule '{whole}': cannot read '{token}' in '{text.strip()}'. Write names of factors, 1, or (a b)."
+            )
         elif group is None:
             dims.append((token,))
         else:
@@ -359,17 +364,20 @@ def _parse_operands(items: Iterable[str], text: str) -> tuple[int, ...]:
 def _apply_clause(factors: dict[str, Factor], word: str, item: str, text: str) -> None:
     name, _, detail = item.partition("=" if word == "where" else ":")
     if name not in factors:
-        raise RuleError(f"rule '{text}': '{word} {item}' names a factor that occurs in no operand and no result")
+        raise RuleError(
+            f"rule '{text}': '{word} {item}' names a factor that occurs in no operand and no result. Its factors are "
+            f"{', '.join(factors) or 'none'}."
+        )
     factor = factors[name]
     if word == "where":
         if not detail.isdigit():
             raise RuleError(f"rule '{text}': '{item}' should be a size, such as {name}=16")
         if factor.size not in (None, int(detail)):
-            raise RuleError(f"rule '{text}': factor '{name}' has two sizes, {factor.size} and {detail}")
+            raise RuleError(f"rule '{text}': factor '{name}' has two sizes, {factor.size} and {detail}. Keep one.")
         factors[name] = replace(factor, size=int(detail))
         return
     if factor.kind != "pass":
-        raise RuleError(f"rule '{text}': factor '{name}' has two kinds, {factor.kind} and {word}")
+        raise RuleError(f"rule '{text}': factor '{name}' has two kinds, {factor.kind} and {word}. Keep one.")
     if word == "reduce":
         op = detail or "sum"
         if op not in REDUCTIONS:

@@ -1,4 +1,4 @@
-"""Helpers that the families share: naming the factors of dimensions, and rewriting parameters for a shard."""
+"""Functions that the families share: they name the factors of dimensions, and rewrite parameters for a shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.spmdrules.core.rule import Body, Dims, Factor, Kind, LocalParams,
 Dim = tuple[str, ...]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-GROUPS = "v"  # the factor that counts the groups of a grouped matmul; the array of group sizes has another factor
+GROUPS = "v"  # the factor of the groups of a grouped matmul, except in the array of group sizes
 
 
 class RuleBuilder:
@@ -21,7 +21,7 @@ class RuleBuilder:
 
     def __init__(self) -> None:
         self.factors: dict[str, Factor] = {}
-        self.lettered = 0
+        self.letter_count = 0
 
     def dim(self, stem: str, size: int, kind: Kind = "pass", op: Reduction | None = None) -> Dim:
         """Creates a dimension of one factor, named `stem`, or `stem1`, `stem2`, ... if that is taken.
@@ -45,8 +45,8 @@ class RuleBuilder:
 
     def next(self, size: int, kind: Kind = "pass") -> Dim:
         """Creates a dimension named by the next free letter."""
-        dim = self.dim(_LETTERS[self.lettered % 26], size, kind)
-        self.lettered += len(dim)
+        dim = self.dim(_LETTERS[self.letter_count % 26], size, kind)
+        self.letter_count += len(dim)
         return dim
 
     def dims(self, shape: Sequence[int]) -> Dims:

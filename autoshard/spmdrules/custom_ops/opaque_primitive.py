@@ -162,11 +162,11 @@ def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], 
     out = primitive.bind(*primals, **params)
     live = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-    def of_live(*xs: Any) -> list[Any]:
+    def fn_of_live(*xs: Any) -> list[Any]:
         given = dict(zip(live, xs, strict=True))
         return flat(params["fn"])(*(given.get(i, x) for i, x in enumerate(primals)))
 
-    _, out_tangents = jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])
+    _, out_tangents = jax.jvp(fn_of_live, [primals[i] for i in live], [tangents[i] for i in live])
     pairs = zip(out, out_tangents, strict=True)
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t for x, t in pairs]
 

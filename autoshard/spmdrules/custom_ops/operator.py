@@ -110,7 +110,7 @@ def _check_option(name: str, key: str, value: Any) -> None:
 
 
 def _reject_positional_factors(rule: Rule) -> None:
-    """Rejects factors for which a shard must know its position: the function is not told it."""
+    """Rejects factors for which a shard must know its position: the function does not receive it."""
     for f in rule.factors:
         if f.kind in ("index", "offset") or f.op in POSITIONS:
             raise RuleError(

@@ -60,7 +60,8 @@ def run_on_shards(
         The global results.
 
     Raises:
-        RuleError: a result is partial under an operation that cannot be reduced, or a factor cannot be sharded so.
+        RuleError: a result is partial under an operation that cannot be reduced, or a factor cannot be sharded like
+            this.
     """
     sizes = dict(mesh.shape)
     axes: dict[str, tuple[str, ...]] = {}
@@ -76,25 +77,28 @@ def run_on_shards(
         if lost := [a for a in axes_of(spec(dims)) if found.get(a) != factor_of[a]]:
             raise RuleError(
                 f"'{rule}': mesh axis '{lost[0]}' cannot shard factor '{factor_of[lost[0]]}': it does not divide "
-                "evenly, or its shards would not be contiguous"
+                "evenly, or its shards would not be contiguous. Shard another factor over this axis."
             )
     places = [_placement_after_body(spec(dims), rule, j, axes) for j, dims in enumerate(rule.results)]
     goals = [
         None if r is None else from_partition_spec(r, len(d)) for r, d in zip(requested, rule.results, strict=True)
     ]
-    ends = [_exit_spec(*each, sizes) for each in zip(places, goals, results, strict=True)]
+    final_specs = [_spec_after_reduction(*each, sizes) for each in zip(places, goals, results, strict=True)]
     flat_body = flat(body)
 
     def run(*shards: Any) -> list[Any]:
         index = {f: lax.axis_index(over) for f, over in axes.items()}
         shard = Shard(rule, counts, index, {f: over[0] for f, over in axes.items() if len(over) == 1})
         outs = flat_body(shard, *unify_varying_axes(shards))
-        return [_reduce_partials(*each) for each in zip(outs, places, ends, strict=True)]
+        return [_reduce_partials(*each) for each in zip(outs, places, final_specs, strict=True)]
 
     in_specs = tuple(to_partition_spec(spec(dims)) for dims in rule.operands)
-    out_specs = [to_partition_spec(end) for end in ends]
+    out_specs = [to_partition_spec(final_spec) for final_spec in final_specs]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-    return [_constrain(x, end, goal, mesh) for x, end, goal in zip(mapped(*args), ends, goals, strict=True)]
+    return [
+        _constrain(x, final_spec, goal, mesh)
+        for x, final_spec, goal in zip(mapped(*args), final_specs, goals, strict=True)
+    ]
 
 
 def _placement_after_body(spec: Spec, rule: Rule, result: int, axes: Mapping[str, Sequence[str]]) -> Placement:
@@ -103,7 +107,7 @@ def _placement_after_body(spec: Spec, rule: Rule, result: int, axes: Mapping[str
     return Placement(spec, tuple((a, op) for f, op in ops.items() if op is not None for a in axes[f]))
 
 
-def _exit_spec(place: Placement, requested: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
+def _spec_after_reduction(place: Placement, requested: Spec | None, aval: Any, mesh: dict[str, int]) -> Spec:
     """Returns the spec of a result at the end of the `shard_map`.
 
     A partial sum over an axis is reduce-scattered where the requested spec has that axis next in a dimension.
@@ -118,15 +122,15 @@ def _exit_spec(place: Placement, requested: Spec | None, aval: Any, mesh: dict[s
     return tuple(map(tuple, spec))
 
 
-def _reduce_partials(x: Any, place: Placement, end: Spec) -> Any:
-    """Reduces a shard's partials, and marks a result as replicated over the axes that it is the same along."""
+def _reduce_partials(x: Any, place: Placement, final_spec: Spec) -> Any:
+    """Reduces a shard's partials, and marks a result as replicated over the axes along which it does not vary."""
     for axis, op in place.partial:
-        scattered = next((d for d, dim in enumerate(end) if axis in dim), None)
+        scattered = next((d for d, dim in enumerate(final_spec) if axis in dim), None)
         if scattered is not None:
             x = lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
         else:
             x = _reduce(x, axis, op)
-    for axis in sorted(_compat.varying_axes(x) - set(axes_of(end))):
+    for axis in sorted(_compat.varying_axes(x) - set(axes_of(final_spec))):
         first = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
         x = _reduce(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
     return x
@@ -139,25 +143,25 @@ def _reduce(x: Any, axis: str, op: str) -> Any:
         return (lax.pmax if op == "max" else lax.pmin)(x, axis)
     if op in ("and", "or") and x.dtype == jnp.bool_:
         return (lax.pmin if op == "and" else lax.pmax)(x.astype(jnp.int32), axis).astype(jnp.bool_)
-    if op in _FOLDS:
-        return functools.reduce(_FOLDS[op], _terms(x, axis))
+    if op in _ELEMENTWISE:
+        return functools.reduce(_ELEMENTWISE[op], _gather_terms(x, axis))
     raise RuleError(
         f"a partial '{op}' of {x.dtype} over mesh axis '{axis}' cannot be reduced. Declare its factor 'whole'."
     )
 
 
-_FOLDS = {"mul": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
+_ELEMENTWISE = {"mul": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor}
 
 
-def _terms(x: Any, axis: str) -> list[Any]:
-    """Gathers the terms of all shards on every shard: no collective reduces by `mul` or bitwise."""
+def _gather_terms(x: Any, axis: str) -> list[Any]:
+    """Gathers the terms of all shards on every shard. Used where no collective performs the reduction."""
     wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     own = jnp.arange(lax.axis_size(axis)).reshape(-1, *[1] * x.ndim) == lax.axis_index(axis)
     return list(lax.psum(jnp.where(own, wide, jnp.zeros_like(wide)), axis).astype(x.dtype))
 
 
-def _constrain(x: Any, end: Spec, goal: Spec | None, mesh: Any) -> Any:
+def _constrain(x: Any, final_spec: Spec, goal: Spec | None, mesh: Any) -> Any:
     """Constrains a global result to the requested spec, unless it already has it."""
-    if goal is None or goal == end:
+    if goal is None or goal == final_spec:
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(goal)))

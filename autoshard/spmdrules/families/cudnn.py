@@ -22,7 +22,7 @@ KERNELS = frozenset(
     for kernel in ("scaled_matmul", *(f"dot_product_attention_{kind}" for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")))
     for end in ("", "_wrapper")
 )
-"""Names of their primitives."""
+"""The names of the kernels' primitives."""
 
 
 @rule(*primitives("scaled_matmul", "scaled_matmul_wrapper"))
@@ -39,7 +39,7 @@ def scaled_matmul(x: Any, y: Any, x_scale: Any, y_scale: Any, **_: Any) -> Rule:
     return build.rule(operands, [(batch, m, n)])
 
 
-class _Attention:
+class _AttentionDims:
     """The dimensions of one attention call: batch and key heads pass; query heads that share a key head are whole."""
 
     def __init__(self, query: Any, key: Any, value: Any, layout: int, kind: Kind = "pass", op: Reduction | None = None):
@@ -111,9 +111,9 @@ def attention(
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
     offsets = rows[2]
-    made = _Attention(query, key, value, layout, "pass" if _is_shardable(offsets, dropout_rate) else "whole")
-    results = [made.result, *([made.statistics(_segments(offsets))] if is_training else [])]
-    return made.build.rule([*made.operands, made.bias(bias), *map(made.by_row, rows)], results)
+    dims = _AttentionDims(query, key, value, layout, "pass" if _is_shardable(offsets, dropout_rate) else "whole")
+    results = [dims.result, *([dims.statistics(_segments(offsets))] if is_training else [])]
+    return dims.build.rule([*dims.operands, dims.bias(bias), *map(dims.by_row, rows)], results)
 
 
 @rule(*primitives("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"))
@@ -129,16 +129,16 @@ def attention_gradient(
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
     *rows, _statistics, _forward, _cotangent = others
-    offsets, with_bias = rows[2], variadic_args[1]
+    offsets, has_bias_gradient = rows[2], variadic_args[1]
     if not _is_shardable(offsets, dropout_rate):
-        made = _Attention(query, key, value, layout, "whole")
+        dims = _AttentionDims(query, key, value, layout, "whole")
     else:
-        made = _Attention(query, key, value, layout, *(("reduce", "sum") if with_bias else ("pass", None)))
-    q, k, v = made.operands
-    added = made.bias(bias)
-    statistics = made.statistics(_segments(offsets))
-    operands = [q, k, v, added, *map(made.by_row, rows), statistics, made.result, made.result]
-    return made.build.rule(operands, [q, k, v, *([added] if with_bias else [])], ((len(operands) - 1,),))
+        dims = _AttentionDims(query, key, value, layout, *(("reduce", "sum") if has_bias_gradient else ("pass", None)))
+    q, k, v = dims.operands
+    bias_dims = dims.bias(bias)
+    statistics = dims.statistics(_segments(offsets))
+    operands = [q, k, v, bias_dims, *map(dims.by_row, rows), statistics, dims.result, dims.result]
+    return dims.build.rule(operands, [q, k, v, *([bias_dims] if has_bias_gradient else [])], ((len(operands) - 1,),))
 
 
 @rule(*primitives("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"))
@@ -148,10 +148,10 @@ def fp8_attention(query: Any, key: Any, value: Any, *scales: Any, layout: int, i
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
-    made = _Attention(query, key, value, layout, "reduce", "max")
+    dims = _AttentionDims(query, key, value, layout, "reduce", "max")
     largest = [((),) * 4] * 2
-    results = [made.result, *largest, *([made.statistics()] if is_training else [])]
-    return made.build.rule([*made.operands, *_ones(scales)], results)
+    results = [dims.result, *largest, *([dims.statistics()] if is_training else [])]
+    return dims.build.rule([*dims.operands, *_ones(scales)], results)
 
 
 @rule(*primitives("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper"))
@@ -164,10 +164,10 @@ def fp8_attention_gradient(
 
     https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html
     """  # noqa: D205  the map takes two lines
-    made = _Attention(query, key, value, layout, "reduce", "max")
-    q, k, v = made.operands
-    operands = [q, k, v, made.result, made.result, made.statistics(), *_ones(scales)]
-    return made.build.rule(operands, [q, k, v, *[((),) * 4] * 4])
+    dims = _AttentionDims(query, key, value, layout, "reduce", "max")
+    q, k, v = dims.operands
+    operands = [q, k, v, dims.result, dims.result, dims.statistics(), *_ones(scales)]
+    return dims.build.rule(operands, [q, k, v, *[((),) * 4] * 4])
 
 
 def _ones(scales: Sequence[Any]) -> list[Dims]:
@@ -197,12 +197,12 @@ def kernel_flops(name: str, operands: Sequence[Any], params: Mapping[str, Any]) 
     mask = params.get("mask_type", _CAUSAL if params.get("use_causal_mask") else 0)
     attended = keys / 2 if getattr(mask, "value", mask) in (_CAUSAL, _PADDED_CAUSAL) else keys  # keys for each query
     attended = min(attended, params.get("sliding_window_length") or attended)
-    of_keys, of_values = (3, 2) if "_bwd" in name else (1, 1)
+    key_products, value_products = (3, 2) if "_bwd" in name else (1, 1)
     return (
         2.0
         * query.shape[0]
         * query.shape[heads]
         * length
         * attended
-        * (of_keys * query.shape[3] + of_values * value.shape[3])
+        * (key_products * query.shape[3] + value_products * value.shape[3])
     )

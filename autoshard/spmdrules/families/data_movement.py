@@ -23,7 +23,7 @@ from autoshard.spmdrules.core.rule_builder import (
     without_sharding,
 )
 
-_FIRST = ((0,),)
+_LINEAR_IN_FIRST = ((0,),)
 
 
 def sets_shape(dims: Dims, *names: str) -> LocalParams:
@@ -35,7 +35,7 @@ def sets_shape(dims: Dims, *names: str) -> LocalParams:
     return local
 
 
-def _joint(operands: Sequence[Any]) -> tuple[int, ...]:
+def _all_operands(operands: Sequence[Any]) -> tuple[int, ...]:
     return tuple(range(len(operands)))
 
 
@@ -46,7 +46,7 @@ def transpose(x: Any, *, permutation: Sequence[int], **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#transpose
     """
     build, dims = pass_through(x.shape)
-    return build.rule([dims], [tuple(dims[d] for d in permutation)], _FIRST, (0,))
+    return build.rule([dims], [tuple(dims[d] for d in permutation)], _LINEAR_IN_FIRST, (0,))
 
 
 @rule(lax.broadcast_in_dim_p)
@@ -61,7 +61,7 @@ def broadcast_in_dim(
     operand = tuple(
         result[d] if size == shape[d] else () for size, d in zip(x.shape, broadcast_dimensions, strict=True)
     )
-    return build.rule([operand, *[()] * len(dynamic)], [result], _FIRST, (0,), sets_shape(result, "shape"))
+    return build.rule([operand, *[()] * len(dynamic)], [result], _LINEAR_IN_FIRST, (0,), sets_shape(result, "shape"))
 
 
 @rule(lax.squeeze_p)
@@ -72,7 +72,7 @@ def squeeze(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
     """
     build, dims = pass_through(x.shape)
     dropped = {d % len(x.shape) for d in dimensions}
-    return build.rule([dims], [tuple(dim for d, dim in enumerate(dims) if d not in dropped)], _FIRST, (0,))
+    return build.rule([dims], [tuple(dim for d, dim in enumerate(dims) if d not in dropped)], _LINEAR_IN_FIRST, (0,))
 
 
 @rule(*primitives("expand_dims"))
@@ -85,7 +85,7 @@ def expand_dims(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
     rest = iter(dims)
     rank = len(x.shape) + len(dimensions)
     added = {d % rank for d in dimensions}
-    return build.rule([dims], [tuple(() if d in added else next(rest) for d in range(rank))], _FIRST, (0,))
+    return build.rule([dims], [tuple(() if d in added else next(rest) for d in range(rank))], _LINEAR_IN_FIRST, (0,))
 
 
 @rule(lax.reshape_p)
@@ -102,7 +102,7 @@ def reshape(x: Any, *dynamic: Any, new_sizes: Sequence[int], dimensions: Sequenc
         permuted, result = common_factors(build, [x.shape[d] for d in read], new_sizes)
         operand = tuple(dim for _, dim in sorted(zip(read, permuted, strict=True)))
     scalars = [()] * len(dynamic)
-    return build.rule([operand, *scalars], [result], _FIRST, (0,), sets_shape(result, "new_sizes"))
+    return build.rule([operand, *scalars], [result], _LINEAR_IN_FIRST, (0,), sets_shape(result, "new_sizes"))
 
 
 def common_factors(build: RuleBuilder, old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims]:
@@ -116,7 +116,7 @@ def common_factors(build: RuleBuilder, old: Sequence[int], new: Sequence[int]) -
     Returns:
         The factors of each dimension of `old` and of `new`, major to minor.
     """
-    left, right = _Side(old), _Side(new)
+    left, right = _ShapeFactors(old), _ShapeFactors(new)
     ends = sorted(set(left.ends) & set(right.ends))
     for low, high in zip([1, *ends], ends, strict=False):
         for major in (True, False):
@@ -131,13 +131,20 @@ def common_factors(build: RuleBuilder, old: Sequence[int], new: Sequence[int]) -
     return left.dims(build), right.dims(build)
 
 
-def _next_pair(left: _Side, right: _Side, low: int, high: int, major: bool) -> tuple[int, int] | None:
+def _next_pair(left: _ShapeFactors, right: _ShapeFactors, low: int, high: int, major: bool) -> tuple[int, int] | None:
     i, j = left.open(low, high, major), right.open(low, high, major)
     return None if i is None or j is None else (i, j)
 
 
-class _Side:
-    """One of the two shapes: the factors taken so far from both ends of each dimension, and the size left between."""
+class _ShapeFactors:
+    """One of the two shapes, while its factors are found.
+
+    Attributes:
+        rest: the size of each dimension without the factors taken from it so far.
+        ends: the cumulative products of the shape.
+        major: the factors taken from the major end of each dimension.
+        minor: those taken from its minor end.
+    """
 
     def __init__(self, shape: Sequence[int]):
         self.rest = list(shape)
@@ -151,7 +158,7 @@ class _Side:
         return (found[0] if major else found[-1]) if found else None
 
     def take(self, d: int, dim: Dim, size: int, major: bool) -> None:
-        """Takes a factor from one end of what is left of dimension `d`."""
+        """Takes a factor from the major or the minor end of dimension `d`."""
         self.rest[d] //= size
         if major:
             self.major[d] += dim
@@ -176,10 +183,10 @@ def concatenate(*xs: Any, dimension: int, **_: Any) -> Rule:
     """
     lengths = [x.shape[dimension] for x in xs]
     build, rest = pass_through([1 if d == dimension else n for d, n in enumerate(xs[0].shape)])
-    alone = build.next(sum(lengths)) if sum(n > 0 for n in lengths) == 1 else None
-    joined = [build.whole(n) if alone is None or not n else alone for n in (*lengths, sum(lengths))]
+    passing = build.next(sum(lengths)) if sum(n > 0 for n in lengths) == 1 else None
+    joined = [build.whole(n) if passing is None or not n else passing for n in (*lengths, sum(lengths))]
     *operands, result = (replace_dim(rest, dimension, dim) for dim in joined)
-    return build.rule(operands, [result], (_joint(xs),), _joint(xs))
+    return build.rule(operands, [result], (_all_operands(xs),), _all_operands(xs))
 
 
 @rule(*primitives("split"))
@@ -189,7 +196,7 @@ def split(x: Any, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.split.html
     """
     build, dims = with_kind(x.shape, (axis,), "whole")
-    return build.rule([dims], [replace_dim(dims, axis, build.whole(n)) for n in sizes], _FIRST, (0,))
+    return build.rule([dims], [replace_dim(dims, axis, build.whole(n)) for n in sizes], _LINEAR_IN_FIRST, (0,))
 
 
 @rule(*primitives("stack"))
@@ -200,7 +207,7 @@ def stack(*xs: Any, axis: int, **_: Any) -> Rule:
     """
     build, dims = pass_through(xs[0].shape)
     result = (*dims[:axis], build.whole(len(xs)), *dims[axis:])
-    return build.rule([dims] * len(xs), [result], (_joint(xs),), _joint(xs))
+    return build.rule([dims] * len(xs), [result], (_all_operands(xs),), _all_operands(xs))
 
 
 @rule(*primitives("unstack"))
@@ -211,7 +218,7 @@ def unstack(x: Any, *, axis: int, **_: Any) -> Rule:
     """
     count = x.shape[axis]
     build, dims = pass_through((*x.shape[:axis], *x.shape[axis + 1 :]))
-    return build.rule([(*dims[:axis], build.whole(count), *dims[axis:])], [dims] * count, _FIRST, (0,))
+    return build.rule([(*dims[:axis], build.whole(count), *dims[axis:])], [dims] * count, _LINEAR_IN_FIRST, (0,))
 
 
 @rule(*primitives("tile"))
@@ -223,7 +230,7 @@ def tile(x: Any, *, reps: Sequence[int], **_: Any) -> Rule:
     build, dims = pass_through(x.shape)
     times = [build.dim("r", n) for n in reps]
     result = tuple(r + dim for r, dim in zip(times, dims, strict=True))
-    return build.rule([dims], [result], _FIRST, (0,), sets_shape(tuple(times), "reps"))
+    return build.rule([dims], [result], _LINEAR_IN_FIRST, (0,), sets_shape(tuple(times), "reps"))
 
 
 @rule(lax.pad_p)
@@ -262,7 +269,7 @@ def rev(x: Any, *, dimensions: Sequence[int], **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#reverse
     """
     build, dims = with_kind(x.shape, dimensions, "whole")
-    return build.rule([dims], [dims], _FIRST, (0,))
+    return build.rule([dims], [dims], _LINEAR_IN_FIRST, (0,))
 
 
 @rule(lax.slice_p)
@@ -286,7 +293,7 @@ def slice_(
         limits = (limit if n == size else n for n, (size, _, limit, _) in zip(here, slices, strict=True))
         return {**params, "limit_indices": tuple(limits)}
 
-    return build.rule([operand], [tuple(after for _, after in pairs)], _FIRST, (0,), local)
+    return build.rule([operand], [tuple(after for _, after in pairs)], _LINEAR_IN_FIRST, (0,), local)
 
 
 def _sliced(build: RuleBuilder, size: int, start: int, limit: int, step: int) -> tuple[Dim, Dim]:
@@ -320,7 +327,7 @@ def iota(*dynamic: Any, dtype: Any, shape: Sequence[int], dimension: int, **_: A
 
 @rule(*primitives("empty"))
 def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
-    """``-> a b``: an uninitialised array.
+    """``-> a b``: an uninitialized array.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.empty.html
     """
@@ -330,7 +337,7 @@ def empty(*dynamic: Any, shape: Sequence[int], **_: Any) -> Rule:
 
 @rule(*primitives("empty2"))
 def empty_scalar(**_: Any) -> Rule:
-    """``-> []``: an uninitialised scalar, which scans and their gradients broadcast to buffers.
+    """``-> []``: an uninitialized scalar, which scans and their gradients broadcast into buffers.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """

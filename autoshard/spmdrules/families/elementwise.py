@@ -99,7 +99,7 @@ def linear_unary(x: Any, **_: Any) -> Rule:
 
 @rule(lax.integer_pow_p)
 def integer_pow(x: Any, *, y: int, **_: Any) -> Rule:
-    """``a b -> a b``: each element to a constant power; linear if the power is 1.
+    """``a b -> a b``: each element raised to a constant power; linear if the power is 1.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.integer_pow.html
     """
@@ -232,7 +232,7 @@ def optimization_barrier(*xs: Any, **_: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#optimization_barrier
     """
-    return _each(xs)
+    return _unchanged(xs)
 
 
 @rule(primitive("device_put"))
@@ -241,10 +241,10 @@ def device_put(*xs: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.device_put.html
     """
-    return _each(xs).where(body=lambda shard, *xs: list(xs))
+    return _unchanged(xs).where(body=lambda shard, *xs: list(xs))
 
 
-def _each(xs: tuple[Any, ...]) -> Rule:
+def _unchanged(xs: tuple[Any, ...]) -> Rule:
     build = RuleBuilder()
     dims = [build.dims(x.shape) for x in xs]
     everything = tuple(range(len(xs)))

@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows in consecutive groups, each with its own matrix, as for experts without a capacity."""
+"""Grouped matrix products: each group of consecutive rows has its own matrix, as for dropless experts."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
 
 
 def _before_ragged(numbers: Any, rank: int) -> list[int]:
-    """Returns the dimensions of the left operand along which each element has its own group sizes."""
+    """Returns the dimensions of the left operand that the group sizes have, too: the groups may differ along these."""
     (contract, _), (batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     free = [d for d in range(rank) if d not in (*contract, *batch)]
-    own = next(list(dims) for dims in (batch, contract, free) if ragged in dims)
-    return [*(batch if own != list(batch) else ()), *own[: own.index(ragged)]]
+    same_kind = next(list(dims) for dims in (batch, contract, free) if ragged in dims)
+    return [*(batch if same_kind != list(batch) else ()), *same_kind[: same_kind.index(ragged)]]
 
 
 def _body(params: Mapping[str, Any], ragged: int, lhs: Dims, groups: Dim) -> Body:
@@ -102,7 +102,7 @@ def _bind(params: Mapping[str, Any], x: Any, y: Any, sizes: Any) -> Any:
 
 
 def _rolled(x: Any, by: Any, before: Sequence[int], axis: int) -> Any:
-    """Rolls `x` along `axis` so that element `by` comes first; `by` may differ along the dimensions `before`."""
+    """Rolls `x` along `axis` so that element `by` comes first; `by` may have the dimensions `before` of x."""
     if not by.ndim:
         return jnp.roll(x, -by, axis)
     at = (by[..., None] + jnp.arange(x.shape[axis])) % x.shape[axis]

@@ -53,7 +53,7 @@ def gather(
     """``v d, b -> b d; index v; linear 0; moves 0``: rows selected by position.
 
     Dimensions taken in full, batch dimensions and those of the indices pass. A dimension from which windows are taken
-    has the index factor ``u``, and the windows themselves are whole.
+    has the index factor ``u``, and in the result the windows' own dimension is whole.
 
     https://openxla.org/stablehlo/spec#gather
     """
@@ -75,12 +75,12 @@ def gather(
     result = _interleave(numbers.offset_dims, windows, list(picked.values()))
     linear = mode != _FILL or _fills_with_zero(fill_value, x.dtype)
     operand = tuple(dims)
-    made = build.rule(
+    base_rule = build.rule(
         [operand, (*picked.values(), vector)], [result], ((0,),) if linear else (), (0,) if linear else ()
     )
-    if any(f.kind == "index" for f in made.factors):
-        return made.where(body=_gather_body(operand, numbers, slice_sizes, mode, fill_value))
-    return made.where(local=_slice_sizes(operand, slice_sizes, x.shape))
+    if any(f.kind == "index" for f in base_rule.factors):
+        return base_rule.where(body=_gather_body(operand, numbers, slice_sizes, mode, fill_value))
+    return base_rule.where(local=_slice_sizes(operand, slice_sizes, x.shape))
 
 
 def _fills_with_zero(fill_value: Any, dtype: Any) -> bool:
@@ -121,7 +121,7 @@ def _local_sizes(shard: Shard, dims: Dims, sizes: Sequence[int], shape: Sequence
     return tuple(n if taken == size else taken for n, taken, size in zip(here, sizes, shape, strict=True))
 
 
-def _full(shard: Shard, dims: Dims) -> tuple[int, ...]:
+def _global_shape(shard: Shard, dims: Dims) -> tuple[int, ...]:
     return tuple(shard.rule.factor(dim[0]).size or 0 if dim else 1 for dim in dims)
 
 
@@ -132,50 +132,51 @@ def _gather_body(dims: Dims, numbers: Any, sizes: Sequence[int], mode: Any, fill
     """
 
     def body(shard: Shard, x: Any, indices: Any) -> Any:
-        whole = _full(shard, dims)
-        outside, mine, local = _locate(shard, dims, _widened(indices), numbers.start_index_map, sizes, whole, x.shape)
+        shape = _global_shape(shard, dims)
+        outside, held, local = _locate(shard, dims, _widened(indices), numbers.start_index_map, sizes, shape, x.shape)
         x = _with_margins(shard, x, dims, sizes)
-        out = lax.gather(x, local, numbers, _local_sizes(shard, dims, sizes, whole), mode=_CLIP, unique_indices=False)
+        out = lax.gather(x, local, numbers, _local_sizes(shard, dims, sizes, shape), mode=_CLIP, unique_indices=False)
         rows = [n for d, n in enumerate(out.shape) if d not in numbers.offset_dims]
-        assert tuple(rows) == mine.shape
+        assert tuple(rows) == held.shape
         spread = _row_broadcaster(out.shape, numbers.offset_dims)
         if mode == _FILL:
-            # Every shard holds part of a window, so only the first one fills.
+            # Every shard reads every window, so only the first one fills.
             others = [shard.index[f] != 0 for dim in dims for f in dim if is_window(f) and shard.count(f) > 1]
             fill = _fill_value(fill_value, out.dtype)
             fill = jnp.where(functools.reduce(jnp.logical_or, others), jnp.zeros_like(fill), fill) if others else fill
             out = jnp.where(spread(outside), fill, out)
-        return jnp.where(spread(mine), out, jnp.zeros((), out.dtype))
+        return jnp.where(spread(held), out, jnp.zeros((), out.dtype))
 
     return body
 
 
 def _locate(
-    shard: Shard, dims: Dims, indices: Any, mapped: Sequence[int], sizes: Sequence[int], whole: Sequence[int],
-    here: Sequence[int],
+    shard: Shard, dims: Dims, indices: Any, mapped: Sequence[int], sizes: Sequence[int], global_shape: Sequence[int],
+    local_shape: Sequence[int],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Locates the rows of the indices on a shard.
 
-    Every shard holds part of a window, so a window's position counts from the start of the shard's margin.
+    A window may cross the border of a shard, so each shard is padded with a margin of zeros and reads every window.
+    A window's position counts from the start of the margin.
 
     Returns:
         For each row: whether it is out of bounds, whether this shard holds it, and its position on this shard.
     """
-    outside, mine = jnp.zeros(indices.shape[:-1], bool), jnp.ones(indices.shape[:-1], bool)
+    outside, held = jnp.zeros(indices.shape[:-1], bool), jnp.ones(indices.shape[:-1], bool)
     local = []
     for p, d in enumerate(mapped):
-        position, last = indices[..., p], whole[d] - sizes[d]
+        position, last = indices[..., p], global_shape[d] - sizes[d]
         outside |= (position < 0) | (position > last)
         position = jnp.clip(position, 0, last)
-        if sizes[d] != whole[d]:
+        if sizes[d] != global_shape[d]:
             position = position - _starts_at(shard, dims[d])
             if margin := _margin(shard, dims[d], sizes[d]):
-                position = jnp.clip(position + margin, 0, here[d] + margin)
+                position = jnp.clip(position + margin, 0, local_shape[d] + margin)
             else:
-                mine &= (position >= 0) & (position <= here[d] - sizes[d])
-                position = jnp.clip(position, 0, here[d] - sizes[d])
+                held &= (position >= 0) & (position <= local_shape[d] - sizes[d])
+                position = jnp.clip(position, 0, local_shape[d] - sizes[d])
         local.append(position.astype(indices.dtype))
-    return outside, mine, jnp.stack(local, -1) if local else indices
+    return outside, held, jnp.stack(local, -1) if local else indices
 
 
 def _margin(shard: Shard, dim: Dim, taken: int) -> int:
@@ -256,20 +257,20 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
     numbers, clips = params["dimension_numbers"], params["mode"] == _CLIP
     scatter = primitive(name)
     assert scatter is not None
-    promises = {"mode": _FILL, "indices_are_sorted": False, "unique_indices": False}
+    overrides = {"mode": _FILL, "indices_are_sorted": False, "unique_indices": False}
 
     def body(shard: Shard, x: Any, indices: Any, updates: Any) -> Any:
-        whole = _full(shard, dims)
+        shape = _global_shape(shard, dims)
         mapped = numbers.scatter_dims_to_operand_dims
-        outside, mine, local = _locate(shard, dims, _widened(indices), mapped, sizes, whole, x.shape)
-        kept = mine if clips else mine & ~outside
+        outside, held, local = _locate(shard, dims, _widened(indices), mapped, sizes, shape, x.shape)
+        kept = held if clips else held & ~outside
         x = _with_margins(shard, x, dims, sizes)
         local = jnp.where(kept[..., None], local, jnp.asarray(x.shape, local.dtype)[jnp.asarray(mapped, int)])
         if identity is not None:
             sharded = [f.name for f in shard.rule.factors if f.kind == "reduce" and shard.count(f.name) > 1]
             first = jnp.all(jnp.asarray([shard.index[f] == 0 for f in sharded]))
             x = jnp.where(first, x, jnp.asarray(identity, x.dtype))
-        out = scatter.bind(x, local, updates, **{**params, **promises})
+        out = scatter.bind(x, local, updates, **{**params, **overrides})
         return _with_margins(shard, out, dims, sizes, -1)
 
     return body
@@ -330,10 +331,10 @@ def scatter(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
     https://openxla.org/stablehlo/spec#scatter
     """
-    made = _scatter("scatter", (x, indices, updates), params, "whole", None)
+    base_rule = _scatter("scatter", (x, indices, updates), params, "whole", None)
     if params.get("update_jaxpr") is not None:  # x.at[i].apply(f) changes elements and has no updates
-        return made
-    return made.where(linear=((0, 2),), moves=(0, 2))
+        return base_rule
+    return base_rule.where(linear=((0, 2),), moves=(0, 2))
 
 
 @rule(lax.dynamic_slice_p)
@@ -352,14 +353,14 @@ def dynamic_slice(x: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any) ->
     dims = tuple(operand)
 
     def body(shard: Shard, x: Any, *starts: Any) -> Any:
-        for axis, (size, taken, start) in enumerate(zip(_full(shard, dims), slice_sizes, starts, strict=True)):
+        for axis, (size, taken, start) in enumerate(zip(_global_shape(shard, dims), slice_sizes, starts, strict=True)):
             if taken == size:
                 continue
             places = jnp.clip(_widened(start), 0, size - taken) + jnp.arange(taken) - _starts_at(shard, dims[axis])
-            mine = (places >= 0) & (places < x.shape[axis])
+            held = (places >= 0) & (places < x.shape[axis])
             x = jnp.take(x, jnp.clip(places, 0, x.shape[axis] - 1), axis, mode="clip")
             if shard.count(dims[axis][0]) > 1:
-                x = jnp.where(_along(mine, axis, x.ndim), x, jnp.zeros((), x.dtype))
+                x = jnp.where(_along(held, axis, x.ndim), x, jnp.zeros((), x.dtype))
         return x
 
     return build.rule([dims, *[()] * len(starts)], [tuple(result)], ((0,),), (0,), body=body)
@@ -376,9 +377,9 @@ def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
     https://openxla.org/stablehlo/spec#dynamic_update_slice
     """
     build, rest = pass_through([n if n == taken else 1 for n, taken in zip(x.shape, update.shape, strict=True)])
-    whole, written = x.shape, update.shape
+    shape, written = x.shape, update.shape
     operand, window = [], []
-    for dim, size, taken in zip(rest, whole, written, strict=True):
+    for dim, size, taken in zip(rest, shape, written, strict=True):
         operand.append(dim if taken == size else build.dim("v", size, "index"))
         window.append(dim if taken == size else build.whole(taken))
     dims = tuple(operand)
@@ -387,7 +388,7 @@ def dynamic_update_slice(x: Any, update: Any, *starts: Any, **_: Any) -> Rule:
         if 0 in update.shape:
             return x
         written_here = jnp.ones((), bool)
-        for axis, (size, taken, start) in enumerate(zip(whole, written, starts, strict=True)):
+        for axis, (size, taken, start) in enumerate(zip(shape, written, starts, strict=True)):
             if taken == size:
                 continue
             first = jnp.clip(_widened(start), 0, size - taken)

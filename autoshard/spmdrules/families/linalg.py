@@ -1,4 +1,4 @@
-"""Factorisations, solvers and Fourier transforms: batch dimensions pass, each problem is whole."""
+"""Factorizations, solvers and Fourier transforms: batch dimensions pass, each problem is whole."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.core.rule_builder import RuleBuilder, pass_through
 
-Core = Sequence[int]
+Core = Sequence[int]  # the sizes of the dimensions of one problem, without the batch dimensions
 
 
-def _batched(avals: Sequence[Any], ranks: Sequence[int], cores: Sequence[Core]) -> Rule:
+def _batched(avals: Sequence[Any], core_rank: int, cores: Sequence[Core]) -> Rule:
     """Returns the rule of a batched operator.
 
     Args:
         avals: the operands.
-        ranks: the number of trailing dimensions of the first operand that are not batch dimensions.
+        core_rank: the number of trailing dimensions of the first operand that are not batch dimensions.
         cores: for each result, the sizes of its dimensions after the batch dimensions, which are whole.
     """
-    build, batch = pass_through(avals[0].shape[: len(avals[0].shape) - ranks[0]])
+    build, batch = pass_through(avals[0].shape[: len(avals[0].shape) - core_rank])
     operands = [_whole(build, batch, a.shape[len(batch) :]) for a in avals]
     return build.rule(operands, [_whole(build, batch, core) for core in cores])
 
@@ -34,11 +34,11 @@ def _whole(build: RuleBuilder, batch: Dims, core: Core) -> Dims:
 
 @rule(primitive("cholesky"), primitive("householder_product"))
 def like_first(x: Any, *xs: Any, **_: Any) -> Rule:
-    """``a w w1 -> a w2 w3; whole w w1 w2 w3``: matrices to matrices of the same shape.
+    """``a w w1 -> a w2 w3; whole w w1 w2 w3``: a function from matrices to matrices of the same shape.
 
     https://openxla.org/stablehlo/spec#cholesky
     """
-    return _batched((x, *xs), (2,), [x.shape[-2:]])
+    return _batched((x, *xs), 2, [x.shape[-2:]])
 
 
 @rule(primitive("cholesky_update"))
@@ -47,7 +47,7 @@ def cholesky_update(x: Any, vector: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.cholesky_update.html
     """
-    return _batched((x, vector), (2,), [x.shape[-2:]])
+    return _batched((x, vector), 2, [x.shape[-2:]])
 
 
 @rule(primitive("symmetric_product"))
@@ -56,7 +56,7 @@ def symmetric_product(x: Any, y: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.symmetric_product.html
     """
-    return _batched((x, y), (2,), [y.shape[-2:]])
+    return _batched((x, y), 2, [y.shape[-2:]])
 
 
 @rule(primitive("ormqr"))
@@ -72,7 +72,7 @@ def ormqr(x: Any, taus: Any, y: Any, *, left: bool, **_: Any) -> Rule:
 
 
 def _sides(build: RuleBuilder, batch: Dims, core: Core, left: bool) -> Dims:
-    """Returns the dimensions of an operand that a matrix multiplies from the left (by columns) or right (by rows)."""
+    """Returns the dimensions of right-hand sides. If `left`, they are the columns of a matrix, else its rows."""
     rows, columns = core
     if left:
         return (*batch, build.whole(rows), build.dim("n", columns))
@@ -86,7 +86,7 @@ def eig(x: Any, *, compute_left_eigenvectors: bool, compute_right_eigenvectors: 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.eig.html
     """
     core = x.shape[-2:]
-    return _batched((x,), (2,), [core[:1], *[core] * (compute_left_eigenvectors + compute_right_eigenvectors)])
+    return _batched((x,), 2, [core[:1], *[core] * (compute_left_eigenvectors + compute_right_eigenvectors)])
 
 
 @rule(primitive("eigh"))
@@ -97,7 +97,7 @@ def eigh(x: Any, *, subset_by_index: tuple[int, int] | None = None, **_: Any) ->
     """
     n = x.shape[-1]
     count = n if subset_by_index is None else subset_by_index[1] - subset_by_index[0]
-    return _batched((x,), (2,), [(n, count), (count,)])
+    return _batched((x,), 2, [(n, count), (count,)])
 
 
 @rule(primitive("hessenberg"))
@@ -106,7 +106,7 @@ def hessenberg(x: Any, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.hessenberg.html
     """
-    return _batched((x,), (2,), [x.shape[-2:], (x.shape[-1] - 1,)])
+    return _batched((x,), 2, [x.shape[-2:], (x.shape[-1] - 1,)])
 
 
 @rule(primitive("tridiagonal"))
@@ -116,7 +116,7 @@ def tridiagonal(x: Any, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.tridiagonal.html
     """
     n = x.shape[-1]
-    return _batched((x,), (2,), [x.shape[-2:], (n,), (n - 1,), (n - 1,)])
+    return _batched((x,), 2, [x.shape[-2:], (n,), (n - 1,), (n - 1,)])
 
 
 @rule(primitive("lu"))
@@ -126,7 +126,7 @@ def lu(x: Any, **_: Any) -> Rule:
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.lu.html
     """
     m, n = x.shape[-2:]
-    return _batched((x,), (2,), [(m, n), (min(m, n),), (m,)])
+    return _batched((x,), 2, [(m, n), (min(m, n),), (m,)])
 
 
 @rule(primitive("lu_pivots_to_permutation"))
@@ -135,21 +135,21 @@ def lu_pivots_to_permutation(pivots: Any, *, permutation_size: int, **_: Any) ->
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.lu_pivots_to_permutation.html
     """
-    return _batched((pivots,), (1,), [(permutation_size,)])
+    return _batched((pivots,), 1, [(permutation_size,)])
 
 
 @rule(primitive("geqrf"))
 def geqrf(x: Any, **_: Any) -> Rule:
-    """``a w w1 -> a w2 w3, a w4; whole w w1 w2 w3 w4``: the reflectors of a QR factorisation.
+    """``a w w1 -> a w2 w3, a w4; whole w w1 w2 w3 w4``: the reflectors of a QR factorization.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """
-    return _batched((x,), (2,), [x.shape[-2:], (min(x.shape[-2:]),)])
+    return _batched((x,), 2, [x.shape[-2:], (min(x.shape[-2:]),)])
 
 
 @rule(primitive("geqp3"))
 def geqp3(x: Any, pivots: Any, **_: Any) -> Rule:
-    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: a QR factorisation with column pivoting.
+    """``a w w1, a w1 -> a w2 w3, a w4, a w5; whole w w1 w2 w3 w4 w5``: a QR factorization with column pivoting.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.qr.html
     """
@@ -167,7 +167,7 @@ def qr(x: Any, *, full_matrices: bool, pivoting: bool = False, **_: Any) -> Rule
     """
     m, n = x.shape[-2:]
     k = m if full_matrices else min(m, n)
-    return _batched((x,), (2,), [(m, k), (k, n), *([(n,)] if pivoting else [])])
+    return _batched((x,), 2, [(m, k), (k, n), *([(n,)] if pivoting else [])])
 
 
 @rule(primitive("schur"))
@@ -176,7 +176,7 @@ def schur(x: Any, *, compute_schur_vectors: bool, **_: Any) -> Rule:
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.linalg.schur.html
     """
-    return _batched((x,), (2,), [x.shape[-2:]] * (2 if compute_schur_vectors else 1))
+    return _batched((x,), 2, [x.shape[-2:]] * (2 if compute_schur_vectors else 1))
 
 
 @rule(primitive("svd"))
@@ -192,7 +192,7 @@ def svd(
     if subset_by_index is not None:
         rank = min(rank, subset_by_index[1] - subset_by_index[0])
     vectors = [(m, m if full_matrices else rank), (n if full_matrices else rank, n)]
-    return _batched((x,), (2,), [(rank,), *(vectors if compute_uv else [])])
+    return _batched((x,), 2, [(rank,), *(vectors if compute_uv else [])])
 
 
 @rule(primitive("triangular_solve"))
@@ -228,4 +228,4 @@ def fft(x: Any, *, fft_type: Any, fft_lengths: Sequence[int], **_: Any) -> Rule:
     lengths = list(fft_lengths)
     if fft_type == lax.FftType.RFFT:
         lengths[-1] = lengths[-1] // 2 + 1
-    return _batched((x,), (len(lengths),), [lengths]).where(linear=((0,),))
+    return _batched((x,), len(lengths), [lengths]).where(linear=((0,),))

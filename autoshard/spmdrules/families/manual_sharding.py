@@ -26,8 +26,8 @@ def shard_map(
 ) -> Rule:
     """``(i w) w1 -> (i w2) w3; whole w w1 w2 w3``: sharded along its own mesh axes by its specs; a block is whole.
 
-    A factor is named after the mesh axis that it corresponds to. Nothing inside is planned. If the function has
-    collectives, its shards depend on each other, and the rule cannot be checked shard by shard.
+    A factor is named after the mesh axis that shards it. A block is what one shard holds. Nothing inside is planned. If
+    the function has collectives, its shards depend on each other, and the rule cannot be checked shard by shard.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.shard_map.html
     """
@@ -133,7 +133,7 @@ def custom_partitioning(*xs: Any, call: Any, sharding_rule: Any = None, **params
     if not hasattr(sharding_rule, "operand_mappings"):
         return replicated_rule(xs, tuple(results))
     operands, outs = (
-        [_read(m, len(x.shape)) for m, x in zip(mappings, arrays, strict=True)]
+        [_read_mapping(m, len(x.shape)) for m, x in zip(mappings, arrays, strict=True)]
         for mappings, arrays in ((sharding_rule.operand_mappings, xs), (sharding_rule.result_mappings, results))
     )
     in_results = {f for dims in outs for dim in dims for f in dim}
@@ -177,7 +177,7 @@ def _by_callback(
     return body
 
 
-def _read(mapping: Sequence[Any], rank: int) -> Dims:
+def _read_mapping(mapping: Sequence[Any], rank: int) -> Dims:
     """Reads the dimensions of one array in the compiler's notation; an ellipsis covers the dimensions not named."""
     dims: list[tuple[str, ...]] = []
     for entry in mapping:

@@ -68,7 +68,7 @@ def reduce_prod(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: A
 
 @rule(lax.reduce_and_p)
 def reduce_and(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
-    """``a r -> a; reduce r:and``: the bitwise or logical and over some dimensions.
+    """``a r -> a; reduce r:and``: the bitwise or logical AND over some dimensions.
 
     https://openxla.org/stablehlo/spec#reduce
     """
@@ -77,7 +77,7 @@ def reduce_and(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: An
 
 @rule(lax.reduce_or_p)
 def reduce_or(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
-    """``a r -> a; reduce r:or``: the bitwise or logical or over some dimensions.
+    """``a r -> a; reduce r:or``: the bitwise or logical OR over some dimensions.
 
     https://openxla.org/stablehlo/spec#reduce
     """
@@ -86,7 +86,7 @@ def reduce_or(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any
 
 @rule(lax.reduce_xor_p)
 def reduce_xor(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: Any) -> Rule:
-    """``a r -> a; reduce r:xor``: the bitwise exclusive or over some dimensions.
+    """``a r -> a; reduce r:xor``: the bitwise XOR over some dimensions.
 
     https://openxla.org/stablehlo/spec#reduce
     """
@@ -95,7 +95,7 @@ def reduce_xor(x: Any, *, axes: Sequence[int], out_sharding: Any = None, **_: An
 
 @rule(lax.argmax_p)
 def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
-    """``a r -> a; reduce r:argmax``: the position of the largest element; a shard gives that of its own largest.
+    """``a r -> a; reduce r:argmax``: the position of the largest element; a shard returns that of its largest one.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmax.html
     """
@@ -104,7 +104,7 @@ def argmax(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
 
 @rule(lax.argmin_p)
 def argmin(x: Any, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
-    """``r a -> a; reduce r:argmin``: the position of the smallest element; a shard gives that of its own smallest.
+    """``r a -> a; reduce r:argmin``: the position of the smallest element; a shard returns that of its smallest one.
 
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.argmin.html
     """

@@ -42,7 +42,7 @@ def slide(
         build: names the factors.
         size: the size of the dimension.
         window: the size of a window.
-        stride: elements of the dilated dimension from one window to the next.
+        stride: the distance between windows, in elements of the dilated dimension.
         padding: elements added before and after.
         base: the dilation of the dimension.
         dilation: the dilation of the window.
@@ -61,7 +61,7 @@ def slide(
 
 
 def _stays_in_block(starts: Iterable[int], window: int, dilation: int, end: int, base: int) -> bool:
-    """Whether windows that begin at `starts` read only elements at positions from 0 to `end`.
+    """Whether windows that begin at `starts` read only elements at positions from 0 to below `end`.
 
     Elements are at the multiples of `base`; the positions between them are empty.
     """

@@ -124,11 +124,12 @@ class Nodes:
     def leaves(self, node: int) -> list[int]:
         """Returns the leaves that a node is made of, major to minor."""
         node = self.find(node)
-        kids = self.children[node]
-        return [leaf for kid in kids for leaf in self.leaves(kid)] if kids else ([node] if node else [])
+        if children := self.children[node]:
+            return [leaf for child in children for leaf in self.leaves(child)]
+        return [] if node == _SIZE_ONE else [node]
 
     def join_all(self, left: tuple[int, ...] | list[int], right: tuple[int, ...] | list[int]) -> None:
-        """Joins two factorizations of one dimension, splitting the coarser where the finer one has a boundary."""
+        """Joins two factorizations of one dimension. Splits a node where the other factorization has a boundary."""
         a = [leaf for node in left for leaf in self.leaves(node)]
         b = [leaf for node in right for leaf in self.leaves(node)]
         while a and b:
@@ -141,7 +142,7 @@ class Nodes:
                 self.join(x, y)
                 del a[0], b[0]
             elif max(self.size[x], self.size[y]) % max(small, 1) or small == 0:
-                return  # the boundaries do not nest: what is left is not joined
+                return  # the boundaries do not nest: the remaining factors are not joined
             else:
                 big = x if self.size[x] > small else y
                 self.children[big] = (self.new(small), self.new(self.size[big] // small))

@@ -1,4 +1,4 @@
-"""Rewrites gathers and scatters whose index counts along a dimension to batched ones.
+"""Rewrites gathers and scatters to batched ones where their index counts along a dimension.
 
 ``x[jnp.arange(batch)[:, None], tokens]`` reads row 0 of `x` for row 0 of `tokens`, row 1 for row 1, and so on: a batch
 of smaller gathers, which can be sharded without communication. The operator alone does not show this, because its
@@ -32,7 +32,7 @@ _POINTWISE: dict[str, Callable[..., np.ndarray]] = {
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases, mode="clip"),
 }  # fmt: skip
 # Both limits are in elements, chosen and not measured.
-_MAX_LINE = 1 << 20  # longer lines are not tracked: random bits count further than any batch
+_MAX_LINE = 1 << 20  # longer lines are not tracked: the iotas that generate random bits are longer than any batch
 _MAX_CONSTANT = 1 << 22  # larger constants are not examined: they are data, not indices
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
 _MAPPED = ("start_index_map", "scatter_dims_to_operand_dims")
@@ -59,7 +59,7 @@ class ConstantIndices:
             return
         is_local = isinstance(array, np.ndarray) or array.is_fully_addressable
         if is_local and array.size <= _MAX_CONSTANT:
-            self._keep(value, _line(np.asarray(array)))
+            self._record_line(value, _line(np.asarray(array)))
 
     def add_result(self, eqn: Any, operands: Sequence[int], results: Sequence[int]) -> None:
         """Records the contents of the result of an equation, where they are known."""
@@ -68,24 +68,24 @@ class ConstantIndices:
         given = [self._line_of(*each) for each in zip(eqn.invars, operands, strict=True)]
         shape = eqn.outvars[0].aval.shape
         if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(shape) - 1:
-            columns = [self._columns_of(*each) for each in zip(eqn.invars, operands, given, strict=True)]
-            self.components[results[0]] = [column for part in columns for column in part]
-        elif (result := _result(eqn, given)) is not None:
-            self._keep(results[0], result.astype(eqn.outvars[0].aval.dtype))
+            components = [self._components_of(*each) for each in zip(eqn.invars, operands, given, strict=True)]
+            self.components[results[0]] = [component for part in components for component in part]
+        elif (result := _evaluate(eqn, given)) is not None:
+            self._record_line(results[0], result.astype(eqn.outvars[0].aval.dtype))
 
     def rewrite(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
         """Returns the equations to use for an equation: itself, or those of the batched gather or scatter."""
         if eqn.primitive.name != "gather" and not eqn.primitive.name.startswith("scatter"):
             return (eqn,)
-        columns = self.components.get(operands[1])
-        if columns is None:
+        components = self.components.get(operands[1])
+        if components is None:
             return (eqn,)
         x, indices = (v.aval.shape for v in eqn.invars[:2])
-        counted = _counting_components(columns, x, indices, eqn.params["dimension_numbers"])
-        kept = [p for p in range(len(columns)) if p not in counted]
+        counted = _counting_components(components, x, indices, eqn.params["dimension_numbers"])
+        kept = [p for p in range(len(components)) if p not in counted]
         return _with_batching_dims(eqn, counted, kept) if counted and kept else (eqn,)
 
-    def _keep(self, value: int, line: Line | None) -> None:
+    def _record_line(self, value: int, line: Line | None) -> None:
         if line is not None and sum(n != 1 for n in line.shape) <= 1 and line.size <= _MAX_LINE:
             self.lines[value] = line
 
@@ -94,7 +94,7 @@ class ConstantIndices:
             return self.lines.get(value)
         return _line(np.asarray(atom.val).astype(atom.aval.dtype)) if _is_integer(atom.aval.dtype) else None
 
-    def _columns_of(self, atom: Any, value: int, line: Line | None) -> list[Line | None]:
+    def _components_of(self, atom: Any, value: int, line: Line | None) -> list[Line | None]:
         count = atom.aval.shape[-1]
         return self.components.get(value) or ([line] if count == 1 else [None] * count)
 
@@ -112,7 +112,7 @@ def _line(array: np.ndarray) -> Line | None:
     return array if sum(n != 1 for n in array.shape) <= 1 else None
 
 
-def _result(eqn: Any, given: Sequence[Line | None]) -> Line | None:
+def _evaluate(eqn: Any, given: Sequence[Line | None]) -> Line | None:
     """Returns the result of an equation for these operands, None if it is not known."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
     if name == "iota" and not given and shape[params["dimension"]] <= _MAX_LINE:
@@ -146,12 +146,12 @@ def _reshaped(line: Line, old: Sequence[int], new: Sequence[int]) -> Line | None
 
 
 def _field(numbers: Any, names: Sequence[str]) -> str:
-    """Returns the field name that these dimension numbers use: gathers and scatters name the same field differently."""
+    """Returns which of `names` these dimension numbers have: gathers and scatters name the same field differently."""
     return next(name for name in names if hasattr(numbers, name))
 
 
 def _counting_components(
-    columns: Sequence[Line | None], x: Sequence[int], indices: Sequence[int], numbers: Any
+    components: Sequence[Line | None], x: Sequence[int], indices: Sequence[int], numbers: Any
 ) -> dict[int, tuple[int, int]]:
     """Finds the index components that count.
 
@@ -161,7 +161,7 @@ def _counting_components(
     mapped, dropped = (getattr(numbers, _field(numbers, names)) for names in (_MAPPED, _DROPPED))
     used = set(getattr(numbers, _field(numbers, _BATCHES)))
     found: dict[int, tuple[int, int]] = {}
-    for p, (line, d) in enumerate(zip(columns, mapped, strict=True)):
+    for p, (line, d) in enumerate(zip(components, mapped, strict=True)):
         if line is None or d not in dropped or x[d] < 2 or line.size != x[d]:
             continue
         along = line.shape.index(x[d])
@@ -191,7 +191,7 @@ def _with_batching_dims(eqn: Any, counted: Mapping[int, tuple[int, int]], kept: 
 
     traced = _compat.open_jaxpr(jax.make_jaxpr(select_kept)(_compat.shape_dtype_of(indices)))
     (given,), (selected,) = traced.invars, traced.outvars
-    place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
-    before = [e.replace(invars=[indices if v is given else v for v in e.invars], **place) for e in traced.eqns]
+    origin = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+    before = [e.replace(invars=[indices if v is given else v for v in e.invars], **origin) for e in traced.eqns]
     params = {**eqn.params, "dimension_numbers": changed, "indices_are_sorted": False}
     return (*before, eqn.replace(params=params, invars=[eqn.invars[0], selected, *eqn.invars[2:]]))

@@ -35,16 +35,16 @@ def _unpadded(params: Any) -> bool:
 def _pads_with_zeros(eqn: Any) -> bool:
     value = eqn.invars[1]
     zero = isinstance(value, _compat.Literal) and bool(value.val == 0)
-    return zero and all(n >= 0 for around in eqn.params["padding_config"] for n in around)
+    return zero and all(n >= 0 for dim in eqn.params["padding_config"] for n in dim)
 
 
 def _fused(eqn: Any, pad: Any) -> Any:
     """Returns a window sum that takes the operand of `pad` and pads it itself; unchanged if `pad` is None."""
     if pad is None:
         return eqn
-    around = [tuple(map(int, each)) for each in pad.params["padding_config"]]
-    padding = tuple((low, high) for low, high, _ in around)
-    dilation = tuple(inner + 1 for _, _, inner in around)
+    config = [tuple(map(int, each)) for each in pad.params["padding_config"]]
+    padding = tuple((low, high) for low, high, _ in config)
+    dilation = tuple(inner + 1 for _, _, inner in config)
     return eqn.replace(
         invars=[pad.invars[0]], params={**eqn.params, "padding": padding, "base_dilation": dilation}
     )  # fmt: skip

@@ -3,9 +3,9 @@
 Calls (`jit`, `remat`, `custom_jvp_call`, ...) are transparent: their inner values are the outer ones. Loops and
 branches have their own values, and edges join these to the outer ones: `LoopEdge(outer, inner, stacked=True)` means
 that the outer value is the inner one with a leading dimension that counts loop iterations. Two patterns are rewritten
-to forms that can be sharded: gathers and scatters that count along a position (`index_batching`) and the gradient of
-sum pooling (`pooling_gradient`). Every pass (propagation, logical axes, cost, lowering) walks this structure in the
-same order.
+so that they can be sharded: gathers and scatters whose index counts along a dimension (`index_batching`) and the
+gradient of sum pooling (`pooling_gradient`). Every pass (propagation, logical axes, cost, lowering) walks this
+structure in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Op:
         eqn: the equation.
         operands: the numbers of its operands; -1 for a literal scalar.
         results: the numbers of its results.
-        rule: its rule; None for calls and control flow, whose meaning is in `blocks` and `ties`.
+        rule: its rule; None for calls and control flow, which `blocks` and `ties` describe.
         trips: how often it runs each time the whole program runs.
         blocks: the nested programs.
         ties: the edges that join the values of loops and branches to the outer ones.
@@ -70,7 +70,7 @@ class Block:
 
     Attributes:
         jaxpr: the jaxpr.
-        param: the parameter of the equation that holds it.
+        param: the name of the equation parameter that holds it.
         inputs: the numbers of its inputs.
         ops: its operators in order.
         outputs: the numbers of its outputs.
@@ -156,8 +156,8 @@ def build(closed: Any) -> Program:
 class _Builder:
     def __init__(self, program: Program):
         self.program = program
-        self.numbers = ConstantIndices()
-        self.fitting: dict[int, Rule] = {}  # rules already checked against an equation, by id; kept alive here
+        self.constant_indices = ConstantIndices()
+        self.checked_rules: dict[int, Rule] = {}  # rules already checked against an equation, by id; kept alive here
 
     def new(self, aval: Any) -> int:
         self.program.avals.append(aval)
@@ -174,17 +174,17 @@ class _Builder:
             if var not in env:
                 self.fresh(var, env)
         for var, array in zip(jaxpr.constvars, _compat.constants(block.jaxpr), strict=False):  # an open jaxpr has none
-            self.numbers.add_constant(env[var], array)
+            self.constant_indices.add_constant(env[var], array)
 
         def read(atom: Any) -> int:
             return -1 if isinstance(atom, _compat.Literal) else env[atom]
 
         for eqn in fuse_padding(jaxpr):
-            for each in self.numbers.rewrite(eqn, tuple(map(read, eqn.invars))):
+            for each in self.constant_indices.rewrite(eqn, tuple(map(read, eqn.invars))):
                 op = self.op(each, tuple(map(read, each.invars)), trips)
                 block.ops.append(op)
                 env.update(zip(each.outvars, op.results, strict=True))
-                self.numbers.add_result(each, op.operands, op.results)
+                self.constant_indices.add_result(each, op.operands, op.results)
         block.outputs = tuple(self.new(v.aval) if (n := read(v)) < 0 else n for v in jaxpr.outvars)
 
     def nested(self, closed: Any, param: str, inputs: Sequence[int], trips: float, **place: Any) -> Block:
@@ -210,9 +210,9 @@ class _Builder:
         if rule is None:
             self.program.unknown.setdefault(name, []).append(_compat.source_line(eqn))
             rule = replicated_rule(avals, tuple(v.aval for v in eqn.outvars))
-        elif id(rule) not in self.fitting:
+        elif id(rule) not in self.checked_rules:
             check_fit(eqn.primitive, rule, avals, [v.aval for v in eqn.outvars], _compat.source_line(eqn))
-            self.fitting[id(rule)] = rule
+            self.checked_rules[id(rule)] = rule
         return Op(eqn, operands, results, rule, trips)
 
     def scan_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
@@ -229,13 +229,15 @@ class _Builder:
 
     def while_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        init = operands[n_cond + n_body :]
-        carry = tuple(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[n_body:])
-        test = self.nested(cond, "cond_jaxpr", (*operands[:n_cond], *carry), trips, loop=True)
-        block = self.nested(body, "body_jaxpr", (*operands[n_cond : n_cond + n_body], *carry), trips, loop=True)
+        cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        init = operands[cond_consts + body_consts :]
+        carry = tuple(self.new(v.aval) for v in _compat.open_jaxpr(body).invars[body_consts:])
+        condition = self.nested(cond, "cond_jaxpr", (*operands[:cond_consts], *carry), trips, loop=True)
+        block = self.nested(
+            body, "body_jaxpr", (*operands[cond_consts : cond_consts + body_consts], *carry), trips, loop=True
+        )
         ties = _carry_edges(init, carry, block.outputs, results)
-        return Op(eqn, operands, results, None, trips, (test, block), tuple(ties))
+        return Op(eqn, operands, results, None, trips, (condition, block), tuple(ties))
 
     def cond_op(self, eqn: Any, operands: tuple[int, ...], results: tuple[int, ...], trips: float) -> Op:
         branches = eqn.params["branches"]
@@ -275,5 +277,5 @@ def _edges(outer: Sequence[int], inner: Sequence[int], stacked: bool = False) ->
 def _carry_edges(
     init: Sequence[int], inside: Sequence[int], out: Sequence[int], results: Sequence[int]
 ) -> list[LoopEdge]:
-    """Joins the values of a carry, whose sharding no iteration changes: initial, inner, next and final value."""
+    """Joins the initial, inner, next and final value of each carry: no iteration changes a carry's sharding."""
     return [*_edges(init, inside), *_edges(results, inside), *_edges(out, inside)]

@@ -5,5 +5,5 @@
 MAX_INFERENCE_ROUNDS = 4
 
 # Iterations in which the fixed point of a loop's carries is searched. If they do not converge, each carry gets the
-# cheapest placement that it can have before and after an iteration.
+# same placement before and after an iteration: the cheaper one of the two that were found last.
 MAX_CARRY_ROUNDS = 4

@@ -11,7 +11,7 @@ from autoshard.spmdrules.ir.program import Block, Op
 from autoshard.spmdrules.propagation.constants import MAX_CARRY_ROUNDS
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
-Forward = Callable[[Block], None]  # walks over a block
+Forward = Callable[[Block], None]  # finds the placements of a block's values
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Carry:
 
     Attributes:
         operand: the number of the operand that is its initial value.
-        init: the initial value; -1 for a literal.
-        inner: the value inside, before an iteration.
-        out: the value inside, after an iteration.
+        init: the initial value outside the loop; -1 for a literal.
+        inner: the body's input.
+        out: the body's output.
         result: the loop's result.
     """
 
@@ -51,7 +51,7 @@ class Loop:
 
     @classmethod
     def of(cls, op: Op) -> Loop:
-        """Takes a loop apart."""
+        """Returns the parts of a loop."""
         block, params = op.blocks[-1], op.eqn.params
         if op.name == "scan":
             first, count = _compat.scan_arity(params)
@@ -73,8 +73,8 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
     if op.name == "scan":
         state.enter(op, op.blocks[0])
     for i, outer, inner in parts.xs:
-        here = state.placement(outer)
-        state.move(op, i, outer, Placement(((), *here.spec[1:]), here.partial))
+        current = state.placement(outer)
+        state.move(op, i, outer, Placement(((), *current.spec[1:]), current.partial))
         state.mark_zero(inner, outer in state.zeros)
     fixed = _fixed_point(state, op, parts, forward)
     for carry, place in zip(parts.carries, fixed, strict=True):
@@ -89,8 +89,8 @@ def loop(state: WalkState, op: Op, forward: Forward) -> None:
         state.placements[carry.result] = place
         state.mark_zero(carry.result, False)
     for outer, inner in parts.ys:
-        here = state.placement(inner)
-        state.placements[outer] = Placement(((), *here.spec), here.partial)
+        current = state.placement(inner)
+        state.placements[outer] = Placement(((), *current.spec), current.partial)
         state.mark_zero(outer, inner in state.zeros)
     if state.inferring:
         state.infer_across_edges(op)
@@ -105,14 +105,14 @@ def _move_out(state: WalkState, op: Op, result: int, value: int, place: Placemen
 def _place_slices(state: WalkState, parts: Loop) -> None:
     """Places the slices that one iteration reads: they are partial over the same axes as the whole input."""
     for _, outer, inner in parts.xs:
-        here = state.placement(outer)
-        state.placements[inner] = Placement(here.spec[1:], here.partial)
+        current = state.placement(outer)
+        state.placements[inner] = Placement(current.spec[1:], current.partial)
 
 
 def _fixed_point(state: WalkState, op: Op, parts: Loop, forward: Forward) -> list[Placement]:
     """Returns placements of the carries that an iteration preserves, found by walks that record nothing.
 
-    Partial constants that an iteration needs reduced are reduced before the loop.
+    If an iteration reduces a partial constant, the constant is reduced before the loop instead.
     """
     recording, state.recording = state.recording, False
     carries = parts.carries
@@ -151,7 +151,7 @@ def _start(state: WalkState, carry: Carry) -> Placement:
 
 
 def _next_carry(state: WalkState, op: Op, carry: Carry, start: Placement, out: Placement) -> Placement:
-    """The placement of a carry after an iteration.
+    """Returns the placement of a carry after an iteration.
 
     It is partial only over axes over which the initial value is partial, too. Zeros are partial sums over any axis.
     """
@@ -193,9 +193,9 @@ def branches(state: WalkState, op: Op, forward: Forward) -> None:
 
 def _align_zeros(state: WalkState, values: Sequence[int], places: Sequence[Placement]) -> list[Placement]:
     """Returns the placements, with zeros partial over the same axes as the results of the other branches."""
-    terms = {p.partial for v, p in zip(values, places, strict=True) if v not in state.zeros}
-    if len(terms) != 1 or any(how != "sum" for _, how in next(iter(terms))):
+    partials = {p.partial for v, p in zip(values, places, strict=True) if v not in state.zeros}
+    if len(partials) != 1 or any(reduction != "sum" for _, reduction in next(iter(partials))):
         return list(places)
-    (partial,) = terms
+    (partial,) = partials
     pairs = zip(values, places, strict=True)
     return [partial_placement(p.spec, partial) if v in state.zeros else p for v, p in pairs]

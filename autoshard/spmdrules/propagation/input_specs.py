@@ -140,7 +140,7 @@ def _children(tree: Any) -> dict[str, Any] | None:
 def _key_difference(given: Any, entries: Mapping[str, Any], subtrees: Mapping[str, Any]) -> str:
     """Describes how the keys of `given` differ from those of the tree."""
     if isinstance(given, (tuple, list)):
-        return f"it has {len(entries)} entries, but the tree has {len(subtrees)}"
+        return f"its length is {len(entries)}, but that of the tree is {len(subtrees)}"
     missing, unknown = [k for k in subtrees if k not in entries], [k for k in entries if k not in subtrees]
     differences = [f"it lacks {', '.join(missing)}"] * bool(missing)
     differences += [f"the tree has no {', '.join(unknown)}"] * bool(unknown)
@@ -173,12 +173,15 @@ def placement_of(
         aval: the array's shape and dtype.
         mesh: mesh axis -> size.
         where: the array, for messages.
-        errors: collects what is wrong.
+        errors: the errors of the call; this function adds its own.
     """
     rank = len(aval.shape)
     what = f"{where} ({aval.str_short() if hasattr(aval, 'str_short') else tuple(aval.shape)})"
     if strange := [e for e in getattr(spec, "partitions", ()) if not names_axes(e)]:
-        errors.add(f"{what}: {spec} has the entry {strange[0]!r}, which is not an axis name or a tuple of axis names.")
+        errors.add(
+            f"{what}: {spec} has the entry {strange[0]!r}, which is not an axis name or a tuple of axis names. Write "
+            "P('data') or P(('data', 'model')), for example."
+        )
         return Placement(((),) * rank)
     terms = {**{a: "sum" for a in getattr(spec, "unreduced", None) or ()}, **(partial or {})}
     entries: Spec = from_partition_spec(() if spec is None else spec, rank)
@@ -197,7 +200,8 @@ def placement_of(
         if op not in PARTIALS:
             errors.add(f"{what}: unknown reduction '{op}' over '{axis}'. Known reductions: {', '.join(PARTIALS)}.")
         elif not _can_reduce(op, aval.dtype):
-            errors.add(f"{what}: '{op}' over '{axis}' cannot reduce {aval.dtype} terms.")
+            possible = ", ".join(other for other in PARTIALS if _can_reduce(other, aval.dtype))
+            errors.add(f"{what}: '{op}' over '{axis}' cannot reduce {aval.dtype} terms. Use one of {possible}.")
         if axis in used:
             errors.add(f"{what}: it is both sharded and partial over '{axis}'. Use another mesh axis, or remove one.")
     if len(errors.found) > before:

@@ -23,16 +23,16 @@ class OpenShardings:
     specs: dict[int, Spec] = field(default_factory=dict)
     changed: bool = False
 
-    def add(self, value: int, here: Spec, spec: Spec, partial: Iterable[tuple[str, str]] = ()) -> None:
+    def add(self, value: int, current: Spec, spec: Spec, partial: Iterable[tuple[str, str]] = ()) -> None:
         """Extends the spec of an open value by the mesh axes of another spec.
 
         Args:
             value: the value; nothing happens unless it is open.
-            here: its current spec, used if none has been inferred yet.
+            current: its current spec, used if none has been inferred yet.
             spec: the spec to extend towards.
             partial: the axes that it is partial over, which are not added.
         """
-        before = self.specs.get(value, here)
+        before = self.specs.get(value, current)
         if spec == before or value not in self.open:
             return
         after = extend(before, spec, (axis for axis, _ in partial))

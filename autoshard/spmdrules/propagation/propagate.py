@@ -103,11 +103,14 @@ def propagate(
             placement_of(spec, partial, program.avals[v], sizes, f"argument {path}", errors)
             for v, spec, partial, path in zip(program.inputs, specs, partials, leaf_paths(args), strict=True)
         ]
-        ends = [
+        result_placements = [
             placement_of(spec, None, program.avals[v], sizes, f"result {path or 0}", errors)
             for v, spec, path in zip(program.outputs, requested, leaf_paths(results), strict=True)
         ]
-        goals = [None if spec is None else end.spec for spec, end in zip(requested, ends, strict=True)]
+        goals = [
+            None if spec is None else placement.spec
+            for spec, placement in zip(requested, result_placements, strict=True)
+        ]
         errors.raise_any()
         walk = Walk(program, sizes, inputs, {v for v, spec in zip(program.inputs, specs, strict=True) if spec is None})
         outs = walk.run(goals)

@@ -22,7 +22,7 @@ class OperatorMemo:
     """What a walk remembers about one operator.
 
     Attributes:
-        fixed: its only possible resolution, if there is just one (`shard_map`).
+        fixed: its resolution, if only one is possible (`shard_map`), else None.
         is_constraint: whether it is a sharding constraint.
         same_as: for each operand, the first operand that is the same value.
         zero_literals: for each operand, whether it is a literal zero.

@@ -65,7 +65,8 @@ class Walk(WalkState):
     def infer(self, goals: Sequence[Spec | None]) -> bool:
         """Infers the specs of open values; returns whether they converged.
 
-        If they did, the last forward walk used the final specs, and so found the partials that some operator reduces.
+        If they did, the last forward walk has used the final specs, and it has found the partials that some operator
+        reduces.
         """
         self.inferring = True
         for _ in range(MAX_INFERENCE_ROUNDS):
@@ -111,8 +112,8 @@ class Walk(WalkState):
     def backward(self, block: Block) -> None:
         """Infers the specs of open values from their uses, in reverse program order.
 
-        A forward walk comes directly before this one. An operator is skipped if that walk left it stable and no spec of
-        its operands or results has been inferred or hinted at.
+        This walk directly follows a forward walk. It skips an operator if that walk left it stable, and if there is no
+        inferred spec and no hint for its operands and results.
         """
         live, memos = self._live, self._memos
         inferred, hints = self.inferred.specs.keys(), self._hints.specs.keys()
@@ -131,28 +132,30 @@ class Walk(WalkState):
 
     def infer_operands(self, op: Op, memo: OperatorMemo) -> None:
         """Infers the specs of an operator's operands from its resolution."""
-        known = self.inferred.specs.keys(), self._hints.specs.keys()
-        if memo.resolution is None or (memo.in_place and all([specs.isdisjoint(op.operands) for specs in known])):
-            return  # the operands are in place already
+        inferred, hints = self.inferred.specs.keys(), self._hints.specs.keys()
+        if memo.resolution is None:
+            return
+        if memo.in_place and inferred.isdisjoint(op.operands) and hints.isdisjoint(op.operands):
+            return  # there is nothing to infer
         for value, target in zip(op.operands, memo.resolution.operands, strict=True):
             if value >= 0:
                 self.infer_value(value, target.spec)
 
     def infer_value(self, value: int, spec: Spec) -> None:
         """Extends the inferred spec of an open value by what a use needs; for a decided value, adds a hint."""
-        here = self.placement(value)
+        current = self.placement(value)
         if value in self.inferred.open:
-            self.inferred.add(value, here.spec, spec, here.partial)
+            self.inferred.add(value, current.spec, spec, current.partial)
         else:
-            self._hints.add(value, here.spec, spec)
+            self._hints.add(value, current.spec, spec)
 
     def resolve(self, op: Op) -> OperatorMemo:
         """Resolves an operator; returns its memo, whose `resolution` is up to date."""
         memo = self._memos.get(op)
         if memo is None:
             memo = self._memos[op] = OperatorMemo.of(op, self.mesh)
-        here, zeros, specs = self.placements, self.zeros, self.inferred.specs
-        placements = [here[v] or self.placement(v) for v in op.operands]
+        known, zeros, specs = self.placements, self.zeros, self.inferred.specs
+        placements = [known[v] or self.placement(v) for v in op.operands]
         is_zero = memo.zero_literals
         if not zeros.isdisjoint(op.operands):
             is_zero = [v in zeros or literal for v, literal in zip(op.operands, is_zero, strict=True)]
@@ -174,16 +177,16 @@ class Walk(WalkState):
         spec = getattr(op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding")), "spec", None)
         if spec is None:
             return None
-        here = self.placement(op.operands[0])
-        given = from_partition_spec(spec, len(here.spec))
+        current = self.placement(op.operands[0])
+        given = from_partition_spec(spec, len(current.spec))
         taken = set(axes_of(given))
         if not taken <= self.mesh.keys():
             return None
         free = {d for d, entry in enumerate(tuple(spec)) if entry is PartitionSpec.UNCONSTRAINED}
         free |= set(op.eqn.params.get("unconstrained_dims") or ())
         return tuple(
-            tuple(a for a in now if a not in taken) if d in free else dim
-            for d, (dim, now) in enumerate(zip(given, here.spec, strict=True))
+            tuple(a for a in before if a not in taken) if d in free else dim
+            for d, (dim, before) in enumerate(zip(given, current.spec, strict=True))
         )
 
     def apply(self, op: Op) -> Resolution:
@@ -210,10 +213,10 @@ class Walk(WalkState):
         return resolution
 
     def reduce_positions(self, op: Op, result: int, place: Placement) -> None:
-        """Reduces partial positions (argmax, argmin) at once: comparing them needs the values at them."""
-        lasting = tuple((a, how) for a, how in place.partial if how not in POSITIONS)
-        if lasting != place.partial:
-            self.move(op, -1 - result, op.results[result], Placement(place.spec, lasting))
+        """Reduces partial positions (argmax, argmin) immediately: comparing them needs the operand's values there."""
+        remaining = tuple((a, reduction) for a, reduction in place.partial if reduction not in POSITIONS)
+        if remaining != place.partial:
+            self.move(op, -1 - result, op.results[result], Placement(place.spec, remaining))
 
     def reduce_operands(self, op: Op) -> None:
         """Reduces those operands that a later operator reduces anyway."""

@@ -51,7 +51,9 @@ class WalkState:
         self.inferred = OpenShardings(find_open(self.program, self.open_inputs))
         self.inferring = False
         self._uses: dict[int, set[Spec]] = {v: set() for v in self.program.inputs}  # the specs that uses need
-        self._recorded: set[tuple[int, Placement]] = set()  # copies that an earlier reshard has made
+        self._recorded: set[tuple[int, Placement]] = (
+            set()
+        )  # (value, target) of every recorded move: later uses share it
         self._reduced: dict[int, Placement] = {}  # partials that some use reduces, and their placement after that
         self._callers: list[Any] = []  # the equations that hold the block being walked
 
@@ -115,8 +117,8 @@ class WalkState:
         recorded = {m for m in self._recorded if m[0] in before}
         reduced = {v: self._reduced.get(v) for v in values}
         yield
-        for v, here in before.items():
-            self.placements[v] = here
+        for v, placement in before.items():
+            self.placements[v] = placement
         self._recorded = {m for m in self._recorded if m[0] not in before} | recorded
         for v, place in reduced.items():
             if place is None:
@@ -147,8 +149,8 @@ class WalkState:
             head: Spec = ((),) if edge.stacked else ()
             outer, inner = self.inferred.specs.get(edge.outer), self.inferred.specs.get(edge.inner)
             if outer is not None:
-                here = self.placement(edge.inner)
-                self.inferred.add(edge.inner, here.spec, outer[len(head) :], here.partial)
+                current = self.placement(edge.inner)
+                self.inferred.add(edge.inner, current.spec, outer[len(head) :], current.partial)
             if inner is not None:
-                here = self.placement(edge.outer)
-                self.inferred.add(edge.outer, here.spec, head + inner, here.partial)
+                current = self.placement(edge.outer)
+                self.inferred.add(edge.outer, current.spec, head + inner, current.partial)

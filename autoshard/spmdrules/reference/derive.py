@@ -34,7 +34,7 @@ from autoshard.spmdrules.reference.derived_rule import KINDS, Derived, DerivedFa
 Leaf = tuple[int, int]  # a node of the union-find, and the number of its occurrence within one array
 Leaves = tuple[tuple[Leaf, ...], ...]  # the leaves of each dimension of an array, major to minor
 
-_AXIS = "cut"
+_AXIS = "sharded"  # the mesh axis that shards the factor under examination
 
 
 def derive(fn: Any, *args: Any) -> Derived:
@@ -69,7 +69,9 @@ def derive_gradient(op: Operator) -> Derived:
     gradient = op.gradient
     assert gradient is not None, f"{op.name} has no gradient"
     closed = jax.make_jaxpr(gradient.fn)(*gradient.args)
-    program = build(jax.make_jaxpr(lambda *given: (gradient.fn(*given), _floats(op, given)))(*gradient.args))
+    program = build(
+        jax.make_jaxpr(lambda *given: (gradient.fn(*given), _differentiable_results(op, given)))(*gradient.args)
+    )
     joined = unify(program)
     starts = [0, *itertools.accumulate(len(jax.tree.leaves(arg)) for arg in op.args)]
     primals = [k for i in op.wrt for k in range(starts[i], starts[i + 1])]
@@ -80,7 +82,7 @@ def derive_gradient(op: Operator) -> Derived:
     return _Derivation(closed, program, joined).derived()
 
 
-def _floats(op: Operator, args: Sequence[Any]) -> list[Any]:
+def _differentiable_results(op: Operator, args: Sequence[Any]) -> list[Any]:
     """Returns the results of an operator that have a gradient."""
     results = jax.tree.leaves(op.fn(*args[: len(op.args)]))
     return [x for x in results if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
@@ -109,7 +111,7 @@ class _Derivation:
         self.program = build(_compat.dce(closed))  # unused code must not require anything
         self.joined = joined
         self.kinds = _kinds(program, joined)
-        self.count = len(program.inputs)
+        self.operand_count = len(program.inputs)
         outputs = program.outputs[: len(self.program.outputs)]
         self.arrays = [_leaves(joined, v) for v in (*program.inputs, *outputs)]
         used = {v for op in self.program.ops() for v in op.operands} | set(self.program.outputs)
@@ -125,17 +127,17 @@ class _Derivation:
         names = {leaf: _letter(k) for k, leaf in enumerate(found)}
         arrays = [tuple(tuple(names[leaf] for leaf in dim) for dim in array) for array in self.arrays]
         factors = tuple(replace(f, name=names[leaf]) for leaf, f in found.items())
-        return Derived(tuple(arrays[: self.count]), tuple(arrays[self.count :]), factors)
+        return Derived(tuple(arrays[: self.operand_count]), tuple(arrays[self.operand_count :]), factors)
 
     def classify(self, leaf: Leaf) -> DerivedFactor:
         """Finds what sharding a factor means: the better of requesting sharded results and letting them follow."""
         size = self.joined.nodes.size[leaf[0]]
-        plain = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.count))
-        if plain.ways < 2:
-            return plain
-        found = self.shard(leaf, plain, True)
+        as_whole = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.operand_count))
+        if as_whole.fewest_shards < 2:
+            return as_whole
+        found = self.shard(leaf, as_whole, True)
         if found.kind not in ("pass", "reduce"):
-            found = min(found, self.shard(leaf, plain, False), key=lambda f: KINDS.index(f.kind))
+            found = min(found, self.shard(leaf, as_whole, False), key=lambda f: KINDS.index(f.kind))
         return replace(found, kind=self.refine_kind(leaf, found))
 
     def refine_kind(self, leaf: Leaf, found: DerivedFactor) -> DerivedKind:
@@ -145,35 +147,35 @@ class _Derivation:
             return "halo"
         if found.kind not in ("pass", "reduce"):
             return found.kind
-        pairs = zip(found.partial, self.arrays[self.count :], strict=True)
+        pairs = zip(found.partial, self.arrays[self.operand_count :], strict=True)
         summed = all(op == (None if has_factor(dims, leaf) else "sum") for op, dims in pairs)
         if "index" in kinds and "reduce" not in kinds and summed:
             return "index"
         return "offset" if found.kind == "pass" and "offset" in kinds else found.kind
 
-    def shard(self, leaf: Leaf, plain: DerivedFactor, request_results: bool) -> DerivedFactor:
+    def shard(self, leaf: Leaf, as_whole: DerivedFactor, request_results: bool) -> DerivedFactor:
         """Shards a factor in all arguments that have it, and classifies it by one walk.
 
         Args:
             leaf: the factor.
-            plain: the factor as `whole`.
+            as_whole: the factor as `whole`.
             request_results: whether results that have the factor are requested sharded.
         """
         majors = self.majors(leaf)
         axes = {leaf: _AXIS} | {major: f"major{k}" for k, major in enumerate(majors)}
-        mesh = {_AXIS: plain.ways} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
+        mesh = {_AXIS: as_whole.fewest_shards} | {axes[major]: self.joined.nodes.size[major[0]] for major in majors}
         specs = [_spec(array, axes) for array in self.arrays]
-        inputs, results = specs[: self.count], specs[self.count :]
+        inputs, results = specs[: self.operand_count], specs[self.operand_count :]
         walk = _RecordingWalk(self.program, mesh, list(map(Placement, inputs)), set())
         has = [has_factor(array, leaf) for array in self.arrays]
-        result_has = has[self.count :]
+        result_has = has[self.operand_count :]
         ends = walk.run([s if request_results and h else None for s, h in zip(results, result_has, strict=True)])
         follows = [end.spec == s for end, s, h in zip(ends, results, result_has, strict=True) if h]
-        given = any(h and used for h, used in zip(has, self.used, strict=False))
-        return _classified(plain, walk, ends, all(follows), given)
+        argument_has = any(h and used for h, used in zip(has, self.used, strict=False))
+        return _classify(as_whole, walk, ends, all(follows), argument_has)
 
     def majors(self, leaf: Leaf) -> list[Leaf]:
-        """Returns the factors major to a factor, and those major to them; it can be sharded only if they are, fully."""
+        """Returns the factors major to a factor, and those major to them. Sharding it requires sharding them fully."""
         found: dict[Leaf, None] = {}
         pending = [leaf]
         while pending:
@@ -211,41 +213,42 @@ class _Derivation:
         """Merges the factors of a dimension into one if they are whole in every dimension that has them."""
         dims = [dim for array in self.arrays for dim in array]
         mixed = {leaf for dim in dims if any(found[leaf].kind != "whole" for leaf in dim) for leaf in dim}
-        parts: dict[tuple[Leaf, ...], Leaf] = {
+        merged: dict[tuple[Leaf, ...], Leaf] = {
             dim: dim[0] for dim in dims if len(dim) > 1 and not mixed.intersection(dim)
         }
-        for number, dim in enumerate(parts):
+        for number, dim in enumerate(merged):
             factors = [found[leaf] for leaf in dim]
             because = tuple(dict.fromkeys(name for f in factors for name in f.because))
-            parts[dim] = -1 - number, 0
-            found[parts[dim]] = replace(factors[0], size=math.prod(f.size for f in factors), because=because)
-        self.arrays = [tuple((parts[dim],) if dim in parts else dim for dim in array) for array in self.arrays]
+            merged[dim] = -1 - number, 0
+            found[merged[dim]] = replace(factors[0], size=math.prod(f.size for f in factors), because=because)
+        self.arrays = [tuple((merged[dim],) if dim in merged else dim for dim in array) for array in self.arrays]
         order = dict.fromkeys(leaf for array in self.arrays for dim in array for leaf in dim)
-        left = {leaf: found[leaf] for leaf in order}
+        remaining = {leaf: found[leaf] for leaf in order}
         found.clear()
-        found.update(left)
+        found.update(remaining)
 
 
-def _classified(
-    plain: DerivedFactor, walk: _RecordingWalk, ends: Sequence[Placement], follows: bool, given: bool
+def _classify(
+    as_whole: DerivedFactor, walk: _RecordingWalk, results: Sequence[Placement], follows: bool, argument_has: bool
 ) -> DerivedFactor:
-    """Classifies a factor by the reshards of a walk and the placements of its results.
+    """Returns the factor, classified by the reshards of a walk and the placements of its results.
 
     Args:
-        plain: the factor as `whole`.
+        as_whole: the factor as `whole`.
         walk: the walk.
-        ends: the placements of the results.
+        results: the placements of the results.
         follows: whether the results that have the factor are sharded.
-        given: whether a used argument has the factor; if none does, a slice means that the array was replicated first.
+        argument_has: whether a used argument has the factor. If none does, a slice means that the array was replicated
+            before.
     """
     steps = list(zip(walk.reshards, walk.terms, strict=True))
-    moved = [r for r, op in steps if op is None and (r.kind != "slice" or r.operator == "output" or not given)]
+    moved = [r for r, op in steps if op is None and (r.kind != "slice" or r.operator == "output" or not argument_has)]
     if moved or not follows:
-        return replace(plain, because=tuple(dict.fromkeys(r.operator for r in moved if r.operator != "output")))
-    partial = tuple(dict(end.partial).get(_AXIS) for end in ends)
+        return replace(as_whole, because=tuple(dict.fromkeys(r.operator for r in moved if r.operator != "output")))
+    partial = tuple(dict(result.partial).get(_AXIS) for result in results)
     inside = tuple(dict.fromkeys(op for r, op in steps if op is not None and r.axis == _AXIS))
     kind: DerivedKind = "inside" if inside else "reduce" if any(partial) else "pass"
-    return replace(plain, kind=kind, partial=partial, inside=inside)
+    return replace(as_whole, kind=kind, partial=partial, inside=inside)
 
 
 def _leaves(joined: DimensionClasses, value: int) -> Leaves:

@@ -44,7 +44,7 @@ class DerivedFactor:
         return self.kind not in ("halo", "whole")
 
     @property
-    def ways(self) -> int:
+    def fewest_shards(self) -> int:
         """The smallest number (above 1) of equal shards that it can be split into; 1 if there is none."""
         return next((n for n in range(2, self.size + 1) if self.size % n == 0), 1)
 
@@ -70,18 +70,18 @@ class Derived:
 
     @cached_property
     def rule(self) -> Rule:
-        """This rule as a `Rule`; factors that a `Rule` cannot express (`inside`, different partials) are whole."""
-        return Rule(self.operands, self.results, tuple(map(self._plain, self.factors)))
+        """This rule as a `Rule`; factors that a `Rule` cannot express are whole (see `text`)."""
+        return Rule(self.operands, self.results, tuple(map(self._as_rule_factor, self.factors)))
 
     @cached_property
     def text(self) -> str:
-        """The text form. `Rule.parse` reads it unless a factor is `inside` or its results are different partials."""
-        mixed = [f for f in self.factors if f.kind == "reduce" and not self._simple(f)]
+        """The text form. `Rule.parse` reads it, unless a factor is `inside` or has two reductions."""
+        mixed = [f for f in self.factors if f.kind == "reduce" and not self._has_one_reduction(f)]
         inside = [f for f in self.factors if f.kind == "inside"]
-        plain = [Factor(f.name, f.size) if f in (*mixed, *inside) else self._plain(f) for f in self.factors]
+        plain = [Factor(f.name, f.size) if f in (*mixed, *inside) else self._as_rule_factor(f) for f in self.factors]
         head, where, sizes = Rule(self.operands, self.results, tuple(plain)).text.partition("; where ")
         clauses = {
-            "reduce": [f"{f.name}:{op}[{results}]" for f in mixed for op, results in self._terms(f)],
+            "reduce": [f"{f.name}:{op}[{results}]" for f in mixed for op, results in self._reductions(f)],
             "inside": [f.name if f.inside == ("sum",) else f"{f.name}:{'+'.join(f.inside)}" for f in inside],
         }
         extra = [f"{word} {' '.join(items)}" for word, items in clauses.items() if items]
@@ -90,19 +90,19 @@ class Derived:
     def __str__(self) -> str:
         return self.text
 
-    def _plain(self, f: DerivedFactor) -> Factor:
+    def _as_rule_factor(self, f: DerivedFactor) -> Factor:
         """Returns a factor of a plain `Rule` for a derived one."""
-        if f.kind == "inside" or not self._simple(f):
+        if f.kind == "inside" or not self._has_one_reduction(f):
             return Factor(f.name, f.size, "whole")
         ops = {op for op in f.partial if op}
         return Factor(f.name, f.size, f.kind, cast(Reduction, ops.pop()) if f.kind == "reduce" else None)
 
-    def _simple(self, f: DerivedFactor) -> bool:
+    def _has_one_reduction(self, f: DerivedFactor) -> bool:
         """Whether the results that lack a factor are all partial under the same operation, or all not partial."""
         lacking = [op for op, dims in zip(f.partial, self.results, strict=True) if not has_factor(dims, f.name)]
         return len(set(lacking)) <= 1
 
-    def _terms(self, f: DerivedFactor) -> Iterator[tuple[str, str]]:
+    def _reductions(self, f: DerivedFactor) -> Iterator[tuple[str, str]]:
         """Yields each operation that results are partial under, with the numbers of these results."""
         for op in dict.fromkeys(filter(None, f.partial)):
             yield op, " ".join(str(j) for j, other in enumerate(f.partial) if other == op)

@@ -23,7 +23,7 @@ class OperatorRow:
         name: its common name; for a gradient `<name>_grad`.
         rule: its derived rule.
         gradient: the name of its gradient's row, "" if it has none.
-        note: what is particular about it, why it has no gradient, why it cannot be sharded, or why it is not checked.
+        note: what is special about it, and why it has no gradient, cannot be sharded, or is not checked.
     """
 
     family: str
@@ -92,4 +92,4 @@ def why_nothing(rule: Derived) -> str:
     """Explains why nothing can be sharded by a rule: the primitives that need each factor whole."""
     needs = [f"{', '.join(f.because)} needs factor {f.name} whole" for f in rule.factors if f.because]
     otherwise = "its results are replicated" if rule.factors else "it has no dimensions"
-    return f"nothing to cut: {'; '.join(needs) or otherwise}"
+    return f"nothing to shard: {'; '.join(needs) or otherwise}"

@@ -100,7 +100,7 @@ def test_every_operator_on_the_page_can_be_sharded():
     cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("|")]
     named = {param.id for param in EVERY}
     assert named <= {row[0] for row in cells}
-    assert {row[0] for row in cells if row[0] in named and "nothing to cut" in row[-1]} == UNSHARDABLE
+    assert {row[0] for row in cells if row[0] in named and "nothing to shard" in row[-1]} == UNSHARDABLE
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_every_operator_on_the_page_can_be_sharded():
 def test_every_operator_can_be_sharded(op):
     for row in rows_of(op.name):
         assert bool(row.rule.cuttable) != (row.name in UNSHARDABLE), f"{row.name}: {row.rule} {row.note}"
-        assert row.rule.cuttable or "nothing to cut" in row.note
+        assert row.rule.cuttable or "nothing to shard" in row.note
 
 
 # Equations on shards -------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], l
         new = [g for g in before if g not in (*majors, f.name)]
         majors, pending = majors + new, pending + new
     sizes = {g.name: g.size for g in rule.factors}
-    ways = [f.ways, *(sizes[g] for g in majors)]
+    ways = [f.fewest_shards, *(sizes[g] for g in majors)]
     mesh = device_mesh(ways) if math.prod(ways) <= 8 else None
     if mesh is None:
         return None

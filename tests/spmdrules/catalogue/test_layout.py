@@ -55,9 +55,9 @@ def test_token_shift(strict_numerics):
     ("margins", "expected"),
     [((-1, -2, 0), [2]), ((2, 0, 0), [0, 0, 1, 2, 3, 4]), ((0, 0, 2), [1, 0, 0, 2, 0, 0, 3, 0, 0, 4])],
 )
-def test_cut_and_pad(margins, expected, strict_numerics):
+def test_pad_or_crop(margins, expected, strict_numerics):
     x = np.arange(1, 5, dtype=np.float32)[None]
-    np.testing.assert_array_equal(ops.cut_and_pad(x, *margins), [expected])
+    np.testing.assert_array_equal(ops.pad_or_crop(x, *margins), [expected])
 
 
 def test_pairs(strict_numerics):

@@ -24,8 +24,8 @@ def test_cosine_similarity(strict_numerics):
 
 
 @pytest.mark.parametrize(("order", "expected"), [(3, stats.skew(X, 1)), (4, stats.kurtosis(X, 1, fisher=False))])
-def test_standardised_moment(order, expected):
-    np.testing.assert_allclose(ops.standardised_moment(X, order, 1), expected, rtol=2e-5, atol=1e-6)
+def test_standardized_moment(order, expected):
+    np.testing.assert_allclose(ops.standardized_moment(X, order, 1), expected, rtol=2e-5, atol=1e-6)
 
 
 def test_var_mean():

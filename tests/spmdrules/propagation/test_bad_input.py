@@ -252,7 +252,7 @@ SPECS = {
     ),
     "too few": (
         through(in_specs=(None,)),
-        "in_specs does not match the tree: it has 1 entries, but the tree has 2. Give one Part",
+        "in_specs does not match the tree: its length is 1, but that of the tree is 2. Give one Part",
     ),
     "another key": (
         through(in_specs=({"w": P(), "bias": P()}, P())),

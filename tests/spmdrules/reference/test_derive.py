@@ -151,8 +151,8 @@ def test_rows_of_an_operator():
     assert (forward.name, forward.gradient, gradient.name, gradient.gradient) == ("norm", "norm_grad", "norm_grad", "")
     assert isinstance(forward, OperatorRow) and forward.checked and isinstance(gradient.rule, Derived)
     (count,) = operator_rows("order", Operator("unique", lambda x: jnp.sort(x)[:4], (f32(8),), (), "no gradient"))
-    assert (count.gradient, count.note) == ("", "no gradient; nothing to cut: sort needs factor a whole")
+    assert (count.gradient, count.note) == ("", "no gradient; nothing to shard: sort needs factor a whole")
 
 
 def test_why_nothing_can_be_sharded():
-    assert why_nothing(derive(jnp.sin, f32())) == "nothing to cut: it has no dimensions"
+    assert why_nothing(derive(jnp.sin, f32())) == "nothing to shard: it has no dimensions"
