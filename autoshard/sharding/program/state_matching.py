@@ -54,7 +54,7 @@ class Matches:
 
     Attributes:
         state: pairs (input leaf, output leaf) of the state; each result occurs once.
-        alike: pairs (input leaf, output leaf) of further results with the leaves of an argument: moments, gradients.
+        alike: pairs (input leaf, output leaf) of other results with the same leaves as an argument, such as gradients.
         mismatches: arguments that are returned with some leaves changed.
     """
 
@@ -89,7 +89,7 @@ def match(
     found: set[int] = set()
     for owner, leaves in sorted(arguments.items()):
         fits = [p for p in parts.values() if p.keys() == leaves.keys() and not used & set(p.values())]
-        # A single array is state only if it is returned at its own index: it may as well be an activation.
+        # A single array is state only if it is returned at its own index. Elsewhere it may be an activation.
         if len(leaves) == 1 and owner not in donated:
             fits = [p for p in fits if len(out_keys) > 1 and _has_index(out_keys[min(p.values())], owner)]
         same = [p for p in fits if all(_same(avals[leaves[k]], out_avals[p[k]]) for k in leaves)]
