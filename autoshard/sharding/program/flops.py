@@ -4,8 +4,8 @@ A contraction counts 2 x (elements of one operand) x (sizes of the result's dime
 convolution this operand is the kernel, so that taps on padding count too. A contraction over a ragged dimension (the
 gradient of expert weights) counts one masked product of all rows per group, because XLA compiles it to that. A vendor's
 kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts the contractions
-inside it. Every other operator, and a declared one without contractions, counts one FLOP for each
-element of its results.
+inside it. Every other operator, and a declared one without contractions, counts one FLOP for each element of its
+results.
 """
 
 from __future__ import annotations
