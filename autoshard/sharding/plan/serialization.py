@@ -115,7 +115,8 @@ def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
         yield f"the spec of '{leaf.path}' names a mesh axis twice"
     if len(axes_of_dims) > len(leaf.shape) or len(leaf.axes) not in (0, len(leaf.shape)):
         yield (
-            f"'{leaf.path}' has {len(leaf.shape)} dimensions, its spec {len(axes_of_dims)} entries, its axes {len(leaf.axes)}"
+            f"'{leaf.path}' has {len(leaf.shape)} dimensions, its spec {len(axes_of_dims)} entries, its axes "
+            f"{len(leaf.axes)}"
         )
     if min(leaf.shape, default=0) < 0 or math.prod(leaf.shape) > _MOST_ELEMENTS:
         yield f"the shape of '{leaf.path}' is {short_repr(list(leaf.shape))}, which no array has"
