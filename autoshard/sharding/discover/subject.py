@@ -74,7 +74,7 @@ class Subject:
         compiled: `fn` under `jax.jit`.
         results: the types of the results.
         independent: for each result, whether it depends on no operand.
-        set_count: the number of sets of values that were tried.
+        set_count: the number of sets of values on which the function was tried.
         samples: the sets on which the function runs and has informative results.
     """
 

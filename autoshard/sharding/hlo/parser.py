@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 MAIN_MEMORY, HOST_MEMORY = 0, 5
-# Attributes of an instruction that name computations. `to_apply` is one of them for calls only; in a reduction, it names
-# a scalar function.
+# Attributes of an instruction that name computations. `to_apply` is one of them for calls only. In a reduction, it
+# names a scalar function.
 BODIES = ("calls", "called_computations", "branch_computations", "true_computation", "false_computation")
 TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Opcodes that forward their operands unchanged.
