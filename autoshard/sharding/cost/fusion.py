@@ -20,7 +20,8 @@ broadcast from little data (a mask) is computed again in every loop and kernel. 
 operand. An update in place costs the bytes of the update.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory if it fits there together with all
-such values that are live at once. Its share of their bytes is found once and decides this for every layout.
+such values that are live at once: its bytes on a device are at most its share of that memory. This share, its fraction
+of the bytes of all these values, is the same for every layout.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@
                  of the kinds that the chip's compiler makes asynchronous (`chips`)
 
 `flops` are those of contractions and convolutions, `peak` is that of their dtype. `tiles` is the fraction of the
-matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile of 128. `bytes` are what a kernel reads and
-writes (for a declared operator, `opaque_memory`), without values that stay in on-chip memory (`Fusion.on_chip`).
+matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile of 128. `bytes` are what a kernel reads
+and writes (for a declared operator, `opaque_memory`), without values that stay in on-chip memory (`Fusion.on_chip`).
 
 Decision points need the collectives of `operator_strategy.choose_strategy`. At other operators, an activation is
-gathered over each mesh axis that no longer shards the same logical axis; it is an all-to-all if the mesh axis shards
-another logical axis of the same tensor.
+gathered over each mesh axis that no longer shards the same logical axis. The collective is an all-to-all if the mesh
+axis then shards another logical axis of the same tensor.
 
 Times are those of the device. TPU compilers estimate cycles, too. For kernels that only read and write memory, their
 estimates are two to five times as long, by a factor that follows no rule (`benchmarks/compiler_cycles.py`).

@@ -1,7 +1,7 @@
 """Simulates the schedule of a compiled program: its compute time and its exposed communication.
 
-Instructions run in the order of the schedule. `now` is the simulated time. One collective at a time uses a dimension of
-the topology, or two permutes in opposite directions.
+Instructions run in the order of the schedule. `now` is the simulated time. A dimension of the topology carries one
+collective at a time, or two permutes in opposite directions.
 
     an instruction            now += its time: compiler cycles / clock rate, or a roofline if the compiler gives none
     a synchronous collective  starts when its links are free; now advances to its end, and all of it is exposed
@@ -112,7 +112,7 @@ class Totals:
 
 @dataclass
 class IdleMemory:
-    """The memory time of one computation that is idle.
+    """How long one computation leaves the memory idle, and how much of that its asynchronous copies need.
 
     Attributes:
         left_us: microseconds in which its instructions do not use the memory.

@@ -108,10 +108,10 @@ def fixed_specs(
     """
     specs: dict[int, Spec] = {}
     problems, lacks_axis = _malformed(fixed, word), False
-    for i, wish in {} if problems else found_inputs(traced, fixed, word, problems).items():
+    for i, wanted in {} if problems else found_inputs(traced, fixed, word, problems).items():
         value, aval = traced.program.inputs[i], traced.in_avals[i]
         try:
-            specs[value] = _fixed_spec(wish, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
+            specs[value] = _fixed_spec(wanted, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
         except PlanError as error:
             problems.append(str(error))
             lacks_axis |= isinstance(error, NoSuchAxisError)
@@ -225,7 +225,7 @@ def _malformed(fixed: Any, word: str) -> list[str]:
     if not isinstance(fixed, Mapping):
         return [f"{word} is {fixed!r}; {_EITHER}"]
     pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not is_sharding_wish(w)]
-    return [f"{word} {pattern!r}: {wish!r}; {_EITHER}" for pattern, wish in pairs]
+    return [f"{word} {pattern!r}: {wanted!r}; {_EITHER}" for pattern, wanted in pairs]
 
 
 def is_sharding_wish(what: Any) -> bool:
@@ -235,20 +235,20 @@ def is_sharding_wish(what: Any) -> bool:
     return isinstance(what, (tuple, list)) and all(name is None or isinstance(name, str) for name in what)
 
 
-def _fixed_spec(wish: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
-    if not isinstance(wish, PartitionSpec):
-        return _spec_of_names(wish, aval, where, layout, axes, value)
-    if len(wish) > aval.ndim:
-        raise _too_long(wish, aval, where)
-    spec = from_partition_spec(wish, aval.ndim)
+def _fixed_spec(wanted: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
+    if not isinstance(wanted, PartitionSpec):
+        return _spec_of_names(wanted, aval, where, layout, axes, value)
+    if len(wanted) > aval.ndim:
+        raise _too_long(wanted, aval, where)
+    spec = from_partition_spec(wanted, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise NoSuchAxisError(f"{where}: {wish} names mesh axis {unknown[0]!r}, but the mesh has {dict(layout.mesh)}; "
+        raise NoSuchAxisError(f"{where}: {wanted} names mesh axis {unknown[0]!r}, but the mesh has {dict(layout.mesh)}; "
                         + (f"did you mean {close[0]!r}? Or " if close else "")
                         + "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {wish} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
+        raise PlanError(f"{where}: {wanted} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
         n = layout.shard_count(dim)
         if aval.shape[d] % n:
@@ -258,32 +258,32 @@ def _fixed_spec(wish: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
 
 
 def _spec_of_names(
-    wish: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
+    wanted: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
 ) -> Spec:
     """The spec that shards the named dimensions as the layout does, and keeps the others whole."""
     known = set(axes.names.values())
-    if unknown := [n for n in wish if n is not None and n not in known]:
+    if unknown := [n for n in wanted if n is not None and n not in known]:
         raise PlanError(
             f"{where}: the program has no logical axis {', '.join(map(repr, unknown))}; it has "
             f"{', '.join(sorted(known))}"
         )
-    if len(wish) > aval.ndim:
-        raise _too_long(wish, aval, where)
-    requested = [*wish, *[None] * (aval.ndim - len(wish))]
+    if len(wanted) > aval.ndim:
+        raise _too_long(wanted, aval, where)
+    requested = [*wanted, *[None] * (aval.ndim - len(wanted))]
     own = [[axes.name(c) for c in dim] for dim in axes.of_value[value]]
     wrong = [d for d, name in enumerate(requested) if name is not None and name not in own[d]]
     if wrong:
         others = ", ".join(f"dim {d} is {' x '.join(own[d]) or 'of size 1'}, not {requested[d]}" for d in wrong)
         raise PlanError(
-            f"{where} is {tuple(wish)}, but {others}. Give each dimension its own logical axis, or None to keep it "
+            f"{where} is {tuple(wanted)}, but {others}. Give each dimension its own logical axis, or None to keep it "
             "whole"
         )
     spec = layout.spec(value)
     return tuple(() if name is None else spec[d] for d, name in enumerate(requested))
 
 
-def _too_long(wish: Any, aval: Any, where: str) -> PlanError:
+def _too_long(wanted: Any, aval: Any, where: str) -> PlanError:
     return PlanError(
-        f"{where}: {wish} has {len(wish)} entries, but the array has {aval.ndim} dimensions {aval.shape}. Drop the "
+        f"{where}: {wanted} has {len(wanted)} entries, but the array has {aval.ndim} dimensions {aval.shape}. Drop the "
         "last entries"
     )

@@ -25,7 +25,7 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 @shown
 @dataclass(frozen=True)
 class Machine:
-    """What to plan for.
+    """A target, together with the mesh that the user gives for it, if any.
 
     Attributes:
         target: the target.

@@ -187,7 +187,7 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
         ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
         "costly",
-        "A dimension is sharded in which windows are read or written at run-time indices: the operand is gathered.",
+        "A dimension in which windows are read or written at run-time indices is sharded: the operand is gathered.",
         _split_windows,
         least_axes=1,
     ),
