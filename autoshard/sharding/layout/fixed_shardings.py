@@ -244,7 +244,8 @@ def _fixed_spec(wanted: Any, aval: Any, where: str, layout: Layout, axes: Logica
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise NoSuchAxisError(f"{where}: {wanted} names mesh axis {unknown[0]!r}, but the mesh has {dict(layout.mesh)}; "
+        raise NoSuchAxisError(f"{where}: {wanted} names mesh axis {unknown[0]!r}, but the mesh has "
+                        f"{dict(layout.mesh)}; "
                         + (f"did you mean {close[0]!r}? Or " if close else "")
                         + "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:

@@ -150,9 +150,8 @@ def check_linear(
     Returns:
         The kind (wrong or missing) and the message of each finding.
     """
-    operand_sets = [
-        operands for operands in operand_sets if all(map(_finite, operands))
-    ]  # infinities do not split into terms
+    # Infinities do not split into terms.
+    operand_sets = [operands for operands in operand_sets if all(map(_finite, operands))]
     found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
         if _can_split(case, group) and not additive(case, group, operand_sets):
