@@ -111,9 +111,9 @@ class _Finder:
         self.on_chip: dict[int, float] = {}
         self.chain_ends: dict[int, Op] = {}  # id of a contraction -> the last operator of the chain that it computes
         self.chain_end_ids: set[int] = set()  # ids of the operators in `chain_ends`
-        self.maker: dict[int, Op] = {}
+        self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
-        self.known_sources: dict[int, frozenset[int]] = {}
+        self.known_sources: dict[int, frozenset[int]] = {}  # value -> the values in memory that it is computed from
         self.visit(program.block)
 
     def visit(self, block: Block) -> None:

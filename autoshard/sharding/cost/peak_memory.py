@@ -46,10 +46,10 @@ class MemoryModel:
         self.axes, self.roles, self.is_tiled = axes, roles, is_tiled
         program = axes.program
         n = len(program.avals)
-        self.birth = np.full(n, -1)
-        self.death = np.full(n, -1)
-        self.written = np.zeros(n, bool)
-        self.points = -1
+        self.birth = np.full(n, -1)  # value -> number of the operator that makes it; -1 for inputs
+        self.death = np.full(n, -1)  # value -> number of the last operator that takes it
+        self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
+        self.points = -1  # number of the last operator
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self.written[list(fusion.written)] = True

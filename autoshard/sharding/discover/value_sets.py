@@ -6,7 +6,7 @@ elements from the last. If one half of the values is much larger than the other,
 result.
 
 The caller's own values come first, then small changes of these. They keep what a function expects of its arguments: a
-matrix that can be factored, an index within its range.
+matrix that can be factored, an index within its range. All magnitudes are chosen, not measured.
 """
 
 from __future__ import annotations

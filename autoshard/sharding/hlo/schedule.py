@@ -26,7 +26,7 @@ from autoshard.sharding.hlo.trip_counts import Loops
 ASYNC_SUFFIXES = ("-start", "-update", "-done")
 SYNCHRONOUS = "at once"  # the key of a synchronous collective in `Clock.running`
 
-Place = tuple[str, str, int]  # computation, instruction, index among its collectives
+RunKey = tuple[str, str, int]  # computation, instruction, index among its collectives
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Clock:
         """A copy that can advance on its own."""
         return Clock(self.now, dict(self.busy_until), dict(self.running))
 
-    def skip(self, before: Clock, times: float) -> None:
+    def repeat(self, before: Clock, times: float) -> None:
         """Repeats what happened since `before`: advances the clock, and the collectives that started since then.
 
         Args:
@@ -135,7 +135,7 @@ class Schedule:
     def __init__(self, program: Program, kernels: Kernels, links: ProgramLinks):
         self.program, self.kernels, self.links = program, kernels, links
         self.collectives, self.loops = Collectives(program, links.cross_slice_groups), Loops(program)
-        self.runs: dict[Place, CollectiveRuns] = {}
+        self.runs: dict[RunKey, CollectiveRuns] = {}
         self.totals = Totals()
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
@@ -204,13 +204,13 @@ class Schedule:
             self.totals.to_host |= reaches_host(i)
             idle_memory.copies_us += self.kernels.times_us(computation, i)[1]
 
-    def _start(self, clock: Clock, place: Place, collective: Collective, key: str, weight: float) -> None:
+    def _start(self, clock: Clock, run_key: RunKey, collective: Collective, key: str, weight: float) -> None:
         if not collective.wire_bytes:
             return
-        runs = self.runs.get(place)
+        runs = self.runs.get(run_key)
         if runs is None:
             time, links = self.links.time_us(collective), self.links.links(collective)
-            runs = self.runs[place] = CollectiveRuns(collective, time, links, is_asynchronous=key != SYNCHRONOUS)
+            runs = self.runs[run_key] = CollectiveRuns(collective, time, links, is_asynchronous=key != SYNCHRONOUS)
         begin = max([clock.now, *(clock.busy_until.get(link, 0.0) for link in runs.links)])
         clock.busy_until.update(dict.fromkeys(runs.links, begin + runs.once_us))
         clock.running[key] = Running(begin + runs.once_us, runs)
@@ -236,7 +236,7 @@ class Schedule:
         if trips > 1:
             before = clock.copy()
             self._body(clock, body, weight * (trips - 1))
-            clock.skip(before, trips - 2)
+            clock.repeat(before, trips - 2)
 
     def _branch(self, clock: Clock, conditional: Instruction, weight: float) -> None:
         branches = [self.program.computations[name] for name in conditional.called]

@@ -110,7 +110,7 @@ class Layout:
         return {c for c in listed if self.shard_count(self.spec_of(((c,),))[0]) > 1}
 
     def sharding_key(self) -> tuple[Any, ...]:
-        """A key that is equal for layouts with the same shardings. Adjacent mesh axes with the same use count as one."""
+        """A key that is equal for layouts with the same shardings. Adjacent mesh axes with equal use count as one."""
         merged: list[list[Any]] = []
         for axis, size in self.mesh.items():
             if size > 1:
