@@ -180,13 +180,13 @@ def can_constrain_at_once(layout: Layout, op: Op, strategy: OperatorStrategy, re
 
 
 def extends_computed_spec(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
-    """Whether a result may be constrained to its wanted sharding at once, and not first to the computed one.
+    """Whether a result may be constrained directly to its wanted sharding, and not to the computed one first.
 
-    This holds only where the wanted sharding extends the computed one; a partial sum then becomes a reduce-scatter. It
-    does not hold if it extends a batch dimension that is sharded already. In all other cases, the partitioner chooses
-    the way itself: from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp) it computes wrong values. In a lookup, each sharded
-    dimension counts as a batch: with a table sharded along both dimensions, the partitioner fails to compile if a
-    dimension of the indices is sharded further.
+    This holds only where the wanted sharding extends the computed one, so that a partial sum becomes a reduce-scatter,
+    and does not extend a batch dimension that is sharded already. In all other cases the partitioner would choose how
+    to reshard, and may compute wrong values, as from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp). In a lookup, each
+    sharded dimension counts as a batch: with a table sharded along both dimensions, the partitioner fails to compile
+    if a dimension of the indices is sharded further.
     """
     indexed = any(f.kind == "index" for f in rule.factors)
     for names, c, w in zip(dims, computed, want, strict=True):

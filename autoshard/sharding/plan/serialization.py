@@ -42,7 +42,7 @@ def plan_json(plan: ShardingPlan) -> str:
 
 
 def plan_from_json(text: str, cls: type[P]) -> P:
-    """See `Plan.from_json`: a plan of this class."""
+    """See `Plan.from_json`. The plan is an instance of `cls`."""
     try:
         data = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:

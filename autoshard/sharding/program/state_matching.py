@@ -99,7 +99,7 @@ def match(
             state += [(leaves[k], with_same_leaves[0][k]) for k in leaves]
             used |= set(with_same_leaves[0].values())
             found.add(owner)
-    for _, leaves in sorted(arguments.items()):  # further results, such as both moments of an optimizer
+    for _, leaves in sorted(arguments.items()):  # other results, such as the moments of an optimizer
         for subtree in subtrees.values():
             if len(leaves) > 1 and subtree.keys() == leaves.keys() and not used & set(subtree.values()):
                 if all(_same(avals[leaves[k]], out_avals[subtree[k]]) for k in leaves):
