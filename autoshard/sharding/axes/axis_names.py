@@ -25,31 +25,31 @@ def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence
     names: dict[int, str] = {}
     used: Counter[str] = Counter()
 
-    def give(cls: int | None, name: str) -> None:
+    def name_axis(cls: int | None, name: str) -> None:
         if cls is not None and cls not in names:
             names[cls] = f"{name}_{used[name]}" if used[name] else name
             used[name] += 1
 
-    give(roles.batch, "batch")
-    give(roles.residual, "embed")
+    name_axis(roles.batch, "batch")
+    name_axis(roles.residual, "embed")
     for c in roles.experts:
-        give(c, "experts")
+        name_axis(c, "experts")
     for c in roles.vocabulary:
-        give(c, "vocab")
+        name_axis(c, "vocab")
     for c in roles.classes:
-        give(c, "vocab" if roles.vocabulary else "classes")
+        name_axis(c, "vocab" if roles.vocabulary else "classes")
     for c in roles.heads:
-        give(c, "heads")
+        name_axis(c, "heads")
     for c in roles.sequence:
-        give(c, "seq")
+        name_axis(c, "seq")
     for c in roles.parallel:
-        give(c, "ffn")
+        name_axis(c, "ffn")
     data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
     for c in sorted(axes.stacked):
         neighbours = {other for dim in data_dims if c in dim for other in dim}
-        give(c, "layers" if not neighbours else "microbatch" if roles.batch in neighbours else "blocks")
+        name_axis(c, "layers" if not neighbours else "microbatch" if roles.batch in neighbours else "blocks")
     for v, path in zip(program.inputs, paths, strict=True):
         for d, dim in enumerate(axes.of_value[v]):
             for part, c in enumerate(dim):
-                give(c, f"{path}:{d}" + (f".{part}" if len(dim) > 1 else ""))
+                name_axis(c, f"{path}:{d}" + (f".{part}" if len(dim) > 1 else ""))
     return names

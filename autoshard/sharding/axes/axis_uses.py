@@ -23,8 +23,8 @@ class AxisUses:
         made: axis -> weights whose first use, in the forward pass, produces it.
         contracted: axis -> weights whose first use contracts it.
         used: weights that have been used.
-        reduced: axes over which a sum or maximum of an activation runs (logits).
-        inner: axes that two activations contract (head_dim).
+        reduced: axes over which an activation is summed, or its maximum taken (logits).
+        inner: axes over which two activations are contracted (head_dim).
         heads: batch dimensions of a contraction of two activations.
         experts: batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
@@ -53,31 +53,31 @@ def find_uses(
         in_parameters: the axes that parameters have.
         owner: value without the batch -> the inputs that it was computed from.
     """
-    reader = _Reader(axes, batch, in_parameters, owner)
+    collector = _UseCollector(axes, batch, in_parameters, owner)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
-            reader.read(op, op.rule, factors)
-    return reader.use
+            collector.record(op, op.rule, factors)
+    return collector.uses
 
 
 @dataclass(eq=False)
-class _Reader:
+class _UseCollector:
     axes: LogicalAxes
     batch: int | None
     in_parameters: set[int]
     owner: Mapping[int, frozenset[int]]
-    use: AxisUses = field(default_factory=AxisUses)
+    uses: AxisUses = field(default_factory=AxisUses)
 
-    def read(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
+    def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the uses of axes by one operator."""
         if op.name in ("gather", "scatter-add"):
-            self.use.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
+            self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max") and self.has_batch(op.results[0]):
-            self.use.reduced |= self.of_kind("reduce", rule, factors)
+            self.uses.reduced |= self.of_kind("reduce", rule, factors)
         if op.name in CONTRACTIONS and self.batch is not None:
-            self.contraction(op, rule, factors, self.batch)
+            self.record_contraction(op, rule, factors, self.batch)
         if is_operator(op.eqn.primitive) and self.batch is not None:
-            self.operator(op, rule, factors)
+            self.record_operator(op, rule, factors)
 
     def has_batch(self, value: int) -> bool:
         """Whether a value has the batch axis."""
@@ -87,12 +87,12 @@ class _Reader:
         """The classes of a rule's factors of one kind."""
         return {c for f in rule.factors if f.kind == kind for c in factors.get(f.name, ())}
 
-    def operator(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
+    def record_operator(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the axes that a declared operator produces with one weight and contracts with another one inside.
 
         An axis that leads each of several stacks of matrices is an axis of experts.
         """
-        use, avals = self.use, self.axes.program.avals
+        uses, avals = self.uses, self.axes.program.avals
         matrices = [
             (self.weight(v), dims)
             for v, dims in zip(op.operands, rule.operands, strict=True)
@@ -107,18 +107,18 @@ class _Reader:
                 continue
             for weight, dims in with_factor:
                 for c in {c for dim in dims for name in dim for c in factors.get(name, ())}:
-                    use.weights[c].add(weight)
+                    uses.weights[c].add(weight)
             stacked = all(len(dims) > 2 and dims[0] == (f.name,) for _, dims in with_factor)
             for c in factors.get(f.name, ()):
                 if stacked:
-                    use.experts.add(c)
+                    uses.experts.add(c)
                 else:
-                    use.made[c].add(with_factor[0][0])
-                    use.contracted[c].add(with_factor[-1][0])
+                    uses.made[c].add(with_factor[0][0])
+                    uses.contracted[c].add(with_factor[-1][0])
 
-    def contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
-        """Records the axes that an activation's contraction with a weight or an activation produces and sums over."""
-        use, of_value = self.use, self.axes.of_value
+    def record_contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
+        """Records the axes that a contraction of an activation with a weight or an activation produces or sums over."""
+        uses, of_value = self.uses, self.axes.of_value
         sides = [{c for dim in of_value[v] for c in dim} if v >= 0 else set[int]() for v in op.operands[:2]]
         result = {c for dim in of_value[op.results[0]] for c in dim}
         with_batch = [batch in side for side in sides]
@@ -130,20 +130,20 @@ class _Reader:
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
         if all(with_batch) and batch in result:  # activation with activation: attention
-            # A gradient of keys sums over the query groups and the sequence together: these are not inner axes.
+            # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:
-                use.inner |= summed
-            use.heads |= shared - {batch}
+                uses.inner |= summed
+            uses.heads |= shared - {batch}
         elif any(with_batch) and batch in result:  # activation with weight
             place = with_batch.index(False)
             weight = self.weight(op.operands[place])
             for c in sides[place]:
-                use.weights[c].add(weight)
-                if weight not in use.used and c not in shared:
-                    (use.contracted if c in summed else use.made)[c].add(weight)
-            use.used.add(weight)
+                uses.weights[c].add(weight)
+                if weight not in uses.used and c not in shared:
+                    (uses.contracted if c in summed else uses.made)[c].add(weight)
+            uses.used.add(weight)
             if op.name != "conv_general_dilated":  # there, a shared axis is the channel of a depthwise kernel
-                use.experts |= shared
+                uses.experts |= shared
 
     def weight(self, value: int) -> frozenset[int]:
         """The inputs that a value without the batch was computed from."""

@@ -28,19 +28,21 @@ def join_generated_batches(axes: LogicalAxes, batch: int | None) -> None:
     same_size = {c for c, size in enumerate(axes.sizes) if size == axes.sizes[batch]}
     candidates = same_size - of_inputs - axes.stacked - {batch}
     while candidates:
-        together = [{c for dim in leaves for c in dim} for leaves in set(axes.of_value)]
-        candidates -= {c for classes in together if batch in classes for c in classes}
+        classes_of_values = [{c for dim in leaves for c in dim} for leaves in set(axes.of_value)]
+        candidates -= {c for classes in classes_of_values if batch in classes for c in classes}
         uses = {
-            (c, use) for leaves, weight in _products(axes) for c, use in _uses(leaves, weight, candidates | {batch})
+            (c, use)
+            for leaves, weight in _contraction_operands(axes)
+            for c, use in _uses(leaves, weight, candidates | {batch})
         }
         generated = {c for c, use in uses if c != batch and (batch, use) in uses}
         if not generated:
             return
-        _rename(axes, min(generated), batch)
+        _merge(axes, min(generated), batch)
         candidates.discard(min(generated))
 
 
-def _products(axes: LogicalAxes) -> Iterator[tuple[Leaves, Leaves]]:
+def _contraction_operands(axes: LogicalAxes) -> Iterator[tuple[Leaves, Leaves]]:
     """Yields the classes of both operands of every contraction, in both orders."""
     found: dict[tuple[Leaves, Leaves], None] = {}
     for op in axes.program.ops():
@@ -57,7 +59,7 @@ def _uses(leaves: Leaves, weight: Leaves, rows: set[int]) -> Iterator[tuple[int,
         yield c, (_replace(leaves, c, _ROWS), weight)
 
 
-def _rename(axes: LogicalAxes, old: int, new: int) -> None:
+def _merge(axes: LogicalAxes, old: int, new: int) -> None:
     memo = {leaves: _replace(leaves, old, new) for leaves in set(axes.of_value)}
     axes.of_value[:] = [memo[leaves] for leaves in axes.of_value]
     axes.of_op[:] = [

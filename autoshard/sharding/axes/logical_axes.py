@@ -1,8 +1,9 @@
 """Logical axes: equivalence classes of the dimensions of a program's values.
 
-Union-find over (value, dimension) through the rule of every operator (`spmdrules.ir.dimension_classes`). Its leaves are
-the logical axes; a dimension is a sequence of them, major to minor. Axes are numbered and called classes in the code.
-They follow from structure alone: names are assigned afterwards, for display (`axis_names`).
+Union-find unifies dimensions through the rule of every operator (`spmdrules.ir.dimension_classes`). A dimension that a
+reshape splits is a sequence of parts, major to minor; the smallest parts are the logical axes. Axes are numbered and
+called classes in the code. They follow from structure alone: names are assigned afterwards, for display
+(`axis_names`).
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class LogicalAxes:
     def parameter_aliases(self) -> dict[int, int]:
         """Values that equal a program input, or one loop iteration's slice of it, up to casts and reversals.
 
-        A loop's stack of such slices is an alias of the input too: a cast parameter that is kept for the backward
-        pass. So is a stack that is split into groups, and a slice of a group, as in loops over groups of layers.
+        A loop's stack of such slices is an alias of the input too, such as a cast parameter that is kept for the
+        backward pass. So are a stack that is split into groups and a slice of one group, as in loops over groups of
+        layers.
 
         Returns:
             Value -> the program input.
@@ -97,7 +99,7 @@ class LogicalAxes:
 
     @cached_property
     def kernels(self) -> dict[Leaves, int]:
-        """Classes of a convolution's kernel among the inputs -> its output feature dimension, counted from the end."""
+        """Classes of an input that is a convolution's kernel -> its output feature dimension, counted from the end."""
         found: dict[Leaves, int] = {}
         for op in self.program.ops():
             if op.name == "conv_general_dilated":
@@ -152,7 +154,7 @@ class LogicalAxes:
 
     @cached_property
     def co_occurring(self) -> dict[int, frozenset[int]]:
-        """For each class, the other classes that every value with this class has too.
+        """For each class, the other classes that occur in every value with this class.
 
         In grouped attention, for example, every value with query groups has the key-value heads.
         """

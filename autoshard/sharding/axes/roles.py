@@ -1,12 +1,12 @@
 """The roles of inputs and logical axes, derived from the structure of the program and never from names.
 
-batch       the leading axis of an input that most activation bytes carry; no parameter has it
+batch       the leading axis of an input that occurs in most activations, by bytes; no parameter has it
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast)
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to
-sequence    axes of the data other than the batch. If a loop runs over blocks of one (the keys of attention), the axis
-            that counts the blocks
+sequence    axes of the data other than the batch. If a loop runs over blocks of one (the keys of attention), only the
+            axis that counts the blocks
 context     sequence axes that no loop runs over
 """
 
@@ -51,8 +51,8 @@ class Roles:
         classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
         gradients: values that are sums over the batch, and values computed from them without the batch.
-        turned: gradients whose only use is a transpose -> its result and its permutation. JAX computes the gradients of
-            some weights transposed.
+        transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
+            the gradients of some weights transposed.
     """
 
     inputs: dict[int, Role]
@@ -82,20 +82,20 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     inputs, owner = _input_roles(program, axes, batch, frozenset(state))
     parameters = [v for v, role in inputs.items() if role == "parameter"]
     in_parameters = {c for v in parameters for dim in axes.of_value[v] for c in dim}
-    weight = Counter()
+    parameter_bytes = Counter()
     for v in parameters:
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
-            weight[c] += axis_weight(program.avals[v])
+            parameter_bytes[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1}
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
-    residual = _residual(use, shared - use.heads, weight, in_data)
-    ordered = [c for c, _ in sorted(weight.items(), key=lambda item: (-item[1], item[0]))]
+    residual = _residual(use, shared - use.heads, parameter_bytes, in_data)
+    ordered = [c for c, _ in sorted(parameter_bytes.items(), key=lambda item: (-item[1], item[0]))]
     # axes of one dimension (key-value heads, query groups) must be ordered major to minor, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
     produced_and_contracted = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
-    shardable = (produced_and_contracted | _summed_up(use) | use.indexed | use.experts) - {residual} - use.inner
+    shardable = (produced_and_contracted | _reduced_outputs(use) | use.indexed | use.experts) - {residual} - use.inner
     shardable = shardable or shared - {residual} - use.inner
     parallel = tuple(c for c in ordered if c in shardable)
     groups = {
@@ -115,10 +115,10 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         parallel=parallel,
         experts=tuple(c for c in ordered if c in use.experts),
         vocabulary=tuple(c for c in ordered if c in use.indexed),
-        classes=tuple(c for c in parallel if c in _summed_up(use)),
+        classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
         gradients=(gradients := _gradients(program, axes, batch)),
-        transposed_gradients=_turned(program, gradients),
+        transposed_gradients=_transposed_gradients(program, gradients),
     )
 
 
@@ -133,7 +133,7 @@ def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:
     return [c for c in dim if c not in stacked]
 
 
-def _turned(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
+def _transposed_gradients(program: Program, gradients: frozenset[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
     """Gradients whose only use is a transpose -> its result and its permutation."""
     uses = Counter(v for op in program.ops() for v in op.operands)
     return {
@@ -150,8 +150,8 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
     """
     if batch is None:
         return frozenset()
-    carries = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
-    has_batch = [carries[leaves] for leaves in axes.of_value]
+    of_leaves = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
+    has_batch = [of_leaves[leaves] for leaves in axes.of_value]
     inputs, found, before = set(program.inputs), set(), -1
     while len(found) > before:
         before = len(found)
@@ -167,11 +167,11 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
 
 
 def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
-    """Finds the batch: of the axes that most activation bytes carry, the one nearest to the front of an input.
+    """Finds the batch: of the axes that occur in the most activation bytes, the one nearest to the front of an input.
 
     If all inputs are state, the step generates its batch itself.
 
-    If no state is known, parameters are inputs like data, and activations carry their axes too. The next weight
+    If no state is known, parameters are inputs like data, and activations have their axes too. The next weight
     contracts such an axis. The batch is contracted by gradients only, which come later, so of several candidates in the
     same dimension the one that is contracted last is taken.
 
@@ -211,7 +211,7 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
 
 
 def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
-    """The batch of a step that generates it: of the axes that no input has, the one that most bytes carry.
+    """The batch of a step that generates it: of the axes that no input has, the one with the most bytes.
 
     One contraction must keep it (activation with weight), and another must sum over it (the gradient of the weight).
     """
@@ -255,7 +255,7 @@ def _input_roles(
     """The role of each input, and value without the batch axis -> the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
-    carries = [any(batch in dim for dim in dims) for dims in axes.of_value]
+    has_batch = [any(batch in dim for dim in dims) for dims in axes.of_value]
 
     def visit(block: Any) -> None:
         for op in block.ops:
@@ -266,8 +266,8 @@ def _input_roles(
                 for inner in op.blocks:
                     visit(inner)
                 continue
-            owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not carries[v]))
-            if any(carries[v] for v in (*op.operands, *op.results) if v >= 0):
+            owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not has_batch[v]))
+            if any(has_batch[v] for v in (*op.operands, *op.results) if v >= 0):
                 parameters.update(owned)
             elif 0 < len(owned) <= MAX_FUSED_WEIGHTS:
                 for v in op.results:
@@ -277,7 +277,7 @@ def _input_roles(
     roles: dict[int, Role] = {}
     for v in program.inputs:
         aval = program.avals[v]
-        if carries[v] or (v not in state and not is_float(aval) and aval.ndim):
+        if has_batch[v] or (v not in state and not is_float(aval) and aval.ndim):
             roles[v] = "data"
         elif not aval.ndim or not is_float(aval):
             roles[v] = "other"
@@ -288,18 +288,18 @@ def _input_roles(
     return roles, owner
 
 
-def _summed_up(use: AxisUses) -> set[int]:
+def _reduced_outputs(use: AxisUses) -> set[int]:
     """Axes that a weight produces and a reduction then sums over, such as the classes of a loss; no axes of heads."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
 
 
-def _residual(use: AxisUses, candidates: set[int], weight: Counter[int], in_data: set[int]) -> int | None:
+def _residual(use: AxisUses, candidates: set[int], parameter_bytes: Counter[int], in_data: set[int]) -> int | None:
     """The axis that most weights have."""
-    found = [c for c in weight if c in candidates]
+    found = [c for c in parameter_bytes if c in candidates]
     if len(found) < 2:
         return None
-    return max(found, key=lambda c: (len(use.weights[c]), c in in_data, weight[c], -c))
+    return max(found, key=lambda c: (len(use.weights[c]), c in in_data, parameter_bytes[c], -c))
 
 
 def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -> list[int]:

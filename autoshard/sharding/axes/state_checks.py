@@ -67,9 +67,9 @@ def _is_donated_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes
 def _is_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool | None:
     """Whether an argument that is not donated is state.
 
-    Two things are required. Its leaves include parameters, or parameters occur beside them (as beside moments). And at
-    least half of the leaves that have a counterpart in the results are that counterpart, or are updated element by
-    element to become it; a gradient is not.
+    Two things are required. Its leaves include parameters, or parameters occur beside them (as beside moments). And of
+    the leaves that have a counterpart in the results, at least half are returned unchanged or updated element by
+    element; a gradient is neither.
 
     Returns:
         True if it is certainly state, False if it may be state, None if it is not.
@@ -89,7 +89,7 @@ def _is_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> boo
 
 
 def _may_be_state(mismatch: StateMismatch, traced: Traced, axes: LogicalAxes) -> bool:
-    """Whether there are parameters if an argument is taken as state.
+    """Whether the program has parameters once this argument counts as state.
 
     An argument whose arrays all have the same leading dimension, and have it nowhere else, is data.
     """

@@ -1,7 +1,7 @@
 """The specs that a layout gives to the values of operator classes, in a canonical form: numbers for mesh axes.
 
-The cost of an operator depends on how many ways each dimension is sharded, not on the names of mesh axes. So what was
-priced for one layout is not priced again for the next.
+The cost of an operator depends on how many ways each dimension is sharded, not on the names of mesh axes. So prices are
+reused across layouts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SpecOf = Callable[[Layout, int], Spec]
 
 
 class SpecQueries:
-    """The specs that operator classes need of a layout. Values of one class share a query.
+    """The specs that pricing the operator classes needs from a layout. Values of one class share a query.
 
     Attributes:
-        queries: function of a layout and a value, and that value; the result is a spec.
+        queries: pairs (function, value). `function(layout, value)` is a spec.
         of_class: for each operator class, the numbers of the queries of its operands, of its results, and of what its
             kernel reads and writes.
     """

@@ -1,4 +1,4 @@
-"""Heuristic figures of the cost model. No record says that any of them was fitted to the models of the benchmark.
+"""Heuristic figures of the cost model. None is known to have been fitted to the benchmark's models.
 
 The shares of peak FLOP/s and of bandwidth that kernels reach are in `machines.constants`. The plans of the benchmark's
 models (`tests/golden`) depend on all constants here but `MEMORY_CACHE_ENTRIES`.
@@ -27,7 +27,7 @@ ALL_REDUCE_PASSES = 4
 # precision.
 PRODUCT_OPERAND_BYTES = 2
 
-# Number of operators after which a value that was made is no longer in on-chip memory. Source: chosen, not measured.
+# Number of operators after which a value has left on-chip memory. Source: chosen, not measured.
 ON_CHIP_OPS = 64
 
 # Fraction of a chip's on-chip memory that the values of one block may fill together and stay there. Source: chosen, not

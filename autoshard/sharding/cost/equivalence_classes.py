@@ -68,7 +68,7 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
 
 @dataclass(eq=False)
 class SharedOperands:
-    """Values that are the same operands of the same operator classes. A move of one of them is a move of all.
+    """Values that are the same operands of the same operator classes. If a layout moves one of them, it moves all.
 
     Attributes:
         number: identifies them.
@@ -116,7 +116,7 @@ class OperatorClass:
 
 
 def distinctly_fixed(axes: LogicalAxes, roles: Roles, fixed: Mapping[int, Spec]) -> frozenset[int]:
-    """Return the fixed inputs that have another spec than similar inputs: one layer of ten that are equal otherwise."""
+    """Return the fixed inputs whose spec differs from that of otherwise equal inputs, such as one of ten layers."""
     if not fixed:
         return frozenset()
     classes = {v: _storage_class(axes, roles, v) for v in roles.inputs}

@@ -10,8 +10,8 @@ operators, slices and other data movement run inside the kernels that take their
 On TPU a contraction computes its elementwise operands itself. A value that several contractions take is written once,
 in 16 bits, because products read no more at JAX's default precision. Convolutions each compute it again if its sources
 are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its result if a
-single chain of elementwise operators, with no loop on the way, leads to a value that is written. On other platforms
-contractions read their operands from memory.
+single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. On other
+platforms contractions read their operands from memory.
 
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
@@ -20,7 +20,8 @@ broadcast from little data (a mask) is computed again in every loop and kernel. 
 operand. An update in place costs the bytes of the update.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory if it fits there together with all
-such values that are live at once. Its share of their bytes is found once and decides this for every layout.
+such values that are live at once: its bytes on a device are at most its share of that memory. This share, its fraction
+of the bytes of all these values, is the same for every layout.
 """
 
 from __future__ import annotations
@@ -108,14 +109,14 @@ class _Finder:
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
-        self.ends: dict[int, Op] = {}  # id of a contraction -> the last operator of the chain that it computes
-        self.ended: set[int] = set()  # ids of the operators in `ends`
-        self.maker: dict[int, Op] = {}
+        self.chain_ends: dict[int, Op] = {}  # id of a contraction -> the last operator of the chain that it computes
+        self.chain_end_ids: set[int] = set()  # ids of the operators in `chain_ends`
+        self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
-        self.known_sources: dict[int, frozenset[int]] = {}
-        self.block(program.block)
+        self.known_sources: dict[int, frozenset[int]] = {}  # value -> the values in memory that it is computed from
+        self.visit(program.block)
 
-    def block(self, block: Block) -> None:
+    def visit(self, block: Block) -> None:
         ops = list(inlined(block))
         users: dict[int, list[Op]] = {}
         for op in ops:
@@ -132,15 +133,15 @@ class _Finder:
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
             if op.name in CONTRACTIONS and not outputs & set(op.results):
-                self.end(op, users, loops)
+                self.find_chain_end(op, users, loops)
         self.known_sources.clear()
         stores: list[Op] = []
         for op in ops:
             for inner in op.blocks:
-                self.block(inner)
+                self.visit(inner)
             if is_kernel(op):
-                self.kernels[id(op)] = self.kernel(op)
-            elif op.rule is not None and op.name not in _SLICES and id(op) not in self.ended:
+                self.kernels[id(op)] = self.make_kernel(op)
+            elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []
         self.note_on_chip(ops, users, outputs)
         for group in self.merged(stores):
@@ -201,7 +202,7 @@ class _Finder:
         whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
         return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) >= WRITTEN_SOURCES * whole
 
-    def end(self, op: Op, users: Mapping[int, Sequence[Op]], loops: Mapping[int, int]) -> None:
+    def find_chain_end(self, op: Op, users: Mapping[int, Sequence[Op]], loops: Mapping[int, int]) -> None:
         """Follow the result of a contraction through elementwise operators to the value that is written.
 
         The chain ends at a loop, because the contraction's operands would have to be kept until the loop ends. `loops`
@@ -217,17 +218,17 @@ class _Finder:
                 break
             value = user.results[0]
             if value in self.memory:
-                if self.fuses_operands and id(user) not in self.ended:
+                if self.fuses_operands and id(user) not in self.chain_end_ids:
                     self.memory.discard(first)
-                    self.ends[id(op)] = user
-                    self.ended.add(id(user))
+                    self.chain_ends[id(op)] = user
+                    self.chain_end_ids.add(id(user))
                 return
         if value != first:  # the end of the chain is written, in its own dtype
             narrow = itemsize(self.program.avals[value]) / itemsize(op.eqn.outvars[0].aval)
             if narrow < 1:
                 self.narrow[first] = narrow
 
-    def kernel(self, op: Op) -> Kernel:
+    def make_kernel(self, op: Op) -> Kernel:
         operands, writes = op.operands, op.results
         if op.name in _IN_PLACE:
             operands, writes = op.operands[1:2], op.operands[1:2]
@@ -235,7 +236,7 @@ class _Finder:
             operands = (*op.operands[1:], *op.results)  # it reads as many rows as it returns
         elif op.name.startswith("scatter"):
             operands, writes = (*op.operands[1:], op.operands[2]), (op.operands[2],)
-        elif last := self.ends.get(id(op)):
+        elif last := self.chain_ends.get(id(op)):
             operands, writes = (*operands, *last.operands), last.results
         return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))
 

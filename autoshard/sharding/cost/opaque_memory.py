@@ -1,7 +1,8 @@
 """The memory of an opaque operator: what it reads, writes and holds on one shard.
 
 The function of a declared operator is traced with the shapes of a shard, and its operators are grouped into kernels
-(`fusion`), like those of the program around it. It holds the results of its kernels that it does not return.
+(`fusion`), like those of the program around it. The operator holds the results of its kernels, except those that it
+returns.
 """
 
 from __future__ import annotations

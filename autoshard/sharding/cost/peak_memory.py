@@ -46,10 +46,10 @@ class MemoryModel:
         self.axes, self.roles, self.is_tiled = axes, roles, is_tiled
         program = axes.program
         n = len(program.avals)
-        self.birth = np.full(n, -1)
-        self.death = np.full(n, -1)
-        self.written = np.zeros(n, bool)
-        self.points = -1
+        self.birth = np.full(n, -1)  # value -> number of the operator that makes it; -1 for inputs
+        self.death = np.full(n, -1)  # value -> number of the last operator that takes it
+        self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
+        self.points = -1  # number of the last operator
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
         self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
         self.written[list(fusion.written)] = True
@@ -119,33 +119,33 @@ class MemoryModel:
                     if v >= 0:
                         self.death[v] = max(self.death[v], last)
 
-    def __call__(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:
+    def __call__(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:
         """Return the peak bytes on one device, in total and by kind.
 
         The kinds are `parameter`, `optimizer`, `data`, `other`, `temporary`, and `constant` if there are constants.
 
         Args:
             layout: the layout.
-            waiting: the live buffers of collectives and opaque operators.
+            buffers: the live buffers of collectives and opaque operators.
         """
         local = self._local(layout)
         parts = {role: float(local[values].sum()) for role, values in self.of_role.items()}
         if self.constant_bytes:
             parts["constant"] = self.constant_bytes
-        parts["temporary"] = float(self._live(local, waiting).max(initial=0.0)) + sum(
+        parts["temporary"] = float(self._live(local, buffers).max(initial=0.0)) + sum(
             float(self.whole[v]) / layout.shard_count(axes_of(layout.spec(v)))
             for v in layout.inputs_gathered_before_loops
         )
         return sum(parts.values()), parts
 
-    def at_peak(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
+    def at_peak(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
         """Return the temporaries at the peak, the largest first, as (value, bytes on one device)."""
         local = self._local(layout)
-        peak = int(self._live(local, waiting).argmax())
+        peak = int(self._live(local, buffers).argmax())
         live = [v for v in self.keep.tolist() if self.birth[v] <= peak <= self.death[v]]
         return sorted(((v, float(local[v])) for v in live), key=lambda item: -item[1])
 
-    def kinds_at_peak(self, layout: Layout, waiting: Sequence[LiveBuffers] = ()) -> dict[str, float]:
+    def kinds_at_peak(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> dict[str, float]:
         """Return the bytes of temporaries at the peak on one device, by kind. Their sum is `temporary` of a call.
 
         Returns:
@@ -153,12 +153,12 @@ class MemoryModel:
             `temporary`: the rest, such as gathered or cast parameters and sums that are still to be scattered.
         """
         batch, found = self.roles.batch, {"activation": 0.0, "gradient": 0.0}
-        for v, size in self.at_peak(layout, waiting):
+        for v, size in self.at_peak(layout, buffers):
             if any(batch in dim for dim in self.axes.of_value[v]):
                 found["activation"] += size
             elif v in self.roles.gradients:
                 found["gradient"] += size
-        total = self(layout, waiting)[1]["temporary"]
+        total = self(layout, buffers)[1]["temporary"]
         return found | {"temporary": max(total - sum(found.values()), 0.0)}
 
     def _local(self, layout: Layout) -> np.ndarray:
@@ -187,10 +187,10 @@ class MemoryModel:
             self._classes[distinct] = value_classes(self.axes, self.roles, self.sized, distinct)
         return self._classes[distinct]
 
-    def _live(self, local: np.ndarray, waiting: Sequence[LiveBuffers] = ()) -> np.ndarray:
+    def _live(self, local: np.ndarray, buffers: Sequence[LiveBuffers] = ()) -> np.ndarray:
         """Return the bytes of temporaries at each point of the program."""
         first, last, sizes = [self.birth[self.keep]], [self.death[self.keep]], [local[self.keep]]
-        for some in waiting:
+        for some in buffers:
             if some.nbytes:
                 first.append(some.first)
                 last.append(some.last)

@@ -1,25 +1,25 @@
 """How long one step takes under a layout.
 
-    compute_us = sum over kernels (`fusion`) of max(flops / (PEAK_REACHED peak tiles), bytes / bandwidth) on one shard,
-                 times their runs
-                 + ALL_REDUCE_PASSES reduced bytes / bandwidth, for gathers and reduce-scatters that XLA replaces by an
-                 all-reduce
-    bandwidth  = BANDWIDTH_REACHED memory bandwidth
+    compute_us = sum over kernels (`fusion`) of max(flops / (PEAK_REACHED x peak x tiles), bytes / bandwidth) on one
+                 shard, times their runs
+                 + ALL_REDUCE_PASSES x reduced bytes / bandwidth, for gathers and reduce-scatters that XLA replaces by
+                 an all-reduce
+    bandwidth  = BANDWIDTH_REACHED x memory bandwidth
     comm_us    = sum over collectives of their time on the links between their devices (`topology`), times their runs
-    step_us    = compute_us + comm_us - min(hidden_us, HIDING_SHARE compute_us)
+    step_us    = compute_us + comm_us - min(hidden_us, HIDING_SHARE x compute_us)
     hidden_us  = the part of comm_us that can overlap with compute: gathers of parameters and reductions of gradients,
                  of the kinds that the chip's compiler makes asynchronous (`chips`)
 
-flops are those of contractions and convolutions (`flops`), peak is that of their dtype. tiles is the fraction of the
-matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile of 128. bytes are what a kernel reads and
-writes (for a declared operator, `opaque_memory`), without values that stay in on-chip memory (`Fusion.on_chip`).
+`flops` are those of contractions and convolutions, `peak` is that of their dtype. `tiles` is the fraction of the
+matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile of 128. `bytes` are what a kernel reads
+and writes (for a declared operator, `opaque_memory`), without values that stay in on-chip memory (`Fusion.on_chip`).
 
 Decision points need the collectives of `operator_strategy.choose_strategy`. At other operators, an activation is
-gathered over each mesh axis that no longer shards the same logical axis; it is an all-to-all if the mesh axis shards
-another logical axis of the same tensor.
+gathered over each mesh axis that no longer shards the same logical axis. The collective is an all-to-all if the mesh
+axis then shards another logical axis of the same tensor.
 
 Times are those of the device. TPU compilers estimate cycles, too. For kernels that only read and write memory, their
-estimates are two to five times as long, without a rule (`benchmarks/compiler_cycles.py`).
+estimates are two to five times as long, by a factor that follows no rule (`benchmarks/compiler_cycles.py`).
 """
 
 from __future__ import annotations
@@ -181,13 +181,15 @@ class CostModel:
         op_class: OperatorClass,
         mesh: Mapping[str, int],
         specs: Sequence[Spec],
-        outs: Sequence[Spec],
+        result_specs: Sequence[Spec],
         memory: Sequence[Spec],
     ) -> Price:
         op, kernel, chip = op_class.op, op_class.kernel, self.target.chip
         if not is_decision_point(op):
-            return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, outs))
-        strategy = strategy_for_specs(op, specs, outs, transfer_bytes(self.axes, op), mesh, self.target.flops_per_byte)
+            return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
+        strategy = strategy_for_specs(
+            op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.flops_per_byte
+        )
         assert op.rule is not None
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
@@ -238,13 +240,13 @@ class CostModel:
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
 
     def _plain_moves(
-        self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], outs: Sequence[Spec]
+        self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
     ) -> tuple[Move, ...]:
         """Return the collectives of an operator that is no decision point: they reshard activations for its result."""
         batch, moves = self.roles.batch, []
         if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
             return ()
-        after = self._class_of_axis(mesh, op.results[0], outs[0])
+        after = self._class_of_axis(mesh, op.results[0], result_specs[0])
         for i, (v, spec) in enumerate(zip(op.operands, specs, strict=True)):
             if v < 0 or not spec:
                 continue
@@ -279,17 +281,17 @@ class CostModel:
     def _state_moves(self, layout: Layout) -> list[Collective]:
         """Return the gathers of stored state outside of operators."""
         updated = self._updated
-        assignment, early, once = self.target.assign(layout.mesh), [], {}
+        assignment, before_loops, after_update = self.target.assign(layout.mesh), [], {}
         for move in state_gathers(layout, updated.examples):
             local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.shard_count(move.axes))
             line = f"parameters, {move.when}"
             gather = collective(assignment, "all-gather", move.axes, local, 1.0, line, prefetchable=True)
             if move.when == AFTER_UPDATE:
-                once[move.value] = gather
+                after_update[move.value] = gather
             else:
-                early.append(gather)
-        of_class = [once.get(v) for v in updated.examples]
-        return early + [gather for n in updated.numbers.tolist() if (gather := of_class[n]) is not None]
+                before_loops.append(gather)
+        of_class = [after_update.get(v) for v in updated.examples]
+        return before_loops + [gather for n in updated.numbers.tolist() if (gather := of_class[n]) is not None]
 
 
 def filled(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:

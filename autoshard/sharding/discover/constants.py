@@ -3,7 +3,7 @@
 The rules that `discover` finds, and its running time, depend on them.
 """
 
-# Number of pieces in the first attempt to split a place: the first of these that divides its extent.
+# Number of pieces in the first attempt to split a place: the first of these that divides the number of its elements.
 FIRST_PIECE_COUNTS = (2, 3, 5, 7)
 
 # Largest number of pieces that is tried.
@@ -30,7 +30,7 @@ MAX_SLACK = 0.01
 # Number of sets of values of the search that are added to the oracle's sets in the final check.
 FINAL_SETS = 4
 
-# Relative rounding error that the oracle's tolerance covers.
+# Relative rounding error that the oracle's tolerance always covers.
 MIN_NOISE = 1e-5
 
 # Number of sets of values on which linearity is checked.

@@ -159,11 +159,11 @@ class _Discovery:
     def result(self) -> Discovery:
         """Returns the rule without the factors that the oracle finds wrong."""
         text, names = self.render(())
-        while wrong := next(self.wrong(text), None):
+        while wrong := next(self.wrong_strategies(text), None):
             factors, why = wrong
             self.search.withdraw(names[factors[-1]], why)
             text, names = self.render(())
-        text, names = self.render(self.linear(text))
+        text, names = self.render(self.linear_groups(text))
         evidence = [_evidence(name, f, self.search.outcomes[f]) for name, f in names.items() if not f.whole]
         refused = [Refusal(str(place), n, tuple(tried)) for place, n, tried in self.search.refusals()]
         return Discovery(Rule.parse(text, *self.subject.examples), text, tuple(evidence), tuple(refused))
@@ -181,7 +181,7 @@ class _Discovery:
         rule = Rule.parse(text, *self.subject.examples, body=lambda shard, *shards: fn(*shards))
         return Case(closed.eqns[-1], tuple(self.subject.examples)), rule
 
-    def wrong(self, text: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    def wrong_strategies(self, text: str) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yields (factors, reason) of each strategy that the oracle finds wrong, on the search's and its own values."""
         case, rule = self.case(text)
         own = sorted(self.subject.samples, key=lambda sample: sample.noise)[:FINAL_SETS]
@@ -196,7 +196,7 @@ class _Discovery:
         except Refused:
             return math.inf
 
-    def linear(self, text: str) -> list[tuple[int, ...]]:
+    def linear_groups(self, text: str) -> list[tuple[int, ...]]:
         """Returns the minimal groups of operands in which the function is jointly linear."""
         case, _ = self.case(text)
         sets = [sample.operands for sample in self.subject.samples[-LINEARITY_SETS:]]

@@ -32,7 +32,14 @@ class FoundFactor:
 
 @dataclass(frozen=True)
 class _Gap:
-    """A part of a dimension between factors that was not split."""
+    """A part of a dimension between factors that was not split.
+
+    Attributes:
+        array: the number of the operand; -1, -2, ... for results 0, 1, ....
+        dim: the dimension.
+        major: the product of the sizes that are major to it.
+        size: its size.
+    """
 
     array: int
     dim: int

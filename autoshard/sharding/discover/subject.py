@@ -67,33 +67,33 @@ class Subject:
 
     Attributes:
         name: the function's name, for messages.
-        places: the numbers of the array leaves among all leaves of the arguments.
+        array_positions: the positions of the array leaves among all leaves of the arguments.
         examples: an example of each array operand.
         shapes: the shapes of the operands.
         fn: the function of the array operands alone; it returns a list of arrays.
         compiled: `fn` under `jax.jit`.
         results: the types of the results.
         independent: for each result, whether it depends on no operand.
-        set_count: the number of sets of values that were tried.
+        set_count: the number of sets of values on which the function was tried.
         samples: the sets on which the function runs and has informative results.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]):
         self.name = getattr(fn, "__name__", type(fn).__name__)
         leaves, tree = jax.tree.flatten(tuple(args))
-        self.places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-        if not self.places:
+        self.array_positions = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        if not self.array_positions:
             raise DiscoveryError(
                 f"discover({self.name}): it has no array arguments. Pass arrays or jax.ShapeDtypeStructs. Other "
                 "arguments are kept as they are."
             )
-        given = [not isinstance(leaves[i], jax.ShapeDtypeStruct) for i in self.places]
-        self.examples = [jnp.asarray(example(leaves[i])) for i in self.places]
+        given = [not isinstance(leaves[i], jax.ShapeDtypeStruct) for i in self.array_positions]
+        self.examples = [jnp.asarray(example(leaves[i])) for i in self.array_positions]
         self.shapes = [tuple(x.shape) for x in self.examples]
 
         def flat(*arrays: Any) -> list[Any]:
             whole = list(leaves)
-            for i, x in zip(self.places, arrays, strict=True):
+            for i, x in zip(self.array_positions, arrays, strict=True):
                 whole[i] = x
             return [jnp.asarray(x) for x in jax.tree.leaves(fn(*tree.unflatten(whole)))]
 

@@ -1,11 +1,12 @@
 """Sets of values for `discover`, which differ in sign, magnitude and ties, so that no wrong guess fits all of them.
 
-Each kind of set refutes other guesses. Numbers of both signs distinguish a sum after a ReLU from a maximum. Negative
-numbers distinguish a maximum with 0 from a maximum of the elements. Ties distinguish the first of equal elements from
-the last. If one half of the values is much larger than the other, one piece alone does not give the whole result.
+Each kind of set refutes different wrong guesses. Numbers of both signs distinguish a sum after a ReLU from a maximum.
+Negative numbers distinguish a maximum with 0 from a maximum of the elements. Ties distinguish the first of equal
+elements from the last. If one half of the values is much larger than the other, one piece alone does not give the whole
+result.
 
 The caller's own values come first, then small changes of these. They keep what a function expects of its arguments: a
-matrix that can be factored, an index within its range.
+matrix that can be factored, an index within its range. All magnitudes are chosen, not measured.
 """
 
 from __future__ import annotations

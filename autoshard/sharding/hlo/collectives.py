@@ -49,7 +49,7 @@ class Collective:
     Attributes:
         kind: one of `KINDS`.
         groups: groups of partitions; of a permute, pairs (from, to).
-        payload_bytes: see the module's docstring.
+        payload_bytes: bytes of the payload, as the module's docstring defines it.
         line: the user's source line, empty if unknown.
         op_name: its origin in the traced program.
         name: name of the instruction that runs or starts it.
@@ -112,23 +112,24 @@ class Collectives:
 
     Args:
         program: the program.
-        cross_slice_groups: groups of partitions with the same coordinates in all slices (`Wires.cross_slice_groups`).
+        cross_slice_groups: groups of partitions with the same coordinates in all slices
+            (`ProgramLinks.cross_slice_groups`).
     """
 
     def __init__(self, program: Program, cross_slice_groups: Groups = ()):
         self.program, self.cross_slice_groups = program, cross_slice_groups
 
-    def events(self, where: Computation, i: Instruction) -> list[Event]:
+    def events(self, computation: Computation, i: Instruction) -> list[Event]:
         """The starts, ends and whole runs of collectives at a scheduled instruction."""
         if i.opcode == "recv" or i.opcode.endswith("-update"):
             return []
         if i.opcode.endswith("-done"):
-            return self._ends(where, i)
+            return self._ends(computation, i)
         if i.opcode == "send" or i.opcode.endswith("-start"):
-            return list(self._starts(where, i))
+            return list(self._starts(computation, i))
         if i.opcode in KINDS:
-            return [Event("whole", i.name, self._collective((where, i), (where, i)))]
-        return list(self._fused(where, i)) if i.opcode == "fusion" else []
+            return [Event("whole", i.name, self._collective((computation, i), (computation, i)))]
+        return list(self._fused(computation, i)) if i.opcode == "fusion" else []
 
     def contains_collective(self, i: Instruction) -> bool:
         """Whether an instruction is a collective or contains one."""
@@ -136,28 +137,28 @@ class Collectives:
             return not i.attribute("is_host_transfer") or bool(_frontend_attribute(i, TRANSFER))
         return i.base in KINDS or any(inner.base in KINDS for _, inner in self.program.inside(i))
 
-    def _starts(self, where: Computation, i: Instruction) -> Iterator[Event]:
+    def _starts(self, computation: Computation, i: Instruction) -> Iterator[Event]:
         role: Role = "whole" if '"is_sync":true' in i.attributes else "start"
         if i.base in (*KINDS, "send"):
             if self.contains_collective(i):
-                yield Event(role, key(where, i), self._collective((where, i), (where, i)))
+                yield Event(role, key(computation, i), self._collective((computation, i), (computation, i)))
             return
         for at, inner in self.program.inside(i):
             if inner.base in KINDS and not inner.opcode.endswith("-done"):
-                yield Event(role, key(where, i), self._collective((at, inner), (where, i)))
+                yield Event(role, key(computation, i), self._collective((at, inner), (computation, i)))
 
-    def _ends(self, where: Computation, i: Instruction) -> list[Event]:
+    def _ends(self, computation: Computation, i: Instruction) -> list[Event]:
         start = i
         while start.opcode.endswith(("-done", "-update")) or start.opcode in FORWARDING:
-            operands = where.operands_of(start)
+            operands = computation.operands_of(start)
             if not operands:
-                return [Event("done", key(where, i))] if i.base in (*KINDS, *SENDS) else []
+                return [Event("done", key(computation, i))] if i.base in (*KINDS, *SENDS) else []
             start = operands[0]
         if not self.contains_collective(start) or (start.opcode == "send" and _frontend_attribute(start, TRANSFER)):
             return []  # a collective between slices ends at its recv
-        return [Event("done", key(where, start))]
+        return [Event("done", key(computation, start))]
 
-    def _fused(self, where: Computation, i: Instruction) -> Iterator[Event]:
+    def _fused(self, computation: Computation, i: Instruction) -> Iterator[Event]:
         instructions = list(self.program.inside(i))
         markers = [inner for _, inner in instructions if inner.target.startswith("AsyncCollective")]
         marked = {name: marker.target for marker in markers for name in marker.operands}
@@ -168,52 +169,54 @@ class Collectives:
             if mark == "AsyncCollectiveDone":
                 yield Event("done", key(at, inner))
             elif mark == "AsyncCollectiveStart":
-                yield Event("start", key(at, inner), self._collective((at, inner), (where, i)))
+                yield Event("start", key(at, inner), self._collective((at, inner), (computation, i)))
             elif '"async_collective_fusion_config"' not in inner.attributes:
-                yield Event("whole", i.name, self._collective((at, inner), (where, i)))
+                yield Event("whole", i.name, self._collective((at, inner), (computation, i)))
 
     def _collective(self, place: Place, scheduled: Place) -> Collective:
         """The collective of the instruction at `place`, which the instruction at `scheduled` runs."""
-        where, collective = place
+        computation, collective = place
         kind, groups = collective.base, groups_of(collective.attributes, self.program.partitions)
-        if kind == "all-reduce" and "all-reduce-scatter" in where.name:
+        if kind == "all-reduce" and "all-reduce-scatter" in computation.name:
             kind = "reduce-scatter"
         elif kind == "send":
             kind = "collective-permute"
             if transfer := _frontend_attribute(collective, TRANSFER):
                 kind, groups = transfer.lower().replace("_", "-"), self.cross_slice_groups or groups
-        payload = _operand_bytes(where, collective)
+        payload = _operand_bytes(computation, collective)
         if kind == "all-gather":
             payload *= max(map(len, groups))
         related = (collective, scheduled[1], *_related(*place), *_related(*scheduled))
         source = next((i for i in related if self.program.line(i)), collective)
         op_name = collective.op_name or scheduled[1].op_name or source.op_name
         line = self.program.line(source)
-        return Collective(kind, groups, payload, line, op_name, scheduled[1].name, self._widened(where, collective))
+        return Collective(
+            kind, groups, payload, line, op_name, scheduled[1].name, self._widened(computation, collective)
+        )
 
-    def _widened(self, where: Computation, collective: Instruction) -> bool:
+    def _widened(self, computation: Computation, collective: Instruction) -> bool:
         """Whether its operands were converted to 32 bits for it, as XLA:CPU does, which has no narrower collectives."""
         if "_promoted" in collective.attribute("to_apply"):  # the suffix of the reduction's name says so
             return True
-        return all(bits(a.dtype) == 32 for i in where.operands_of(collective) for a in i.arrays) and any(
-            self._is_narrow(where, i) for i in where.operands_of(collective)
+        return all(bits(a.dtype) == 32 for i in computation.operands_of(collective) for a in i.arrays) and any(
+            self._is_narrow(computation, i) for i in computation.operands_of(collective)
         )
 
-    def _is_narrow(self, where: Computation, value: Instruction) -> bool:
-        while value.opcode in FORWARDING[:-1] and where.operands_of(value):
-            value = where.operands_of(value)[0]
+    def _is_narrow(self, computation: Computation, value: Instruction) -> bool:
+        while value.opcode in FORWARDING[:-1] and computation.operands_of(value):
+            value = computation.operands_of(value)[0]
         if value.opcode == "convert":
-            return any(bits(a.dtype) == 16 for i in where.operands_of(value) for a in i.arrays)
+            return any(bits(a.dtype) == 16 for i in computation.operands_of(value) for a in i.arrays)
         if value.opcode in ("fusion", "call") and value.called:
             inner = self.program.computations[value.called[0]]
             return self._is_narrow(inner, inner.root)
         return False
 
 
-def key(where: Computation, i: Instruction) -> str:
+def key(computation: Computation, i: Instruction) -> str:
     """The key that the parts of one collective share: its rendezvous, its channel, or the name of its start."""
     channel = _frontend_attribute(i, RENDEZVOUS) or i.attribute("channel_id")
-    return f"channel {channel}" if channel else f"{where.name}/{i.name}"
+    return f"channel {channel}" if channel else f"{computation.name}/{i.name}"
 
 
 def _frontend_attribute(i: Instruction, name: str) -> str:
@@ -222,9 +225,9 @@ def _frontend_attribute(i: Instruction, name: str) -> str:
     return found[1] if found else ""
 
 
-def _operand_bytes(where: Computation, i: Instruction) -> float:
+def _operand_bytes(computation: Computation, i: Instruction) -> float:
     """Bytes of each device's operands, of those that are sent."""
-    operands = where.operands_of(i)
+    operands = computation.operands_of(i)
     if i.base in ("ragged-all-to-all", *SENDS):
         operands = operands[:1]
     elif i.base == "collective-permute" and i.attribute("slice_sizes"):  # sends slices of a buffer into another one
@@ -234,12 +237,12 @@ def _operand_bytes(where: Computation, i: Instruction) -> float:
     return sum(a.nbytes for value in operands for a in value.arrays)
 
 
-def _related(where: Computation, i: Instruction) -> Iterator[Instruction]:
+def _related(computation: Computation, i: Instruction) -> Iterator[Instruction]:
     """Yields instructions that may have the source line of one that has none: its operands, theirs, and its users."""
     operands = [i]
     for _ in range(SOURCE_SEARCH_DEPTH):
-        operands = [o for value in operands for o in where.operands_of(value)[:SOURCE_SEARCH_DEPTH]][
+        operands = [o for value in operands for o in computation.operands_of(value)[:SOURCE_SEARCH_DEPTH]][
             :SOURCE_SEARCH_DEPTH
         ]
         yield from operands
-    yield from where.users.get(i.name, ())
+    yield from computation.users.get(i.name, ())

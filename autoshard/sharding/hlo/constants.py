@@ -4,7 +4,7 @@ The shares of peak FLOP/s and of memory bandwidth that kernels reach are in `mac
 """
 
 # If a collective has no source line, `collectives` looks for one at its operands, at their operands, and so on. This is
-# the number of such steps, and of operands at each step. Only source lines in reports depend on it.
+# the largest number of such steps, and of operands at each step. Only source lines in reports depend on it.
 SOURCE_SEARCH_DEPTH = 4
 
 # Number of entries of each cache of parsed replica groups (`replica_groups`). Only speed depends on it.

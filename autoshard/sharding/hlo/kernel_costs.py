@@ -43,44 +43,44 @@ class Kernels:
     def __init__(self, program: Program, chip: Chip):
         self.program, self.chip = program, chip
 
-    def times_us(self, where: Computation, i: Instruction) -> tuple[float, float]:
+    def times_us(self, computation: Computation, i: Instruction) -> tuple[float, float]:
         """Microseconds of an instruction, and of its reads and writes alone."""
-        memory = self.moved_bytes(where, i) / (self.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
-        inner = ((where, i), *self.program.inside(i))
+        memory = self.moved_bytes(computation, i) / (self.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+        inner = ((computation, i), *self.program.inside(i))
         return max(sum(self.product_us(at, instruction) for at, instruction in inner), memory), memory
 
-    def product_us(self, where: Computation, i: Instruction) -> float:
+    def product_us(self, computation: Computation, i: Instruction) -> float:
         """Microseconds of a product or convolution by its FLOPs; 0 for other instructions."""
-        flops = flops_of(where, i)
+        flops = flops_of(computation, i)
         if not flops:
             return 0.0
-        item = min((bits(a.dtype) for v in where.operands_of(i)[:2] for a in v.arrays), default=32)
+        item = min((bits(a.dtype) for v in computation.operands_of(i)[:2] for a in v.arrays), default=32)
         passes = max(PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
         return passes * flops / (self.chip.peak(max(item // 8, 1)) * PEAK_REACHED) * 1e6
 
-    def moved_bytes(self, where: Computation, i: Instruction) -> float:
+    def moved_bytes(self, computation: Computation, i: Instruction) -> float:
         """Bytes that an instruction reads from main memory and writes to it."""
         if is_free(i) or i.base in (*KINDS, *SENDS) or i.opcode.endswith(("-done", "-update")):
             return 0.0
-        operands = where.operands_of(i)
+        operands = computation.operands_of(i)
         if i.base in ("copy", "slice", "dynamic-slice") and i.opcode.endswith("-start"):
-            return _copied(i)
+            return _copied_bytes(i)
         if i.called and i.opcode != "custom-call" and i.called[0] in self.program.computations:
             inner = self.program.computations[i.called[0]]
             return self._read(inner, operands) + self._written(inner, i)
         # The further results of a call into cuBLAS or cuDNN are scratch space.
-        results = _main(i.arrays[:1] if "__cu" in i.target else i.arrays)
+        results = _main_memory_bytes(i.arrays[:1] if "__cu" in i.target else i.arrays)
         if i.opcode in SLICES:
-            read = results if operands and _main(operands[0].arrays) else 0.0
-            return results + sum(map(_bytes, operands[1:])) + read
+            read = results if operands and _main_memory_bytes(operands[0].arrays) else 0.0
+            return results + sum(map(_result_bytes, operands[1:])) + read
         if i.opcode in UPDATES and len(operands) > 1:
-            return _bytes(_update(operands, i)) * (3 if i.opcode == "scatter" else 2) * bool(results)
-        return results + sum(map(_bytes, operands))
+            return _result_bytes(_update(operands, i)) * (3 if i.opcode == "scatter" else 2) * bool(results)
+        return results + sum(map(_result_bytes, operands))
 
     def _read(self, inner: Computation, operands: Sequence[Instruction]) -> float:
         """Bytes of the operands that a fused computation reads."""
         pairs = ((inner.parameters[n], v) for n, v in enumerate(operands) if n in inner.parameters)
-        return sum(min(self._read_of(inner, p), _bytes(v)) for p, v in pairs if _bytes(v))
+        return sum(min(self._read_of(inner, p), _result_bytes(v)) for p, v in pairs if _result_bytes(v))
 
     def _read_of(self, inner: Computation, value: Instruction) -> float:
         """Bytes of one value that a fused computation reads; infinite if it reads all of them."""
@@ -106,8 +106,12 @@ class Kernels:
         roots = inner.operands_of(inner.root) if inner.root.opcode == "tuple" else [inner.root]
         arrays = i.arrays if i.base == i.opcode else inner.root.arrays
         if len(roots) != len(arrays):
-            return 0.0 if is_free(inner.root) else _main(arrays)
-        return sum(self._written_to(inner, root, a.nbytes) for root, a in zip(roots, arrays, strict=True) if _main([a]))
+            return 0.0 if is_free(inner.root) else _main_memory_bytes(arrays)
+        return sum(
+            self._written_to(inner, root, a.nbytes)
+            for root, a in zip(roots, arrays, strict=True)
+            if _main_memory_bytes([a])
+        )
 
     def _written_to(self, inner: Computation, root: Instruction, whole: float) -> float:
         """Bytes of one result, `whole` bytes in size, that a fused computation writes."""
@@ -140,13 +144,13 @@ def reaches_host(i: Instruction) -> bool:
     return any(a.space == HOST_MEMORY for a in i.arrays)
 
 
-def flops_of(where: Computation, i: Instruction) -> float:
+def flops_of(computation: Computation, i: Instruction) -> float:
     """FLOPs of one product or convolution, without those of called computations; 0 for other instructions."""
     if i.opcode not in ("dot", "convolution", "custom-call"):
         return 0.0
-    operands = [a for v in where.operands_of(i) for a in v.arrays[:1]]
+    operands = [a for v in computation.operands_of(i) for a in v.arrays[:1]]
     if i.opcode == "convolution":
-        return _convolution(operands[0], operands[1], i.arrays[0], i)
+        return _convolution_flops(operands[0], operands[1], i.arrays[0], i)
     summed = i.attribute("lhs_contracting_dims")
     if i.opcode == "custom-call":
         found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
@@ -157,7 +161,7 @@ def flops_of(where: Computation, i: Instruction) -> float:
     return 2.0 * i.arrays[0].elements * math.prod(sizes)
 
 
-def _convolution(left: Array, kernel: Array, result: Array, i: Instruction) -> float:
+def _convolution_flops(left: Array, kernel: Array, result: Array, i: Instruction) -> float:
     """FLOPs of a convolution; its `dim_labels` are such as `b01f_01io->b01f`."""
     inputs, taps, outputs = re.split("_|->", i.attribute("dim_labels"))
     window = dict(part.split("=") for part in i.attribute("window").split())
@@ -172,16 +176,16 @@ def _convolution(left: Array, kernel: Array, result: Array, i: Instruction) -> f
 
 def _output_tap_pairs(size: int, taps: int, results: int, window: dict[str, list[int]]) -> int:
     """Number of pairs of an output and a tap that fall on an input, along one dimension."""
-    low, spread = window.get("pad", [0])[0], window.get("lhs_dilate", [1])[0]
+    low, dilation = window.get("pad", [0])[0], window.get("lhs_dilate", [1])[0]
     at = np.arange(results)[:, None] * window.get("stride", [1])[0] - low
     at = at + np.arange(taps)[None, :] * window.get("rhs_dilate", [1])[0]
-    return int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
+    return int(((at >= 0) & (at <= (size - 1) * dilation) & (at % dilation == 0)).sum())
 
 
-def _unreshaped(where: Computation, value: Instruction) -> Instruction:
+def _unreshaped(computation: Computation, value: Instruction) -> Instruction:
     """The instruction of whose result a value is a reshape or bitcast."""
     while value.opcode in RESHAPES:
-        value = where.operands_of(value)[0]
+        value = computation.operands_of(value)[0]
     return value
 
 
@@ -190,18 +194,18 @@ def _update(operands: Sequence[Instruction], i: Instruction) -> Instruction:
     return operands[1] if i.base == "dynamic-update-slice" else operands[-1]
 
 
-def _copied(i: Instruction) -> float:
+def _copied_bytes(i: Instruction) -> float:
     """Bytes of main memory that an asynchronous copy or slice moves; its result is (to, from, ...) or ((from), to)."""
     arrays = [a for a in i.arrays if a.dims][:3]
     moved = min((a.nbytes for a in arrays[:2]), default=0.0)
     return moved * sum(a.space == MAIN_MEMORY for a in arrays[:2])
 
 
-def _bytes(i: Instruction) -> float:
+def _result_bytes(i: Instruction) -> float:
     """Bytes of an instruction's result in main memory."""
-    return _main(i.arrays)
+    return _main_memory_bytes(i.arrays)
 
 
-def _main(arrays: Sequence[Array]) -> float:
+def _main_memory_bytes(arrays: Sequence[Array]) -> float:
     """Bytes of the arrays that are in main memory."""
     return sum(a.nbytes for a in arrays if a.space == MAIN_MEMORY)

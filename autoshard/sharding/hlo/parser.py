@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 MAIN_MEMORY, HOST_MEMORY = 0, 5
-# Attributes of an instruction that name computations. `to_apply` is one only for calls: in reductions it is a scalar
-# function.
+# Attributes of an instruction that name computations. `to_apply` is one of them for calls only. In a reduction, it
+# names a scalar function.
 BODIES = ("calls", "called_computations", "branch_computations", "true_computation", "false_computation")
 TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Opcodes that forward their operands unchanged.
@@ -254,7 +254,7 @@ def read(text: str) -> Program:
             current = computations[head[2]] = Computation(head[2])
             entry, table = head[2] if head[1] else entry, None
     if not entry:
-        raise ValueError("no ENTRY computation in the compiled program")
+        raise ValueError("no ENTRY computation: pass the text of a compiled program")
     partitions = re.search(r"num_partitions=(\d+)", text.partition("\n\n")[0])
     return Program(computations, computations[entry], int(partitions[1]) if partitions else 1, tables)
 

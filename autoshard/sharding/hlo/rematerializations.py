@@ -56,25 +56,25 @@ class Rematerialization:
 
 
 def read_remarks(
-    lines: Iterable[str], program: Program | None = None, wires: ProgramLinks | None = None
+    lines: Iterable[str], program: Program | None = None, links: ProgramLinks | None = None
 ) -> tuple[Rematerialization, ...]:
     """Parses the remarks in a compiler's log. Returns each once, in descending order of bytes.
 
     Args:
         lines: the lines of the log that report a rematerialization.
         program: the compiled program, for source lines.
-        wires: its links, for times.
+        links: its links, for times.
     """
     places: dict[str, str] = {}
     for computation in program.computations.values() if program else ():
         for i in computation.instructions:
             if i.op_name and i.op_name not in places and (line := program.line(i) if program else ""):
                 places[i.op_name] = line
-    found = {remark.text: remark for remark in (_remark(line, places, wires) for line in lines)}
+    found = {remark.text: remark for remark in (_remark(line, places, links) for line in lines)}
     return tuple(sorted(found.values(), key=lambda r: -r.bytes))
 
 
-def _remark(line: str, places: dict[str, str], wires: ProgramLinks | None) -> Rematerialization:
+def _remark(line: str, places: dict[str, str], links: ProgramLinks | None) -> Rematerialization:
     text = re.sub(r"^.*?\[SPMD\] ", "", line.strip())
     name = re.search(r'op_name="([^"]*)"', text)
     op_name = name[1] if name else ""
@@ -85,8 +85,8 @@ def _remark(line: str, places: dict[str, str], wires: ProgramLinks | None) -> Re
         )
     array, n = arrays_of(fields["shape"])[0], shard_count(fields["old"])
     whole = array.nbytes * n
-    everyone = Collective("all-gather", (tuple(range(len(wires.order))),), whole) if wires else None
-    time = wires.time_us(everyone) if wires and everyone and n > 1 else 0.0
+    gather = Collective("all-gather", (tuple(range(len(links.order))),), whole) if links else None
+    time = links.time_us(gather) if links and gather and n > 1 else 0.0
     cause = f"cannot reshard from {fields['old']} to {fields['new']} at {fields['opcode']}"
     return Rematerialization(
         str(array), whole, array.nbytes * (n - 1), time, cause, op_name, places.get(op_name, ""), text

@@ -4,8 +4,8 @@
     replica_groups=[2,4]<=[4,2]T(1,0)                0, 1, 2, ... in shape 4 x 2, transposed; groups are the rows of the
                                                      result in shape 2 x 4
     replica_groups=mesh['a'=4,'b'=2] {'b'}           along axes of a mesh. `'a':(2)2` is the factor of size 2 of axis a
-                                                     after a major factor of size 2. `, device_ids=(...)` gives the
-                                                     device order if it is not 0, 1, 2, ...
+                                                     that comes after a major factor of size 2. `, device_ids=(...)`
+                                                     gives the device order if it is not 0, 1, 2, ...
     source_target_pairs={{0,1},{1,0}}                of a permute: pairs (from, to)
 
 The number of a partition is its row-major position in the plan's mesh.

@@ -1,7 +1,7 @@
 """Simulates the schedule of a compiled program: its compute time and its exposed communication.
 
-Instructions run in the order of the schedule. `now` is the simulated time. One collective at a time uses a dimension of
-the topology, or two permutes in opposite directions.
+Instructions run in the order of the schedule. `now` is the simulated time. A dimension of the topology carries one
+collective at a time, or two permutes in opposite directions.
 
     an instruction            now += its time: compiler cycles / clock rate, or a roofline if the compiler gives none
     a synchronous collective  starts when its links are free; now advances to its end, and all of it is exposed
@@ -26,7 +26,7 @@ from autoshard.sharding.hlo.trip_counts import Loops
 ASYNC_SUFFIXES = ("-start", "-update", "-done")
 SYNCHRONOUS = "at once"  # the key of a synchronous collective in `Clock.running`
 
-Place = tuple[str, str, int]  # computation, instruction, index among its collectives
+RunKey = tuple[str, str, int]  # computation, instruction, index among its collectives
 
 
 @dataclass
@@ -36,10 +36,10 @@ class CollectiveRuns:
     Attributes:
         collective: the collective.
         once_us: microseconds of one run.
-        links: the links that it uses (`Wires.links`).
+        links: the links that it uses (`ProgramLinks.links`).
         trips: number of runs.
         exposed_us: exposed microseconds of all runs together.
-        beside: whether it is asynchronous.
+        is_asynchronous: whether compute can run while it runs.
     """
 
     collective: Collective
@@ -76,7 +76,7 @@ class Clock:
         """A copy that can advance on its own."""
         return Clock(self.now, dict(self.busy_until), dict(self.running))
 
-    def skip(self, before: Clock, times: float) -> None:
+    def repeat(self, before: Clock, times: float) -> None:
         """Repeats what happened since `before`: advances the clock, and the collectives that started since then.
 
         Args:
@@ -88,9 +88,9 @@ class Clock:
         self.busy_until = {
             link: end + time * (before.busy_until.get(link) != end) for link, end in self.busy_until.items()
         }
-        for key, f in self.running.items():
-            if before.running.get(key) is not f:
-                self.running[key] = Running(f.end + time, f.runs)
+        for key, running in self.running.items():
+            if before.running.get(key) is not running:
+                self.running[key] = Running(running.end + time, running.runs)
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Totals:
 
 @dataclass
 class IdleMemory:
-    """The memory time of one computation that is idle.
+    """How long one computation leaves the memory idle, and how much of that its asynchronous copies need.
 
     Attributes:
         left_us: microseconds in which its instructions do not use the memory.
@@ -129,13 +129,13 @@ class Schedule:
     Args:
         program: the program.
         kernels: prices its instructions.
-        wires: prices its collectives.
+        links: prices its collectives.
     """
 
-    def __init__(self, program: Program, kernels: Kernels, wires: ProgramLinks):
-        self.program, self.kernels, self.wires = program, kernels, wires
-        self.collectives, self.loops = Collectives(program, wires.cross_slice_groups), Loops(program)
-        self.runs: dict[Place, CollectiveRuns] = {}
+    def __init__(self, program: Program, kernels: Kernels, links: ProgramLinks):
+        self.program, self.kernels, self.links = program, kernels, links
+        self.collectives, self.loops = Collectives(program, links.cross_slice_groups), Loops(program)
+        self.runs: dict[RunKey, CollectiveRuns] = {}
         self.totals = Totals()
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
@@ -145,68 +145,72 @@ class Schedule:
         self._body(Clock(), self.program.entry, 1.0)
         return [runs for runs in self.runs.values() if runs.trips]
 
-    def _body(self, clock: Clock, where: Computation, weight: float) -> None:
-        spare = IdleMemory()
-        for i in where.instructions:
+    def _body(self, clock: Clock, computation: Computation, weight: float) -> None:
+        idle_memory = IdleMemory()
+        for i in computation.instructions:
             if i.opcode == "while":
-                self._loop(clock, where, i, weight)
+                self._loop(clock, computation, i, weight)
             elif i.opcode == "conditional":
                 self._branch(clock, i, weight)
             elif i.opcode == "call" and i.called:
                 self._body(clock, self.program.computations[i.called[0]], weight)
             else:
-                self._step(clock, where, i, weight, spare)
-        self.totals.roofline_us += weight * max(spare.copies_us - spare.left_us, 0.0)
+                self._step(clock, computation, i, weight, idle_memory)
+        self.totals.roofline_us += weight * max(idle_memory.copies_us - idle_memory.left_us, 0.0)
 
-    def _step(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: IdleMemory) -> None:
-        events = self.collectives.events(where, i)
+    def _step(
+        self, clock: Clock, computation: Computation, i: Instruction, weight: float, idle_memory: IdleMemory
+    ) -> None:
+        events = self.collectives.events(computation, i)
         for number, event in enumerate(events):
             if event.role == "start" and event.collective:
-                self._start(clock, (where.name, i.name, number), event.collective, event.key, weight)
+                self._start(clock, (computation.name, i.name, number), event.collective, event.key, weight)
         if i.opcode.endswith(ASYNC_SUFFIXES) or i.opcode in SENDS:
-            self._copy(where, i, spare)
+            self._copy(computation, i, idle_memory)
         elif not any(event.role == "whole" for event in events):
-            self._compute(clock, where, i, weight, spare)
+            self._compute(clock, computation, i, weight, idle_memory)
         for number, event in enumerate(events):
             key = event.key
             if event.role == "whole" and event.collective:
                 key = SYNCHRONOUS
-                self._start(clock, (where.name, i.name, number), event.collective, key, weight)
+                self._start(clock, (computation.name, i.name, number), event.collective, key, weight)
             if event.role != "start":
-                spare.left_us += self._wait(clock, key, weight)
+                idle_memory.left_us += self._wait(clock, key, weight)
 
-    def _compute(self, clock: Clock, where: Computation, i: Instruction, weight: float, spare: IdleMemory) -> None:
+    def _compute(
+        self, clock: Clock, computation: Computation, i: Instruction, weight: float, idle_memory: IdleMemory
+    ) -> None:
         if is_free(i):
             return
         if id(i) not in self._priced:
-            self._priced[id(i)] = self._price(where, i)
+            self._priced[id(i)] = self._price(computation, i)
         time, roofline, memory, cycles = self._priced[id(i)]
         clock.now += time
-        spare.left_us += roofline - memory
+        idle_memory.left_us += roofline - memory
         self.totals.compute_us += weight * time
         self.totals.roofline_us += weight * roofline
         self.totals.cycles += weight * cycles
 
-    def _price(self, where: Computation, i: Instruction) -> tuple[float, float, float, int]:
+    def _price(self, computation: Computation, i: Instruction) -> tuple[float, float, float, int]:
         """The time, the roofline time and the memory time of an instruction in microseconds, and its cycles."""
-        roofline, memory = self.kernels.times_us(where, i)
+        roofline, memory = self.kernels.times_us(computation, i)
         cycles, clock_hz = cycles_of(i), self.kernels.chip.clock_hz
         time = roofline if cycles is None or not clock_hz else cycles / clock_hz * 1e6
         return time, roofline, memory, cycles or 0
 
-    def _copy(self, where: Computation, i: Instruction, spare: IdleMemory) -> None:
+    def _copy(self, computation: Computation, i: Instruction, idle_memory: IdleMemory) -> None:
         """Counts an asynchronous copy at its start."""
         if i.opcode.endswith("-start") and not self.collectives.contains_collective(i):
             self.totals.to_host |= reaches_host(i)
-            spare.copies_us += self.kernels.times_us(where, i)[1]
+            idle_memory.copies_us += self.kernels.times_us(computation, i)[1]
 
-    def _start(self, clock: Clock, place: Place, collective: Collective, key: str, weight: float) -> None:
+    def _start(self, clock: Clock, run_key: RunKey, collective: Collective, key: str, weight: float) -> None:
         if not collective.wire_bytes:
             return
-        runs = self.runs.get(place)
+        runs = self.runs.get(run_key)
         if runs is None:
-            time, links = self.wires.time_us(collective), self.wires.links(collective)
-            runs = self.runs[place] = CollectiveRuns(collective, time, links, is_asynchronous=key != SYNCHRONOUS)
+            time, links = self.links.time_us(collective), self.links.links(collective)
+            runs = self.runs[run_key] = CollectiveRuns(collective, time, links, is_asynchronous=key != SYNCHRONOUS)
         begin = max([clock.now, *(clock.busy_until.get(link, 0.0) for link in runs.links)])
         clock.busy_until.update(dict.fromkeys(runs.links, begin + runs.once_us))
         clock.running[key] = Running(begin + runs.once_us, runs)
@@ -214,15 +218,15 @@ class Schedule:
 
     def _wait(self, clock: Clock, key: str, weight: float) -> float:
         """Advances the clock to the end of a collective and returns the exposed microseconds."""
-        flight = clock.running.pop(key, None)
-        left = max(flight.end - clock.now, 0.0) if flight else 0.0
-        if flight:
+        running = clock.running.pop(key, None)
+        left = max(running.end - clock.now, 0.0) if running else 0.0
+        if running:
             clock.now += left
-            flight.runs.exposed_us += weight * left
+            running.runs.exposed_us += weight * left
         return left
 
-    def _loop(self, clock: Clock, where: Computation, loop: Instruction, weight: float) -> None:
-        trips = self.loops.trips(where, loop)
+    def _loop(self, clock: Clock, computation: Computation, loop: Instruction, weight: float) -> None:
+        trips = self.loops.trips(computation, loop)
         if trips is None:
             self.unknown_loops[loop.name] = loop
         trips = 1 if trips is None else trips
@@ -232,7 +236,7 @@ class Schedule:
         if trips > 1:
             before = clock.copy()
             self._body(clock, body, weight * (trips - 1))
-            clock.skip(before, trips - 2)
+            clock.repeat(before, trips - 2)
 
     def _branch(self, clock: Clock, conditional: Instruction, weight: float) -> None:
         branches = [self.program.computations[name] for name in conditional.called]

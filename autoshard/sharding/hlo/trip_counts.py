@@ -36,44 +36,45 @@ class Loops:
 
     def __init__(self, program: Program):
         self.program = program
-        self.around = {
-            i.attribute("body"): (where, i)
-            for where in program.computations.values()
-            for i in where.instructions
+        # Name of a loop's body -> the computation with the loop, and the loop.
+        self.enclosing_loops = {
+            i.attribute("body"): (computation, i)
+            for computation in program.computations.values()
+            for i in computation.instructions
             if i.opcode == "while"
         }
         self.trips = lru_cache(maxsize=None)(self._trips)
 
-    def _trips(self, where: Computation, loop: Instruction) -> int | None:
+    def _trips(self, computation: Computation, loop: Instruction) -> int | None:
         """The number of iterations of a `while` of a computation; None if it is unknown."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])
-        return self._counted(where, loop)
+        return self._derived_trip_count(computation, loop)
 
-    def _counted(self, where: Computation, loop: Instruction) -> int | None:
+    def _derived_trip_count(self, computation: Computation, loop: Instruction) -> int | None:
         condition = self.program.computations[loop.attribute("condition")]
         compared = self._comparison(condition, condition.root, state)
         if compared is None:
             return None
         counter, direction, limit = compared
-        start, step, end = self.before(where, loop, counter), self.step(loop, counter), limit
+        start, step, end = self.before(computation, loop, counter), self.step(loop, counter), limit
         if end[0] is not None:  # the limit is an element of the state too
-            first = self.before(where, loop, end)
+            first = self.before(computation, loop, end)
             end = first if first is not None and self.step(loop, end) == 0 else None
         if start is None or step is None or end is None:
             return None
         return count(start[1], end[1], step, direction)
 
     def _comparison(
-        self, where: Computation, root: Instruction, given: Given
+        self, computation: Computation, root: Instruction, given: Given
     ) -> tuple[tuple[Path, int], str, tuple[Path | None, int]] | None:
         """The comparison under which a loop continues: an element of the state, the direction, the limit."""
         if root.opcode in ("fusion", "call"):
             inner = self.program.computations[root.called[0]]
-            return self._comparison(inner, inner.root, self._arguments(where, root, given))
+            return self._comparison(inner, inner.root, self._arguments(computation, root, given))
         if root.opcode != "compare":
             return None
-        left, right = (self.scalar(where, i, (), given) for i in where.operands_of(root))
+        left, right = (self.scalar(computation, i, (), given) for i in computation.operands_of(root))
         direction = root.attribute("direction")
         if left and left[0] is None:
             left, right, direction = right, left, SWAPPED[direction]
@@ -88,51 +89,51 @@ class Loops:
         after = self.scalar(body, body.root, path or (), state)
         return after[1] if after and path is not None and after[0] == path else None
 
-    def before(self, where: Computation, loop: Instruction, element: tuple[Path | None, int]) -> Scalar:
+    def before(self, computation: Computation, loop: Instruction, element: tuple[Path | None, int]) -> Scalar:
         """The initial value of an element of a loop's state, plus the number that is added to it."""
         path, added = element
-        found = self.scalar(where, where.by_name[loop.operands[0]], path or (), self._outside(where))
+        found = self.scalar(computation, computation.by_name[loop.operands[0]], path or (), self._outside(computation))
         return None if found is None or found[0] is not None else (None, found[1] + added)
 
-    def _outside(self, where: Computation) -> Given:
+    def _outside(self, computation: Computation) -> Given:
         """The elements of a loop body's parameter that are the same in every iteration."""
 
         def given(number: int, path: Path) -> Scalar:
-            around = self.around.get(where.name)
-            if around is None or self.step(around[1], (path, 0)) != 0:
+            enclosing = self.enclosing_loops.get(computation.name)
+            if enclosing is None or self.step(enclosing[1], (path, 0)) != 0:
                 return None
-            return self.before(*around, (path, 0))
+            return self.before(*enclosing, (path, 0))
 
         return given
 
-    def _arguments(self, where: Computation, call: Instruction, given: Given) -> Given:
+    def _arguments(self, computation: Computation, call: Instruction, given: Given) -> Given:
         """The values of a called computation's parameters."""
-        operands = where.operands_of(call)
-        return lambda number, path: self.scalar(where, operands[number], path, given)
+        operands = computation.operands_of(call)
+        return lambda number, path: self.scalar(computation, operands[number], path, given)
 
-    def scalar(self, where: Computation, value: Instruction, path: Path, given: Given) -> Scalar:
+    def scalar(self, computation: Computation, value: Instruction, path: Path, given: Given) -> Scalar:
         """The scalar at a path of a value."""
-        operands = where.operands_of(value)
+        operands = computation.operands_of(value)
         match value.opcode:
             case "parameter":
                 return given(int(value.arguments), path)
             case "constant":
                 return (None, int(value.arguments)) if re.fullmatch(r"-?\d+", value.arguments.strip()) else None
             case "get-tuple-element":
-                return self.scalar(where, operands[0], (value.index, *path), given)
+                return self.scalar(computation, operands[0], (value.index, *path), given)
             case "tuple":
-                return self.scalar(where, operands[path[0]], path[1:], given) if path else None
+                return self.scalar(computation, operands[path[0]], path[1:], given) if path else None
             case "add" | "subtract":
-                left, right = (self.scalar(where, i, path, given) for i in operands)
+                left, right = (self.scalar(computation, i, path, given) for i in operands)
                 return _sum(left, right, -1 if value.opcode == "subtract" else 1)
             case "fusion" | "call":
                 inner = self.program.computations[value.called[0]]
-                return self.scalar(inner, inner.root, path, self._arguments(where, value, given))
+                return self.scalar(inner, inner.root, path, self._arguments(computation, value, given))
             case "while":
                 unchanged = bool(path) and self.step(value, (path, 0)) == 0
-                return self.scalar(where, operands[0], path, given) if unchanged else None
+                return self.scalar(computation, operands[0], path, given) if unchanged else None
             case opcode if opcode in COPIES:
-                return self.scalar(where, operands[0], path, given)
+                return self.scalar(computation, operands[0], path, given)
         return None
 
 

@@ -1,13 +1,11 @@
 """Heuristic bounds in the sharding of values and operators.
 
-Plans, prices and lowered programs depend on all of them. No record says that any was fitted to the models of the
-benchmark.
+Plans, prices and lowered programs depend on all of them. None is known to have been fitted to the benchmark's models.
 """
 
 # Largest slice of a stack of parameters, in bytes, for which a stored stack is gathered once before the loop over it.
-# Larger slices are gathered inside the loop (`Layout.is_gathered_before_loop`). Messages of up to this size are all
-# latency.
-# Source: chosen, not measured.
+# Larger slices are gathered inside the loop (`Layout.is_gathered_before_loop`). The time of smaller messages is almost
+# all latency. Source: chosen, not measured.
 EARLY_GATHER_SLICE_BYTES = 2**16
 
 # Least number of input features in each shard of a convolution's kernel for it to be stored along its input features

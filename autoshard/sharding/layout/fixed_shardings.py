@@ -28,7 +28,7 @@ _EITHER = (
 
 
 def program_shardings(op: Op) -> list[NamedSharding]:
-    """The shardings in the program itself at an operator: of a sharding constraint or of a nested `jit`."""
+    """The shardings that the program itself gives at an operator: a sharding constraint, or those of a nested `jit`."""
     params = op.eqn.params
     if op.name == "sharding_constraint":
         shardings = (params["sharding"],)
@@ -82,19 +82,19 @@ class FixedError(PlanError):
 
     Attributes:
         name: the name of the function.
-        complaints: all problems, one sentence each.
+        problems: all problems, one sentence each.
         lacks_axis: whether a problem is that the mesh lacks an axis.
     """
 
-    def __init__(self, name: str, complaints: Sequence[str], hint: str = "", lacks_axis: bool = False):
-        super().__init__(f"auto_shard({name}): {first_few(complaints, '; ')}{hint}")
-        self.name, self.problems, self.lacks_axis = name, tuple(complaints), lacks_axis
+    def __init__(self, name: str, problems: Sequence[str], hint: str = "", lacks_axis: bool = False):
+        super().__init__(f"auto_shard({name}): {first_few(problems, '; ')}{hint}")
+        self.name, self.problems, self.lacks_axis = name, tuple(problems), lacks_axis
 
 
 def fixed_specs(
     traced: Traced, axes: LogicalAxes, layout: Layout, fixed: Mapping[str, Any], word: str
 ) -> dict[int, Spec]:
-    """The specs of the inputs that the user fixed, by value.
+    """The specs that the user fixed: program input -> spec.
 
     Args:
         traced: the traced function.
@@ -106,26 +106,28 @@ def fixed_specs(
     Raises:
         FixedError: patterns match no input, specs are not possible, or two specs of one input differ.
     """
-    pins: dict[int, Spec] = {}
+    specs: dict[int, Spec] = {}
     problems, lacks_axis = _malformed(fixed, word), False
-    for i, wish in {} if problems else found_inputs(traced, fixed, word, problems).items():
+    for i, wanted in {} if problems else found_inputs(traced, fixed, word, problems).items():
         value, aval = traced.program.inputs[i], traced.in_avals[i]
         try:
-            pins[value] = _fixed_spec(wish, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
+            specs[value] = _fixed_spec(wanted, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
         except PlanError as error:
             problems.append(str(error))
             lacks_axis |= isinstance(error, NoSuchAxisError)
     if problems:
         raise FixedError(traced.name, problems, lacks_axis=lacks_axis)
-    return pins
+    return specs
 
 
-def with_fixed_shardings(layouts: Sequence[Named], pin: Callable[[Layout], None], mesh_is_given: bool) -> list[Named]:
+def with_fixed_shardings(
+    layouts: Sequence[Named], fix_shardings: Callable[[Layout], None], mesh_is_given: bool
+) -> list[Named]:
     """Write the fixed shardings into layouts, and return the layouts in which they are possible.
 
     Args:
         layouts: the layouts, each with its strategy.
-        pin: writes the fixed shardings into one layout, or raises `FixedError`.
+        fix_shardings: writes the fixed shardings into one layout, or raises `FixedError`.
         mesh_is_given: whether the user gave the mesh.
 
     Raises:
@@ -135,7 +137,7 @@ def with_fixed_shardings(layouts: Sequence[Named], pin: Callable[[Layout], None]
     failed: list[FixedError] = []
     for named in layouts:
         try:
-            pin(named[1])
+            fix_shardings(named[1])
             feasible.append(named)
         except FixedError as error:
             failed.append(error)
@@ -145,7 +147,11 @@ def with_fixed_shardings(layouts: Sequence[Named], pin: Callable[[Layout], None]
     if mesh_is_given or not nearest.lacks_axis:
         raise nearest
     used = ", ".join(dict.fromkeys(a for _, layout in layouts for a in layout.mesh))
-    raise FixedError(nearest.name, nearest.problems, f". No mesh was given, and the plans tried have axes {used}")
+    raise FixedError(
+        nearest.name,
+        nearest.problems,
+        f". No mesh was given, and the plans tried have axes {used}; name one of these, or give mesh=",
+    )
 
 
 def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, problems: list[str]) -> dict[int, Any]:
@@ -194,11 +200,11 @@ def same_spec(one: PartitionSpec, other: PartitionSpec, rank: int) -> bool:
     return from_partition_spec(one, rank) == from_partition_spec(other, rank)
 
 
-def fixed_conflicts(traced: Traced, axes: LogicalAxes, pins: Mapping[int, Spec]) -> list[str]:
+def fixed_conflicts(traced: Traced, axes: LogicalAxes, specs: Mapping[int, Spec]) -> list[str]:
     """Notes on logical axes that two fixed inputs shard over different mesh axes, at the cost of a reshard."""
     by_axis: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
     for value, path in zip(traced.program.inputs, traced.in_paths, strict=True):
-        for dim, mesh_axes in zip(axes.of_value[value], pins.get(value, ()), strict=False):
+        for dim, mesh_axes in zip(axes.of_value[value], specs.get(value, ()), strict=False):
             if len(dim) == 1 and mesh_axes:
                 by_axis.setdefault(dim[0], []).append((path, mesh_axes))
     notes = []
@@ -219,7 +225,7 @@ def _malformed(fixed: Any, word: str) -> list[str]:
     if not isinstance(fixed, Mapping):
         return [f"{word} is {fixed!r}; {_EITHER}"]
     pairs = [(p, w) for p, w in fixed.items() if not isinstance(p, str) or not is_sharding_wish(w)]
-    return [f"{word} {pattern!r}: {wish!r}; {_EITHER}" for pattern, wish in pairs]
+    return [f"{word} {pattern!r}: {wanted!r}; {_EITHER}" for pattern, wanted in pairs]
 
 
 def is_sharding_wish(what: Any) -> bool:
@@ -229,20 +235,21 @@ def is_sharding_wish(what: Any) -> bool:
     return isinstance(what, (tuple, list)) and all(name is None or isinstance(name, str) for name in what)
 
 
-def _fixed_spec(wish: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
-    if not isinstance(wish, PartitionSpec):
-        return _spec_of_names(wish, aval, where, layout, axes, value)
-    if len(wish) > aval.ndim:
-        raise _too_long(wish, aval, where)
-    spec = from_partition_spec(wish, aval.ndim)
+def _fixed_spec(wanted: Any, aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int) -> Spec:
+    if not isinstance(wanted, PartitionSpec):
+        return _spec_of_names(wanted, aval, where, layout, axes, value)
+    if len(wanted) > aval.ndim:
+        raise _too_long(wanted, aval, where)
+    spec = from_partition_spec(wanted, aval.ndim)
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise NoSuchAxisError(f"{where}: {wish} names mesh axis {unknown[0]!r}, but the mesh has {dict(layout.mesh)}; "
+        raise NoSuchAxisError(f"{where}: {wanted} names mesh axis {unknown[0]!r}, but the mesh has "
+                        f"{dict(layout.mesh)}; "
                         + (f"did you mean {close[0]!r}? Or " if close else "")
                         + "give mesh= with the names that the specs use")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {wish} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
+        raise PlanError(f"{where}: {wanted} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
         n = layout.shard_count(dim)
         if aval.shape[d] % n:
@@ -252,32 +259,32 @@ def _fixed_spec(wish: Any, aval: Any, where: str, layout: Layout, axes: LogicalA
 
 
 def _spec_of_names(
-    wish: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
+    wanted: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
 ) -> Spec:
     """The spec that shards the named dimensions as the layout does, and keeps the others whole."""
     known = set(axes.names.values())
-    if unknown := [n for n in wish if n is not None and n not in known]:
+    if unknown := [n for n in wanted if n is not None and n not in known]:
         raise PlanError(
             f"{where}: the program has no logical axis {', '.join(map(repr, unknown))}; it has "
             f"{', '.join(sorted(known))}"
         )
-    if len(wish) > aval.ndim:
-        raise _too_long(wish, aval, where)
-    requested = [*wish, *[None] * (aval.ndim - len(wish))]
+    if len(wanted) > aval.ndim:
+        raise _too_long(wanted, aval, where)
+    requested = [*wanted, *[None] * (aval.ndim - len(wanted))]
     own = [[axes.name(c) for c in dim] for dim in axes.of_value[value]]
     wrong = [d for d, name in enumerate(requested) if name is not None and name not in own[d]]
     if wrong:
         others = ", ".join(f"dim {d} is {' x '.join(own[d]) or 'of size 1'}, not {requested[d]}" for d in wrong)
         raise PlanError(
-            f"{where} is {tuple(wish)}, but {others}. Give each dimension its own logical axis, or None to keep it "
+            f"{where} is {tuple(wanted)}, but {others}. Give each dimension its own logical axis, or None to keep it "
             "whole"
         )
     spec = layout.spec(value)
     return tuple(() if name is None else spec[d] for d, name in enumerate(requested))
 
 
-def _too_long(wish: Any, aval: Any, where: str) -> PlanError:
+def _too_long(wanted: Any, aval: Any, where: str) -> PlanError:
     return PlanError(
-        f"{where}: {wish} has {len(wish)} entries, but the array has {aval.ndim} dimensions {aval.shape}. Drop the "
+        f"{where}: {wanted} has {len(wanted)} entries, but the array has {aval.ndim} dimensions {aval.shape}. Drop the "
         "last entries"
     )

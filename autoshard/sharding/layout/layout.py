@@ -1,4 +1,4 @@
-"""From a table of mesh axes over logical axes to the sharding of every value.
+"""Derives the sharding of every value from a table of the logical axes that each mesh axis shards.
 
 A layout gives each mesh axis an ordered list of logical axes. In each tensor, a mesh axis shards the first logical axis
 of its list that the tensor has and whose size it divides. So the order resolves every conflict (`heads` before `seq` is
@@ -110,7 +110,7 @@ class Layout:
         return {c for c in listed if self.shard_count(self.spec_of(((c,),))[0]) > 1}
 
     def sharding_key(self) -> tuple[Any, ...]:
-        """A key that is equal for layouts with the same shardings. Neighbouring mesh axes with one use count as one."""
+        """A key that is equal for layouts with the same shardings. Adjacent mesh axes with equal use count as one."""
         merged: list[list[Any]] = []
         for axis, size in self.mesh.items():
             if size > 1:
@@ -169,16 +169,20 @@ class Layout:
         if not free or 0 in shape:
             return spec
         out = [list(dim) for dim in spec]
-        able = [d for d in range(len(shape)) if shape[d] > 1 and not any(c in self.axes.stacked for c in leaves[d])]
+        shardable = [
+            d for d in range(len(shape)) if shape[d] > 1 and not any(c in self.axes.stacked for c in leaves[d])
+        ]
 
         def local(d: int) -> int:
             return shape[d] // self.shard_count(out[d])
 
-        outputs = self.axes.kernels.get(leaves, 0) + len(shape)  # dimension of output features; not one if no kernel
+        outputs = self.axes.kernels.get(leaves, 0) + len(
+            shape
+        )  # the output feature dimension; for no kernel, beyond the last one
 
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
-                divisible = [d for d in able if local(d) % self.shard_count(free[:count]) == 0]
+                divisible = [d for d in shardable if local(d) % self.shard_count(free[:count]) == 0]
                 if divisible:
                     if outputs in divisible:
                         least = LEAST_INPUT_FEATURES * self.shard_count(free[:count])
@@ -192,7 +196,7 @@ class Layout:
         return tuple(map(tuple, out))
 
     def gradient_spec(self, value: int) -> Spec | None:
-        """The sharding of a gradient: that of the state which consumes it. None if no such state is stored apart."""
+        """The sharding of a gradient: that of the state which consumes it; None if that is stored as it is used."""
         if self._gradient_specs is None:
             self._gradient_specs = self._derive_gradient_specs()
             self._transposed = {tuple(sorted(leaves)): leaves for leaves in self._gradient_specs}

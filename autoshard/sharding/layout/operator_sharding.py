@@ -20,7 +20,7 @@ from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byt
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.ir.program import Op
 
-AFTER_UPDATE = "once updated"
+AFTER_UPDATE = "after the update"
 
 
 def operand_spec(layout: Layout, value: int) -> Spec:
@@ -62,7 +62,7 @@ class StateGather:
     """A gather of state outside of any operator.
 
     Attributes:
-        value: the program input.
+        value: the program input that is gathered.
         axes: the mesh axes over which it is gathered.
         wire_bytes: bytes that each device sends.
         when: when it happens, for reports.
@@ -129,7 +129,7 @@ def strategy_for_specs(
         op: the operator.
         operand_specs: the shardings of its operands; empty for a literal.
         result_specs: the wanted shardings of its results.
-        moved: bytes of its operands (`moved_bytes`).
+        moved: bytes of its operands as collectives move them (`transfer_bytes`).
         mesh: mesh axis -> size.
         flops_per_byte: see `choose_strategy`.
     """
@@ -141,17 +141,17 @@ def strategy_for_specs(
     return choose_strategy(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
 
 
-def sharded_factors(plan: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:
+def sharded_factors(strategy: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:
     """Mesh axis -> the factor that it shards; without the mesh axes that shard none."""
-    return {axis: factor for axis, factor in plan.factors.items() if factor is not None and mesh[axis] > 1}
+    return {axis: factor for axis, factor in strategy.factors.items() if factor is not None and mesh[axis] > 1}
 
 
-def runs_on_shards(op: Op, plan: OperatorStrategy, mesh: Mapping[str, int]) -> bool:
+def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> bool:
     """Whether an operator runs on shards by its rule, because XLA's partitioner has a known fault with it.
 
     The partitioner computes some strategies wrongly, aborts on some, and gathers operands that the rule leaves sharded.
     """
-    return _has_known_fault(op, list(sharded_factors(plan, mesh).values()), mesh)
+    return _has_known_fault(op, list(sharded_factors(strategy, mesh).values()), mesh)
 
 
 def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) -> bool:
@@ -159,32 +159,34 @@ def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) ->
     assert op.rule is not None
     if not sharded or op.name not in MISPARTITIONED or any(_compat.is_extended(v.aval.dtype) for v in op.eqn.invars):
         return False
-    cut = ShardedOperator([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(sharded))
+    application = ShardedOperator([v.aval for v in op.eqn.invars], op.eqn.params, op.rule, tuple(sharded))
     axes = sum(n > 1 for n in mesh.values())
-    fault = known_fault(op.name, cut, axes=axes)
+    fault = known_fault(op.name, application, axes=axes)
     return fault is not None and fault.avoided
 
 
-def can_constrain_at_once(layout: Layout, op: Op, plan: OperatorStrategy, result: int, want: Spec) -> bool:
-    """Whether a result may be constrained to its wanted sharding at once; also considers faults of the partitioner."""
+def can_constrain_at_once(layout: Layout, op: Op, strategy: OperatorStrategy, result: int, want: Spec) -> bool:
+    """Like `extends_computed_spec`, but also False where the partitioner has a known fault with the wanted sharding."""
     rule = op.rule
     assert rule is not None
     dims = rule.results[result]
-    computed = plan.spec(dims)
+    computed = strategy.spec(dims)
     if not extends_computed_spec(rule, dims, computed, want):
         return False
-    more = [f for dim, c, w in zip(dims, computed, want, strict=True) if len(w) > len(c) for f in dim]
-    return not more or not _has_known_fault(op, [*sharded_factors(plan, layout.mesh).values(), *more], layout.mesh)
+    newly_sharded = [f for dim, c, w in zip(dims, computed, want, strict=True) if len(w) > len(c) for f in dim]
+    return not newly_sharded or not _has_known_fault(
+        op, [*sharded_factors(strategy, layout.mesh).values(), *newly_sharded], layout.mesh
+    )
 
 
 def extends_computed_spec(rule: Rule, dims: Dims, computed: Spec, want: Spec) -> bool:
-    """Whether a result may be constrained to its wanted sharding at once, and not first to the computed one.
+    """Whether a result may be constrained directly to its wanted sharding, and not to the computed one first.
 
-    This holds only where the wanted sharding extends the computed one; a partial sum then becomes a reduce-scatter. It
-    does not hold if it extends a batch dimension that is sharded already. In all other cases, the partitioner chooses
-    the way itself: from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp) it computes wrong values. In a lookup, each sharded
-    dimension counts as a batch: with a table sharded along both dimensions, the partitioner fails to compile if a
-    dimension of the indices is sharded further.
+    This holds only where the wanted sharding extends the computed one, so that a partial sum becomes a reduce-scatter,
+    and does not extend a batch dimension that is sharded already. In all other cases the partitioner would choose how
+    to reshard, and may compute wrong values, as from (dp, tp) x (tp, fsdp) to ((dp, fsdp), tp). In a lookup, each
+    sharded dimension counts as a batch: with a table sharded along both dimensions, the partitioner fails to compile
+    if a dimension of the indices is sharded further.
     """
     indexed = any(f.kind == "index" for f in rule.factors)
     for names, c, w in zip(dims, computed, want, strict=True):

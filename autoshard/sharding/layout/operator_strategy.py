@@ -8,8 +8,8 @@ operator's factors or none; with none, all devices along it repeat the work. A c
           + repeated FLOPs / flops_per_byte        if the mesh axis shards no factor
 
 The bytes of a collective are those of `spmdrules.core.placement`; taking a shard of a replicated array costs nothing.
-`flops_per_byte` is the number of FLOPs that the machine computes while one byte crosses a link. Ties go to the first
-factor, so every process makes the same choice.
+`flops_per_byte` is the number of FLOPs that the machine computes while one byte crosses a link. The first factor wins
+ties, so that every process makes the same choice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Move:
     Attributes:
         kind: the kind of collective.
         axes: the mesh axes over which it goes.
-        array: the operand (0, 1, ...) or result (-1, -2, ...) that it moves.
+        array: what it moves: operand 0, 1, ... or, as -1, -2, ..., result 0, 1, ...
         local_bytes: bytes of the array on each device before.
         wire_bytes: bytes that each device sends.
     """
@@ -89,7 +89,7 @@ def choose_strategy(
     flops: float,
     flops_per_byte: float,
 ) -> OperatorStrategy:
-    """Choose the cheapest factor for each mesh axis, one mesh axis after the other.
+    """Choose the cheapest factor for each mesh axis, one mesh axis at a time, in mesh order.
 
     Args:
         rule: the operator's rule.
@@ -103,9 +103,9 @@ def choose_strategy(
     shards: dict[str, int] = {}
     for axis, n in mesh.items():
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
-        able = [f for f in options if rule.factor(f).cuts_into(shards.get(f, 1) * n)]
+        dividing = [f for f in options if rule.factor(f).cuts_into(shards.get(f, 1) * n)]
         best: tuple[float, str | None] | None = None
-        for factor in [*able, None] if options else [None]:
+        for factor in [*dividing, None] if options else [None]:
             cost = sum(m.wire_bytes for m in _moves(rule, operands, results, mesh, {**chosen, axis: factor}))
             if factor is None:
                 cost += flops * (n - 1) / n / math.prod(shards.values() or [1]) / flops_per_byte if options else 0.0
@@ -154,28 +154,28 @@ def _moves(
             moves.append(Move(kind, tuple(axes), array, local, wire))
         return local / n if kind == "reduce-scatter" else local
 
-    for i, (dims, size, spec, place) in enumerate(
+    for i, (dims, size, spec, factor_of_axis) in enumerate(
         zip(operands.dims, operands.nbytes, operands.specs, operands.factors_of_axes, strict=True)
     ):
-        differing = [a for a, f in factors.items() if a in place and place[a] != f]
+        differing = [a for a, f in factors.items() if a in factor_of_axis and factor_of_axis[a] != f]
         if differing:
             local = size / shard_count(spec, mesh)
             moved = [a for a in differing if (f := factors[a]) is not None and _has(dims, f)]  # to another dimension
             add("all-to-all", moved, i, local)
             add("all-gather", [a for a in differing if a not in moved], i, local)
-    for i, (dims, size, spec, place) in enumerate(
+    for i, (dims, size, spec, factor_of_axis) in enumerate(
         zip(results.dims, results.nbytes, results.specs, results.factors_of_axes, strict=True)
     ):
-        differing = {a: f for a, f in factors.items() if f is not None and place.get(a) != f}
+        differing = {a: f for a, f in factors.items() if f is not None and factor_of_axis.get(a) != f}
         if not differing:
             continue
         computed = [a for a, f in factors.items() if f is not None and _has(dims, f)]  # axes that shard the result
         local = size / math.prod(mesh[a] for a in {*computed, *(a for a in axes_of(spec) if a not in factors)})
         partial = [a for a, f in differing.items() if a not in computed and rule.partial(f, i) is not None]
-        local = add("reduce-scatter", [a for a in partial if a in place], -1 - i, local)
-        add("all-reduce", [a for a in partial if a not in place], -1 - i, local)
-        add("all-to-all", [a for a in differing if a in computed and a in place], -1 - i, local)
-        add("all-gather", [a for a in differing if a in computed and a not in place], -1 - i, local)
+        local = add("reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local)
+        add("all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local)
+        add("all-to-all", [a for a in differing if a in computed and a in factor_of_axis], -1 - i, local)
+        add("all-gather", [a for a in differing if a in computed and a not in factor_of_axis], -1 - i, local)
     return moves
 
 

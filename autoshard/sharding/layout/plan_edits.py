@@ -1,4 +1,4 @@
-"""Change a layout by one word: a mesh axis shards one logical axis more or less, or stores one role more or less."""
+"""Edit a layout: add a logical axis or a role of state to a mesh axis, or remove it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Change:
 
     Attributes:
         axis: the mesh axis.
-        more: whether it is added.
+        added: whether it is added, not removed.
         what: the logical axis, which comes after those that the mesh axis has; or the role.
     """
 
@@ -71,9 +71,9 @@ def changed(layout: Layout, change: Change) -> Layout:
 
 
 def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
-    """For each logical axis the number of devices, of `size`, that it can be sharded over.
+    """For each logical axis, over how many of `size` devices it can be sharded.
 
-    Earlier logical axes that occur in all of its values leave it fewer.
+    Devices that shard an earlier logical axis which occurs in all of its values do not count.
     """
     usable: dict[int, int] = {}
     for c in classes:
@@ -83,7 +83,7 @@ def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list
 
 
 def axis_parts(size: int, usable: Sequence[int]) -> list[int]:
-    """The coarsest factors of a mesh axis of `size` such that some have each number of `usable` as their product."""
+    """Split a mesh axis of `size` into few factors, so that each number in `usable` is a product of some of them."""
     parts = [size]
     for wanted in usable:
         if any(math.prod(some) == wanted for k in range(len(parts) + 1) for some in combinations(parts, k)):

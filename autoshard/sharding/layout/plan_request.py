@@ -6,7 +6,7 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     zero1:N   dp, and optimizer state over N devices
     fsdp:N    dp, and parameters and optimizer state over N devices (ZeRO-3)
     tp:N      heads, ffn, vocab, ... over N devices
-    seq       with tp: the sequence, too, where nothing else uses tp
+    seq       with tp: tp also shards the sequence, in values where it shards nothing else
     cp:N      sequence over N devices
     ep:N      experts over N devices, and the batch where there are no experts
     state     parameters and optimizer state over all devices
@@ -147,17 +147,17 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     return listed + (roles.sequence if "seq" in flags else ())
 
 
-def storage_for(owners: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
+def storage_for(kinds: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
     """Role of state -> the mesh axes that store it.
 
     Args:
-        owners: mesh axis -> kind of parallelism.
+        kinds: mesh axis -> kind of parallelism.
         everything: whether all mesh axes store all state.
     """
     if everything:
-        return {role: tuple(owners) for role in STATE}
-    full = tuple(a for a, kind in owners.items() if kind == "fsdp")
-    moments = tuple(a for a, kind in owners.items() if kind in ("fsdp", "zero1"))
+        return {role: tuple(kinds) for role in STATE}
+    full = tuple(a for a, kind in kinds.items() if kind == "fsdp")
+    moments = tuple(a for a, kind in kinds.items() if kind in ("fsdp", "zero1"))
     stored: dict[Role, tuple[str, ...]] = {"parameter": full, "optimizer": moments}
     return {role: axes for role, axes in stored.items() if axes}
 
@@ -170,7 +170,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
     in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices.
     """
     mesh: dict[str, int] = {}
-    owners: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     table: dict[str, tuple[int, ...]] = {}
     for axis, size in requested.sizes.items():
         kind = requested.kinds[axis]
@@ -178,8 +178,8 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
         parts = [size] if requested.fixed_mesh else axis_parts(size, usable_devices(axes, classes, size))
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
-            mesh[name], owners[name], table[name] = part, kind, classes
-    layout = Layout(axes, roles, mesh, table, storage_for(owners, "state" in requested.flags))
+            mesh[name], kinds[name], table[name] = part, kind, classes
+    layout = Layout(axes, roles, mesh, table, storage_for(kinds, "state" in requested.flags))
     for change in requested.changes:
         layout = changed(layout, change)
     return layout
@@ -238,5 +238,5 @@ class Table:
         if problems:
             raise PlanRequestError(f"plan: {'. '.join(problems)}")
         table = {a: tuple(c for n in self.columns.get(a, ()) for c in by_name[n]) for a in mesh}
-        shards_state = tuple(a for a in mesh if a.startswith(("fsdp", "zero3")))
-        return Layout(axes, roles, mesh, table, {role: shards_state for role in STATE} if shards_state else {})
+        storing = tuple(a for a in mesh if a.startswith(("fsdp", "zero3")))
+        return Layout(axes, roles, mesh, table, {role: storing for role in STATE} if storing else {})

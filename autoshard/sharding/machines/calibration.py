@@ -53,7 +53,7 @@ EFFORT = {
 
 
 def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None) -> Target:
-    """The target that the attached devices form, with measured figures.
+    """Measures the attached devices and returns the target that they form.
 
     Args:
         devices: devices of one kind. Default: all attached devices.
@@ -61,37 +61,38 @@ def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None
     """
     devices = topology_order(jax.devices() if devices is None else devices)
     effort = effort or EFFORT[devices[0].platform]
-    known = target_for(devices, len(devices))
-    half, single = (_flops(devices, effort, dtype) / PEAK_REACHED for dtype in (jnp.bfloat16, jnp.float32))
+    rated = target_for(devices, len(devices))
+    flops_16bit, flops_32bit = (_flops(devices, effort, dtype) / PEAK_REACHED for dtype in (jnp.bfloat16, jnp.float32))
     chip = replace(
-        known.chip,
-        flops=max(half, single) if known.platform == "cpu" else half,
-        flops_f32=single,
+        rated.chip,
+        flops=max(flops_16bit, flops_32bit) if rated.platform == "cpu" else flops_16bit,
+        flops_f32=flops_32bit,
         flops_8bit=0.0,
-        memory_bytes=float(_memory_bytes(devices[0]) or known.chip.memory_bytes),
+        memory_bytes=float(_memory_bytes(devices[0]) or rated.chip.memory_bytes),
         memory_bandwidth=_memory_bandwidth(devices, effort) / BANDWIDTH_REACHED,
     )
     if len(devices) == 1:
-        return replace(known, chip=chip)
+        return replace(rated, chip=chip)
     bandwidth, latency_us = _links(devices, effort)
-    pieces = known.assign({"all": len(devices)}).pieces["all"]
-    expected = (len(devices) - 1) / known.topology.time_us("all-gather", pieces, 1e9) * 1e15
-    slower = bandwidth / expected
-    dims = tuple(_measured(d, d.bandwidth * slower, latency_us) for d in known.topology.dims)
+    pieces = rated.assign({"all": len(devices)}).pieces["all"]
+    # Bytes per second that the rated links predict for an all-gather of shards of 1e9 bytes.
+    predicted = (len(devices) - 1) / rated.topology.time_us("all-gather", pieces, 1e9) * 1e15
+    ratio = bandwidth / predicted
+    dims = tuple(_with_measured_link(d, d.bandwidth * ratio, latency_us) for d in rated.topology.dims)
     near = dims[-1]
     chip = replace(chip, link_bandwidth=near.bandwidth, link_latency_us=near.latency_us,
-                   network_bandwidth=chip.network_bandwidth * slower)  # fmt: skip
-    return Target(known.name, chip, Topology(dims))
+                   network_bandwidth=chip.network_bandwidth * ratio)  # fmt: skip
+    return Target(rated.name, chip, Topology(dims))
 
 
-def _measured(dim: Dim, bandwidth: float, latency_us: float) -> Dim:
-    """The dimension with a measured latency of a collective over all of it, in the proportions of `dim`."""
-    each = dim.each_us / (dim.latency_us + dim.each_us * (dim.size - 1))
-    rest = latency_us * (1 - each * (dim.size - 1))
-    return replace(dim, bandwidth=bandwidth, latency_us=rest, each_us=latency_us * each)
+def _with_measured_link(dim: Dim, bandwidth: float, latency_us: float) -> Dim:
+    """`dim` with this bandwidth, and latencies scaled so that a collective over all of it has `latency_us`."""
+    each_share = dim.each_us / (dim.latency_us + dim.each_us * (dim.size - 1))
+    first_us = latency_us * (1 - each_share * (dim.size - 1))
+    return replace(dim, bandwidth=bandwidth, latency_us=first_us, each_us=latency_us * each_share)
 
 
-def _best(run: Callable[[], Any], runs: int) -> float:
+def _fastest_s(run: Callable[[], Any], runs: int) -> float:
     """Seconds of the fastest of several runs. A first run, which compiles, does not count."""
     jax.block_until_ready(run())
     times = []
@@ -111,13 +112,13 @@ def _flops(devices: Sequence[Any], effort: Effort, dtype: Any) -> float:
     n = effort.matrix
     x = jax.device_put(jnp.ones((len(devices), n, n), dtype), _sharded(devices))
     product = jax.jit(lambda a, b: a @ b)
-    return 2.0 * n**3 / _best(lambda: product(x, x), effort.runs)
+    return 2.0 * n**3 / _fastest_s(lambda: product(x, x), effort.runs)
 
 
 def _memory_bandwidth(devices: Sequence[Any], effort: Effort) -> float:
     x = jax.device_put(jnp.ones((len(devices), effort.array_bytes // 4), jnp.float32), _sharded(devices))
     add = jax.jit(lambda a, b: a + b)
-    return 3.0 * effort.array_bytes / _best(lambda: add(x, x), effort.runs)
+    return 3.0 * effort.array_bytes / _fastest_s(lambda: add(x, x), effort.runs)
 
 
 def _memory_bytes(device: Any) -> int | None:
@@ -134,9 +135,9 @@ def _links(devices: Sequence[Any], effort: Effort) -> tuple[float, float]:
 
     def seconds(shard_bytes: int) -> float:
         x = jax.device_put(jnp.ones(n * shard_bytes // 4, jnp.float32), sharded)
-        return _best(lambda: gather(x), effort.runs)
+        return _fastest_s(lambda: gather(x), effort.runs)
 
     small, large = constants.SMALL_SHARD_BYTES, effort.shard_bytes
-    fast, slow = seconds(small), seconds(large)
-    bandwidth = (n - 1) * (large - small) / max(slow - fast, constants.LEAST_DIFFERENCE_S)
-    return bandwidth, max(fast * 1e6 - (n - 1) * small / bandwidth * 1e6, constants.LEAST_LATENCY_US)
+    small_s, large_s = seconds(small), seconds(large)
+    bandwidth = (n - 1) * (large - small) / max(large_s - small_s, constants.LEAST_DIFFERENCE_S)
+    return bandwidth, max(small_s * 1e6 - (n - 1) * small / bandwidth * 1e6, constants.LEAST_LATENCY_US)

@@ -4,8 +4,8 @@
           https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. A pod of v5p has 8960 chips, though
           one job gets at most 6144 of them. A device of tpu7x is one of the two dies of a chip; a device of v4 is a
           whole chip (two cores, "megacore"). The memory of v4 to v6e is what XLA's out-of-memory messages report as
-          available to a program. Vector memory: JAX's `pallas.tpu` tables, the sum over the cores of a device (on v4
-          it is the common memory).
+          available to a program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores
+          of a device; for v4, the common memory that its cores share.
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default.
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
@@ -45,7 +45,7 @@ class Chip:
         platform: the JAX platform.
         flops: peak FLOP/s at 16 bits.
         flops_f32: peak FLOP/s of 32-bit products at JAX's default precision.
-        flops_8bit: peak FLOP/s at 8 bits (float8, or int8 where there is no float8); 0 if it has no faster type.
+        flops_8bit: peak FLOP/s at 8 bits (float8, or int8 where there is no float8); 0 if 8-bit products are no faster.
         memory_bytes: bytes of memory.
         memory_bandwidth: bytes per second between memory and the compute units.
         link_bandwidth: bytes per second that one link sends in one direction.

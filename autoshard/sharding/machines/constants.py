@@ -1,7 +1,7 @@
 """Heuristic figures of machines: shares of rated figures, default latencies, bounds on sizes, sizes of measurements.
 
 `chips` has the rated figures of each chip and their sources. The comment of each constant here gives its meaning and
-unit, its source, and what depends on it. No record says that any of them was fitted to the models of the benchmark.
+unit, its source, and what depends on it. None of them is known to have been fitted to the benchmark's models.
 """
 
 # --- Shares of rated figures. Predicted times (`cost.step_time`, `cost.collectives`, `hlo.kernel_costs`) use the rated
@@ -13,7 +13,7 @@ unit, its source, and what depends on it. No record says that any of them was fi
 PEAK_REACHED = 0.95
 
 # Fraction of a chip's memory bandwidth that kernels reach. Source: chosen, not measured. The TPU compiler's cycle
-# estimates of memory-bound kernels do not support any value (`python benchmarks/compiler_cycles.py`).
+# estimates of memory-bound kernels do not determine it (`python benchmarks/compiler_cycles.py`).
 BANDWIDTH_REACHED = 0.8
 
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`
@@ -62,13 +62,13 @@ LARGEST_TORUS_SIDE = 16
 # Largest number of hosts. Source: chosen.
 MOST_HOSTS = 128
 
-# Largest number of devices on one switch, where the chip has no lower bound (CPUs). Source: chosen.
+# Largest number of devices on one switch, for chips whose own limit is higher (CPUs). Source: chosen.
 MOST_ON_A_SWITCH = 1024
 
-# Largest multiple of the devices of a target that was read from a file. Source: chosen.
+# Largest factor by which the number of devices of a target from a file is multiplied. Source: chosen.
 MOST_TIMES = 64
 
-# Multiples of the number of slices of a target. Source: chosen.
+# Factors by which the number of slices of a target is multiplied. Source: chosen.
 SLICE_MULTIPLES = (2, 4, 8)
 
 # --- Calibration (`autoshard bench --calibrate`). Source of all: chosen, not measured. The sizes for CPUs are smaller,

@@ -25,7 +25,7 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 @shown
 @dataclass(frozen=True)
 class Machine:
-    """What to plan for.
+    """A target, together with the mesh that the user gives for it, if any.
 
     Attributes:
         target: the target.
@@ -52,7 +52,7 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
         found = find_target(target)
         if sizes is not None and math.prod(sizes.values()) != found.devices:
             raise PlanError(f"mesh {dict(sizes)} has {math.prod(sizes.values())} devices, target '{target}' has "
-                            f"{found.devices}")  # fmt: skip
+                            f"{found.devices}; give both the same number")  # fmt: skip
         return Machine(found, sizes, concrete)
     devices = list(concrete.devices.flat) if concrete is not None else jax.devices()
     count = len(devices) if sizes is None else math.prod(sizes.values())
@@ -79,13 +79,13 @@ def _sizes(mesh: Mesh | AbstractMesh) -> Sequence[int]:
 def topology_order(devices: Sequence[Any]) -> list[Any]:
     """Sorts devices in row-major order of their topology: TPUs by slice and coordinates, others by process and id."""
 
-    def place(device: Any) -> tuple[Any, ...]:
+    def sort_key(device: Any) -> tuple[Any, ...]:
         coords = getattr(device, "coords", None)
         if coords is None or device.platform != "tpu":
             return (device.process_index, device.id)
         return (getattr(device, "slice_index", None) or 0, *reversed(coords), getattr(device, "core_on_chip", 0))
 
-    return sorted(devices, key=place)
+    return sorted(devices, key=sort_key)
 
 
 def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[int] = ()) -> Mesh:
@@ -98,7 +98,7 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
             Default: 0, 1, 2, ..., so that neighbours lie along the last axes.
 
     Raises:
-        PlanError: there are too few devices, or `devices` holds something else than JAX devices.
+        PlanError: there are too few devices, or `devices` holds anything other than JAX devices.
     """
     if isinstance(devices, Mesh):
         devices = devices.devices.flat
@@ -129,7 +129,7 @@ def existing_placement(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Sp
         PlanError: the arrays are on different devices.
     """
     found: list[tuple[int, Mesh, Spec]] = []
-    weight: dict[Mesh, int] = {}
+    elements_on: dict[Mesh, int] = {}
     for i, leaf in enumerate(leaves):
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
@@ -138,18 +138,19 @@ def existing_placement(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Sp
             continue
         mesh = _compat.all_axes_auto(sharding.mesh)
         found.append((i, mesh, from_partition_spec(sharding.spec, leaf.ndim)))
-        weight[mesh] = weight.get(mesh, 0) + leaf.size
-    if not weight:
+        elements_on[mesh] = elements_on.get(mesh, 0) + leaf.size
+    if not elements_on:
         return None, {}
-    most = max(weight, key=lambda m: (m.size > 1, weight[m]))
-    devices = set(most.devices.flat)
-    for mesh in weight:
+    chosen = max(elements_on, key=lambda m: (m.size > 1, elements_on[m]))
+    devices = set(chosen.devices.flat)
+    for mesh in elements_on:
         if mesh.size > 1 and set(mesh.devices.flat) != devices:
             raise PlanError(
-                f"the arguments are on meshes of different devices, {mesh_sizes(most)} and {mesh_sizes(mesh)}. Move "
+                f"the arguments are on meshes of different devices, {mesh_sizes(chosen)} and {mesh_sizes(mesh)}. Move "
                 "them to one mesh"
             )
-    return most, {i: spec for i, mesh, spec in found if mesh == most}  # leaves on other meshes are moved to it
+    # Leaves on other meshes are moved to this one.
+    return chosen, {i: spec for i, mesh, spec in found if mesh == chosen}
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

@@ -66,12 +66,13 @@ def _tori(dims: int) -> Iterator[tuple[int, ...]]:
         yield tuple(shape)
         if min(shape) == LARGEST_TORUS_SIDE:
             return
-        shape[max(range(dims), key=lambda d: (-shape[d], d))] *= 2  # the last of several shortest ones
+        shape[max(range(dims), key=lambda d: (-shape[d], d))] *= 2  # the last of the shortest dimensions
         if min(shape) > 1:
             shape.sort()
 
 
 def _stretched(target: Target, times: int) -> Target:
+    """The target with its outermost dimension `times` as large."""
     first, *rest = target.topology.dims
     dims = (replace(first, size=first.size * times), *rest)
     return Target(f"{target.name} with {first.name} = {first.size * times}", target.chip, Topology(dims))

@@ -1,5 +1,7 @@
 """Targets: machines by name (`v5p:4x4x4`, `h100:4x8`, `v5p:8x8x8*2`), from a TOML file, or from attached devices.
 
+A target file:
+
 chip = "h100"                    # optional; figures that the file omits are those of this chip
 memory_bytes = 85e9              # likewise any other figure of `chips.Chip`
 dims = [                         # outermost first; the product of the sizes is the number of devices
@@ -29,8 +31,8 @@ from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
-# Attributes of a chip that are needed to read target names. A target file cannot set them.
-_NAMING = ("kinds", "hides", "options", "torus", "wraps_at", "pod", "domain", "cores")
+# Attributes of a chip that a target file cannot set. They describe named targets, or the compiler.
+_NOT_IN_FILES = ("kinds", "hides", "options", "torus", "wraps_at", "pod", "domain", "cores")
 _FINITE: Readers = {float: finite}
 
 
@@ -104,7 +106,7 @@ def find_target(name: str) -> Target:
     shape = [int(n) for n in match[2].split("x")]
     slices = int(match[3] or 1)
     if min(*shape, slices, 1) < 1:
-        raise TargetError(f"target '{name}' has no devices")
+        raise TargetError(f"target '{name}' has no devices; write sizes of at least 1")
     if math.prod(shape) * slices * chip.cores > MOST_DEVICES:
         raise TargetError(f"target '{name}' has more than {MOST_DEVICES} devices; write a smaller one")
     if chip.torus:
@@ -209,7 +211,7 @@ def _read(path: Path) -> Target:
         raise TargetError(f"target '{path}' is not TOML: {error}") from error
     base = data.pop("chip", None)
     dims = data.pop("dims", None)
-    known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _NAMING}
+    known = {name: kind for name, (kind, _) in fields_of(Chip).items() if name not in _NOT_IN_FILES}
     problems = [f"unknown key '{k}'; known: chip, dims, {', '.join(known)}" for k in data if k not in known]
     if base is not None and (not isinstance(base, str) or base not in CHIPS):
         problems.append(f"unknown chip {short_repr(base)}; known: {', '.join(CHIPS)}")
@@ -220,16 +222,16 @@ def _read(path: Path) -> Target:
         problems += [
             f"'{k}' is missing; give it, or name a 'chip' that it is taken from" for k in needed if k not in data
         ]
-    read = _read_dims(dims, problems)
+    machine_dims = _read_dims(dims, problems)
     if problems:
         raise TargetError(f"target '{path}': {'; '.join(problems)}")
-    innermost = read[-1]
+    innermost = machine_dims[-1]
     given: dict[str, Any] = {"link_bandwidth": innermost.bandwidth, "link_latency_us": innermost.latency_us} | figures
     if base is None:
-        chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": read[0].bandwidth} | given)
+        chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": machine_dims[0].bandwidth} | given)
     else:
         chip = replace(CHIPS[base], **given)
-    return Target(str(path), chip, Topology(tuple(read)))
+    return Target(str(path), chip, Topology(tuple(machine_dims)))
 
 
 def _is_number(value: Any) -> bool:
@@ -264,7 +266,7 @@ def write_target(target: Target, path: Path) -> None:
     """Writes a target to a file that `find_target` reads."""
     chip = target.chip
     figures = {f.name: getattr(chip, f.name) for f in fields(Chip)
-               if f.name not in ("platform", *_NAMING)}  # fmt: skip
+               if f.name not in ("platform", *_NOT_IN_FILES)}  # fmt: skip
     lines = [f'platform = "{chip.platform}"', *(f"{k} = {v!r}" for k, v in figures.items() if v)]
     dims = [
         f'  {{name = "{d.name}", size = {d.size}, kind = "{d.kind}", bandwidth = {d.bandwidth:.6g}, '

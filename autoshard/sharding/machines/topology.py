@@ -7,8 +7,8 @@ bytes per second, microseconds.
 A collective runs over a group of n devices. B is the bytes of one device: after an all-gather, before any other kind.
 
     bytes sent per device   all-gather, reduce-scatter, all-to-all: (n - 1)/n B; all-reduce: twice that; permute: B
-    bandwidth of a piece    on a ring 2 links if the piece closes it, else 1, divided by the stride, because that many
-                            groups share the links; on a switch the bandwidth of the device's link
+    bandwidth of a piece    on a ring, that of 2 links if the piece goes all the way around, else of 1 link, divided by
+                            the stride, because that many groups share each link; on a switch, that of one device's link
     bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
                             speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
     time                    latency of all hops along the longest piece + bytes sent / bandwidth
@@ -97,19 +97,21 @@ class Topology:
             return 0.0
         whole = local_bytes * math.prod(p.size for p in merged) if kind == "all-gather" else local_bytes
         if kind == "collective-permute":
-            return min(self._hop(p) for p in merged) + local_bytes / min(map(self._piece_bandwidth, merged)) * 1e6
+            return (
+                min(self._latency_us(p) for p in merged) + local_bytes / min(map(self._piece_bandwidth, merged)) * 1e6
+            )
         if kind == "all-to-all":
             return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
-        once, inner = 0.0, 1
+        one_pass_us, inner = 0.0, 1
         for _, group in self._tiers(merged):
             n = math.prod(p.size for p in group)
             bandwidth = sum(map(self._piece_bandwidth, group))
-            once += max(map(self._hop, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
+            one_pass_us += max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
             inner *= n
-        return once * (2 if kind == "all-reduce" else 1)
+        return one_pass_us * (2 if kind == "all-reduce" else 1)
 
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
-        """The collective that XLA:TPU emits for a requested one, and the bytes of each device's operand of it.
+        """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
         On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
         sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros. Pieces of two
@@ -149,7 +151,7 @@ class Topology:
             return dim.bandwidth
         return dim.bandwidth * (2 if self._closed(piece) else 1) / piece.stride
 
-    def _hop(self, piece: Piece) -> float:
+    def _latency_us(self, piece: Piece) -> float:
         dim = self.dims[piece.dim]
         if dim.kind == "switch":
             return dim.latency_us + dim.each_us * (piece.size - 1)
@@ -166,8 +168,8 @@ class Topology:
         longest = max(group, key=lambda p: p.size / self._piece_bandwidth(p))
         bandwidth = self._piece_bandwidth(longest)
         if self.dims[longest.dim].kind == "switch":
-            return self._hop(longest) + (n - 1) / n * local_bytes / bandwidth * 1e6
-        return self._hop(longest) + max(longest.size / 4, (n - 1) / n) * local_bytes / bandwidth * 1e6
+            return self._latency_us(longest) + (n - 1) / n * local_bytes / bandwidth * 1e6
+        return self._latency_us(longest) + max(longest.size / 4, (n - 1) / n) * local_bytes / bandwidth * 1e6
 
 
 @shown
@@ -238,15 +240,16 @@ def assign(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> DeviceAssig
     return next(assignments(topology, dict(mesh), [a for a, _ in reversed(mesh)]))
 
 
-def assignments(topology: Topology, mesh: Mapping[str, int], first: Sequence[str]) -> Iterator[DeviceAssignment]:
+def assignments(topology: Topology, mesh: Mapping[str, int], axis_order: Sequence[str]) -> Iterator[DeviceAssignment]:
     """Yields the device assignments of a mesh, without duplicates.
 
-    The axes choose their pieces in the order of `first`, near dimensions before far ones. Of several equal dimensions
-    only the nearest is tried. If the sizes do not fit the dimensions (an axis of 3 on 4 x 4), the only assignment puts
-    the axes in row-major order on all devices and prices them as one switch with the figures of the slowest dimension.
+    The axes choose their pieces in the order of `axis_order`, near dimensions before far ones. Of several equal
+    dimensions only the nearest is tried. If the sizes do not fit the dimensions (an axis of 3 on 4 x 4), the only
+    assignment puts the axes in row-major order on all devices and prices them as one switch with the figures of the
+    slowest dimension.
     """
     yielded: set[tuple[tuple[str, Pieces], ...]] = set()
-    for found in _choices(topology, [(a, mesh[a]) for a in first], {}, {}):
+    for found in _all_assignments(topology, [(a, mesh[a]) for a in axis_order], {}, {}):
         key = tuple((a, found[a]) for a in mesh)
         if key not in yielded:
             yielded.add(key)
@@ -263,11 +266,12 @@ def assignments(topology: Topology, mesh: Mapping[str, int], first: Sequence[str
 
 
 def _slowest(topology: Topology) -> tuple[float, float]:
+    """The bandwidth and the latency of the slowest dimension."""
     slow = min((d for d in topology.dims if d.size > 1), key=lambda d: d.bandwidth, default=topology.dims[0])
     return slow.bandwidth, slow.latency_us
 
 
-def _choices(
+def _all_assignments(
     topology: Topology, axes: Sequence[tuple[str, int]], taken: Mapping[int, int], found: Mapping[str, Pieces]
 ) -> Iterator[dict[str, Pieces]]:
     """Yields every way to assign pieces to the axes in order; `taken[dim]` is the stride that earlier axes leave."""
@@ -279,7 +283,7 @@ def _choices(
         taken_now = dict(taken)
         for p in pieces:
             taken_now[p.dim] = taken_now.get(p.dim, 1) * p.size
-        yield from _choices(topology, rest, taken_now, {**found, axis: pieces})
+        yield from _all_assignments(topology, rest, taken_now, {**found, axis: pieces})
 
 
 def _pieces(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator[Pieces]:

@@ -79,7 +79,7 @@ def error_summary(error: Exception) -> str:
 
 
 def collect(fn: Any, args: Sequence[Any]) -> list[Case]:
-    """Runs `fn` equation by equation and keeps the first equation of each primitive, operand types and parameters.
+    """Runs `fn` equation by equation; keeps the first equation of each combination of primitive, types and parameters.
 
     Args:
         fn: any function that JAX can trace.

@@ -11,8 +11,8 @@ PIECE_COUNTS = (2, 3, 5)
 TRIALS = 3
 BOOLEAN_TRIALS = 3
 
-# Number of sets of operands on which undeclared strategies are run. A wrong join may hold by chance: in half of all
-# pairs of numbers, the minimum is the first one.
+# Number of sets of operands on which undeclared strategies are run. A wrong way of joining may hold by chance: in half
+# of all pairs of numbers, the minimum is the first one.
 SEARCH_TRIALS = 12
 
 # Number of sets of operands on which linearity is checked.

@@ -24,7 +24,7 @@ from autoshard.sharding.oracle.shards import reduce_pieces
 from autoshard.spmdrules.core.rule import Rule, Shard
 
 _MIN_MANTISSA_BITS = 5  # with fewer bits, a dtype does not hold the quarters up to 8 that `_exact_terms` uses
-# Operators whose linearity cannot be decided: they fold a function of the user, or are the identity up to rounding.
+# Operators whose linearity cannot be decided: they reduce with a user's function, or are the identity up to rounding.
 _UNDECIDABLE = ("reduce", "reduce_window", "nextafter")
 Split = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, ...]]
 _REDUCTIONS = ("sum", "max", "min", "mul", "and", "or", "xor")
@@ -48,19 +48,19 @@ def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
     found = []
     for factor in rule.factors:
         if factor.kind == "whole" and smallest_divisor(factor.size):
-            if how := _joining_way(case, rule, factor.name, trials(case, SEARCH_TRIALS)):
+            if how := _how_to_join(case, rule, factor.name, trials(case, SEARCH_TRIALS)):
                 found.append((factor.name, how))
     return found
 
 
-def _joining_way(case: Case, rule: Rule, name: str, tried: Sequence[Sequence[np.ndarray]]) -> str | None:
+def _how_to_join(case: Case, rule: Rule, name: str, operand_sets: Sequence[Sequence[np.ndarray]]) -> str | None:
     """How the pieces' results are joined, one way per result that holds on all sets of operands; None if none does."""
     axes = [_axis(rule, dims, name) for dims in rule.operands]
     if all(axis is None for axis in axes):
         return None
     ways: list[set[str]] | None = None
     informative = False  # constant results may refute a way of joining, but do not support one
-    for operands in tried:
+    for operands in operand_sets:
         whole = case.run(operands)
         informative = informative or is_informative(whole)
         try:
@@ -143,30 +143,31 @@ def _reducible(op: str, dtype: Any) -> bool:
 
 
 def check_linear(
-    case: Case, rule: Rule, tried: Sequence[Sequence[np.ndarray]]
+    case: Case, rule: Rule, operand_sets: Sequence[Sequence[np.ndarray]]
 ) -> list[tuple[Literal["wrong", "missing"], str]]:
     """Checks the operands that the rule declares linear or moved, and finds linear groups that it does not declare.
 
     Returns:
         The kind (wrong or missing) and the message of each finding.
     """
-    tried = [operands for operands in tried if all(map(_finite, operands))]  # infinities do not split into terms
+    # Infinities do not split into terms.
+    operand_sets = [operands for operands in operand_sets if all(map(_finite, operands))]
     found: list[tuple[Literal["wrong", "missing"], str]] = []
     for group in rule.linear:
-        if _can_split(case, group) and not additive(case, group, tried):
+        if _can_split(case, group) and not additive(case, group, operand_sets):
             found.append(("wrong", f"is not linear in operands {_listed(group)}"))
     if rule.moves:
-        if _can_split(case, rule.moves) and not additive(case, rule.moves, tried):
+        if _can_split(case, rule.moves) and not additive(case, rule.moves, operand_sets):
             found.append(
-                ("wrong", f"does not only move operands {_listed(rule.moves)}: partial sums do not pass through")
+                ("wrong", f"does more than move operands {_listed(rule.moves)}: partial sums do not pass through it")
             )
-        if not _monotone(case, rule.moves, tried):
+        if not _monotone(case, rule.moves, operand_sets):
             found.append(
-                ("wrong", f"does not only move operands {_listed(rule.moves)}: partial maxima do not pass through")
+                ("wrong", f"does more than move operands {_listed(rule.moves)}: partial maxima do not pass through it")
             )
     declared = [set(g) for g in (*rule.linear, rule.moves)]
     for group in possible_groups(case):
-        if not _is_implied(set(group), declared) and surely_additive(case, group, tried):
+        if not _is_implied(set(group), declared) and surely_additive(case, group, operand_sets):
             found.append(("missing", f"is linear in operands {_listed(group)}"))
     return found
 
@@ -200,16 +201,18 @@ def possible_groups(case: Case) -> list[tuple[int, ...]]:
     return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
 
 
-def additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+def additive(case: Case, group: Sequence[int], operand_sets: Sequence[Sequence[np.ndarray]]) -> bool:
     """Whether the results for two terms of these operands sum to the results for the terms' sum."""
-    return all(_agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in tried[:LINEARITY_TRIALS])
+    return all(
+        _agree(_run_terms(case, group, operands, _exact_terms), "sum") for operands in operand_sets[:LINEARITY_TRIALS]
+    )
 
 
-def surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+def surely_additive(case: Case, group: Sequence[int], operand_sets: Sequence[Sequence[np.ndarray]]) -> bool:
     """Like `additive`, within a strict tolerance and on informative values; repeated if the results are few numbers."""
     repeats = max(1, MIN_COMPARED_ELEMENTS // max(1, sum(math.prod(a.shape) for a in case.results)))
     informative = False
-    for operands, repeat in itertools.product(tried[:LINEARITY_TRIALS], range(repeats)):
+    for operands, repeat in itertools.product(operand_sets[:LINEARITY_TRIALS], range(repeats)):
         terms = _run_terms(case, group, operands, _random_terms, repeat)
         if not _agree(terms, "sum", STRICT_TOLERANCE):
             return False
@@ -217,10 +220,10 @@ def surely_additive(case: Case, group: Sequence[int], tried: Sequence[Sequence[n
     return informative
 
 
-def _monotone(case: Case, group: Sequence[int], tried: Sequence[Sequence[np.ndarray]]) -> bool:
+def _monotone(case: Case, group: Sequence[int], operand_sets: Sequence[Sequence[np.ndarray]]) -> bool:
     if any(is_key(a.dtype) for a in (*case.results, *(case.avals[i] for i in group))):
         return True
-    return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in tried)
+    return all(_agree(_run_terms(case, group, operands, _max_terms), "max") for operands in operand_sets)
 
 
 def _run_terms(

@@ -116,20 +116,20 @@ def _strategy(rule: Rule, counts: Mapping[str, int]) -> Strategy | None:
 
 
 def _spec(rule: Rule, dims: Dims, axes: Mapping[str, str], counts: Mapping[str, int]) -> PartitionSpec | None:
-    """The spec that shards these factors; None if one of them is minor to a factor that is not fully split."""
+    """The spec that shards these factors; None if one comes after a factor that is not split to single elements."""
     entries: list[Any] = []
     for dim in dims:
         names: list[str] = []
-        reachable = True
+        contiguous = True
         for factor in dim:
             size = rule.factor(factor).size
             if size == 1:
                 continue
             if factor in axes:
-                if not reachable:
+                if not contiguous:
                     return None
                 names.append(axes[factor])
-            reachable = reachable and factor in axes and counts[factor] == size
+            contiguous = contiguous and factor in axes and counts[factor] == size
         entries.append(tuple(names) or None)
     return PartitionSpec(*entries)
 

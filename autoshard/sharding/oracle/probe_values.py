@@ -3,6 +3,7 @@
 Values recorded from a program are often zeros, ones or masks, for which a sum, a maximum and a copy agree. Each
 operator is therefore run on several sets of operands: first the recorded values where they are informative, then random
 values of both signs and various magnitudes. Indices stay in range, except in the later sets (see `_indices`).
+All magnitudes and shares are chosen, not measured.
 """
 
 from __future__ import annotations

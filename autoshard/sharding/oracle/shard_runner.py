@@ -53,7 +53,7 @@ def run_strategies(
 
 
 def _check_traceable(case: Case, rule: Rule, operands: Sequence[np.ndarray], counts: Mapping[str, int]) -> None:
-    """Traces the operator or the body with the shapes of a shard, and raises what it raises."""
+    """Traces the operator or the body with the shapes of a shard. Errors of the operator or body pass through."""
     first = shard_indices(counts)[0]
     jax.eval_shape(
         _on_shard(case, rule, counts), _traceable_index(first), *_shards_at(case, rule, operands, counts, first)
@@ -138,7 +138,10 @@ def _run_mapped(
     body, mesh = rule.body, device_mesh(tuple(counts.values()))
     assert body is not None
     if mesh is None:
-        raise Disagreement(f"the check needs {math.prod(counts.values())} devices, but there are {jax.device_count()}")
+        raise Disagreement(
+            f"the check needs {math.prod(counts.values())} devices, but there are {jax.device_count()}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={math.prod(counts.values())} before jax starts"
+        )
     names = mesh.axis_names
     axes = dict(zip(counts, names, strict=True))
     spec = PartitionSpec(names)

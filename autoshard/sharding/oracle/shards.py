@@ -61,7 +61,7 @@ def join_shards(grid: Grid, rule: Rule, result: int, counts: Mapping[str, int], 
         rule: the rule that declares how the shards are joined.
         result: the number of the result.
         counts: how many ways each factor is split.
-        operands: the unsharded operands, which decide between the positions that shards found (argmax).
+        operands: the unsharded operands. Their values decide which shard's position is the result of an argmax.
 
     Raises:
         Disagreement: a shard does not have the declared shape, or replicated shards differ.

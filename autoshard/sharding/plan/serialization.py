@@ -21,7 +21,7 @@ from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
-_LATER = ("padding",)  # fields that texts of this format may lack
+_OPTIONAL = ("padding",)  # fields that a plan of this format may lack
 
 P = TypeVar("P", bound=ShardingPlan)
 Spec = tuple[str | None | tuple[str, ...], ...]
@@ -38,11 +38,11 @@ def plan_json(plan: ShardingPlan) -> str:
         if not _in_json(value):
             raise PlanError(f"the plan's variant {name!r} is {short_repr(value)}, which JSON cannot express. Give "
                             "variants as text, finite numbers, true or false, or lists of them")  # fmt: skip
-    return _rows_on_a_line(json.dumps(plan_data(plan), indent=1, default=repr))
+    return _lists_on_one_line(json.dumps(plan_data(plan), indent=1, default=repr))
 
 
 def plan_from_json(text: str, cls: type[P]) -> P:
-    """See `Plan.from_json`: a plan of this class."""
+    """See `Plan.from_json`. The plan is an instance of `cls`."""
     try:
         data = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -66,9 +66,9 @@ def _names() -> list[str]:
 
 def _read(data: Any, problems: list[str]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        problems.append(f"it is {short_repr(data)}, it must be a table")
+        problems.append(f"it is {short_repr(data)}, but it must be a table")
         return {}
-    problems += [f"'{name}' is missing" for name in ("format", *_names()) if name not in (*data, *_LATER)]
+    problems += [f"'{name}' is missing" for name in ("format", *_names()) if name not in (*data, *_OPTIONAL)]
     kinds = fields_of(ShardingPlan)
     return {name: convert(data[name], kinds[name][0], name, problems, _READERS) for name in _names() if name in data}
 
@@ -77,8 +77,8 @@ def _read_mesh(value: Any, where: str, problems: list[str]) -> Any:
     sizes = convert(value, Mapping[str, int], where, wrong := [])
     if not wrong and all(n > 0 for n in sizes.values()) and math.prod(sizes.values()) <= MOST_DEVICES:
         return abstract_mesh(sizes)
-    problems.append(f"{where} is {short_repr(value)}: sizes must be positive whole numbers, of at most {MOST_DEVICES} "
-                    "devices")  # fmt: skip
+    problems.append(f"{where} is {short_repr(value)}: sizes must be positive whole numbers, with at most "
+                    f"{MOST_DEVICES} devices in total")  # fmt: skip
     return value
 
 
@@ -100,22 +100,23 @@ def _contradictions(plan: ShardingPlan) -> Iterator[str]:
              "storage": [a for some in plan.storage.values() for a in some]}  # fmt: skip
     for what, some in named.items():
         if unknown := [a for a in some if a not in axes]:
-            yield f"{what} names mesh axis {unknown[0]!r}, the mesh has {', '.join(axes)}"
+            yield f"{what} names mesh axis {unknown[0]!r}, but the mesh has {', '.join(axes)}"
     if len(plan.traffic_us) not in (0, len(plan.traffic)):
         yield f"traffic has {len(plan.traffic)} rows and traffic_us {len(plan.traffic_us)}"
     yield from _wrong_assignments(plan)
 
 
 def _leaf_contradictions(leaf: Leaf, mesh: Mapping[str, int]) -> Iterator[str]:
-    cuts = [() if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(leaf.spec)]
-    flat = [axis for cut in cuts for axis in cut]
+    axes_of_dims = [() if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(leaf.spec)]
+    flat = [axis for dim_axes in axes_of_dims for axis in dim_axes]
     if unknown := [axis for axis in flat if axis not in mesh]:
-        yield f"the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, the mesh has {', '.join(mesh)}"
+        yield f"the spec of '{leaf.path}' names mesh axis {unknown[0]!r}, but the mesh has {', '.join(mesh)}"
     elif len(set(flat)) < len(flat):
         yield f"the spec of '{leaf.path}' names a mesh axis twice"
-    if len(cuts) > len(leaf.shape) or len(leaf.axes) not in (0, len(leaf.shape)):
+    if len(axes_of_dims) > len(leaf.shape) or len(leaf.axes) not in (0, len(leaf.shape)):
         yield (
-            f"'{leaf.path}' has {len(leaf.shape)} dimensions, its spec {len(cuts)} entries, its axes {len(leaf.axes)}"
+            f"'{leaf.path}' has {len(leaf.shape)} dimensions, its spec {len(axes_of_dims)} entries, its axes "
+            f"{len(leaf.axes)}"
         )
     if min(leaf.shape, default=0) < 0 or math.prod(leaf.shape) > _MOST_ELEMENTS:
         yield f"the shape of '{leaf.path}' is {short_repr(list(leaf.shape))}, which no array has"
@@ -126,14 +127,14 @@ def _wrong_assignments(plan: ShardingPlan) -> Iterator[str]:
     dims, sizes = dict(plan.topology), dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     if len(dims) < len(plan.topology) or min(dims.values(), default=1) < 1 or math.prod(dims.values()) > MOST_DEVICES:
         yield (
-            f"topology is {_listed(plan.topology)}: names must differ, sizes be positive, of at most {MOST_DEVICES} "
-            "devices"
+            f"topology is {_listed(plan.topology)}: names must differ and sizes be positive, with at most "
+            f"{MOST_DEVICES} devices in total"
         )
     elif plan.placing:
         pieces = [piece for some in plan.placing.values() for piece in some]
-        laid = {axis: math.prod(n for _, n, _ in some) for axis, some in plan.placing.items()}
+        assigned = {axis: math.prod(n for _, n, _ in some) for axis, some in plan.placing.items()}
         whole = all(name in dims and n > 0 and stride > 0 for name, n, stride in pieces)
-        if not whole or laid != sizes or sorted(plan.device_order) != list(range(math.prod(dims.values()))):
+        if not whole or assigned != sizes or sorted(plan.device_order) != list(range(math.prod(dims.values()))):
             yield f"placing does not assign the mesh {sizes} to the topology {_listed(plan.topology)}"
 
 
@@ -148,7 +149,7 @@ def _plain(thing: Any) -> Any:
         return dict(zip(thing.axis_names, thing.axis_sizes, strict=True))
     if isinstance(thing, PartitionSpec | tuple | list):
         return [_plain(each) for each in tuple(thing)]
-    if isinstance(thing, PricedPlan):  # there are many: a row for each
+    if isinstance(thing, PricedPlan):  # there are many, so each is one row
         return [_plain(each) for each in vars(thing).values()]
     if dataclasses.is_dataclass(thing):
         return _plain(vars(thing))
@@ -163,6 +164,6 @@ def _in_json(value: Any) -> bool:
     return True
 
 
-def _rows_on_a_line(text: str) -> str:
+def _lists_on_one_line(text: str) -> str:
     """Indented JSON with each innermost list on one line, so that a diff of two plans can be read."""
     return re.sub(r"\[\n *([^\[\]{}]*)\n *\]", lambda row: "[" + re.sub(r"\n *", " ", row[1]) + "]", text)

@@ -51,8 +51,8 @@ class ShardingPlan:
         traffic_us: for each of `traffic` its time per step and the exposed part of it, in microseconds.
         activations: the largest activations and gradients, those with the most bytes at peak memory first.
         unknown: primitives without a rule, which are replicated, with their source lines.
-        notes: what the reader should know: conflicts, limits, axes that do not divide.
-        padding: the gain of padding axes that do not divide, where there is one.
+        notes: what the reader should know: conflicts, limits, axes whose size the mesh axes do not divide.
+        padding: what padding such axes would gain, where it would gain something.
         compiler_options: options for XLA, by platform.
         fingerprint: digest of the program that the plan fits.
         chosen: the strategy that was chosen, or that was requested.
@@ -132,7 +132,7 @@ class ShardingPlan:
         )
 
     def where(self, **changes: Any) -> Self:
-        """This plan with other attributes."""
+        """A copy of this plan with some attributes replaced."""
         return replace(self, **changes)
 
     def data(self) -> ShardingPlan:

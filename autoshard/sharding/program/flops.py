@@ -1,11 +1,11 @@
 """Counts the FLOPs of one operator on whole, unsharded operands.
 
-A contraction counts 2 FLOPs for each element of one operand and each index of the result's dimensions that this operand
-lacks. For a convolution this operand is the kernel, so that taps on padding count too. A contraction over a ragged
-dimension (the gradient of expert weights) counts one masked product of all rows per group, because XLA compiles it to
-that. A vendor's kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts
-the contractions inside it. Every other operator, and a declared one without contractions, counts one FLOP for each
-element of its results.
+A contraction counts 2 x (elements of one operand) x (sizes of the result's dimensions that this operand lacks). For a
+convolution this operand is the kernel, so that taps on padding count too. A contraction over a ragged dimension (the
+gradient of expert weights) counts one masked product of all rows per group, because XLA compiles it to that. A vendor's
+kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts the contractions
+inside it. Every other operator, and a declared one without contractions, counts one FLOP for each element of its
+results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flops_of(op: Op) -> float:
     if op.rule is None:
         return 0.0
     if op.name in CONTRACTIONS:
-        return _product(op)
+        return _contraction_flops(op)
     found = sum(matmul_flops(op).values())
     return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
 
@@ -41,17 +41,17 @@ def flops_of(op: Op) -> float:
 def matmul_flops(op: Op) -> Mapping[int, float]:
     """FLOPs of the contractions in an operator: bytes per element of the narrower operand -> FLOPs."""
     if op.name in CONTRACTIONS:
-        return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _product(op)}
+        return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _contraction_flops(op)}
     if op.name in KERNELS:
         avals = [v.aval for v in op.eqn.invars]
         return {itemsize(avals[0]): kernel_flops(op.name, avals, op.eqn.params)}
     if not is_operator(op.eqn.primitive):
         return {}
-    return _products(op.eqn.params["fn"], tuple((v.aval.shape, v.aval.dtype) for v in op.eqn.invars))
+    return _inner_matmul_flops(op.eqn.params["fn"], tuple((v.aval.shape, v.aval.dtype) for v in op.eqn.invars))
 
 
 @functools.lru_cache(maxsize=256)
-def _products(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
+def _inner_matmul_flops(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
     total: dict[int, float] = {}
     program = inner_program(fn, operands)
     for op in program.ops() if program is not None else ():
@@ -77,17 +77,17 @@ def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
     return build(_compat.dce(traced))
 
 
-def _product(op: Op) -> float:
+def _contraction_flops(op: Op) -> float:
     rule = op.rule
     assert rule is not None
     is_convolution = op.name == "conv_general_dilated"
     first, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
     free = [f for f in _factors(rule.results[0]) if f not in first and (is_convolution or f in other)]
-    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*first, *free)) * _masked(op)
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*first, *free)) * _masked_products(op)
 
 
-def _masked(op: Op) -> int:
-    """The number of products that XLA computes for one: one for each group if a ragged dimension is contracted."""
+def _masked_products(op: Op) -> int:
+    """The number of products that XLA computes: one for each group if a ragged dimension is contracted, else 1."""
     dims = op.eqn.params.get("ragged_dot_dimension_numbers")
     if dims is None:
         return 1

@@ -4,7 +4,7 @@ The oracle found each of these faults on CPU devices and no longer reports them.
 A plan runs an affected operator on shards, by its rule, instead of leaving it to the partitioner.
 
 One more fault depends on the sharding that the result is used with, not on the operator's own sharding: see
-`comes_out_as` in `sharding/layout/operator_sharding.py`.
+`extends_computed_spec` in `sharding/layout/operator_sharding.py`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ KNOWN_PARTITIONER_FAULTS: tuple[Fault, ...] = (
     Fault(
         ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
         "costly",
-        "A dimension is sharded in which windows are read or written at run-time indices: the operand is gathered.",
+        "A dimension in which windows are read or written at run-time indices is sharded: the operand is gathered.",
         _split_windows,
         least_axes=1,
     ),

@@ -54,7 +54,7 @@ class Matches:
 
     Attributes:
         state: pairs (input leaf, output leaf) of the state; each result occurs once.
-        alike: pairs (input leaf, output leaf) of further results with the leaves of an argument: moments, gradients.
+        alike: pairs (input leaf, output leaf) of other results with the same leaves as an argument, such as gradients.
         mismatches: arguments that are returned with some leaves changed.
     """
 
@@ -79,36 +79,38 @@ def match(
         out_avals: shape and dtype of each output leaf.
         donated: indices of the arguments whose buffers the results may reuse.
     """
-    parts: dict[Words, dict[Words, int]] = {}
+    subtrees: dict[Words, dict[Words, int]] = {}
     for n, keys in enumerate(out_keys):
         words = tuple(map(str, keys))
         for depth in range(min(MAX_STATE_DEPTH, len(words)) + 1):
-            parts.setdefault(words[:depth], {})[words[depth:]] = n
+            subtrees.setdefault(words[:depth], {})[words[depth:]] = n
     used: set[int] = set()
     state, alike = [], []
     found: set[int] = set()
     for owner, leaves in sorted(arguments.items()):
-        fits = [p for p in parts.values() if p.keys() == leaves.keys() and not used & set(p.values())]
-        # A single array is state only if it is returned at its own index: it may as well be an activation.
+        with_same_paths = [p for p in subtrees.values() if p.keys() == leaves.keys() and not used & set(p.values())]
+        # A single array is state only if it is returned at its own index. Elsewhere it may be an activation.
         if len(leaves) == 1 and owner not in donated:
-            fits = [p for p in fits if len(out_keys) > 1 and _has_index(out_keys[min(p.values())], owner)]
-        same = [p for p in fits if all(_same(avals[leaves[k]], out_avals[p[k]]) for k in leaves)]
-        if same:
-            state += [(leaves[k], same[0][k]) for k in leaves]
-            used |= set(same[0].values())
+            with_same_paths = [
+                p for p in with_same_paths if len(out_keys) > 1 and _has_index(out_keys[min(p.values())], owner)
+            ]
+        with_same_leaves = [p for p in with_same_paths if all(_same(avals[leaves[k]], out_avals[p[k]]) for k in leaves)]
+        if with_same_leaves:
+            state += [(leaves[k], with_same_leaves[0][k]) for k in leaves]
+            used |= set(with_same_leaves[0].values())
             found.add(owner)
-    for _, leaves in sorted(arguments.items()):  # further results, such as both moments of an optimizer
-        for part in parts.values():
-            if len(leaves) > 1 and part.keys() == leaves.keys() and not used & set(part.values()):
-                if all(_same(avals[leaves[k]], out_avals[part[k]]) for k in leaves):
-                    alike += [(leaves[k], part[k]) for k in leaves]
-                    used |= set(part.values())
-    left = {prefix: part for prefix, part in parts.items() if not used & set(part.values())}
+    for _, leaves in sorted(arguments.items()):  # other results, such as the moments of an optimizer
+        for subtree in subtrees.values():
+            if len(leaves) > 1 and subtree.keys() == leaves.keys() and not used & set(subtree.values()):
+                if all(_same(avals[leaves[k]], out_avals[subtree[k]]) for k in leaves):
+                    alike += [(leaves[k], subtree[k]) for k in leaves]
+                    used |= set(subtree.values())
+    unused = {prefix: subtree for prefix, subtree in subtrees.items() if not used & set(subtree.values())}
     mismatches = [
         mismatch
         for owner, leaves in sorted(arguments.items())
         if owner not in found and len(leaves) > 1
-        for mismatch in _nearest(owner, leaves, left, avals, out_keys, out_avals, owner in donated)
+        for mismatch in _nearest(owner, leaves, unused, avals, out_keys, out_avals, owner in donated)
     ]
     return Matches(state, alike, mismatches)
 
@@ -116,7 +118,7 @@ def match(
 def _nearest(
     owner: int,
     leaves: Mapping[Words, int],
-    parts: Mapping[Words, Mapping[Words, int]],
+    subtrees: Mapping[Words, Mapping[Words, int]],
     avals: Sequence[Any],
     out_keys: Sequence[Any],
     out_avals: Sequence[Any],
@@ -124,21 +126,21 @@ def _nearest(
 ) -> list[StateMismatch]:
     """The subtree of the results that has most of an argument's leaves; empty if none has any."""
     found = []
-    for prefix, part in parts.items():
-        first = out_keys[min(part.values())]
+    for prefix, subtree in subtrees.items():
+        first = out_keys[min(subtree.values())]
         if not prefix and (not first or isinstance(first[0], jax.tree_util.SequenceKey)):
             if len(first) < 2 or not donated:
                 continue  # an index among the results and the same index in a tuple argument are unrelated
-        shared = [(leaves[k], part[k]) for k in leaves if k in part]
+        shared = [(leaves[k], subtree[k]) for k in leaves if k in subtree]
         kept = tuple(pair for pair in shared if _same(avals[pair[0]], out_avals[pair[1]]))
-        if not kept and part.keys() != leaves.keys():
+        if not kept and subtree.keys() != leaves.keys():
             continue
         added = tuple(
             (n, jax.tree_util.keystr(out_keys[n][len(prefix) :], simple=True, separator="/"))
-            for k, n in part.items()
+            for k, n in subtree.items()
             if k not in leaves
         )
-        dropped = tuple(i for k, i in leaves.items() if k not in part)
+        dropped = tuple(i for k, i in leaves.items() if k not in subtree)
         changed = tuple(pair for pair in shared if pair not in kept)
         at_own_index = len(prefix) == 1 and _has_index(first, owner)
         found.append(StateMismatch(owner, kept, changed, dropped, added, len(prefix), at_own_index))

@@ -43,10 +43,10 @@ class Traced:
         state: pairs (input leaf, output leaf) of the state.
         owners: for each input leaf the index of its argument; -1 for keyword arguments.
         donated: input leaves whose buffers the results may reuse.
-        written: input leaf -> the `PartitionSpec` with which the module that owns it is annotated.
+        annotated: input leaf -> the `PartitionSpec` with which the module that owns it is annotated.
         flags: the JAX settings at the time of the trace (`trace_flags`).
-        alike: pairs (input leaf, output leaf) of results with the leaves of an argument whose state is another result,
-            such as gradients or a second moment.
+        state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
+            updated value, such as gradients or a second moment.
         mismatches: arguments that the function returns with some leaves changed.
     """
 
@@ -127,7 +127,7 @@ def trace(
     kwargs: dict[str, Any],
     donate_argnums: Sequence[int] = (),
     input_paths: list[str] | None = None,
-    written: Sequence[Any] = (),
+    annotations: Sequence[Any] = (),
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -137,7 +137,7 @@ def trace(
         kwargs: keyword arguments of the same types.
         donate_argnums: indices of arguments whose buffers the results may reuse.
         input_paths: paths of the input leaves, if their key paths are not meaningful.
-        written: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
+        annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -165,7 +165,7 @@ def trace(
         if owner >= 0:
             arguments.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
     found = match(arguments, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
-    # `input_paths` is given for nnx objects. Their calls may add and drop leaves (sown values): that is no mismatch.
+    # `input_paths` is given for nnx objects. Calling them may add and drop leaves (sown values), which is no mismatch.
     mismatches = [d for d in found.mismatches if input_paths is None or d.same_paths]
     return Traced(
         name=name,
@@ -179,7 +179,7 @@ def trace(
         state=found.state,
         owners=owners,
         donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
-        annotated={i: spec for i, spec in enumerate(written) if spec is not None},
+        annotated={i: spec for i, spec in enumerate(annotations) if spec is not None},
         flags=trace_flags(),
         state_like=found.alike,
         mismatches=mismatches,

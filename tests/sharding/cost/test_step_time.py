@@ -79,11 +79,11 @@ def of_no_line(made):
 def test_updated_parameters_are_gathered_where_they_are_stored_whole():
     params = mlp_state()
     made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
-    sent = [size for kind, axis, size, line in made.traffic if line == "parameters, once updated"]
+    sent = [size for kind, axis, size, line in made.traffic if line == "parameters, after the update"]
     assert sent == [pytest.approx(7 / 8 * whole_bytes(params))]
     for strategy in ("dp:8", "fsdp:8"):
         made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
-        assert not [line for *_, line in made.traffic if line == "parameters, once updated"]
+        assert not [line for *_, line in made.traffic if line == "parameters, after the update"]
 
 
 def test_one_gather_serves_all_products_that_use_its_result():

@@ -93,7 +93,7 @@ def test_explain_shows_traffic_if_the_function_is_known():
     assert "all-gather of the tensor over dp" not in planned("dp:8").explain("mlp/up")
     assert re.search(r"(all-reduce|reduce-scatter) of its gradient over dp", planned("dp:8").explain("mlp/up"))
     zero1 = planned("zero1:8").explain("mlp/up")
-    assert re.search(r"all-gather of the tensor over zero1, 14\.0 KiB, once updated", zero1)
+    assert re.search(r"all-gather of the tensor over zero1, 14\.0 KiB, after the update", zero1)
 
 
 @pytest.mark.parametrize("words", ["dp:8", "zero1:8", "fsdp:8"])
