@@ -121,11 +121,11 @@ def extras() -> dict[str, set[str]]:
         return re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
 
     always = {package(requirement) for requirement in project["dependencies"]}
-    found: dict[str, set[str]] = {}
+    extras_of: dict[str, set[str]] = {}
     for extra, requirements in project["optional-dependencies"].items():
         for name in {package(requirement) for requirement in requirements} - always:
-            found.setdefault(name, set()).add(extra)
-    return found
+            extras_of.setdefault(name, set()).add(extra)
+    return extras_of
 
 
 def test_imports_in_functions_are_of_optional_dependencies():
@@ -142,13 +142,13 @@ def test_imports_in_functions_are_of_optional_dependencies():
 
 
 def test_no_import_is_for_type_checkers_only():
-    found = [
+    guarded = [
         f"{file.relative_to(ROOT)}:{line}"
         for file, name, tree in modules()
         for line, target in imports(tree, name.rpartition(".")[0])
         if target == "typing.TYPE_CHECKING"
     ]
-    assert found == []
+    assert guarded == []
 
 
 def test_the_stub_of_the_front_page_declares_the_public_names():
@@ -161,18 +161,18 @@ def test_the_stub_of_the_front_page_declares_the_public_names():
 
 
 def test_jax_private_names_are_used_in_compat_only():
-    found = [
+    uses = [
         f"{file.relative_to(ROOT)}:{line} {target}"
         for file, name, tree in modules()
         if PACKAGE / "_compat" not in file.parents
         for line, target in imports(tree, name.rpartition(".")[0])
         if f"{target}.".startswith(tuple(f"{private}." for private in PRIVATE)) and target not in ALLOWED
     ]
-    assert found == []
+    assert uses == []
 
 
 def test_jax_version_is_read_in_compat_only():
-    found = [
+    uses = [
         str(file.relative_to(ROOT))
         for file, _, tree in modules()
         if PACKAGE / "_compat" not in file.parents
@@ -180,4 +180,4 @@ def test_jax_version_is_read_in_compat_only():
         if isinstance(node, ast.Attribute) and node.attr in ("__version_info__", "__version__")
         if isinstance(node.value, ast.Name) and node.value.id in ("jax", "jaxlib", "flax")
     ]
-    assert found == []
+    assert uses == []

@@ -72,16 +72,18 @@ def reached(start: Any) -> Iterator[Any]:
 @cache
 def public_classes() -> dict[str, type]:
     """Collects the exported classes, those reachable from the samples, all errors, and all classes with `@shown`."""
-    found = [getattr(autoshard, name) for name in autoshard.__all__ if name != "__version__"]
-    found += [type(x) for sample in samples().values() for x in reached(sample)]
+    classes = [getattr(autoshard, name) for name in autoshard.__all__ if name != "__version__"]
+    classes += [type(x) for sample in samples().values() for x in reached(sample)]
     for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
         if module.name.rpartition(".")[2] != "__main__":
-            found += [
+            classes += [
                 cls for cls in vars(importlib.import_module(module.name)).values()
                 if inspect.isclass(cls) and issubclass(cls, AutoshardError)
             ]  # fmt: skip
     ours = [
-        cls for cls in [*found, *SHOWN, Checkpointer] if inspect.isclass(cls) and cls.__module__.startswith("autoshard")
+        cls
+        for cls in [*classes, *SHOWN, Checkpointer]
+        if inspect.isclass(cls) and cls.__module__.startswith("autoshard")
     ]
     return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in ours if not issubclass(cls, jax.Array)}
 
@@ -137,9 +139,9 @@ def test_an_attribute_that_cannot_be_printed_does_not_make_repr_fail():
 
 
 def test_errors_keep_their_message_when_copied_or_pickled():
-    found: list[Any] = [FixedError("step", ["one", "two"], ". So what"), AutoshardWarning("careful")]
-    found.append(DamagedCheckpointError("broken", step=3, cause="it is", leaves=["a"]))
-    for error in found:
+    errors: list[Any] = [FixedError("step", ["one", "two"], ". So what"), AutoshardWarning("careful")]
+    errors.append(DamagedCheckpointError("broken", step=3, cause="it is", leaves=["a"]))
+    for error in errors:
         for again in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
             assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
 

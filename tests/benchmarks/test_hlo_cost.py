@@ -79,8 +79,8 @@ def test_products(line, shapes, flops):
 def test_slower_products(dtype, precision, gpu, times):
     line = "f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     line += f", operand_precision={{{precision},{precision}}}" if precision else ""
-    found = cost_of(line, gpu=bool(gpu), a=f"{dtype}[4,4]{{1,0}}")
-    assert (found.flops, found.work) == (128, 128 * times)
+    cost = cost_of(line, gpu=bool(gpu), a=f"{dtype}[4,4]{{1,0}}")
+    assert (cost.flops, cost.work) == (128, 128 * times)
 
 
 def test_opaque_kernels():
@@ -174,12 +174,12 @@ FUSIONS = {
 def test_fusions(name):
     body, result, size = FUSIONS[name]
     third = "f32[1,16,16]{2,1,0}" if name == "update of zeros" else "f32[256]{0}"
-    found = cost_of(
+    cost = cost_of(
         f"{result} fusion(%p, %i, %w), kind=kLoop, calls=%f",
         f"%f (p: f32[]) -> f32[] {{\n{body}\n}}",
         p=STACK, i="s32[]{:S(6)}", w=third,
     )  # fmt: skip
-    assert found.hbm_bytes == size
+    assert cost.hbm_bytes == size
 
 
 def test_nested_fusion():
@@ -197,8 +197,8 @@ def test_nested_fusion():
   %b = f32[16,16]{{1,0}} bitcast(%s)
   ROOT %d = f32[16,16]{{1,0}} dot(%b, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}"""
-    found = cost_of("f32[16,16]{1,0} fusion(%p, %i), kind=kOutput, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
-    assert (found.flops, found.hbm_bytes) == (2 * 16**3, 2 * KB)
+    cost = cost_of("f32[16,16]{1,0} fusion(%p, %i), kind=kOutput, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
+    assert (cost.flops, cost.hbm_bytes) == (2 * 16**3, 2 * KB)
 
 
 @pytest.mark.parametrize(("whole", "size"), [(False, 1.5 * KB), (True, 36 * KB)])
@@ -218,8 +218,8 @@ def test_relayout_before_a_slice(whole, size):
   {"ROOT " if whole else ""}%n = bf16[24,16,16]{{1,2,0}} convert(%a){cut}
 }}"""
     result = "bf16[24,16,16]{1,2,0}" if whole else "bf16[1,16,16]{1,2,0}"
-    found = cost_of(f"{result} fusion(%p, %i), kind=kLoop, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
-    assert found.hbm_bytes == size
+    cost = cost_of(f"{result} fusion(%p, %i), kind=kLoop, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
+    assert cost.hbm_bytes == size
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_relayout_before_a_slice(whole, size):
 )  # fmt: skip
 def test_asynchronous_copies(line, shapes, hbm, host):
     module = program(line, parameters=given(**shapes))
-    found = copied(module, module.entry, module.entry.named["r"])
-    assert (found.hbm_bytes, found.host_bytes) == (hbm, host)
+    copies = copied(module, module.entry, module.entry.named["r"])
+    assert (copies.hbm_bytes, copies.host_bytes) == (hbm, host)
 
 
 @pytest.mark.parametrize("call", ["fusion-start(%p, %i), kind=kLoop, calls=%f", "call-start(%p, %i), to_apply=%f"])

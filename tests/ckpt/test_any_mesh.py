@@ -119,7 +119,7 @@ def test_a_run_resumes_on_another_mesh(saved: Any, name: str, source: str, targe
         where = jax.tree_util.keystr(path)
         assert leaf.sharding == shape.sharding and len(leaf.sharding.device_set) == count, where
         assert leaf.dtype == want.dtype and np.asarray(leaf).tobytes() == want.tobytes(), where
-    _, found = steps(name, target, state, range(BEFORE, BEFORE + AFTER))
+    _, resumed = steps(name, target, state, range(BEFORE, BEFORE + AFTER))
     if source == target:
-        assert found == losses
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+        assert resumed == losses
+    np.testing.assert_allclose(resumed, losses, rtol=1e-5)

@@ -66,7 +66,7 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
     rng = random.Random(SEED)
     files = payload_files(tmp_path / "step_00000003")
     sizes = [file.stat().st_size for file in files]
-    found = 0
+    detected = 0
     for trial in range(FLIPS):
         [file] = rng.choices(files, sizes)
         bit = rng.randrange(8 * file.stat().st_size)
@@ -74,13 +74,13 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
         try:
             restored = checkpoints.restore(3, states[3])
         except DamagedCheckpointError as error:
-            found += 1
+            detected += 1
             assert error.step == 3 and error.leaves, f"seed {SEED} trial {trial}: {error}"
             assert "step 3" in str(error) and "Step 2 is intact" in str(error)
         else:
             assert_same(restored, states[3])
         flip(file, bit)
-    assert found >= 0.95 * FLIPS
+    assert detected >= 0.95 * FLIPS
     assert_same(checkpoints.restore(3, states[3]), states[3])
 
 

@@ -52,12 +52,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory, mesh8: Mesh) -> Path:
     return folder
 
 
-def same(found: Any, want: Any) -> bool:
+def same(actual: Any, want: Any) -> bool:
     def bits(leaf: Any) -> bytes:
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return np.asarray(leaf).tobytes()
 
-    return all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True))
+    return all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True))
 
 
 def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damage) -> str:

@@ -139,8 +139,8 @@ def test_each_replica_writes_its_share(tmp_path: Path, mesh8: Mesh) -> None:
     }
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, block=True)
-    found = ocp.checkpointables_metadata(str(tmp_path / "step_00000000")).metadata["state"]
-    written = {name: np.prod(found[name].storage_metadata.write_shape) for name in specs}
+    metadata = ocp.checkpointables_metadata(str(tmp_path / "step_00000000")).metadata["state"]
+    written = {name: np.prod(metadata[name].storage_metadata.write_shape) for name in specs}
     assert written == dict.fromkeys(specs, 64 * 32 / 8)
 
 
@@ -198,9 +198,9 @@ def test_leaves_in_host_memory(tmp_path: Path, mesh8: Mesh, assert_same: Any, bl
         assert checkpoints.verify(0) == checkpoints.verify(1) == []
         for step in (0, 1):
             for template in (state, moved):
-                found = checkpoints.restore(step, template)
-                assert_same(found, state)
-                assert {name: leaf.sharding for name, leaf in found.items()} == {
+                restored = checkpoints.restore(step, template)
+                assert_same(restored, state)
+                assert {name: leaf.sharding for name, leaf in restored.items()} == {
                     name: leaf.sharding for name, leaf in template.items()
                 }
             for name, leaf in state.items():

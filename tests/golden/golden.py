@@ -48,7 +48,7 @@ def planned(name: str, remat: str, microbatches: int) -> Plan:
 
 def summary(made: Plan, variant: Sequence[Any]) -> dict[str, Any]:
     """Summarises a plan as the contents of its golden file."""
-    found = made.estimate
+    estimate = made.estimate
     return {
         "target": made.target,
         "variant": list(variant),
@@ -62,35 +62,35 @@ def summary(made: Plan, variant: Sequence[Any]) -> dict[str, Any]:
         "inputs": _inputs(made),
         "traffic": _traffic(made),
         "time": {
-            "step": time_text(found.step_time_us),
-            "compute": time_text(found.compute_us),
-            "communication": time_text(found.comm_us),
+            "step": time_text(estimate.step_time_us),
+            "compute": time_text(estimate.compute_us),
+            "communication": time_text(estimate.comm_us),
         },
-        "memory": {"peak": bytes_text(found.peak_memory_bytes)}
-        | {kind: bytes_text(size) for kind, size in found.memory_bytes.items() if size >= 2**20},
+        "memory": {"peak": bytes_text(estimate.peak_memory_bytes)}
+        | {kind: bytes_text(size) for kind, size in estimate.memory_bytes.items() if size >= 2**20},
         "notes": [*made.notes, *(f"{p.axis} {p.size} padded to {p.padded}: {p.words}" for p in made.padding)],
     }
 
 
 def _inputs(made: Plan) -> dict[str, list[str]]:
     """Lists, by role, the sharding of each group of equal inputs, with an example and the number of inputs."""
-    found: dict[str, list[str]] = {}
+    rows_of: dict[str, list[str]] = {}
     for role, groups in by_role(made):
         for group in groups:
             leaf = group.first
             axes = ", ".join(name.rpartition("/")[2] for name in leaf.axes)
             row = f"{leaf.path}: [{axes}] -> {spec_text(leaf.spec)}, {leaf.dtype}, x{len(group.leaves)}"
-            found.setdefault(role, []).append(row)
-    return {role: sorted(rows) for role, rows in found.items()}
+            rows_of.setdefault(role, []).append(row)
+    return {role: sorted(rows) for role, rows in rows_of.items()}
 
 
 def _traffic(made: Plan) -> dict[str, str]:
     """Sums the bytes that leave each device in a step, by collective and mesh axes, from 0.1 % of the total on."""
-    found: defaultdict[str, float] = defaultdict(float)
+    sent_bytes: defaultdict[str, float] = defaultdict(float)
     for kind, axes, size, _ in made.traffic:
-        found[f"{kind} over {axes}"] += size
-    least = sum(found.values()) / 1000
-    return {name: bytes_text(size) for name, size in sorted(found.items()) if size >= least}
+        sent_bytes[f"{kind} over {axes}"] += size
+    least = sum(sent_bytes.values()) / 1000
+    return {name: bytes_text(size) for name, size in sorted(sent_bytes.items()) if size >= least}
 
 
 def variant_rows(name: str) -> dict[str, str]:
@@ -112,8 +112,8 @@ def searched(name: str) -> Plan:
 
 def best_variant(name: str) -> tuple[str, int]:
     """Returns the variant of the chosen plan: the fastest that fits, and the first of a tie."""
-    found = searched(name).variant
-    return found["remat"], found["microbatches"]
+    variant = searched(name).variant
+    return variant["remat"], variant["microbatches"]
 
 
 def stored(name: str) -> dict[str, Any]:

@@ -109,9 +109,9 @@ def test_its_memory_shrinks_with_its_shard():
         shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
         types = ["float32", "float32", "int32", "int32", "float32", "float32", "float32"]
         fn = operator_of(dropless.swiglu_experts, *operands()).eqn.params["fn"]
-        found = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
-        assert found is not None
-        return found
+        memory = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
+        assert memory is not None
+        return memory
 
     whole, half, thin = held(BATCH, FFN), held(BATCH // 2, FFN), held(BATCH, FFN // 2)
     rows = ROWS * 4.0
@@ -141,9 +141,9 @@ def test_data_parallelism_moves_no_tokens():
 
 @pytest.mark.tpu_compile
 def test_no_weight_of_an_expert_is_gathered():
-    found = plan(*workload_step(TINY), target="v5e:2x4", plan="ep:8", donate_argnums=0).verify()
+    audit = plan(*workload_step(TINY), target="v5e:2x4", plan="ep:8", donate_argnums=0).verify()
     cfg = TINY.config
     tokens = TINY.batch_size * cfg.context * cfg.gpt.width * 4.0
     weights = cfg.experts * cfg.gpt.width * cfg.expert_hidden * 4.0
-    gathered = {f.payload_bytes for f in found.collectives if f.kind == "all-gather"}
-    assert found.unplanned == () and max(gathered) == tokens < weights
+    gathered = {f.payload_bytes for f in audit.collectives if f.kind == "all-gather"}
+    assert audit.unplanned == () and max(gathered) == tokens < weights

@@ -88,8 +88,8 @@ def test_it_is_every_expert_on_every_token(name, dispatch):
     cfg = with_gpt(AMPLE, mlp=changes.pop("mlp", "swiglu"))
     layer = experts_of(dataclasses.replace(cfg, dispatch=dispatch, **changes))
     expected = value_and_gradients(layer, every_expert, inputs())
-    found = value_and_gradients(layer, lambda layer, x: layer(x)[0], inputs())
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    actual = value_and_gradients(layer, lambda layer, x: layer(x)[0], inputs())
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert np.linalg.norm(one) > 1e-3
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(one))))
 
@@ -130,14 +130,14 @@ def test_a_choice_without_a_slot_adds_nothing():
     layer = experts_of(cfg)
     layer.router[...] = jnp.zeros((16, 8)).at[:, 3].set(2.0).at[:, 6].set(1.0)
     x = jnp.abs(inputs())
-    found, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
-    np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(found[:, 2:], 0.0)
+    actual, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
+    np.testing.assert_allclose(actual[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(actual[:, 2:], 0.0)
     apart = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one slot for 4 tokens
     other = experts_of(apart)
     other.router[...] = layer.router[...]
-    found = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
-    assert np.any(found != 0, axis=-1).tolist() == [[True, False, False, False] * 3] * 2
+    actual = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
+    assert np.any(actual != 0, axis=-1).tolist() == [[True, False, False, False] * 3] * 2
 
 
 def test_masks_grow_with_the_batch_and_not_with_its_square():
@@ -322,10 +322,10 @@ def alpa_parameters(cfg):
 
 @pytest.mark.parametrize("name", ALPA_MOE)
 def test_parameters_of_alpas_sizes(name):
-    found = count(of(ALPA_MOE[name]))
-    assert found == pytest.approx(alpa_parameters(ALPA_MOE[name]), rel=2e-3)
+    actual = count(of(ALPA_MOE[name]))
+    assert actual == pytest.approx(alpa_parameters(ALPA_MOE[name]), rel=2e-3)
     label = name.removeprefix("moe-")
-    assert found == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
+    assert actual == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
 
 
 def test_parameters_of_mixtral():

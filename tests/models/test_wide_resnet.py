@@ -87,21 +87,21 @@ def test_convolutions_match_their_definition(size, stride):
     conv = filled_as(lambda rngs: Conv(SMALL, rngs.params(), size, 2, 3, stride))
     x = np.random.default_rng(1).normal(size=(1, 8, 8, 2)).astype(np.float32)
     padded = np.pad(x, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
-    found = conv(jnp.asarray(x))
-    assert found.shape == (1, 8 // stride, 8 // stride, 3)
+    actual = conv(jnp.asarray(x))
+    assert actual.shape == (1, 8 // stride, 8 // stride, 3)
     for row in range(8 // stride):
         for column in range(8 // stride):
             window = padded[0, row * stride :, column * stride :][:size, :size]
             expected = np.einsum("hwi,hwio->o", window, conv.kernel[...])
-            np.testing.assert_allclose(found[0, row, column], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(actual[0, row, column], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_starts_as_its_shortcut():
     block = nnx.eval_shape(lambda: Bottleneck(SMALL, jax.random.key(0), 16, 4, 1))
     assert block.shortcut is None
     x = np.random.default_rng(0).normal(size=(2, 4, 4, 16)).astype(np.float32)
-    found = quickly(lambda x: Bottleneck(SMALL, jax.random.key(0), 16, 4, 1)(x, True), x)
-    np.testing.assert_array_equal(found, np.maximum(x, 0.0))
+    actual = quickly(lambda x: Bottleneck(SMALL, jax.random.key(0), 16, 4, 1)(x, True), x)
+    np.testing.assert_array_equal(actual, np.maximum(x, 0.0))
 
 
 def train_once(model):

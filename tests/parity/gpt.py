@@ -80,14 +80,14 @@ def _train(case: Case, optimizer: Any, transform: Any) -> tuple[list[Any], Any, 
         return total / weight
 
     gradient = transform(lambda state, batch: jax.grad(loss)(state.params, state, batch))
-    state, found, losses = program.create_state(jax.random.key(0)), [], []
+    state, gradients, losses = program.create_state(jax.random.key(0)), [], []
     data = batches()
     if optimizer == "sgd":
-        found.append(jax.device_get(gradient(state, data[0])))
+        gradients.append(jax.device_get(gradient(state, data[0])))
     for batch in data:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     if optimizer == "sgd":
-        found.append(jax.device_get(gradient(state, data[0])))
+        gradients.append(jax.device_get(gradient(state, data[0])))
     chosen = step.plan(state, data[0]) if hasattr(step, "plan") else None
-    return found, jax.device_get(state.params), losses, chosen
+    return gradients, jax.device_get(state.params), losses, chosen

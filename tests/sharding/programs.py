@@ -53,11 +53,11 @@ def assert_close(expected: Any, actual: Any, tolerance: float = 1e-5) -> None:
     A leaf whose norm is below 1e-6 of the whole tree's is compared with the whole tree's.
     """
     wanted = jax.tree_util.tree_flatten_with_path(expected)[0]
-    got = jax.tree.leaves(actual)
-    assert len(wanted) == len(got)
+    actual_leaves = jax.tree.leaves(actual)
+    assert len(wanted) == len(actual_leaves)
     norms = [float(np.linalg.norm(np.asarray(x, np.float64))) for _, x in wanted]
     whole = float(np.linalg.norm(norms))
-    for (path, x), y, norm in zip(wanted, got, norms, strict=True):
+    for (path, x), y, norm in zip(wanted, actual_leaves, norms, strict=True):
         error = float(np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)))
         scale = norm if norm > 1e-6 * whole else whole
         assert error <= tolerance * max(scale, 1e-30), f"{jax.tree_util.keystr(path)}: off by {error / scale:.2e}"

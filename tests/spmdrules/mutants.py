@@ -142,8 +142,8 @@ def survivors(row: Row) -> tuple[int, list[Mutant]]:
     summed = all(not is_key(a.dtype) and a.dtype != bool for a in case.results)
     sums = [i for i, a in enumerate(case.avals) if summed and not is_key(a.dtype) and a.dtype != bool]
     rounds = any(jnp.issubdtype(a.dtype, jnp.inexact) and a.dtype.itemsize < 4 for a in (*case.avals, *case.results))
-    found = [m for m in mutants(rule, sums) if m.how not in SAME.get(row.id, ()) and not (rounds and "linear" in m.how)]
-    return len(found), [m for m in found if not check_case(case, partitioner=False, rule=m.rule)]
+    tried = [m for m in mutants(rule, sums) if m.how not in SAME.get(row.id, ()) and not (rounds and "linear" in m.how)]
+    return len(tried), [m for m in tried if not check_case(case, partitioner=False, rule=m.rule)]
 
 
 def main(names: Sequence[str]) -> None:

@@ -167,9 +167,11 @@ class Simulation(Walk):
         axes: dict[str, list[str]] = {}
         placements = (*resolution.operands, *resolution.results)
         for dims, place in zip((*rule.operands, *rule.results), placements, strict=True):
-            found = project(rule, dims, place.spec, self.mesh)
-            assert list(found) == [a for dim in place.spec for a in dim], "every axis of a placement shards a factor"
-            for axis, factor in found.items():
+            projected = project(rule, dims, place.spec, self.mesh)
+            assert list(projected) == [a for dim in place.spec for a in dim], (
+                "every axis of a placement shards a factor"
+            )
+            for axis, factor in projected.items():
                 if axis not in axes.setdefault(factor, []):
                     axes[factor].append(axis)
         counts = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}

@@ -32,11 +32,11 @@ def deep(count: int) -> settings:
     return settings(few(count), derandomize=False, print_blob=True)
 
 
-def close(got: Any, expected: Any) -> None:
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape and got.dtype == expected.dtype
+def close(actual: Any, expected: Any) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
     scale = float(np.abs(expected).max()) if expected.size else 0.0
-    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * max(1.0, scale))
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * max(1.0, scale))
 
 
 def check_operator(drawn: Drawn, partitioner: bool) -> None:
@@ -74,8 +74,10 @@ def check_shards(chain: Chain, data: Any) -> None:
     expected = chain(*chain.args)
     requested = [data.draw(goals(mesh, x.shape), f"result {i}") for i, x in enumerate(expected)]
     open_args = [i for i, place in enumerate(inputs) if not place.partial and data.draw(st.integers(0, 4)) == 0]
-    for got, one_device in zip(simulate(chain, chain.args, inputs, mesh, requested, open_args), expected, strict=True):
-        close(got, one_device)
+    for actual, one_device in zip(
+        simulate(chain, chain.args, inputs, mesh, requested, open_args), expected, strict=True
+    ):
+        close(actual, one_device)
 
 
 @few(15)
@@ -112,9 +114,9 @@ def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
     some = st.lists(st.sampled_from(names), max_size=3, unique=True)
     table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, some)), "table")
     assume(any(table.values()))
-    found = auto_shard(fn, plan=table, mesh=mesh)(*args)
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        close(got, expected)
+    results = auto_shard(fn, plan=table, mesh=mesh)(*args)
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        close(actual, expected)
 
 
 @pytest.mark.whole
@@ -138,8 +140,8 @@ def check_exchange(fn: Any, x: np.ndarray, mesh: Any) -> None:
         loss = lambda x: (jnp.sin(fn(jnp.cos(x))) ** 2).sum()  # noqa: E731
         return fn(x * 2.0), jax.grad(loss)(x)
 
-    for got, expected in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
-        close(got, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
+    for actual, expected in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
+        close(actual, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
     assert check_rule(both, x, partitioner=False) == []
 
 

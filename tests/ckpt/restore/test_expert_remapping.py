@@ -79,22 +79,22 @@ def test_a_plan_gives_the_expert_dims_of_weights(plans: dict[str, Any], state: A
 
 def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
     """Weights, their moments and averages, and the router's columns have a dimension of experts; nothing else has."""
-    found = dims(saved)
+    expert_dims = dims(saved)
     names = with_names(state)
     expected = {name for name in names if is_expert(name)}
-    assert set(found) == expected and len(expected) >= 4 * 4 and any(name.startswith("ema/") for name in expected)
-    assert all(names[name].shape[dim] == EXPERTS for name, dim in found.items())
+    assert set(expert_dims) == expected and len(expected) >= 4 * 4 and any(name.startswith("ema/") for name in expected)
+    assert all(names[name].shape[dim] == EXPERTS for name, dim in expert_dims.items())
     assert f"{EXPERTS} experts" in str(saved.describe())
 
 
 @pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
 def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
-    found = dims(saved)
+    expert_dims = dims(saved)
     whole = with_names(state)
     mesh = jax.tree.leaves(shardings(plans["fsdp:4 ep:2"])[0])[0].mesh
 
     def wanted(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        dim = found.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        dim = expert_dims.get(jax.tree_util.keystr(path, simple=True, separator="/"))
         shape = list(leaf.shape)
         if dim is not None:
             shape[dim] = len(numbers)
@@ -108,10 +108,10 @@ def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: An
     jax.tree.map(lambda leaf, want: leaf.sharding == want.sharding or pytest.fail(str(leaf)), restored, like)
     for name, leaf in with_names(restored).items():
         want = np.asarray(whole[name])
-        want = np.take(want, numbers, axis=found[name]) if name in found else want
+        want = np.take(want, numbers, axis=expert_dims[name]) if name in expert_dims else want
         np.testing.assert_array_equal(leaf, want, err_msg=name)
     by_path = with_names(saved.restore(experts=numbers))
-    for name, dim in found.items():
+    for name, dim in expert_dims.items():
         np.testing.assert_array_equal(by_path[name], np.take(np.asarray(whole[name]), numbers, axis=dim))
 
 
@@ -125,10 +125,10 @@ def test_some_experts_on_explicit_axes(tmp_path: Path, within: bool) -> None:
         like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=where)}
         dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=where)}
         with jax.set_mesh(mesh) if within else contextlib.nullcontext():
-            found = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
+            restored = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
             copies = checkpoints.restore(like=dense, upcycle={"new": 0}, rename={"mlp": "new"}, partial=True)["new"]
-    assert found.sharding == where and copies.sharding == where
-    np.testing.assert_array_equal(found, weights[[5, 0, 7, 0]])
+    assert restored.sharding == where and copies.sharding == where
+    np.testing.assert_array_equal(restored, weights[[5, 0, 7, 0]])
     np.testing.assert_array_equal(copies, np.broadcast_to(weights[0], (8, 4, 2)))
 
 

@@ -243,6 +243,6 @@ def test_values_up_to_the_limits_of_a_dtype(
     like: Any = shape(2, dtype=wanted) if on_devices else np.zeros(2, wanted)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"w": array})
-        found = checkpoints.restore(like={"w": like}, allow_cast=True)["w"]
-    assert found.dtype == wanted
-    np.testing.assert_array_equal(np.asarray(found).astype(complex), array.astype(wanted).astype(complex))
+        restored = checkpoints.restore(like={"w": like}, allow_cast=True)["w"]
+    assert restored.dtype == wanted
+    np.testing.assert_array_equal(np.asarray(restored).astype(complex), array.astype(wanted).astype(complex))

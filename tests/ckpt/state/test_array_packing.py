@@ -149,20 +149,20 @@ def test_a_partial_restore_with_rename_and_cast(tmp_path: Path, mesh8: Mesh, abs
         checkpoints.save(0, state)
         with pytest.raises(MismatchError, match="150 of 151 leaves differ"):
             checkpoints.restore(like={**template, **own}, rename={"a": "c"})
-        found = checkpoints.restore(like={**template, **own}, rename={"a": "c"}, partial=True, allow_cast=True)
+        restored = checkpoints.restore(like={**template, **own}, rename={"a": "c"}, partial=True, allow_cast=True)
         assert checkpoints.restored is not None and len(checkpoints.restored.unread) == 148
-    np.testing.assert_array_equal(found["c"]["v003"], state["a"]["v003"].astype(jnp.bfloat16))
-    np.testing.assert_array_equal(found["b"]["v001"], state["b"]["v001"])
-    np.testing.assert_array_equal(found["new"], own["new"])
+    np.testing.assert_array_equal(restored["c"]["v003"], state["a"]["v003"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(restored["b"]["v001"], state["b"]["v001"])
+    np.testing.assert_array_equal(restored["new"], own["new"])
 
 
 def test_experts_of_packed_leaves(tmp_path: Path, mesh8: Mesh) -> None:
     state = {f"layer{i:02}": {"w": leaf} for i, leaf in enumerate(vectors(mesh8).values())}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, expert_dims={"*/w": 0})
-        found = checkpoints.restore(experts=[3, 0, 3])
+        restored = checkpoints.restore(experts=[3, 0, 3])
     for name, layer in state.items():
-        np.testing.assert_array_equal(found[name]["w"], np.asarray(layer["w"])[[3, 0, 3]])
+        np.testing.assert_array_equal(restored[name]["w"], np.asarray(layer["w"])[[3, 0, 3]])
 
 
 def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> None:
@@ -203,9 +203,9 @@ def test_export_and_copy_of_packed_leaves(tmp_path: Path, mesh8: Mesh, assert_sa
         checkpoints.save(0, state, block=True)
         checkpoints.export(0, tmp_path / "out")
         checkpoints.copy(0, tmp_path / "kept")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == state["params"].keys()
-    for name, leaf in found.items():
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == state["params"].keys()
+    for name, leaf in tensors.items():
         np.testing.assert_array_equal(leaf, state["params"][name])
     assert_same(Checkpointer(tmp_path / "kept").restore(like=state), state)
 
@@ -299,10 +299,10 @@ def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
         leaves = [jax.device_put(np.roll(words, i).view(np.float64), sharding) for i in range(20)]
         pack = array_packing.stack_leaves(leaves)
         wanted = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for i, leaf in enumerate(leaves)}
-        found = array_packing.unpack_leaves(pack, wanted)
+        unpacked_leaves = array_packing.unpack_leaves(pack, wanted)
     assert pack.shape == (20, 4) and pack.sharding == array_packing.pack_sharding(sharding)
     for i in range(20):
-        np.testing.assert_array_equal(np.asarray(found[i]).view(np.uint64), np.roll(words, i))
+        np.testing.assert_array_equal(np.asarray(unpacked_leaves[i]).view(np.uint64), np.roll(words, i))
 
 
 @pytest.mark.parametrize("dtype", ["int2", "int4", "float4_e2m1fn"])

@@ -64,13 +64,15 @@ def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
 def test_devices_and_specs_on_the_current_mesh_as_shardings(saved: Path, mesh8: Mesh) -> None:
     device = jax.devices()[3]
     with Checkpointer(saved) as checkpoints:
-        found = checkpoints.restore(shardings=device)
-        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(found))
+        restored = checkpoints.restore(shardings=device)
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(restored))
         with jax.set_mesh(mesh8):
-            found = checkpoints.restore(shardings={"params": P("data"), "step": device, "rng": P()})
+            restored = checkpoints.restore(shardings={"params": P("data"), "step": device, "rng": P()})
             with pytest.raises(CheckpointError, match="rows"):
                 checkpoints.restore(shardings=P("rows"))
-        assert found["params"]["w"].sharding == NamedSharding(mesh8, P("data")) and found["step"].devices() == {device}
+        assert restored["params"]["w"].sharding == NamedSharding(mesh8, P("data")) and restored["step"].devices() == {
+            device
+        }
 
 
 def test_no_value_is_truncated_silently(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
         checkpoints.save(
             0, {"w": jnp.ones(2)}, metrics={"a": math.nan, "b": -math.inf, "c": jnp.float32(2)}, block=True
         )
-        found = checkpoints.describe().metrics
-        assert math.isnan(found["a"]) and found["b"] == -math.inf and found["c"] == 2.0
+        metrics = checkpoints.describe().metrics
+        assert math.isnan(metrics["a"]) and metrics["b"] == -math.inf and metrics["c"] == 2.0
         with pytest.raises(CheckpointError, match="metrics must be numbers: d='good' is not"):
             checkpoints.save(1, {"w": jnp.ones(2)}, metrics={"d": "good"})
 

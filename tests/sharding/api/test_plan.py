@@ -104,10 +104,10 @@ def test_a_plan_bound_again_computes_the_same():
     again = Plan.from_json(planned().to_json()).bind(train_step, *shapes(), donate_argnums=0)
     state, batch = arrays()
     expected_state, expected = jax.jit(train_step)(state, batch)
-    got_state, got = again.jit()(state, batch)
-    np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got_state, expected_state)
-    wq = got_state["params"]["attention"]["wq"]
+    actual_state, actual = again.jit()(state, batch)
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), actual_state, expected_state)
+    wq = actual_state["params"]["attention"]["wq"]
     assert wq.sharding.spec == P("fsdp", "tp")
     assert wq.addressable_shards[0].data.shape == (16, 2, 4)
 

@@ -85,13 +85,13 @@ def test_a_measured_plan_computes_the_values_of_one_device():
     batch = {"x": jax.random.normal(jax.random.key(2), (64, 32)), "valid": jnp.ones((64,), bool)}
     expected, loss = jax.jit(step)(state(), batch)
     run = auto_shard(step, donate_argnums=0, measure=3)
-    found, value = run(state(), batch)
+    updated, value = run(state(), batch)
     assert "run on cpu:8" in run.plan(state(), batch).notes[-1]
     np.testing.assert_allclose(value, loss, rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(found["w"]), jax.tree.leaves(expected["w"]), strict=True):
+    for one, other in zip(jax.tree.leaves(updated["w"]), jax.tree.leaves(expected["w"]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert int(found["count"]) == int(expected["count"])
-    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected["key"]))
+    assert int(updated["count"]) == int(expected["count"])
+    np.testing.assert_array_equal(jax.random.key_data(updated["key"]), jax.random.key_data(expected["key"]))
 
 
 def test_plans_of_all_variants_are_measured(slow):
@@ -193,10 +193,10 @@ def test_programs_with_loops_that_may_never_end_are_not_run(loop, monkeypatch):
 def test_a_loop_inside_a_shard_map_is_found():
     mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
-    for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
+    for body, may_not_end in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
         mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         eqns = jax.make_jaxpr(mapped)(arguments()[1]).eqns
-        assert any(synthetic_inputs._contains_while(eqn) for eqn in eqns) is found
+        assert any(synthetic_inputs._contains_while(eqn) for eqn in eqns) is may_not_end
 
 
 def test_programs_with_loops_that_always_end_are_run():

@@ -15,13 +15,13 @@ from tests.sharding.programs import batch, mlp_state
 def axes_of(fn, *shapes):
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     program = build(jax.make_jaxpr(fn)(*args))
-    found = find_axes(program)
-    return program, found
+    axes = find_axes(program)
+    return program, axes
 
 
 def leaves(fn, *shapes):
-    program, found = axes_of(fn, *shapes)
-    return [found.of_value[v] for v in (*program.inputs, *program.outputs)]
+    program, axes = axes_of(fn, *shapes)
+    return [axes.of_value[v] for v in (*program.inputs, *program.outputs)]
 
 
 def test_a_contraction_unifies_both_operands():
@@ -45,9 +45,9 @@ def test_a_scan_unifies_its_carry_and_marks_the_loop_axis():
     def fn(x, ws):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0]
 
-    program, found = axes_of(fn, (8, 16), (3, 16, 16))
-    x, ws = (found.of_value[v] for v in program.inputs)
-    assert x[1] == ws[1] == ws[2] and set(ws[0]) <= found.stacked and not set(x[0]) & found.stacked
+    program, axes = axes_of(fn, (8, 16), (3, 16, 16))
+    x, ws = (axes.of_value[v] for v in program.inputs)
+    assert x[1] == ws[1] == ws[2] and set(ws[0]) <= axes.stacked and not set(x[0]) & axes.stacked
 
 
 def test_unrolled_layers_have_the_axes_of_one_layer():
@@ -56,13 +56,13 @@ def test_unrolled_layers_have_the_axes_of_one_layer():
             x = x + jnp.tanh(x @ up) @ down
         return x
 
-    _, found = axes_of(fn, (8, 16), *[(16, 32), (32, 16)] * 6)
-    assert len(found.sizes) == 3  # batch, residual stream, one hidden axis
+    _, axes = axes_of(fn, (8, 16), *[(16, 32), (32, 16)] * 6)
+    assert len(axes.sizes) == 3  # batch, residual stream, one hidden axis
 
 
 def test_axes_of_one_value_are_not_merged():
-    program, found = axes_of(lambda x: jnp.tanh(x), (8, 16, 16))
-    x = found.of_value[program.inputs[0]]
+    program, axes = axes_of(lambda x: jnp.tanh(x), (8, 16, 16))
+    x = axes.of_value[program.inputs[0]]
     assert x[1] != x[2]
 
 

@@ -107,10 +107,10 @@ def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
                 expected.setdefault(key, [size, number, number])[2] = number
             elif move.kind == "reduce-scatter":
                 expected[op, move.array] = [move.local_bytes, number, number]
-    found = [
+    actual = [
         (some.nbytes, first, last)
         for some in made.cost(chosen).live_buffers if some.nbytes
         for first, last in zip(some.first.tolist(), some.last.tolist(), strict=True)
     ]  # fmt: skip
-    assert sorted(found) == sorted(map(tuple, expected.values()))
-    assert found
+    assert sorted(actual) == sorted(map(tuple, expected.values()))
+    assert actual

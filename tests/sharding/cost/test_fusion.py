@@ -13,12 +13,12 @@ X, W, V = (jax.ShapeDtypeStruct(s, "float32") for s in ((B, D), (D, F), (F, D)))
 def traffic(fn, *args, tpu=True):
     """(operator, shapes read, shapes written) of each kernel, in program order."""
     program = build(jax.make_jaxpr(fn)(*args))
-    found = fuse(program, fuses_operands=tpu).kernels
+    kernels = fuse(program, fuses_operands=tpu).kernels
 
     def shapes(values):
         return sorted(tuple(program.avals[v].shape) for v in values)
 
-    ordered = [found[id(op)] for op in program.ops() if id(op) in found]
+    ordered = [kernels[id(op)] for op in program.ops() if id(op) in kernels]
     return [(k.op.name, shapes(k.reads), shapes(k.writes)) for k in ordered]
 
 
@@ -54,8 +54,8 @@ def test_a_loop_reads_one_slice_per_iteration_and_writes_its_carry():
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, ws)
 
     stack = jax.ShapeDtypeStruct((6, D, D), "float32")
-    found = traffic(fn, X, stack)
-    assert found == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # the product computes tanh before it writes
+    kernels = traffic(fn, X, stack)
+    assert kernels == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # the product computes tanh before it writes
 
 
 def test_a_mask_is_computed_again_in_the_loop_that_uses_it():
@@ -63,14 +63,14 @@ def test_a_mask_is_computed_again_in_the_loop_that_uses_it():
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((D, D))), (B, D, D))
         return jax.lax.scan(lambda c, x: (c + jnp.sum(x * mask), None), 0.0, xs)[0]
 
-    found = traffic(fn, jax.ShapeDtypeStruct((3, B, D, D), "float32"))
-    assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in found]
+    kernels = traffic(fn, jax.ShapeDtypeStruct((3, B, D, D), "float32"))
+    assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in kernels]
 
 
 def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     table, ids = jax.ShapeDtypeStruct((1000, D), "float32"), jax.ShapeDtypeStruct((B,), "int32")
-    found = dict((name, (read, written)) for name, read, written in traffic(lambda t, i: t[i], table, ids))
-    assert found["gather"][1] == [(B, D)] and (1000, D) not in found["gather"][0]
+    kernels = dict((name, (read, written)) for name, read, written in traffic(lambda t, i: t[i], table, ids))
+    assert kernels["gather"][1] == [(B, D)] and (1000, D) not in kernels["gather"][0]
 
     def put(buffer, x):
         return jax.lax.dynamic_update_slice(buffer, x, (0, 0))
@@ -84,9 +84,9 @@ def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
 def written(fn, *args):
     """(shape, written bytes per element) of values in memory on TPU, without the program's inputs."""
     program = build(jax.make_jaxpr(fn)(*args))
-    found = fuse(program, fuses_operands=True)
-    ours = sorted(found.written - set(program.inputs))
-    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * found.narrow.get(v, 1)) for v in ours]
+    fusion = fuse(program, fuses_operands=True)
+    ours = sorted(fusion.written - set(program.inputs))
+    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * fusion.narrow.get(v, 1)) for v in ours]
 
 
 def test_a_product_is_written_at_the_end_of_its_elementwise_chain():

@@ -35,8 +35,8 @@ def test_groups_of_mesh_axes_take_the_time_that_plans_predict(target, kind):
     links = ProgramLinks(machine.topology, assignment.order)
     for axis, n in mesh.items():
         payload = SIZE * n if kind == "all-gather" else SIZE
-        found = links.time_us(Collective(kind, along(machine, mesh, axis), payload))
-        assert found == pytest.approx(assignment.time_us(kind, [axis], SIZE))
+        time_us = links.time_us(Collective(kind, along(machine, mesh, axis), payload))
+        assert time_us == pytest.approx(assignment.time_us(kind, [axis], SIZE))
 
 
 def test_one_device_sends_nothing():
@@ -73,9 +73,9 @@ LINK = 45e9  # bytes per second, v5e
 )
 def test_permutes_on_a_line(pairs, on_a_link, hops):
     links = wires("v5e:4x4")
-    found = links.time_us(Collective("collective-permute", pairs, SIZE))
+    time_us = links.time_us(Collective("collective-permute", pairs, SIZE))
     latency = links.topology.dims[0].latency_us
-    assert found == pytest.approx(hops * latency + on_a_link * SIZE / LINK * 1e6)
+    assert time_us == pytest.approx(hops * latency + on_a_link * SIZE / LINK * 1e6)
 
 
 def test_permutes_around_a_ring_take_the_shorter_way():

@@ -28,8 +28,8 @@ def specs(made):
 def test_fixed_specs_hold():
     fixed = {"0/w": P("model"), "1": P("data")}
     step = auto_shard(sgd_step, mesh=MESH, fixed=fixed)
-    found = specs(step.plan(mlp_state(), batch()))
-    assert found["0/w"] == P("model") and found["1"] == P("data")
+    planned_specs = specs(step.plan(mlp_state(), batch()))
+    assert planned_specs["0/w"] == P("model") and planned_specs["1"] == P("data")
     params, _ = step(mlp_state(), batch())
     assert params["w"].sharding.spec == P("model")
     assert_close(sgd_step(mlp_state(), batch())[0], params)
@@ -75,8 +75,8 @@ def test_partitioned_boxes_of_linen_are_fixed():
     def forward(variables, x):
         return dense.apply(variables, x)
 
-    found = specs(plan(forward, variables, batch(), mesh=MESH))
-    assert found["0/params/kernel"] == P(None, "model")
+    planned_specs = specs(plan(forward, variables, batch(), mesh=MESH))
+    assert planned_specs["0/params/kernel"] == P(None, "model")
     with pytest.raises(AutoshardError, match="annotated '0/params/kernel'.*'model'"):
         plan(forward, variables, batch(), mesh={"data": 8})
 
@@ -213,8 +213,8 @@ def test_specs_that_contradict_each_other_or_the_mesh(name):
 
 def test_an_exact_path_takes_precedence_over_patterns():
     for fixed in ({"0/w": P("data"), "0/*": P()}, {"0/*": P(), "0/w": P("data")}):
-        found = specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
-        assert found["0/w"] == P("data") and found["0/v"] == P() == found["0/b"]
+        planned_specs = specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
+        assert planned_specs["0/w"] == P("data") and planned_specs["0/v"] == P() == planned_specs["0/b"]
     same = {"0/*": P("data"), "*/w": P("data", None)}  # written in two ways, but equal
     assert specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
 

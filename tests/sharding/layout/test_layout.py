@@ -42,8 +42,8 @@ def test_a_dimension_that_a_loop_runs_over_is_never_sharded():
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
     weights = {"w": jax.ShapeDtypeStruct((512, 16, 64), "float32"), "v": jax.ShapeDtypeStruct((512, 64, 16), "float32")}
-    found = plan(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), plan="fsdp:8", target="h100:8")
-    assert {leaf.path: leaf.spec for leaf in found.inputs} == {
+    planned = plan(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), plan="fsdp:8", target="h100:8")
+    assert {leaf.path: leaf.spec for leaf in planned.inputs} == {
         "0/w": P(None, None, "fsdp"), "0/v": P(None, "fsdp"), "1": P("fsdp")
     }  # fmt: skip
 

@@ -44,9 +44,9 @@ def contractions(closed):
     ids=["convolution", "patches", "depthwise", "batched", "ragged"],
 )
 def test_the_flops_of_a_contraction_and_of_its_gradient(fn, shapes, flops):
-    found = [flops_of(op) for op in contractions(of_weights(fn, *shapes))]
+    counted = [flops_of(op) for op in contractions(of_weights(fn, *shapes))]
     ragged = fn(*map(jnp.ones, shapes)).shape == (64, 32)  # its gradient multiplies all rows for each of 4 groups
-    assert found == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
+    assert counted == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
 
 
 def test_a_mesh_axis_is_assigned_to_the_part_of_a_dimension_that_it_shards():
@@ -81,9 +81,9 @@ def strategy(shapes, specs, want, mesh, flops_per_byte):
     [(10, None, 0, 7 / 8 * 4 * 4096 * 8), (1, "m", -1, 7 / 8 * 4 * 4096 * 64)],
 )
 def test_work_is_repeated_where_communication_would_cost_more(flops_per_byte, factor, array, sent):
-    found = strategy([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
-    assert found.factors == {"a": factor}
-    assert [(m.kind, m.array, m.wire_bytes) for m in found.moves] == [("all-gather", array, sent)]
+    sharded = strategy([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
+    assert sharded.factors == {"a": factor}
+    assert [(m.kind, m.array, m.wire_bytes) for m in sharded.moves] == [("all-gather", array, sent)]
 
 
 def test_a_partial_is_reduce_scattered_to_the_wanted_sharding_or_all_reduced():

@@ -29,9 +29,9 @@ def sizes(made):
 def test_how_strategies_store_state_and_shard_data(words, parameter, moment, data):
     state = mlp_state(), OPTIMIZER.init(mlp_state())
     made = plan(adamw_step, state, batch(), plan=words)
-    found = {leaf.path: leaf.spec for leaf in made.inputs}
-    assert found["0/0/w"] == parameter and found["0/1/0/mu/w"] == found["0/1/0/nu/w"] == moment
-    assert found["1"] == data
+    specs = {leaf.path: leaf.spec for leaf in made.inputs}
+    assert specs["0/0/w"] == parameter and specs["0/1/0/mu/w"] == specs["0/1/0/nu/w"] == moment
+    assert specs["1"] == data
     kinds = ["dp", "zero1", "fsdp", "tp"]
     assert list(sizes(made)) == sorted(sizes(made), key=kinds.index)  # the kind that communicates most is innermost
 
@@ -42,9 +42,9 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((32, 64), (64, 4), (4, 64), (64, 256), (256, 64))]
     made = plan(fn, *shapes, plan="tp:8")
-    found = {leaf.path: leaf.spec for leaf in made.inputs}
+    specs = {leaf.path: leaf.spec for leaf in made.inputs}
     assert sizes(made) == {"tp": 4, "tp_1": 2}
-    assert found["1"] == P(None, "tp") and found["3"] == P(None, ("tp", "tp_1"))
+    assert specs["1"] == P(None, "tp") and specs["3"] == P(None, ("tp", "tp_1"))
     given = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
     assert sizes(given) == {"tp": 8}  # a given mesh is never split
 

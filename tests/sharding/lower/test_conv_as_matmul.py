@@ -49,11 +49,11 @@ def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
     assert is_matmul(op)
     lhs, rhs = (jax.random.normal(jax.random.key(i), v.aval.shape) for i, v in enumerate(op.eqn.invars))
     want = op.eqn.primitive.bind(lhs, rhs, **op.eqn.params)
-    found = matmul(op, lhs, rhs)
+    match = matmul(op, lhs, rhs)
     spec = tuple((f"axis{dim}",) for dim in range(want.ndim))
     kept = [axes for axes, size in zip(spec, want.shape, strict=True) if size > 1]
     assert list(drop_window_dims(op, spec)) == kept
-    np.testing.assert_allclose(add_window_dims(op, found), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(add_window_dims(op, match), want, rtol=1e-5, atol=1e-5)
 
 
 def test_other_convolutions_are_no_matmuls() -> None:
@@ -110,6 +110,6 @@ def test_values_and_gradients_equal_one_device(strategy: str) -> None:
 def test_a_kernel_is_gathered_once_and_its_gradient_is_reduce_scattered() -> None:
     """One gather serves the reversed kernel, too. A 1 x 1 kernel's gradient is reduced like that of a matrix."""
     x = jax.ShapeDtypeStruct((1024, 16, 16, 512), jnp.float32)
-    found = autoshard.plan(step, WEIGHTS, x, plan="fsdp:8", target="v5e:4x2").verify()
-    assert {c.kind for c in found.collectives if c.wire_bytes > 1000} == {"all-gather", "reduce-scatter"}
-    assert found.unplanned_bytes < 1000 and found.wire_bytes == pytest.approx(found.predicted_wire_bytes, rel=0.02)
+    audit = autoshard.plan(step, WEIGHTS, x, plan="fsdp:8", target="v5e:4x2").verify()
+    assert {c.kind for c in audit.collectives if c.wire_bytes > 1000} == {"all-gather", "reduce-scatter"}
+    assert audit.unplanned_bytes < 1000 and audit.wire_bytes == pytest.approx(audit.predicted_wire_bytes, rel=0.02)

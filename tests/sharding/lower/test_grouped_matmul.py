@@ -67,10 +67,10 @@ PLANS = ["ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2", "dp:8", None]
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
 def test_a_train_step_equals_one_device(plan, tokens, expected):
     step = autoshard.auto_shard(train_step, plan=plan)
-    found = step(parameters(), tokens)
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    updated = step(parameters(), tokens)
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(updated), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    idle = {name: np.asarray(found[0][name] - parameters()[name])[:, 5] for name in ("gate", "up", "down")}
+    idle = {name: np.asarray(updated[0][name] - parameters()[name])[:, 5] for name in ("gate", "up", "down")}
     assert all(not moved.any() for moved in idle.values())  # no token: the gradient is exactly zero
 
 

@@ -265,8 +265,8 @@ def test_own_specs_returns_every_sharding_in_a_program(mesh_of):
         x = jax.jit(lambda a, b: (a + b, a), in_shardings=(columns, None), out_shardings=(None, both))(x, x * 2)
         return jax.jit(lambda a, b: a - b)(*x)
 
-    found = [s.spec for op in trace(run, (batch(),), {}).program.ops() for s in program_shardings(op)]
-    assert found == [P("i"), P(None, "j"), P("i", "j")]
+    specs = [s.spec for op in trace(run, (batch(),), {}).program.ops() for s in program_shardings(op)]
+    assert specs == [P("i"), P(None, "j"), P("i", "j")]
 
 
 # --- gathers ---
@@ -319,5 +319,5 @@ def test_the_dimension_of_a_fourier_transform_is_gathered_first():
     """XLA does not gather it by itself, and its program fails at run time."""
     fn = lambda x: jnp.fft.fft(x * 2.0).real  # noqa: E731
     x = np.arange(32, dtype=np.float32).reshape(4, 8)
-    found = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)
-    np.testing.assert_allclose(found, fn(x), rtol=1e-5, atol=1e-4)
+    actual = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)
+    np.testing.assert_allclose(actual, fn(x), rtol=1e-5, atol=1e-4)

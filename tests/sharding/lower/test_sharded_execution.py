@@ -19,9 +19,11 @@ def normal(*shape, seed=0):
 
 
 def check(fn, *args, **options):
-    found = auto_shard(fn, **options)(*args)
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5)
+    results = auto_shard(fn, **options)(*args)
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5
+        )
 
 
 def grouped(x, kernel, groups=2, stride=2):

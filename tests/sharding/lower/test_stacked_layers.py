@@ -70,9 +70,9 @@ def test_a_train_step_equals_one_device(stored, tolerance, unrolled, plan, monke
     monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     step, (stacks, x) = train_step(jnp.float32, unrolled), arguments(stored)
     expected, expected_loss = jax.jit(step)(stacks, x)
-    found, loss = autoshard.auto_shard(step, plan=plan)(stacks, x)
+    updated, loss = autoshard.auto_shard(step, plan=plan)(stacks, x)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for name, stack in found.items():
+    for name, stack in updated.items():
         assert stack.sharding.shard_shape(stack.shape) != stack.shape or "zero1" in plan
         np.testing.assert_allclose(
             stack.astype(jnp.float32), expected[name].astype(jnp.float32), rtol=tolerance, atol=tolerance / 10

@@ -50,8 +50,8 @@ def test_part_of_a_ring_is_a_line_and_interleaved_groups_share_its_links():
 def test_the_outer_network_carries_one_share_of_the_inner_group():
     """On 4 hosts of 8 GPUs, a device receives 3/4 of 1/8 over the network, then 7/8 of all bytes within its host."""
     whole = 32 * 160
-    found = time((NETWORK, SWITCH), "all-gather", (0, 4, 1), (1, 8, 1))
-    assert found == us(3 / 4 * whole / 8, 2, latency=7 + 3 + 7 / 8 * whole / 40 * 1e6)
+    time_us = time((NETWORK, SWITCH), "all-gather", (0, 4, 1), (1, 8, 1))
+    assert time_us == us(3 / 4 * whole / 8, 2, latency=7 + 3 + 7 / 8 * whole / 40 * 1e6)
 
 
 def test_an_all_to_all_crosses_the_middle_of_the_longest_dimension():
@@ -82,9 +82,9 @@ def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
 def test_every_assignment_uses_each_device_once(mesh):
     topology = find_target("v5e:4x4").topology
     for first in itertools.permutations(mesh):
-        found = list(assignments(topology, mesh, first))
-        assert found
-        assert all(sorted(one.order) == list(range(16)) for one in found)
+        every_assignment = list(assignments(topology, mesh, first))
+        assert every_assignment
+        assert all(sorted(one.order) == list(range(16)) for one in every_assignment)
 
 
 def test_the_order_of_devices_follows_the_pieces():

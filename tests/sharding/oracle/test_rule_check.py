@@ -73,8 +73,8 @@ def test_broken_contraction(ruled, text, expected):
 
 def test_swapped_dimensions_of_one_size(ruled):
     ruled("dot_general", DOT.replace("-> m n", "-> n m"))
-    found = kinds(shards(lambda a, b: a @ b, SQUARE, SQUARE))
-    assert {("wrong", ("m",)), ("wrong", ("n",))} <= found
+    findings = kinds(shards(lambda a, b: a @ b, SQUARE, SQUARE))
+    assert {("wrong", ("m",)), ("wrong", ("n",))} <= findings
 
 
 # Recorded values do not hide errors -------------------------------------------------------------------------------
@@ -114,15 +114,15 @@ def test_compound_dimensions(ruled):
     ruled("reshape", good, local=reshaped)
     assert check_rule(lambda x: x.reshape(2, 4, 4), x) == []
     ruled("reshape", good.replace("(h d)", "(d h)"), local=reshaped)
-    found = kinds(shards(lambda x: x.reshape(2, 4, 4), x))
-    assert {("wrong", ("h",)), ("wrong", ("d",))} <= found
+    findings = kinds(shards(lambda x: x.reshape(2, 4, 4), x))
+    assert {("wrong", ("h",)), ("wrong", ("d",))} <= findings
 
 
 def test_forgotten_local(ruled):
     ruled("reshape", "b (h d) -> b h d; linear 0; moves 0; where h=4 d=4")
-    found = shards(lambda x: x.reshape(2, 4, 4), np.ones((2, 16), np.float32))
-    assert ("wrong", ("b",)) in kinds(found)
-    assert "cannot run on these shards" in str(found[0])
+    findings = shards(lambda x: x.reshape(2, 4, 4), np.ones((2, 16), np.float32))
+    assert ("wrong", ("b",)) in kinds(findings)
+    assert "cannot run on these shards" in str(findings[0])
 
 
 def iota_rule(right):
@@ -223,8 +223,8 @@ def test_random_keys_are_operands(ruled):
     ruled("random_unwrap", lambda x: Rule(((("b",),),), ((("b",), ("w",)),), factors))
     assert check_rule(jax.random.key_data, keys) == []
     ruled("random_unwrap", lambda x: Rule(((),), (((), ("w",)),), factors[1:]))
-    (found,) = shards(jax.random.key_data, keys)
-    assert "operand 0 has" in found.message
+    (finding,) = shards(jax.random.key_data, keys)
+    assert "operand 0 has" in finding.message
 
 
 # Linearity -------------------------------------------------------------------------------------------------------
@@ -232,20 +232,20 @@ def test_random_keys_are_operands(ruled):
 
 def test_wrongly_declared_linearity(ruled):
     ruled("exp", "a b -> a b; linear 0")
-    (found,) = shards(jnp.exp, A)
-    assert found.kind == "wrong" and "not linear in operands 0" in found.message
+    (finding,) = shards(jnp.exp, A)
+    assert finding.kind == "wrong" and "not linear in operands 0" in finding.message
 
 
 def test_undeclared_linearity(ruled):
     ruled("neg", "a b -> a b")
-    (found,) = shards(lambda x: -x, A)
-    assert found.kind == "missing" and "linear in operands 0" in found.message
+    (finding,) = shards(lambda x: -x, A)
+    assert finding.kind == "missing" and "linear in operands 0" in finding.message
 
 
 def test_wrongly_declared_moves(ruled):
     ruled("neg", "a b -> a b; linear 0; moves 0")
-    (found,) = shards(lambda x: -x, A)
-    assert found.kind == "wrong" and "partial maxima" in found.message
+    (finding,) = shards(lambda x: -x, A)
+    assert finding.kind == "wrong" and "partial maxima" in finding.message
 
 
 # Missing ---------------------------------------------------------------------------------------------------------
@@ -264,9 +264,9 @@ def test_wrongly_declared_moves(ruled):
 )
 def test_missing_strategy(ruled, name, fn, rule, joined):
     ruled(name, lambda *avals, **params: _with_sizes(rule, avals))
-    found = [f for f in shards(fn, A) if f.factors == ("b",)]
-    assert [f.kind for f in found] == ["missing"]
-    assert found[0].message.endswith(joined)
+    findings = [f for f in shards(fn, A) if f.factors == ("b",)]
+    assert [f.kind for f in findings] == ["missing"]
+    assert findings[0].message.endswith(joined)
 
 
 def _with_sizes(text, avals):
@@ -284,9 +284,9 @@ def test_factors_that_are_rightly_whole_are_not_missing(ruled):
 
 def test_unknown(monkeypatch):
     monkeypatch.setattr(registry, "_RULES", {})
-    (found,) = check_rule(lambda x: lax.sin(lax.sin(x)), A)
-    assert (found.kind, found.primitive) == ("unknown", "sin")
-    assert "Register one with @rule" in str(found)
+    (finding,) = check_rule(lambda x: lax.sin(lax.sin(x)), A)
+    assert (finding.kind, finding.primitive) == ("unknown", "sin")
+    assert "Register one with @rule" in str(finding)
 
 
 def test_rule_that_raises(ruled):
@@ -294,8 +294,8 @@ def test_rule_that_raises(ruled):
         raise KeyError("axes")
 
     ruled("sin", broken)
-    (found,) = check_rule(jnp.sin, A)
-    assert found.kind == "wrong" and "KeyError" in found.message
+    (finding,) = check_rule(jnp.sin, A)
+    assert finding.kind == "wrong" and "KeyError" in finding.message
 
 
 # Nested equations ------------------------------------------------------------------------------------------------
@@ -343,8 +343,8 @@ def test_nested_equations_are_found(ruled, fn):
         return Rule.parse(f"{dims} -> {dims}; linear 0", x)
 
     ruled("sin", half)
-    (found,) = [f for f in shards(fn, A) if f.primitive == "sin"]
-    assert found.kind == "wrong" and "test_rule_check.py" in found.source
+    (finding,) = [f for f in shards(fn, A) if f.primitive == "sin"]
+    assert finding.kind == "wrong" and "test_rule_check.py" in finding.source
 
 
 def test_equal_equations_are_checked_once():
@@ -372,8 +372,8 @@ def test_too_few_devices(monkeypatch):
 
 def test_finding_reads_as_a_sentence(ruled):
     ruled("reduce_sum", "a b -> a; reduce b:max; linear 0")
-    (found,) = shards(lambda x: x.sum(1), A)
-    text = str(found)
+    (finding,) = shards(lambda x: x.sum(1), A)
+    text = str(finding)
     assert text.startswith("wrong: reduce_sum at ")
     for part in ("b split 2 ways", "test_rule_check.py", "a b -> a; reduce b:max", "Correct the rule"):
         assert part in text

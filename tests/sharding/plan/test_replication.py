@@ -27,7 +27,7 @@ def test_devices_along_a_replicated_axis_hold_the_same(spec: PartitionSpec) -> N
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), MESH)
     array = jax.device_put(np.arange(512.0).reshape(8, 8, 8), NamedSharding(mesh, spec))
     held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
-    found = replicated_axes(MESH, spec)
+    axes = replicated_axes(MESH, spec)
     for axis, name in enumerate(MESH):
         others = [range(2) if i != axis else (0,) for i in range(3)]
         pairs = [
@@ -35,4 +35,4 @@ def test_devices_along_a_replicated_axis_hold_the_same(spec: PartitionSpec) -> N
             for where in itertools.product(*others)
         ]
         same = all(np.array_equal(one, other) for one, other in pairs)
-        assert same == (name in found), name
+        assert same == (name in axes), name

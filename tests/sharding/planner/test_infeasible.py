@@ -87,9 +87,9 @@ def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
             train_step, *shapes(batch=batch, width=width), target="cpu:8", plan="dp:8", donate_argnums=0
         )
         planner, layout = bound_or_error(made.bound).problem, bound_or_error(made.bound).layout
-        found = planner.memory.kinds_at_peak(layout, planner.cost(layout).live_buffers)
-        assert sum(found.values()) == pytest.approx(made.estimate.memory_bytes["temporary"])
-        return found
+        kinds = planner.memory.kinds_at_peak(layout, planner.cost(layout).live_buffers)
+        assert sum(kinds.values()) == pytest.approx(made.estimate.memory_bytes["temporary"])
+        return kinds
 
     small, large, wide = held(64, 32), held(256, 32), held(8, 1024)
     assert small["activation"] > small["gradient"]
@@ -166,14 +166,14 @@ def test_the_command_prints_one_line_and_fails(tmp_path, capsys):
 
 @pytest.mark.parametrize("key", CHIPS)
 def test_machines_come_in_order_of_size_and_exist(key):
-    found = [find_target(name) for name in sizes(key, CHIPS[key])]
-    counts = [t.devices for t in found]
+    targets = [find_target(name) for name in sizes(key, CHIPS[key])]
+    counts = [t.devices for t in targets]
     assert counts == sorted(set(counts)) and counts[-1] >= 256
-    again = larger_machines(found[2])
-    assert [t.name for t in again] == [t.name for t in found[3:]]
+    again = larger_machines(targets[2])
+    assert [t.name for t in again] == [t.name for t in targets[3:]]
     assert all(
-        t.devices == found[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes
-        for t in machines_with_more_memory(found[2])
+        t.devices == targets[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes
+        for t in machines_with_more_memory(targets[2])
     )
 
 

@@ -42,12 +42,12 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize(("words", "path"), [("zero1:8", WQ), ("fsdp:8", "0/params/embed"), ("fsdp:2 tp:4 seq", "1/x")])
 def test_an_alternative_costs_what_its_plan_costs(words, path):
-    found = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
-    assert len({tuple(c.fixed.items()) for c in found}) == len(found) >= 2
-    for choice in found:
+    alternatives = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
+    assert len({tuple(c.fixed.items()) for c in alternatives}) == len(alternatives) >= 2
+    for choice in alternatives:
         made = with_fixed(words, choice.fixed).estimate
         assert (choice.step_time_us, choice.peak_bytes) == pytest.approx((made.step_time_us, made.peak_memory_bytes))
-    assert [c.step_time_us for c in found] == sorted(c.step_time_us for c in found)
+    assert [c.step_time_us for c in alternatives] == sorted(c.step_time_us for c in alternatives)
 
 
 def test_explain_shows_the_next_best_alternative_with_its_cost():
@@ -101,12 +101,12 @@ def test_a_wish_costs_what_its_plan_costs():
 
 def test_a_search_around_the_wish_is_priced_too():
     spec = P(None, None, "tp")
-    asked = flat(planned("dp:2 tp:4").explain(WQ, spec))
+    explanation = flat(planned("dp:2 tp:4").explain(WQ, spec))
     around = min(with_fixed(None, dict.fromkeys(f, spec)).estimate.step_time_us for f in ([WQ], [WQ, MOMENT]))
     # compared with the best plan without the wish, not with the requested plan
     best = planned(None)
     change = change_text(around, best.estimate.step_time_us, time_text, 1e-3)
-    assert f"; without it {best.chosen}): step {time_text(around)}, {change};" in asked
+    assert f"; without it {best.chosen}): step {time_text(around)}, {change};" in explanation
 
 
 def test_a_wish_that_ties_or_is_already_planned():
@@ -180,8 +180,8 @@ def test_a_plan_read_from_json_prices_wishes_alike():
 def test_the_moments_of_a_parameter():
     state = jax.eval_shape(lambda: (mlp_state(), __import__("optax").adamw(1e-2).init(mlp_state())))
     plan = autoshard.plan(adamw_step, state, jax.ShapeDtypeStruct((32, 64), "float32"), target="cpu:8")
-    found = {x.path for x in moments_of(plan, [leaf(plan, "0/0/w")])}
-    assert len(found) == 2 and all(path.endswith(("mu/w", "nu/w")) for path in found)
+    paths = {x.path for x in moments_of(plan, [leaf(plan, "0/0/w")])}
+    assert len(paths) == 2 and all(path.endswith(("mu/w", "nu/w")) for path in paths)
     assert "the 2 moments" in plan.explain("0/0/w", P(None, plan.mesh.axis_names[0])) + plan.explain("0/0/w", P())
 
 

@@ -25,9 +25,9 @@ def test_dtypes_are_part_of_a_signature():
 
     sharded, x = auto_shard(fn, plan="dp:8"), batch() * 9
     for dtype in (np.float32, np.int32, np.float32):  # the second call finds one plan, the third two
-        found = sharded(x.astype(dtype))
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, fn(x.astype(dtype)))
+        actual = sharded(x.astype(dtype))
+        assert actual.dtype == dtype
+        np.testing.assert_array_equal(actual, fn(x.astype(dtype)))
     assert len(sharded._plain.entries) == 2
 
 

@@ -96,26 +96,28 @@ def test_the_two_rope_conventions_differ_in_the_order_of_pairs():
 
 
 def test_alibi_has_the_slopes_of_the_paper():
-    found = attention.alibi(jnp.zeros((1, 8, 4, 4)))
-    close(found[0, :, 3, 2], -(2.0 ** -np.arange(1, 9, dtype=np.float32)))
-    close(found[0, 0, 3, 0], np.float32(-1.5))
+    bias = attention.alibi(jnp.zeros((1, 8, 4, 4)))
+    close(bias[0, :, 3, 2], -(2.0 ** -np.arange(1, 9, dtype=np.float32)))
+    close(bias[0, 0, 3, 0], np.float32(-1.5))
 
 
 def test_relative_buckets_are_those_of_t5():
     table = jnp.broadcast_to(jnp.arange(16, dtype=jnp.float32)[:, None], (16, 1))
-    found = attention.relative_position_bias(table, seq=40, farthest=16)[0, 0]
+    bias = attention.relative_position_bias(table, seq=40, farthest=16)[0, 0]
     # Distances 0 to 3 have one bucket each. Distances from 4 share four buckets, whose ranges grow by sqrt(2).
-    close(found[39, 39 - np.arange(20)], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7])
-    close(found[0, 1:5], [9, 10, 11, 12])
+    close(bias[39, 39 - np.arange(20)], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7])
+    close(bias[0, 1:5], [9, 10, 11, 12])
 
 
 def test_sharded_batch_and_heads_move_nothing_and_a_sharded_sequence_gathers_keys():
     for spec in (P("data"), P(None, None, "data")):
-        found = propagate(attention.causal_attention, Q, K, V, in_specs=spec, mesh={"data": 2})
-        assert not found.reshards and found.out_specs == spec
-    found = propagate(attention.causal_attention, Q, K, V, in_specs=P(None, "data"), mesh={"data": 2})
-    assert found.out_specs == P(None, "data")
-    assert found.bytes_moved == 0.5 * (K.nbytes + V.nbytes) and {r.kind for r in found.reshards} == {"all-gather"}
+        propagation = propagate(attention.causal_attention, Q, K, V, in_specs=spec, mesh={"data": 2})
+        assert not propagation.reshards and propagation.out_specs == spec
+    propagation = propagate(attention.causal_attention, Q, K, V, in_specs=P(None, "data"), mesh={"data": 2})
+    assert propagation.out_specs == P(None, "data")
+    assert propagation.bytes_moved == 0.5 * (K.nbytes + V.nbytes) and {r.kind for r in propagation.reshards} == {
+        "all-gather"
+    }
 
 
 @pytest.mark.parametrize("name, specs", [
@@ -124,9 +126,13 @@ def test_sharded_batch_and_heads_move_nothing_and_a_sharded_sequence_gathers_key
 ])  # fmt: skip
 def test_one_reduction_per_tensor_parallel_layer(name, specs):
     operator = next(op for op in attention.OPERATORS if op.name == name)
-    found = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"tp": 4})
-    assert not found.reshards and found.out_partial == {"tp": "sum"}
+    propagation = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"tp": 4})
+    assert not propagation.reshards and propagation.out_partial == {"tp": "sum"}
     gradient = operator.gradient
     assert gradient is not None
-    found = propagate(gradient.fn, *gradient.args, in_specs=(*specs, P()), mesh={"tp": 4})
-    assert not found.reshards and found.out_partial[0] == {"tp": "sum"} and found.out_specs[1:] == specs[1:]
+    propagation = propagate(gradient.fn, *gradient.args, in_specs=(*specs, P()), mesh={"tp": 4})
+    assert (
+        not propagation.reshards
+        and propagation.out_partial[0] == {"tp": "sum"}
+        and propagation.out_specs[1:] == specs[1:]
+    )

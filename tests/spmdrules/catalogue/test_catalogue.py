@@ -296,12 +296,16 @@ def values(number: int, x: Any) -> jax.Array:
 
 def excess(f: DerivedFactor, rule: Derived, leaves: list[Any], text: str) -> list[str]:
     """Collectives in a compiled program that the rule does not account for."""
-    found = [(m["op"], m["type"]) for m in _COLLECTIVE.finditer(text)]
+    collectives = [(m["op"], m["type"]) for m in _COLLECTIVE.finditer(text)]
     if f.kind == "index":
         sizes = [x.size for x, dims in zip(leaves, rule.operands, strict=True) if any(f.name in dim for dim in dims)]
-        return [f"{op} {kind}" for op, kind in found if op == "all-gather" and _elements(kind) >= min(sizes, default=1)]
+        return [
+            f"{op} {kind}"
+            for op, kind in collectives
+            if op == "all-gather" and _elements(kind) >= min(sizes, default=1)
+        ]
     reduced = ("all-reduce", "reduce-scatter") if f.kind in ("reduce", "inside") else ()
-    return [f"{op} {kind}" for op, kind in found if op not in reduced]
+    return [f"{op} {kind}" for op, kind in collectives if op not in reduced]
 
 
 @pytest.mark.slow
@@ -326,8 +330,8 @@ def test_compiled_for_devices(op, gradient):
         sharded = functools.partial(NamedSharding, mesh)
         jitted = jax.jit(run, in_shardings=tuple(map(sharded, inputs)), out_shardings=list(map(sharded, outputs)))
         compiled = jitted.lower(*leaves).compile(compiler_options=FAST_COMPILE)
-        got = compiled(*(jax.device_put(x, sharded(spec)) for x, spec in zip(leaves, inputs, strict=True)))
-        for r, (a, b) in enumerate(zip(expected, got, strict=True)):
+        actual = compiled(*(jax.device_put(x, sharded(spec)) for x, spec in zip(leaves, inputs, strict=True)))
+        for r, (a, b) in enumerate(zip(expected, actual, strict=True)):
             if text := difference(a, to_numpy(b), ROUNDING.get(str(a.dtype))):
                 wrong.append(f"{f.name}: result {r}: {text}")
         if not costly and (chosen.name, f.name) not in COSTLY:

@@ -47,9 +47,9 @@ def test_z_loss_and_its_gradient():
 
 def test_large_bfloat16_logits_keep_their_precision():
     logits = (LOGITS * 1000).astype(jnp.bfloat16)
-    found = losses.cross_entropy(logits, LABELS)
-    assert found.dtype == jnp.float32
-    close(found, optax_loss(logits.astype(jnp.float32), LABELS))
+    actual = losses.cross_entropy(logits, LABELS)
+    assert actual.dtype == jnp.float32
+    close(actual, optax_loss(logits.astype(jnp.float32), LABELS))
 
 
 def test_masked_cross_entropy_counts_only_tokens_in_the_mask():
@@ -74,10 +74,10 @@ def gradient(logits, labels, weight):
 def test_sharded_classes_move_no_logits():
     token_bytes = 2 * 3 / 4 * LABELS.size * 4  # an all-reduce of one number per token, over 4 devices
     vocab = P(None, None, "model")
-    found = propagate(losses.cross_entropy, LOGITS, LABELS, in_specs=(vocab, P()), mesh={"model": 4})
-    assert found.bytes_moved == 3 * token_bytes  # the maximum, the sum, the label's logit
-    found = propagate(gradient, LOGITS, LABELS, LOGITS[..., 0], in_specs=(vocab, P(), P()), mesh={"model": 4})
-    assert found.out_specs == vocab and found.bytes_moved <= 3 * token_bytes
+    propagation = propagate(losses.cross_entropy, LOGITS, LABELS, in_specs=(vocab, P()), mesh={"model": 4})
+    assert propagation.bytes_moved == 3 * token_bytes  # the maximum, the sum, the label's logit
+    propagation = propagate(gradient, LOGITS, LABELS, LOGITS[..., 0], in_specs=(vocab, P(), P()), mesh={"model": 4})
+    assert propagation.out_specs == vocab and propagation.bytes_moved <= 3 * token_bytes
 
 
 def test_sharded_classes_give_the_same_result(mesh_of):
@@ -90,8 +90,8 @@ def test_sharded_classes_give_the_same_result(mesh_of):
 
 def test_masked_softmax_of_a_fully_masked_row_is_zero():
     mask = jnp.asarray([[True, False, True], [False, False, False]])
-    found = losses.masked_softmax(jnp.asarray([[1.0, 9.0, 1.0], [1.0, 2.0, 3.0]]), mask)
-    close(found, np.asarray([[0.5, 0, 0.5], [0, 0, 0]]))
+    actual = losses.masked_softmax(jnp.asarray([[1.0, 9.0, 1.0], [1.0, 2.0, 3.0]]), mask)
+    close(actual, np.asarray([[0.5, 0, 0.5], [0, 0, 0]]))
 
 
 def test_binary_cross_entropy_of_sigmoids_equals_optax():
@@ -112,8 +112,8 @@ def test_vae_kl_agrees_with_sampling():
     mean, log_variance = jnp.float32(0.7), jnp.float32(-0.4)
     z = mean + jnp.exp(0.5 * log_variance) * jnp.asarray(RNG.normal(size=200_000), jnp.float32)
     log_ratio = -losses.gaussian_nll_loss(mean, log_variance, z) + 0.5 * jnp.square(z)
-    found = losses.vae_kl_loss(mean[None], log_variance[None])
-    close(found, jnp.mean(log_ratio), 1e-2)
+    actual = losses.vae_kl_loss(mean[None], log_variance[None])
+    close(actual, jnp.mean(log_ratio), 1e-2)
 
 
 def test_simple_losses():

@@ -31,8 +31,8 @@ def mixed(x, weights, chosen):
 
 def test_nothing_is_dropped_with_enough_capacity():
     weights, chosen, *_ = moe.top_k_gate(X, ROUTER)
-    found, _ = moe.moe_layer(X, ROUTER, GATE, UP, DOWN, capacity=8)
-    close(found, mixed(X, weights, chosen))
+    actual, _ = moe.moe_layer(X, ROUTER, GATE, UP, DOWN, capacity=8)
+    close(actual, mixed(X, weights, chosen))
 
 
 def test_dropless_moe_equals_the_reference_with_its_gradients():
@@ -91,8 +91,8 @@ def test_an_expert_without_tokens_has_gradients_of_zero():
 
 def test_sharded_groups_and_sharded_experts_move_nothing():
     weights = (GATE, UP, DOWN)
-    found = propagate(moe.moe_layer, X, ROUTER, *weights, in_specs=(P("dp"), *(P(),) * 4), mesh={"dp": 4})
-    assert not found.reshards and found.out_specs == (P("dp"), P("dp"))
+    propagation = propagate(moe.moe_layer, X, ROUTER, *weights, in_specs=(P("dp"), *(P(),) * 4), mesh={"dp": 4})
+    assert not propagation.reshards and propagation.out_specs == (P("dp"), P("dp"))
     places = jnp.zeros((4, 4, 8, 12))
-    found = propagate(moe.expert_feed_forward, places, *weights, in_specs=P("ep"), mesh={"ep": 4})
-    assert not found.reshards and found.out_specs == P("ep")
+    propagation = propagate(moe.expert_feed_forward, places, *weights, in_specs=P("ep"), mesh={"ep": 4})
+    assert not propagation.reshards and propagation.out_specs == P("ep")

@@ -29,16 +29,16 @@ def test_a_flat_state_gives_the_same_steps_as_a_tree(optimizer):
     state = optimizer.init(params)
     flat = (PARAMETER, *jax.tree.leaves(optimizer.init(PARAMETER)))
     for scale in (1.0, -2.0, 0.5):
-        found, state = optimizer.update({"w": scale * GRADIENT}, state, params)
-        params = optax.apply_updates(params, found)
+        actual, state = optimizer.update({"w": scale * GRADIENT}, state, params)
+        params = optax.apply_updates(params, actual)
         flat = updates.step_of(optimizer)(flat[0], scale * GRADIENT, *flat[1:])
     close(flat, (params["w"], *jax.tree.leaves(state)))
 
 
 def test_the_first_step_of_adamw_equals_its_formula():
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
-    found = updates.step_of(optimizer)(PARAMETER, GRADIENT, *jax.tree.leaves(optimizer.init(PARAMETER)))[0]
-    close(found, PARAMETER - 1e-2 * (GRADIENT / (jnp.abs(GRADIENT) + 1e-8) + 0.1 * PARAMETER))
+    actual = updates.step_of(optimizer)(PARAMETER, GRADIENT, *jax.tree.leaves(optimizer.init(PARAMETER)))[0]
+    close(actual, PARAMETER - 1e-2 * (GRADIENT / (jnp.abs(GRADIENT) + 1e-8) + 0.1 * PARAMETER))
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
@@ -65,8 +65,8 @@ def test_averages_equal_optax():
     ours, count = jnp.zeros_like(PARAMETER), jnp.int32(0)
     for value in (PARAMETER, GRADIENT):
         expected, state = average.update(value, state)
-        found, ours, count = updates.debiased_ema(ours, value, count)
-        close(found, expected)
+        actual, ours, count = updates.debiased_ema(ours, value, count)
+        close(actual, expected)
 
 
 def test_accumulated_gradients_give_their_mean_and_are_reset():
@@ -101,8 +101,8 @@ def test_orthogonalized_singular_values_are_near_one():
 def test_a_sharded_step_moves_no_parameters():
     operator = next(op for op in updates.OPERATORS if op.name == "adamw")
     specs = tuple(P("data") if x.shape else P() for x in operator.args)
-    found = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"data": 4})
-    assert not found.reshards and found.out_specs[0] == P("data")
-    found = propagate(updates.clip_by_global_norm, GRADIENT, OTHER, in_specs=P("data"), mesh={"data": 4})
-    assert found.out_specs == (P("data"), P("data"))
-    assert sum(r.bytes_moved for r in found.reshards) <= 2 * 6  # at most one number per leaf
+    propagation = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"data": 4})
+    assert not propagation.reshards and propagation.out_specs[0] == P("data")
+    propagation = propagate(updates.clip_by_global_norm, GRADIENT, OTHER, in_specs=P("data"), mesh={"data": 4})
+    assert propagation.out_specs == (P("data"), P("data"))
+    assert sum(r.bytes_moved for r in propagation.reshards) <= 2 * 6  # at most one number per leaf

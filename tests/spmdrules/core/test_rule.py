@@ -155,7 +155,7 @@ def test_every_rule_function_documents_a_map_that_one_of_its_rows_has():
     expected = {text: set() for text in documented.values()}
     for row in all_rows():
         expected[documented[row.primitive]].add(_in_short(row.expected))
-    without_row = {text: sorted(found) for text, found in expected.items() if found and text not in found}
+    without_row = {text: sorted(maps) for text, maps in expected.items() if maps and text not in maps}
     assert not without_row
 
 

@@ -75,8 +75,8 @@ def equations(fn, *args):
     return [e for e in jax.make_jaxpr(fn)(*args).eqns]
 
 
-def close(got, expected):
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+def close(actual, expected):
+    for g, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-5)
 
 
@@ -136,8 +136,8 @@ def test_vmap_keeps_the_operator_and_gives_it_a_dimension():
     close(mapped(*args), jax.vmap(plain_norm, in_axes=(1, None))(*args))
     eqn = equations(mapped, *args)[-1]
     assert eqn.primitive.name == "norm" and eqn.params["text"] == "b0 b s d, d -> b0 b s d; whole d"
-    found = propagate(mapped, *args, in_specs=(P(None, "a"), None), mesh={"a": 2})
-    assert found.out_specs == P("a") and not found.reshards
+    propagation = propagate(mapped, *args, in_specs=(P(None, "a"), None), mesh={"a": 2})
+    assert propagation.out_specs == P("a") and not propagation.reshards
 
 
 def test_batched_text():
@@ -163,8 +163,8 @@ def test_the_oracle_finds_a_wrong_declaration():
     wrong = operator("b s d, d -> b s d", name="wrong")(plain_norm)
     assert ("wrong", ("d",)) in [(f.kind, f.factors) for f in check_rule(wrong, *args, partitioner=False)]
     product = operator("b k, k n -> b n; reduce k:max", name="wrong_product")(plain_matmul)
-    found = check_rule(product, normal(0, 4, 4), normal(1, 4, 4), partitioner=False)
-    assert ("wrong", ("k",)) in [(f.kind, f.factors) for f in found]
+    findings = check_rule(product, normal(0, 4, 4), normal(1, 4, 4), partitioner=False)
+    assert ("wrong", ("k",)) in [(f.kind, f.factors) for f in findings]
 
 
 @pytest.mark.parametrize("name", ["gather", "scatter_mine", "dynamic_slice"])
@@ -318,9 +318,9 @@ def test_source_lines_are_the_users():
     (moved,) = propagate(model, x, scale, in_specs=(P(None, None, "model"), P()), mesh={"data": 2, "model": 4}).reshards
     assert moved.operator == "norm" and moved.source.endswith("model)")
     wrong = operator("b s d, d -> b s d", name="norm")(plain_norm)
-    found = check_rule(lambda *xs: wrong(*xs), x, scale, partitioner=False)
-    assert {f.kind for f in found} == {"wrong", "missing"}
-    assert all(f.source.endswith("<lambda>)") for f in found)
+    findings = check_rule(lambda *xs: wrong(*xs), x, scale, partitioner=False)
+    assert {f.kind for f in findings} == {"wrong", "missing"}
+    assert all(f.source.endswith("<lambda>)") for f in findings)
 
 
 def test_an_operator_inside_the_users_own_shard_map(mesh8):

@@ -98,17 +98,17 @@ def _operators(fn, *args):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.note.replace(" ", "_"))
 def test_a_component_that_counts_becomes_a_batching_dimension(case):
-    found = [op.eqn.params["dimension_numbers"] for op in _operators(case.fn, X, PICKED)]
+    numbers = [op.eqn.params["dimension_numbers"] for op in _operators(case.fn, X, PICKED)]
     along = [getattr(n, "start_indices_batching_dims", None) or getattr(n, "scatter_indices_batching_dims", ())
-             for n in found]  # fmt: skip
-    assert tuple(zip((n.operand_batching_dims for n in found), along, strict=True)) == case.batches
+             for n in numbers]  # fmt: skip
+    assert tuple(zip((n.operand_batching_dims for n in numbers), along, strict=True)) == case.batches
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in COMMON], ids=lambda case: case.note.replace(" ", "_"))
 def test_values_are_kept(case):
     places = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
-    (found,) = simulate(case.fn, (X, PICKED), places, {"data": 2})
-    np.testing.assert_allclose(found, case.fn(jnp.asarray(X), PICKED), 1e-5)
+    (actual,) = simulate(case.fn, (X, PICKED), places, {"data": 2})
+    np.testing.assert_allclose(actual, case.fn(jnp.asarray(X), PICKED), 1e-5)
 
 
 @pytest.mark.parametrize("case", COMMON, ids=lambda case: case.note.replace(" ", "_"))

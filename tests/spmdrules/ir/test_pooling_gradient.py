@@ -42,8 +42,8 @@ def test_values_are_kept(window, stride, count, sharded):
     fn, g = _gradient(window, stride), WINDOWS[:, :1].repeat(count, 1) * np.arange(1, count + 1)[:, None]
     spec = tuple(("data",) if d == sharded else () for d in range(3))
     places = [Placement(spec if x.shape[sharded] % 2 == 0 else ((), (), ())) for x in (X, g)]
-    (found,) = simulate(fn, (X, g), places, {"data": 2})
-    np.testing.assert_allclose(found, fn(X, g), 1e-5)
+    (actual,) = simulate(fn, (X, g), places, {"data": 2})
+    np.testing.assert_allclose(actual, fn(X, g), 1e-5)
 
 
 def _used_twice(x):

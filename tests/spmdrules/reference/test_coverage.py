@@ -48,10 +48,10 @@ def listed(run_python):
 
 
 def counted(values):
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for value in values:
-        found[value] = found.get(value, 0) + 1
-    return found
+        counts[value] = counts.get(value, 0) + 1
+    return counts
 
 
 def test_every_primitive_has_a_status(listed):
@@ -88,8 +88,8 @@ def test_rows_do_not_contradict_each_other():
 
 
 def test_status_of_some_primitives():
-    found = {p.name: status(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
-    assert {name: s and s.kind for name, s in found.items()} == {
+    status_of = {p.name: status(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
+    assert {name: s and s.kind for name, s in status_of.items()} == {
         "dot_general": "rule", "scan": "structure", "psum": "exempt",
     }  # fmt: skip
     unlisted = Primitive("unlisted")

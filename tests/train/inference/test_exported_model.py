@@ -54,8 +54,8 @@ def test_it_generates_the_same_text_as_the_run(make_config: MakeConfig, tmp_path
     assert expected[True] != expected[False]
     folder = moved(config, tmp_path)
     for use_ema, text in expected.items():
-        found, plan = open_generator(folder, use_ema=use_ema).generate("the cat", 40, temperature=1.0)
-        assert found == text
+        generated, plan = open_generator(folder, use_ema=use_ema).generate("the cat", 40, temperature=1.0)
+        assert generated == text
         assert plan.mesh.size == jax.device_count()
     assert open_generator(folder).use_ema
     seeds = [open_generator(folder).generate("the", 12, seed=seed, temperature=5.0)[0] for seed in (1, 1, 2)]
@@ -85,8 +85,8 @@ def test_a_mixture_of_experts_is_rebuilt(
     assert exported["generation_config"] == {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 16}
     monkeypatch.setattr("sys.modules", {n: m for n, m in sys.modules.items() if n != "user_code"})
     monkeypatch.chdir(tmp_path)
-    found, plan = open_generator(folder).generate("the", 8, temperature=0.0)
-    assert found == expected and plan.mesh.size == jax.device_count()
+    text, plan = open_generator(folder).generate("the", 8, temperature=0.0)
+    assert text == expected and plan.mesh.size == jax.device_count()
 
 
 @pytest.mark.whole

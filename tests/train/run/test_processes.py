@@ -89,10 +89,10 @@ def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., Tr
         assert (by["processes"], by["devices"]) == (count, 4)
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     for name in ("loss", "grad_norm"):
-        found = [{line["step"]: line[name] for line in lines if name in line} for lines in (one, other)]
-        assert [*found[1]] == [*found[0]] == list(range(1, 19))
-        np.testing.assert_allclose([*found[1].values()], [*found[0].values()], rtol=1e-5)
-    assert found[0][18] < found[0][1]
+        values = [{line["step"]: line[name] for line in lines if name in line} for lines in (one, other)]
+        assert [*values[1]] == [*values[0]] == list(range(1, 19))
+        np.testing.assert_allclose([*values[1].values()], [*values[0].values()], rtol=1e-5)
+    assert values[0][18] < values[0][1]
     assert other[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
 
 

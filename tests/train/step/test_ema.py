@@ -40,9 +40,9 @@ def mean_of(steps: list[int], decay: float, dtype: Any = jnp.float32) -> dict[st
 
 def check(average: Average, steps: list[int], decay: float, dtype: Any = jnp.float32, rtol: float = 1e-6) -> None:
     for name, expected in mean_of(steps, decay, dtype).items():
-        found = averaged_params(average, params(0, dtype))[name]
-        assert found.dtype == dtype
-        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=rtol)
+        actual = averaged_params(average, params(0, dtype))[name]
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rtol, atol=rtol)
 
 
 def test_it_is_the_weighted_mean_of_the_parameters_alone() -> None:

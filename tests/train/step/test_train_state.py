@@ -26,8 +26,8 @@ def gpt(freeze: tuple[str, ...] = (), ema_decay: float = 0.0, **shape: Any) -> P
 
 
 def tokens(step: int = 0) -> dict[str, jax.Array]:
-    found = np.random.default_rng(step).integers(0, 32, (4, 9))
-    batch = {"inputs": found[:, :-1], "targets": found[:, 1:], "mask": np.ones((4, 8))}
+    ids = np.random.default_rng(step).integers(0, 32, (4, 9))
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones((4, 8))}
     return {name: jnp.asarray(batch[name], spec.dtype) for name, spec in batch_shapes(4, 8).items()}
 
 

@@ -28,11 +28,11 @@ def gpt(**shape: Any) -> Program:
 def batch() -> dict[str, jax.Array]:
     """A batch of eight rows in which some tokens are masked."""
     random = np.random.default_rng(0)
-    found, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
+    tokens, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
     mask[3] = 0
     return {
-        "inputs": jnp.asarray(found[:, :-1], jnp.int32),
-        "targets": jnp.asarray(found[:, 1:], jnp.int32),
+        "inputs": jnp.asarray(tokens[:, :-1], jnp.int32),
+        "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
         "mask": jnp.asarray(mask, jnp.float32),
     }
 
@@ -49,8 +49,8 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(microbatches: int) -> N
 
     loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(state.params)
     after, metrics = jax.jit(make_train_step(program, RATE, microbatches))(state, batch())
-    found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with learning rate 1
-    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
+    update = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with learning rate 1
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, update, gradient))
     assert error < 1e-5 * optax.tree.norm(gradient)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
