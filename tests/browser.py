@@ -167,7 +167,7 @@ class Page:
         """Evaluates a JavaScript expression and returns its value."""
         reply = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in reply:
-            raise BrowserError(f"{script[:200]}: {found['exceptionDetails']['exception'].get('description')}")
+            raise BrowserError(f"{script[:200]}: {reply['exceptionDetails']['exception'].get('description')}")
         return reply["result"].get("value")
 
     def middle(self, selector: str) -> tuple[float, float]:
