@@ -54,12 +54,12 @@ def samples() -> dict[str, Any]:
 
 def reached(start: Any) -> Iterator[Any]:
     """Yields all objects of our classes that are reachable from `start` through public attributes and containers."""
-    todo, seen = [start], set()
+    todo, visited = [start], set()
     while todo:
         x = todo.pop()
-        if id(x) in seen:
+        if id(x) in visited:
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         if isinstance(x, dict):
             todo += [*x.keys(), *x.values()]
         elif isinstance(x, list | tuple | set | frozenset) and not hasattr(x, "_fields"):
@@ -102,7 +102,7 @@ def test_public_classes_are_found():
 
 
 def test_half_built_objects_can_be_printed_and_copied():
-    wrong = []
+    failures = []
     for name, cls in sorted(public_classes().items()):
         fields = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         for count in {0, len(fields) // 2, max(len(fields) - 1, 0)}:
@@ -112,8 +112,8 @@ def test_half_built_objects_can_be_printed_and_copied():
             try:
                 check(half)
             except Exception as error:  # collect all failures
-                wrong.append(f"{name} with {count} fields: {error!r}")
-    assert not wrong, "\n".join(wrong)
+                failures.append(f"{name} with {count} fields: {error!r}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", ["auto_shard", "plan", "read", "audit", "propagation", "discovery", "check", "rule",
@@ -142,8 +142,8 @@ def test_errors_keep_their_message_when_copied_or_pickled():
     errors: list[Any] = [FixedError("step", ["one", "two"], ". So what"), AutoshardWarning("careful")]
     errors.append(DamagedCheckpointError("broken", step=3, cause="it is", leaves=["a"]))
     for error in errors:
-        for again in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
-            assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+        for copied in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+            assert type(copied) is type(error) and str(copied) == str(error) and vars(copied) == vars(error)
 
 
 def test_a_checkpointer_can_be_printed_and_copied(tmp_path):

@@ -150,13 +150,13 @@ def test_asynchronous_copies():
     """A copy to the chip moves while the memory is idle."""
     start = "  %s = (f32[1125000]{0:S(1)}, f32[1125000]{0}, u32[]{:S(2)}) copy-start(%x)\n"
     done = "  %d = f32[1125000]{0:S(1)} copy-done(%s)\n"
-    alone, taken = 4.5e6 / MEMORY, 9e6 / MEMORY
+    alone_seconds, instruction_seconds = 4.5e6 / MEMORY, 9e6 / MEMORY
     reading = '  %n = f32[1125000]{0} negate(%x), backend_config={"estimated_cycles":"15000"}\n'
-    assert of(start + done).copies["cycles"] == pytest.approx(alone)
-    assert of(start + busy("n", 1500) + done).copies["cycles"] == pytest.approx(alone - US)
+    assert of(start + done).copies["cycles"] == pytest.approx(alone_seconds)
+    assert of(start + busy("n", 1500) + done).copies["cycles"] == pytest.approx(alone_seconds - US)
     assert of(start + busy("n", 15_000) + done).copies["cycles"] == 0
     # The instruction's own traffic takes more than its 10 us, so no bandwidth is left for the copy.
-    assert taken > 10 * US and of(start + reading + done).copies["cycles"] == pytest.approx(alone)
+    assert instruction_seconds > 10 * US and of(start + reading + done).copies["cycles"] == pytest.approx(alone_seconds)
     host = start.replace("%s = (f32[1125000]{0:S(1)}", "%s = (f32[1125000]{0:S(5)}")
     assert of(host + busy("n", 15_000) + done).copies["cycles"] == pytest.approx(4.5e6 / 15e9 - 10 * US)
 
@@ -199,14 +199,14 @@ def test_machine_with_too_few_devices():
 
 def test_nothing_of_autoshard_is_imported():
     """The estimate is independent of autoshard: it and the modules that it imports read only compiled programs."""
-    seen, left = set(), ["estimate"]
+    visited, to_visit = set(), ["estimate"]
     folder = Path(sys.modules["estimate"].__file__ or "").parent
-    while left:
-        name = left.pop()
-        seen.add(name)
+    while to_visit:
+        name = to_visit.pop()
+        visited.add(name)
         tree = ast.parse((folder / f"{name}.py").read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(module.split(".")[0] == "autoshard" for module in imported), name
-        left += [module for module in imported - seen if (folder / f"{module}.py").exists()]
-    assert {"hlo", "hlo_schedule", "links", "estimate_report", "estimate_result"} <= seen
+        to_visit += [module for module in imported - visited if (folder / f"{module}.py").exists()]
+    assert {"hlo", "hlo_schedule", "links", "estimate_report", "estimate_result"} <= visited

@@ -27,9 +27,9 @@ TODAY = Style((1, 8, 1, 1), today=True)
 def losses(work: Workload, runs: list[tuple[Style, int]]) -> tuple[float, float, list[tuple[float, float]]]:
     """Return the loss and the gradient's norm on one device, and under each style."""
     state = create(work)(jax.random.key(0))
-    _, alone = jax.jit(workload_step(work)[0])(state, batch_of(work))
+    _, single_device = jax.jit(workload_step(work)[0])(state, batch_of(work))
     sharded = [by_hand(work, style, microbatches).metrics() for style, microbatches in runs]
-    return *_shown(alone), [_shown(metrics) for metrics in sharded]
+    return *_shown(single_device), [_shown(metrics) for metrics in sharded]
 
 
 def _shown(metrics: dict[str, Any]) -> tuple[float, float]:
@@ -120,5 +120,5 @@ def test_bounds_agree_with_hand_counts():
     assert parts.wire == pytest.approx(3 * 2 * count * 7 / 8 / (0.9 * 50e9 * 4))
     assert bound(case, Style((1, 8, 1, 1)), "full", 2).wire == pytest.approx(parts.wire * 5 / 3)
     moe = Case("tiny", workload("moe-tiny"), "v5e:2x4")
-    apart, over = (bound(moe, Style((1, 2, 4, 1), spread=spread), "full", 1) for spread in (False, True))
-    assert apart.memory - over.memory == pytest.approx(12 * (total - experts) * (1 / 2 - 1 / 8))
+    apart, overlapped = (bound(moe, Style((1, 2, 4, 1), spread=spread), "full", 1) for spread in (False, True))
+    assert apart.memory - overlapped.memory == pytest.approx(12 * (total - experts) * (1 / 2 - 1 / 8))

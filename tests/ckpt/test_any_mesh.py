@@ -51,8 +51,8 @@ def batch_of(name: str, step: int) -> dict[str, np.ndarray]:
     work = workload(name)
     rows, context, vocab = work.batch_size, work.config.context, 128
     rng = np.random.default_rng(step)
-    begin, by = rng.integers(0, vocab, (rows, 1)), rng.integers(1, 4, (rows, 1))
-    tokens = ((begin + by * np.arange(context + 1)) % vocab).astype(np.int32)
+    begin, increment = rng.integers(0, vocab, (rows, 1)), rng.integers(1, 4, (rows, 1))
+    tokens = ((begin + increment * np.arange(context + 1)) % vocab).astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((rows, context), np.float32)}
 
 
@@ -72,7 +72,9 @@ def placed(name: str, words: str) -> tuple[Any, Any, Any]:
     shapes = program.abstract_state()
     plan = step.plan(shapes, workload(name).batch())
     like = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings(plan)[0]
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings(plan)[0],
     )
     return step, plan, like
 
@@ -98,27 +100,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
         with Checkpointer(folder) as checkpoints:
             dims = None if name == DENSE else EXPERT_DIMS
             checkpoints.save(BEFORE, state, plan=plan, expert_dims=dims, block=True)
-        kept = jax.tree.map(np.asarray, state)
+        saved_state = jax.tree.map(np.asarray, state)
         _, losses = steps(name, words, state, range(BEFORE, BEFORE + AFTER))
         assert losses[-1] < first[0] - 0.5  # it learns, so a wrongly restored state would change the losses
-        return folder, kept, losses
+        return folder, saved_state, losses
 
     return run
 
 
 @pytest.mark.parametrize(("name", "source", "target"), CASES)
 def test_a_run_resumes_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
-    folder, kept, losses = saved(name, source)
+    folder, saved_state, losses = saved(name, source)
     _, plan, like = placed(name, target)
     with Checkpointer(folder) as checkpoints:
         state = checkpoints.restore(like=like)
     count = plan.mesh.size
     for (path, leaf), want, shape in zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(kept), jax.tree.leaves(like), strict=True
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(saved_state), jax.tree.leaves(like), strict=True
     ):
-        where = jax.tree_util.keystr(path)
-        assert leaf.sharding == shape.sharding and len(leaf.sharding.device_set) == count, where
-        assert leaf.dtype == want.dtype and np.asarray(leaf).tobytes() == want.tobytes(), where
+        leaf_path = jax.tree_util.keystr(path)
+        assert leaf.sharding == shape.sharding and len(leaf.sharding.device_set) == count, leaf_path
+        assert leaf.dtype == want.dtype and np.asarray(leaf).tobytes() == want.tobytes(), leaf_path
     _, resumed = steps(name, target, state, range(BEFORE, BEFORE + AFTER))
     if source == target:
         assert resumed == losses

@@ -43,8 +43,8 @@ def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, delayed_wri
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, config={})
         for _ in range(5):  # the writer reads nothing before these have reused the buffers
-            given, state = state, advance(state)
-            assert all(leaf.is_deleted() for leaf in given.values())
+            donated, state = state, advance(state)
+            assert all(leaf.is_deleted() for leaf in donated.values())
         jax.block_until_ready(state)
         assert checkpoints.steps() == []
         delayed_writer.set()

@@ -140,8 +140,8 @@ def test_a_missing_step(saved: Path, refused: Refused) -> None:
 
 
 def test_pruning_by_a_metric_that_no_step_has(saved: Path, refused: Refused) -> None:
-    wanted = ["--last", "1", "--best", "1", "--metric", "valloss"]
-    refused(["prune", str(saved), *wanted], "no step has the metric 'valloss'; they have: ")
+    options = ["--last", "1", "--best", "1", "--metric", "valloss"]
+    refused(["prune", str(saved), *options], "no step has the metric 'valloss'; they have: ")
 
 
 def test_pruning_with_a_damaged_newest_step(saved: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:

@@ -241,8 +241,8 @@ def test_sigkill_at_any_moment(tmp_path: Path, root: Path) -> None:
             newest = int(line) if line.strip() != "None" else -1
         time.sleep(rng.uniform(0, 0.15))
         process.send_signal(signal.SIGKILL)
-        rest = process.communicate()[0].split()
-        newest = max([newest, *(int(line) for line in rest if line != "None")])
+        later_lines = process.communicate()[0].split()
+        newest = max([newest, *(int(line) for line in later_lines if line != "None")])
         template = {f"w{i}": jax.ShapeDtypeStruct((64, 4096), jnp.float32) for i in range(8)}
         with Checkpointer(directory, keep=2) as checkpoints:
             last = checkpoints.latest()

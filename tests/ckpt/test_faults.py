@@ -133,14 +133,14 @@ def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
 def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Fill a disk by saving steps. After space is freed, the same process can save again."""
     what, room = rng.choice([("size", 1 << 16), ("nr_inodes", 8)]), rng.uniform(0, 30)
-    with disk(folder, "size=64m,nr_inodes=10000") as own:
-        if own is None:
+    with disk(folder, "size=64m,nr_inodes=10000") as own_mount:
+        if own_mount is None:
             return f"no tmpfs can be mounted here; {limited(folder, rng, mesh, root)}"
-        used = os.statvfs(own)
+        used = os.statvfs(own_mount)
         blocks = (used.f_blocks - used.f_bfree) * used.f_frsize, used.f_files - used.f_ffree
-        remount(own, f"{what[0]}={int(blocks[what[0] != 'size'] + room * what[1])}")
+        remount(own_mount, f"{what[0]}={int(blocks[what[0] != 'size'] + room * what[1])}")
         state = counted(mesh, 4)
-        with Checkpointer(own, keep=None) as checkpoints:
+        with Checkpointer(own_mount, keep=None) as checkpoints:
             failed = None
             for step in range(4, 40):
                 try:
@@ -153,7 +153,7 @@ def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
             assert failed is not None and re.search("(could not|cannot) be written", failed), report
             assert "No space left" in failed, report
             last = max(intact(checkpoints, mesh, report))
-            remount(own, "size=64m,nr_inodes=10000")
+            remount(own_mount, "size=64m,nr_inodes=10000")
             checkpoints.save(last + 1, counted(mesh, last + 1), block=True)
             assert max(intact(checkpoints, mesh, report)) == last + 1
     return " ".join(report.split())
@@ -169,11 +169,11 @@ def read_only(folder: Path, rng: random.Random, mesh: Mesh) -> str:
         finally:
             for path in (folder, *folder.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
-    with disk(folder, "size=64m") as own:
-        if own is None:
+    with disk(folder, "size=64m") as own_mount:
+        if own_mount is None:
             return "skipped: permissions do not apply to root, and no tmpfs can be mounted here"
-        remount(own, "ro")
-        return f"read-only disk: {unwritable(own, mesh)}"
+        remount(own_mount, "ro")
+        return f"read-only disk: {unwritable(own_mount, mesh)}"
 
 
 def unwritable(folder: Path, mesh: Mesh) -> str:
@@ -288,9 +288,9 @@ with Checkpointer(folder, keep=None) as checkpoints:
 
 def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Kill one of two processes that save together: the other one ends by itself with the reason."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as port_socket:
+        port_socket.bind(("localhost", 0))
+        port = port_socket.getsockname()[1]
     env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with contextlib.ExitStack() as stack:
         processes = []

@@ -74,8 +74,8 @@ def test_without_a_template_wide_values_are_restored_on_the_host(tmp_path: Path)
         for name, leaf in restored.items():
             assert leaf.dtype == np.asarray(state[name]).dtype
             np.testing.assert_array_equal(leaf, state[name])
-        taken = checkpoints.restore(experts=[2], expert_dims={"wide": 0})
-        np.testing.assert_array_equal(taken["wide"], [2**33 + 2])
+        one_expert = checkpoints.restore(experts=[2], expert_dims={"wide": 0})
+        np.testing.assert_array_equal(one_expert["wide"], [2**33 + 2])
 
 
 @pytest.mark.parametrize("count", [1, 70])
@@ -104,9 +104,9 @@ def test_a_restored_state_does_not_recompile_the_step(tmp_path: Path, mesh8: Mes
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         restored = checkpoints.restore(like=state)
-    for have, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        assert (have.committed, have.sharding) == (want.committed, want.sharding)
-        assert jax.typeof(have) == jax.typeof(want) and bool((have == want).all())
+    for actual, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert (actual.committed, actual.sharding) == (want.committed, want.sharding)
+        assert jax.typeof(actual) == jax.typeof(want) and bool((actual == want).all())
     assert restored["first"].committed and state["weak_wide"].weak_type and not restored["opt"][0].count.committed
     jitted(restored | {"first": None})
     assert traced == [True]

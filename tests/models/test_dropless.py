@@ -32,14 +32,14 @@ def operands(seed=0):
 
 
 def test_terms_of_experts_and_hidden_units_add_up():
-    x, gates, chosen, own, *weights = operands()
+    x, gates, chosen, expert_ids, *weights = operands()
     run = jax.jit(dropless.swiglu_experts)
     terms = []
     for experts in (slice(0, 3), slice(3, 8)):
         for units in (slice(0, 10), slice(10, FFN)):
             gate, up, down = (w[experts] for w in weights)
-            terms.append(run(x, gates, chosen, own[experts], gate[:, :, units], up[:, :, units], down[:, units]))
-    whole = run(x, gates, chosen, own, *weights)
+            terms.append(run(x, gates, chosen, expert_ids[experts], gate[:, :, units], up[:, :, units], down[:, units]))
+    whole = run(x, gates, chosen, expert_ids, *weights)
     assert all(np.linalg.norm(term) > 0.1 for term in terms)
     np.testing.assert_allclose(sum(terms), whole, rtol=1e-5, atol=1e-4)
 
@@ -73,17 +73,19 @@ spoiling_ragged_dot.defvjp(lambda *operands: (spoiling_ragged_dot(*operands), op
 
 
 def test_rows_outside_of_all_groups_do_not_matter(monkeypatch):
-    x, gates, chosen, own, *weights = operands()
+    x, gates, chosen, expert_ids, *weights = operands()
     cotangent = x[::-1]
-    expected = dropless._gradients(dropless._swiglu, x, gates, chosen, own, *weights, cotangent)
+    expected = dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids, *weights, cotangent)
     monkeypatch.setattr(dropless.lax, "ragged_dot", spoiling_ragged_dot)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
         some = [w[experts] for w in weights]
-        value += dropless._mix(dropless._swiglu, x, gates, chosen, own[experts], *some)
-        terms.append(dropless._gradients(dropless._swiglu, x, gates, chosen, own[experts], *some, cotangent))
+        value += dropless._mix(dropless._swiglu, x, gates, chosen, expert_ids[experts], *some)
+        terms.append(dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids[experts], *some, cotangent))
     monkeypatch.undo()
-    np.testing.assert_allclose(value, dropless._mix(dropless._swiglu, x, gates, chosen, own, *weights), atol=1e-4)
+    np.testing.assert_allclose(
+        value, dropless._mix(dropless._swiglu, x, gates, chosen, expert_ids, *weights), atol=1e-4
+    )
     for one, low, high in zip(expected[:2], *(term[:2] for term in terms), strict=True):
         np.testing.assert_allclose(low + high, one, rtol=1e-4, atol=1e-4)
     for one, low, high in zip(expected[2:], *(term[2:] for term in terms), strict=True):

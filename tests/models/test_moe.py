@@ -48,8 +48,8 @@ def every_expert(layer, x):
     """The layer's definition: runs all experts on all tokens and weights them by the gates."""
     cfg = layer.cfg
     probabilities = jax.nn.softmax(x @ layer.router[...], axis=-1)
-    kept = jnp.where(probabilities >= jnp.sort(probabilities, axis=-1)[..., -cfg.top_k, None], probabilities, 0.0)
-    gates = kept / jnp.sum(kept, axis=-1, keepdims=True) if cfg.renormalize else kept
+    chosen = jnp.where(probabilities >= jnp.sort(probabilities, axis=-1)[..., -cfg.top_k, None], probabilities, 0.0)
+    gates = chosen / jnp.sum(chosen, axis=-1, keepdims=True) if cfg.renormalize else chosen
     hidden = jnp.einsum("bsd,edf->bsef", x, layer.w_up[...])
     if layer.w_gate is None:
         hidden = jax.nn.gelu(hidden)
@@ -96,12 +96,12 @@ def test_it_is_every_expert_on_every_token(name, dispatch):
 
 def assign_slots(chosen, capacity, experts):
     """Assigns slots in a plain loop: maps (token, choice) to the slot at the expert, or None."""
-    taken, slots = [0] * experts, {}
+    used, slots = [0] * experts, {}
     for choice in range(chosen.shape[1]):
         for token in range(chosen.shape[0]):
             expert = int(chosen[token, choice])
-            slots[token, choice] = taken[expert] if taken[expert] < capacity else None
-            taken[expert] += 1
+            slots[token, choice] = used[expert] if used[expert] < capacity else None
+            used[expert] += 1
     return slots
 
 
@@ -111,15 +111,15 @@ def test_slots_go_to_first_choices_in_order(factor):
     rng = np.random.default_rng(0)
     chosen = np.stack([np.stack([rng.permutation(8)[:2] for _ in range(12)]) for _ in range(3)])
     gates = rng.random(chosen.shape).astype(np.float32)
-    taken, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
-    expected, expected_gates = np.zeros(taken.shape), np.zeros(taken.shape)
+    dispatched, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
+    expected, expected_gates = np.zeros(dispatched.shape), np.zeros(dispatched.shape)
     for group in range(3):
         for (token, choice), slot in assign_slots(chosen[group], cfg.capacity(12), 8).items():
             if slot is not None:
-                at = group, token, chosen[group, token, choice], slot
-                expected[at], expected_gates[at] = 1, gates[group, token, choice]
-    assert taken.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
-    np.testing.assert_array_equal(taken, expected)
+                position = group, token, chosen[group, token, choice], slot
+                expected[position], expected_gates[position] = 1, gates[group, token, choice]
+    assert dispatched.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
+    np.testing.assert_array_equal(dispatched, expected)
     np.testing.assert_array_equal(weighted, expected_gates.astype(np.float32))
 
 
@@ -173,10 +173,10 @@ def test_balance_is_one_where_experts_are_chosen_alike_and_their_number_where_on
     balance = jax.jit(jax.value_and_grad(lambda logits: route(one, logits).losses.balance))
     uniform = np.tile(4.0 * np.eye(8, dtype=np.float32), (3, 1))[None]
     np.testing.assert_allclose(balance(uniform)[0], 1.0, rtol=1e-5)
-    alone = np.zeros((1, 24, 8), np.float32)
-    alone[..., 2] = 30.0
-    np.testing.assert_allclose(balance(alone)[0], 8.0, rtol=1e-5)
-    slope = np.asarray(balance(alone / 30.0)[1])
+    one_expert = np.zeros((1, 24, 8), np.float32)
+    one_expert[..., 2] = 30.0
+    np.testing.assert_allclose(balance(one_expert)[0], 8.0, rtol=1e-5)
+    slope = np.asarray(balance(one_expert / 30.0)[1])
     assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)  # towards the idle experts
 
 
@@ -244,9 +244,9 @@ def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
     """With little capacity, a call on the whole sequence drops choices. A cache gives the logits without drops."""
     tight, ample = (filled_as(of(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
     whole = [called(model, lambda model, x: model(x), tokens()) for model in (tight, ample)]
-    kept = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
+    cached = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
     assert np.abs(whole[0] - whole[1]).max() > 1e-3
-    np.testing.assert_allclose(kept, whole[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(cached, whole[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [6, 14])

@@ -126,8 +126,8 @@ def test_remat_changes_nothing():
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         assert np.linalg.norm(one - other) < 1e-5 * max(np.linalg.norm(one), whole)
     before = statistics(filled_as(of(SMALL)))
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, recomputed[2])
-    assert all(jax.tree.leaves(moved)) and len(jax.tree.leaves(moved)) == 2 * 9  # each norm's mean and variance
+    changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, recomputed[2])
+    assert all(jax.tree.leaves(changed)) and len(jax.tree.leaves(changed)) == 2 * 9  # each norm's mean and variance
 
 
 def test_in_evaluation_an_image_does_not_see_the_others():

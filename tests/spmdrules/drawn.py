@@ -64,10 +64,10 @@ def chains(draw: Draw, longest: int = 7, branching: bool = False) -> Chain:
     for _ in range(draw(st.integers(1, longest))):
         operand = draw(st.integers(INDICES, len(arrays) - 1))
         step = draw(st.sampled_from(STEPS + BRANCHING if branching else STEPS))
-        drawn = step(draw, arrays, operand)
-        if drawn is None:
+        step_drawn = step(draw, arrays, operand)
+        if step_drawn is None:
             continue
-        fn, operands = drawn
+        fn, operands = step_drawn
         aval = jax.eval_shape(fn, *(arrays[i] for i in operands))
         if math.prod(aval.shape) <= _MOST_ELEMENTS and len(aval.shape) <= 5:
             steps.append((step.__name__, fn, operands))

@@ -112,11 +112,11 @@ def _changed(rule: Rule, factor: Factor) -> Rule:
 
 def _dropped(rule: Rule, factor: Factor, result: int) -> Rule:
     """Returns the rule with a new whole factor in place of `factor` in one result."""
-    own = Factor(f"{factor.name}_own", factor.size, "whole")
-    dims = tuple(tuple(own.name if f == factor.name else f for f in dim) for dim in rule.results[result])
+    new_factor = Factor(f"{factor.name}_own", factor.size, "whole")
+    dims = tuple(tuple(new_factor.name if f == factor.name else f for f in dim) for dim in rule.results[result])
     results = tuple(dims if r == result else other for r, other in enumerate(rule.results))
     used = {f for array in (*rule.operands, *results) for dim in array for f in dim}
-    return rule.where(results=results, factors=(*(f for f in rule.factors if f.name in used), own))
+    return rule.where(results=results, factors=(*(f for f in rule.factors if f.name in used), new_factor))
 
 
 def _swapped(arrays: Sequence[Dims], i: int, a: int, b: int) -> tuple[Dims, ...]:
@@ -152,9 +152,9 @@ def main(names: Sequence[str]) -> None:
     for row in all_rows():
         if names and row.primitive not in names:
             continue
-        count, left = survivors(row)
-        total, alive = total + count, alive + len(left)
-        for mutant in left:
+        count, survived = survivors(row)
+        total, alive = total + count, alive + len(survived)
+        for mutant in survived:
             print(f"{row.id}: {mutant.how}: '{mutant.rule.text}' for '{row.rule().text}'", flush=True)
     print(f"{total - alive} of {total} mutants caught, {100 * (1 - alive / max(total, 1)):.1f} %")
 

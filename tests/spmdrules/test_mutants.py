@@ -27,8 +27,8 @@ def first_row(primitive: str):
 @pytest.mark.whole
 @pytest.mark.parametrize("primitive", SAMPLE)
 def test_mistakes_in_common_rules_are_detected(primitive):
-    count, left = survivors(first_row(primitive))
-    assert count and not left, [m.how for m in left]
+    count, survived = survivors(first_row(primitive))
+    assert count and not survived, [m.how for m in survived]
 
 
 def test_every_kind_of_mistake_is_generated():
@@ -40,7 +40,10 @@ def test_every_kind_of_mistake_is_generated():
 @pytest.mark.slow
 def test_nearly_every_mistake_in_any_rule_is_detected():
     survivors_of = {name: survivors(row) for name, row in ROWS_BY_ID.items()}
-    total, alive = sum(count for count, _ in survivors_of.values()), sum(len(left) for _, left in survivors_of.values())
-    missed = [f"{name}: {m.how}" for name, (_, left) in survivors_of.items() for m in left]
+    total, alive = (
+        sum(count for count, _ in survivors_of.values()),
+        sum(len(survived) for _, survived in survivors_of.values()),
+    )
+    missed = [f"{name}: {m.how}" for name, (_, survived) in survivors_of.items() for m in survived]
     print(f"{total - alive} of {total} mutants caught")
     assert alive <= 0.02 * total, missed

@@ -68,7 +68,7 @@ def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path
 def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -> None:
     inference: dict[str, Any] = {"model": "moe", "config": {"experts": 4}, "max_length": 64}
     inference |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}}
-    file, how = tmp_path / "run" / "inference.json", "generation_config.json"
+    file, settings_name = tmp_path / "run" / "inference.json", "generation_config.json"
     for number, (generation, want) in enumerate(
         [
             ({}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 64}),
@@ -78,8 +78,8 @@ def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -
     ):
         file.write_text(json.dumps(inference | {"generation": inference["generation"] | generation}))
         out = tmp_path / str(number)
-        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", how}
-        assert json.loads((out / how).read_text()) == want
+        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", settings_name}
+        assert json.loads((out / settings_name).read_text()) == want
         config = json.loads((out / "config.json").read_text())
         assert config == {"architectures": ["moe"], "dtype": "float32", "experts": 4}
     file.write_text(json.dumps(inference | {"generation": {}}))
@@ -198,11 +198,11 @@ def test_a_damaged_model_is_not_exported(saved: Checkpointer, tmp_path: Path) ->
 
 def test_a_copy_equals_the_step(saved: Checkpointer, tmp_path: Path, assert_same: Any) -> None:
     saved.copy(1, tmp_path / "kept")
-    with Checkpointer(tmp_path / "kept") as kept:
-        assert kept.steps() == [1]
-        assert_same(kept.restore(like=train_state(1)), train_state(1))
-        assert compare(saved.describe(1), kept.describe(1)).equal
-        assert kept.describe().config == {"model": {"name": "gpt", "width": 32}}
+    with Checkpointer(tmp_path / "kept") as copied:
+        assert copied.steps() == [1]
+        assert_same(copied.restore(like=train_state(1)), train_state(1))
+        assert compare(saved.describe(1), copied.describe(1)).equal
+        assert copied.describe().config == {"model": {"name": "gpt", "width": 32}}
     with pytest.raises(CheckpointError, match="kept has step 1 already"):
         saved.copy(1, tmp_path / "kept")
     saved.copy(None, tmp_path / "kept")
@@ -251,8 +251,8 @@ def test_differences_between_two_steps(saved: Checkpointer, tmp_path: Path, mesh
     assert (
         "config.model.width: 32 | 64" in differences.settings and "metrics.loss: nothing | 1.0" in differences.settings
     )
-    again = compare(saved.describe(1), saved.describe(2))
-    assert len(again.values) == 8 and "different values: 8" in str(again)
+    unchanged = compare(saved.describe(1), saved.describe(2))
+    assert len(unchanged.values) == 8 and "different values: 8" in str(unchanged)
 
 
 def test_a_description(tmp_path: Path, mesh8: Mesh, make_state: Any, config: Any) -> None:

@@ -119,24 +119,24 @@ def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: An
 def test_some_experts_on_explicit_axes(tmp_path: Path, within: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("ep", "tp"), axis_types=(AxisType.Explicit,) * 2)
     weights = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2)
-    where = NamedSharding(mesh, PartitionSpec("ep", "tp"))
+    sharding = NamedSharding(mesh, PartitionSpec("ep", "tp"))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"experts": weights, "mlp": weights[0]}, expert_dims={"experts": 0})
-        like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=where)}
-        dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=where)}
+        like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=sharding)}
+        dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=sharding)}
         with jax.set_mesh(mesh) if within else contextlib.nullcontext():
             restored = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
             copies = checkpoints.restore(like=dense, upcycle={"new": 0}, rename={"mlp": "new"}, partial=True)["new"]
-    assert restored.sharding == where and copies.sharding == where
+    assert restored.sharding == sharding and copies.sharding == sharding
     np.testing.assert_array_equal(restored, weights[[5, 0, 7, 0]])
     np.testing.assert_array_equal(copies, np.broadcast_to(weights[0], (8, 4, 2)))
 
 
 def test_all_experts_on_another_degree_of_expert_parallelism(saved: Checkpointer, state: Any, plans: Any) -> None:
-    where = shardings(plans["fsdp:4 ep:2"])[0]
-    restored = saved.restore(like=state, shardings=where)
+    shardings_of_plan = shardings(plans["fsdp:4 ep:2"])[0]
+    restored = saved.restore(like=state, shardings=shardings_of_plan)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(where)
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(shardings_of_plan)
 
 
 def test_experts_that_do_not_exist(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
@@ -201,9 +201,9 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
         kept = checkpoints.restored.kept
     assert all("router" in name for name in kept) and len(kept) == 4
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
-    for of in (lambda state: state.params, lambda state: averaged_params(state.ema, state.params)):
+    for part_of in (lambda state: state.params, lambda state: averaged_params(state.ema, state.params)):
         logits = [
-            program.model(of(state), state.frozen, state.variables, None)(tokens)
+            program.model(part_of(state), state.frozen, state.variables, None)(tokens)
             for program, state in ((dense, first), (moe, restored))
         ]
         np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)

@@ -37,12 +37,12 @@ def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
     def arrange(function: str, *steps: int, saves: int | None = None) -> None:
         read = getattr(orbax_storage, function)
-        left = set(steps)
+        remaining = set(steps)
 
         def beside(path: Any, *args: Any, **kwargs: Any) -> Any:
             step = int(path.name[-8:]) if path.name.startswith("step_") else 0
-            if step in left:
-                left.remove(step)
+            if step in remaining:
+                remaining.remove(step)
                 with Checkpointer(run, keep=None) as writer:
                     if saves is not None:
                         writer.save(saves, state_of(saves), config={"model": {"step": saves}}, block=True)

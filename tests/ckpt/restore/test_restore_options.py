@@ -92,22 +92,22 @@ def test_a_partial_restore(saved: Checkpointer) -> None:
 
 
 def test_kept_leaves_are_moved_to_the_requested_shardings(saved: Checkpointer, mesh8: Mesh) -> None:
-    new, there = jnp.arange(8.0), NamedSharding(mesh8, P("data"))
+    new, sharding = jnp.arange(8.0), NamedSharding(mesh8, P("data"))
     like = {"params": {"encoder": {"w": shape(8, 8)}, "adapter": new, "host": np.ones(3), "key": jax.random.key(1)}}
-    wanted = {"encoder": there, "adapter": there, "host": there, "key": NamedSharding(mesh8, P())}
+    wanted = {"encoder": sharding, "adapter": sharding, "host": sharding, "key": NamedSharding(mesh8, P())}
     params = saved.restore(like=like, partial=True, shardings={"params": wanted})["params"]
     np.testing.assert_array_equal(params["encoder"]["w"], W)
     np.testing.assert_array_equal(params["adapter"], new)
-    assert params["adapter"].sharding == there and params["key"].sharding == wanted["key"]
+    assert params["adapter"].sharding == sharding and params["key"].sharding == wanted["key"]
     assert params["host"] is like["params"]["host"] and params["key"] == like["params"]["key"]
     assert (
         saved.restore(like=like, partial=True, shardings={"params": wanted | {"adapter": None}})["params"]["adapter"]
         is new
     )
     with pytest.raises(CheckpointError, match=r"params/adapter: shape \(7,\): dim 0 of size 7 is not divisible"):
-        saved.restore(like={"params": {"adapter": jnp.ones(7)}}, partial=True, shardings=there)
+        saved.restore(like={"params": {"adapter": jnp.ones(7)}}, partial=True, shardings=sharding)
     with pytest.raises(MismatchError, match="params/adapter: not in the checkpoint, and the template has no value"):
-        saved.restore(like={"params": {"adapter": shape(8)}}, partial=True, shardings=there)
+        saved.restore(like={"params": {"adapter": shape(8)}}, partial=True, shardings=sharding)
 
 
 def test_casts_must_be_allowed(saved: Checkpointer) -> None:

@@ -49,7 +49,7 @@ def test_shardings_that_do_not_divide(tmp_path: Path, mesh8: Mesh, files_of: Cal
 
 def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
     with Checkpointer(saved) as checkpoints:
-        for wrong, message in (
+        for shardings, message in (
             (P("data"), r"shardings:\n  P(artitionSpec)?\(.*\) needs a mesh: pass NamedSharding\(mesh, "),
             (mesh8, "a Mesh is not a sharding: pass NamedSharding"),
             ("data", "a str is not a sharding"),
@@ -58,7 +58,7 @@ def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
             (NamedSharding(mesh8, P(P.UNCONSTRAINED)), "leaves a dimension unconstrained"),
         ):
             with pytest.raises(CheckpointError, match=message):
-                checkpoints.restore(like=STATE, shardings=wrong)
+                checkpoints.restore(like=STATE, shardings=shardings)
 
 
 def test_devices_and_specs_on_the_current_mesh_as_shardings(saved: Path, mesh8: Mesh) -> None:

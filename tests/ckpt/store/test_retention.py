@@ -138,8 +138,8 @@ def test_a_damaged_step_is_renamed_and_not_removed(tmp_path: Path) -> None:
     damage(tmp_path / "step_00000020")
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         with pytest.warns(CheckpointWarning, match="Step 10 is restored instead"):
-            back = checkpoints.restore(like=state)
-        assert back["w"][0] == 0 and checkpoints.latest() == 10 and steps_of(tmp_path) == [10, 20]
+            restored = checkpoints.restore(like=state)
+        assert restored["w"][0] == 0 and checkpoints.latest() == 10 and steps_of(tmp_path) == [10, 20]
         with pytest.warns(CheckpointWarning, match="step 20 in .* is damaged: it was renamed to damaged.step_00000020"):
             checkpoints.save(15, state, block=True)
         assert checkpoints.steps() == [15]

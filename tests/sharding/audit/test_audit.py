@@ -98,10 +98,10 @@ def test_unplanned_traffic_has_its_line_and_cost():
     audit = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
     gathers = [u for u in audit.unplanned if u.kind == "all-gather"]
     assert gathers and len(gathers) == len(audit.unplanned)
-    inside = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
-    assert [u.axes for u in inside] == [("dp",)]
-    assert inside[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
-    assert inside[0].us > 0 and "replicates" in inside[0].cause
+    in_the_loss = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
+    assert [u.axes for u in in_the_loss] == [("dp",)]
+    assert in_the_loss[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
+    assert in_the_loss[0].us > 0 and "replicates" in in_the_loss[0].cause
     assert audit.wire_bytes is not None and audit.predicted_wire_bytes is not None
     assert audit.unplanned_bytes == pytest.approx(audit.wire_bytes - audit.predicted_wire_bytes, rel=0.01)
     assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(audit))

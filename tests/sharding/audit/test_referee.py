@@ -36,8 +36,8 @@ def both(made, referee, referee_target=None):
     text = compiled.text
     program = parser.read(text)
     schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, made.device_order))
-    places = compiled.coordinates if target.platform != "cpu" else None
-    return schedule, schedule.run(), referee.estimate(text, referee_target or made.target, places)
+    coordinates = compiled.coordinates if target.platform != "cpu" else None
+    return schedule, schedule.run(), referee.estimate(text, referee_target or made.target, coordinates)
 
 
 def check(schedule, runs, theirs):

@@ -122,11 +122,11 @@ def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
 
 def test_a_slow_plan_is_run_once(slow, monkeypatch):
     strategies = ranked()
-    slow[strategies[0]], ran = 2.0, []
+    slow[strategies[0]], runs = 2.0, []
     turn = measured_time._turn
-    monkeypatch.setattr(measured_time, "_turn", lambda run: ran.append(run.plan.chosen) or turn(run))
+    monkeypatch.setattr(measured_time, "_turn", lambda run: runs.append(run.plan.chosen) or turn(run))
     assert planned(measure=2).chosen == strategies[1]
-    assert ran == [*strategies[:2], strategies[1], strategies[1]]  # no final turns for a single plan
+    assert runs == [*strategies[:2], strategies[1], strategies[1]]  # no final turns for a single plan
 
 
 def test_close_plans_run_final_turns(slow, monkeypatch):
@@ -155,9 +155,9 @@ def test_machines_that_are_not_attached_are_refused():
         with pytest.raises(PlanError, match=f"devices \\(8 of cpu\\), but this plan is for {has}. Use verify=k"):
             plan(product, x, x, measure=2, **options)
     assert "run on cpu:8" in plan(product, x, x, measure=2, target="cpu:8").notes[-1]
-    for wrong in (-1, True, "all"):
+    for measure in (-1, True, "all"):
         with pytest.raises(PlanError, match="measure is .*; give the number of plans to run"):
-            plan(product, x, x, measure=wrong)  # pyright: ignore[reportArgumentType]
+            plan(product, x, x, measure=measure)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError, match="measure is .*; both choose"):
         plan(product, x, x, measure=1, verify=1)
 

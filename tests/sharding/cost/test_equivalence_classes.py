@@ -69,19 +69,19 @@ def test_one_fixed_layer_is_priced_by_itself():
         chosen.fixed = dict.fromkeys(fixed, ((), ()))
         return made.cost(chosen).comm_bytes
 
-    free, each = sent([]), [sent([v]) for v in weights]
-    assert len(weights) == 5 and free != each[0]
+    without_fixed, each = sent([]), [sent([v]) for v in weights]
+    assert len(weights) == 5 and without_fixed != each[0]
     assert each == pytest.approx([each[0]] * 5)
-    assert sent(weights) - free == pytest.approx(5 * (each[0] - free))
+    assert sent(weights) - without_fixed == pytest.approx(5 * (each[0] - without_fixed))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_operators_that_are_not_priced_move_nothing(strategy):
     made, chosen = problem(), layout(strategy)
     priced = {number for each in made.cost.classes for number in each.numbers}
-    left = [op for number, op in enumerate(made.program.ops()) if op.rule is not None and number not in priced]
-    assert len(left) > 50
-    for op in left:
+    not_priced = [op for number, op in enumerate(made.program.ops()) if op.rule is not None and number not in priced]
+    assert len(not_priced) > 50
+    for op in not_priced:
         assert id(op) not in made.cost.fusion.kernels
         assert not is_decision_point(op)
         specs = [operand_spec(chosen, v) if v >= 0 else () for v in op.operands]

@@ -27,11 +27,11 @@ def test_state_counts_by_its_shards(strategy, parameter, optimizer):
 
 def test_donated_state_is_not_held_twice():
     params = mlp_state(hidden=1024)
-    kept, donated = (
+    undonated, donated = (
         plan(sgd_step, params, batch(), plan="dp:8", target="v5e:2x4", donate_argnums=d).estimate for d in ((), 0)
     )
-    assert kept.memory_bytes["temporary"] >= whole_bytes(params)
-    assert donated.peak_memory_bytes <= kept.peak_memory_bytes - 0.4 * whole_bytes(params)
+    assert undonated.memory_bytes["temporary"] >= whole_bytes(params)
+    assert donated.peak_memory_bytes <= undonated.peak_memory_bytes - 0.4 * whole_bytes(params)
     assert donated.peak_memory_bytes == sum(donated.memory_bytes.values())
 
 
@@ -87,8 +87,8 @@ def test_temporaries_of_a_loop_body_are_held_once():
         shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
         return plan(fn, *shapes, plan="dp:8", target="h100:8").estimate.memory_bytes["temporary"]
 
-    carry, inside = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
-    assert run(2) == run(9) >= 2 * carry + inside
+    carry, temporary = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
+    assert run(2) == run(9) >= 2 * carry + temporary
 
 
 def test_a_call_does_not_change_memory():

@@ -79,8 +79,8 @@ def of_no_line(made):
 def test_updated_parameters_are_gathered_where_they_are_stored_whole():
     params = mlp_state()
     made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
-    sent = [size for kind, axis, size, line in made.traffic if line == "parameters, once updated"]
-    assert sent == [pytest.approx(7 / 8 * whole_bytes(params))]
+    gathered_bytes = [size for kind, axis, size, line in made.traffic if line == "parameters, once updated"]
+    assert gathered_bytes == [pytest.approx(7 / 8 * whole_bytes(params))]
     for strategy in ("dp:8", "fsdp:8"):
         made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
         assert not [line for *_, line in made.traffic if line == "parameters, once updated"]
@@ -134,8 +134,8 @@ def test_small_values_that_are_read_soon_stay_in_on_chip_memory():
         def fn(*xs):
             return jnp.cumsum(functools.reduce(jnp.multiply, [jnp.sort(x, axis=1) for x in xs]), axis=1)
 
-        given = [jax.ShapeDtypeStruct((rows, 1024), "float32")] * arrays
-        return plan(fn, *given, target=target).estimate.compute_us
+        inputs = [jax.ShapeDtypeStruct((rows, 1024), "float32")] * arrays
+        return plan(fn, *inputs, target=target).estimate.compute_us
 
     assert compute_us(32_768, "v5e:1x1") == pytest.approx(2 * 32 * compute_us(1024, "v5e:1x1"))
     assert compute_us(16_384, "h100:1") == pytest.approx(16 * compute_us(1024, "h100:1"))

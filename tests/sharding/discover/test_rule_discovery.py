@@ -266,12 +266,13 @@ def test_not_a_function():
 def test_values_that_the_function_rejects_are_skipped():
     table = np.arange(7, dtype=np.float32) ** 2
 
-    def looked_up(at):
-        assert at.min() >= 0, "a negative position"
-        return table[at]
+    def looked_up(index):
+        assert index.min() >= 0, "a negative position"
+        return table[index]
 
     discovery = discover(
-        lambda at: jax.pure_callback(looked_up, jax.ShapeDtypeStruct(at.shape, np.float32), at), np.array([1, 2, 3, 6])
+        lambda index: jax.pure_callback(looked_up, jax.ShapeDtypeStruct(index.shape, np.float32), index),
+        np.array([1, 2, 3, 6]),
     )
     assert discovery.text == "a -> a" and discovery.evidence[0].sets < 16
 

@@ -18,11 +18,11 @@ def wires(name, order=None):
 
 def along(target, mesh, axis):
     """The groups of a mesh axis."""
-    places = list(product(*(range(n) for n in mesh.values())))
-    at = list(mesh).index(axis)
+    coordinates = list(product(*(range(n) for n in mesh.values())))
+    dim = list(mesh).index(axis)
     groups = {}
-    for number, place in enumerate(places):
-        groups.setdefault(place[:at] + place[at + 1 :], []).append(number)
+    for number, place in enumerate(coordinates):
+        groups.setdefault(place[:dim] + place[dim + 1 :], []).append(number)
     return tuple(map(tuple, groups.values()))
 
 

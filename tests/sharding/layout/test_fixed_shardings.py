@@ -109,16 +109,16 @@ def test_meshes_with_explicit_axes_are_accepted():
 
 def test_a_plan_goes_through_json():
     made = plan(sgd_step, mlp_state(), batch(), plan="fsdp:4 tp:2")
-    read = Plan.from_json(made.to_json())
-    assert read.to_json() == made.to_json()
+    reread = Plan.from_json(made.to_json())
+    assert reread.to_json() == made.to_json()
     with pytest.raises(AutoshardError, match="plan.bind"):
-        read.jit()
-    bound = read.bind(sgd_step, mlp_state(), batch())
+        reread.jit()
+    bound = reread.bind(sgd_step, mlp_state(), batch())
     assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
-    used = auto_shard(sgd_step, plan=read)
+    used = auto_shard(sgd_step, plan=reread)
     assert specs(used.plan(mlp_state(), batch())) == specs(made)
     with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
-        read.bind(sgd_step, mlp_state(hidden=256), batch())
+        reread.bind(sgd_step, mlp_state(hidden=256), batch())
 
 
 def test_a_plan_from_json_keeps_what_was_fixed():
@@ -289,10 +289,10 @@ def test_a_mesh_with_more_devices_than_there_are():
 
 
 def test_a_leaked_tracer_is_named():
-    kept = []
-    jax.jit(lambda x: kept.append(x) or x)(batch())
+    leaked = []
+    jax.jit(lambda x: leaked.append(x) or x)(batch())
     with pytest.raises(AutoshardError, match="argument '1' is a leaked tracer"):
-        auto_shard(sgd_step)(mlp_state(), kept[0])
+        auto_shard(sgd_step)(mlp_state(), leaked[0])
 
 
 def test_a_state_that_changes_through_the_step_is_named():

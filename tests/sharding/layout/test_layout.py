@@ -65,10 +65,10 @@ def test_a_gradient_is_sharded_as_its_own_state_not_as_a_weight_with_transposed_
     """JAX returns gradients transposed, and the other weight of a perceptron has these axes in this order."""
     params = jax.eval_shape(lambda: mlp_state(hidden=128))
     step = auto_shard(adamw_step, plan="fsdp:4 tp:2", donate_argnums=0)
-    given = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
-    stored = {leaf.path: leaf.spec for leaf in step.plan(*given).inputs}
+    state = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
+    stored = {leaf.path: leaf.spec for leaf in step.plan(*state).inputs}
     assert stored["0/0/w"] == P("fsdp", "tp") and stored["0/0/v"] == P(("tp", "fsdp"))
-    assert "all-to-all" not in step.lower(*given).compile().as_text()
+    assert "all-to-all" not in step.lower(*state).compile().as_text()
 
 
 @pytest.mark.parametrize(

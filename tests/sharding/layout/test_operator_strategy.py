@@ -131,5 +131,5 @@ def test_a_gradient_is_reduce_scattered_before_it_is_all_reduced():
     operands = OperandSpecs(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
     results = OperandSpecs(rule.results, [1600], [((), ("b",))], rule, mesh)
     plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
-    wanted = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
-    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == wanted
+    expected = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
+    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == expected

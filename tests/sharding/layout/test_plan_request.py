@@ -45,8 +45,8 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
     specs = {leaf.path: leaf.spec for leaf in made.inputs}
     assert sizes(made) == {"tp": 4, "tp_1": 2}
     assert specs["1"] == P(None, "tp") and specs["3"] == P(None, ("tp", "tp_1"))
-    given = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
-    assert sizes(given) == {"tp": 8}  # a given mesh is never split
+    on_given_mesh = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
+    assert sizes(on_given_mesh) == {"tp": 8}  # a given mesh is never split
 
 
 @pytest.mark.parametrize(

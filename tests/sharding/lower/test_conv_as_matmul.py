@@ -25,8 +25,8 @@ def conv(x: jax.Array, w: jax.Array, stride: int = 1, layout: str = "NHWC", kern
     return lax.conv_general_dilated(x, w, (stride,) * len(spatial), "SAME", dimension_numbers=numbers, **more)
 
 
-def kernel_gradient(x: jax.Array, w: jax.Array, **how: Any) -> Callable[..., jax.Array]:
-    return lambda x, w: jax.grad(lambda w: (jnp.sin(conv(x, w, **how)) ** 2).sum())(w)
+def kernel_gradient(x: jax.Array, w: jax.Array, **options: Any) -> Callable[..., jax.Array]:
+    return lambda x, w: jax.grad(lambda w: (jnp.sin(conv(x, w, **options)) ** 2).sum())(w)
 
 
 CASES = {
@@ -43,16 +43,16 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
-    shape, kernel, how = CASES[name]
+    shape, kernel, options = CASES[name]
     x, w = jax.random.normal(jax.random.key(0), shape), jax.random.normal(jax.random.key(1), kernel)
-    *_, op = convolutions(kernel_gradient(x, w, **how), x, w)
+    *_, op = convolutions(kernel_gradient(x, w, **options), x, w)
     assert is_matmul(op)
     lhs, rhs = (jax.random.normal(jax.random.key(i), v.aval.shape) for i, v in enumerate(op.eqn.invars))
     want = op.eqn.primitive.bind(lhs, rhs, **op.eqn.params)
     match = matmul(op, lhs, rhs)
     spec = tuple((f"axis{dim}",) for dim in range(want.ndim))
-    kept = [axes for axes, size in zip(spec, want.shape, strict=True) if size > 1]
-    assert list(drop_window_dims(op, spec)) == kept
+    sharded_dims = [axes for axes, size in zip(spec, want.shape, strict=True) if size > 1]
+    assert list(drop_window_dims(op, spec)) == sharded_dims
     np.testing.assert_allclose(add_window_dims(op, match), want, rtol=1e-5, atol=1e-5)
 
 

@@ -32,8 +32,8 @@ def experts_of(x, layer):
     rows = x[order // CHOICES]
     hidden = jax.nn.silu(lax.ragged_dot(rows, layer["gate"], sizes)) * lax.ragged_dot(rows, layer["up"], sizes)
     made = lax.ragged_dot(hidden, layer["down"], sizes)
-    back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
-    return jnp.sum(back.reshape(-1, CHOICES, EMBED) * weights[..., None], 1)
+    by_choice = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
+    return jnp.sum(by_choice.reshape(-1, CHOICES, EMBED) * weights[..., None], 1)
 
 
 def loss_fn(params, tokens):

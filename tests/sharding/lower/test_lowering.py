@@ -215,18 +215,18 @@ def test_a_planned_solve_can_be_differentiated():
 
 
 def test_a_host_callback_runs_once_with_the_whole_array():
-    seen = []
+    received = []
 
     def run(w, x):
-        jax.debug.callback(lambda h: seen.append(np.asarray(h)), x @ w)
+        jax.debug.callback(lambda h: received.append(np.asarray(h)), x @ w)
         return (x @ w).sum()
 
     x = batch(size=32)
     planned = auto_shard(run, plan="dp:8")
     assert_close(run(W, x), planned(W, x))
     jax.effects_barrier()
-    assert [h.shape for h in seen] == [(32, 64)] * 2 and not planned.plan(W, x).unknown
-    assert_close(*seen)
+    assert [h.shape for h in received] == [(32, 64)] * 2 and not planned.plan(W, x).unknown
+    assert_close(*received)
 
 
 def test_the_shard_map_of_a_user_runs_in_a_planned_program(mesh_of):
@@ -252,8 +252,8 @@ def test_shardings_of_a_nested_jit_are_kept(mesh_of):
         x, w = batch(size=16), batch(1, 64) * 0.1
         assert_close(plain(x, w), sharded(x, w))
         assert constraint.search(sharded.lower(x, w).as_text())
-    free = auto_shard(lambda x, w: jax.jit(lambda h: h * 2)(jnp.tanh(x @ w)), mesh=mesh).lower(x, w).as_text()
-    assert not constraint.search(free)
+    unconstrained = auto_shard(lambda x, w: jax.jit(lambda h: h * 2)(jnp.tanh(x @ w)), mesh=mesh).lower(x, w).as_text()
+    assert not constraint.search(unconstrained)
 
 
 def test_own_specs_returns_every_sharding_in_a_program(mesh_of):

@@ -186,5 +186,5 @@ def test_a_calibrated_target_can_be_planned_for(tmp_path):
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (512, 64))]
     made = autoshard.plan(lambda w, x: x @ w, *shapes, target=str(tmp_path / "here.toml"))
     assert made.mesh.size == 8 and made.estimate.compute_us > 0
-    alone = calibrate(jax.devices()[:1], small)
-    assert alone.devices == 1 and alone.chip.link_bandwidth == CHIPS["cpu"].link_bandwidth
+    one_device = calibrate(jax.devices()[:1], small)
+    assert one_device.devices == 1 and one_device.chip.link_bandwidth == CHIPS["cpu"].link_bandwidth

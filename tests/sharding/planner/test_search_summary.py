@@ -101,7 +101,11 @@ def test_times_of_collectives_sum_to_the_communication_time_of_the_step(words):
 
 def test_only_asynchronous_collectives_are_hidden():
     plan = autoshard.plan(train_step, *shapes(batch=4096), target="v5e:2x4", plan="fsdp:8", donate_argnums=0)
-    hidden = {kind for (kind, *_), (us, waits) in zip(plan.traffic, plan.traffic_us, strict=True) if us > waits * 1.001}
+    hidden = {
+        kind
+        for (kind, *_), (us, exposed_us) in zip(plan.traffic, plan.traffic_us, strict=True)
+        if us > exposed_us * 1.001
+    }
     assert hidden == {"all-gather"}  # the only collective of data parallelism that v5e's compiler makes asynchronous
 
 
@@ -114,8 +118,8 @@ def test_activations_are_listed_with_axes_and_shardings():
     assert all("batch" in "*".join(one.axes) for one in by_axes.values())
     gradients = [one for one in plan.activations if one.role == "gradient"]
     assert any(one.axes == ("vocab", "embed") and tuple(one.spec) == ("tp", "fsdp") for one in gradients)
-    held = sum(one.held_bytes for one in plan.activations)
-    assert 0 < held <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
+    held_bytes = sum(one.held_bytes for one in plan.activations)
+    assert 0 < held_bytes <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
     sizes = mesh_sizes(plan)
     tiles = 128 / 16  # upper bound: the sequence has size 16
     assert all(one.held_bytes <= one.count * local_bytes(one, sizes) * tiles for one in by_axes.values())

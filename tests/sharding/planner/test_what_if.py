@@ -28,8 +28,8 @@ def planned(words: Any = "fsdp:2 tp:4 seq", **options: Any) -> Plan:
 
 
 def with_fixed(words: Any, fixed: Any, **options: Any) -> Plan:
-    given: dict[str, Any] = {"plan": words, "target": "cpu:8", "donate_argnums": 0, "fixed": fixed} | options
-    return autoshard.plan(train_step, *shapes(), **given)
+    settings: dict[str, Any] = {"plan": words, "target": "cpu:8", "donate_argnums": 0, "fixed": fixed} | options
+    return autoshard.plan(train_step, *shapes(), **settings)
 
 
 def leaf(plan: Plan, path: str) -> Any:
@@ -72,8 +72,8 @@ def test_an_alternative_that_does_not_fit_is_infeasible():
         if not any(x.fixed["0/params/embed"])
     )
     assert table.peak_bytes > limit
-    over = bytes_text(table.peak_bytes - limit)
-    assert re.search(rf"P\(\) infeasible: .*{over} over the limit of", flat(plan.explain("params/embed")))
+    excess = bytes_text(table.peak_bytes - limit)
+    assert re.search(rf"P\(\) infeasible: .*{excess} over the limit of", flat(plan.explain("params/embed")))
 
 
 def test_tensors_that_cannot_be_sharded_have_no_alternatives():
@@ -90,10 +90,13 @@ def test_a_wish_costs_what_its_plan_costs():
     text = flat(plan.explain(WQ, P()))
     # The parameter is gathered after its update instead of before its use.
     assert text.startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time under this plan (fsdp:8): step ")
-    alone, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
-    assert alone.step_time_us < both.step_time_us  # so the moment keeps its sharding
-    change = change_text(alone.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
-    assert f"step {time_text(alone.step_time_us)}, {change}; memory {bytes_text(alone.peak_memory_bytes)}" in text
+    weight_only, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
+    assert weight_only.step_time_us < both.step_time_us  # so the moment keeps its sharding
+    change = change_text(weight_only.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
+    assert (
+        f"step {time_text(weight_only.step_time_us)}, {change}; memory {bytes_text(weight_only.peak_memory_bytes)}"
+        in text
+    )
     change = change_text(both.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
     assert f"alone; with its moment sharded the same way: step {change}" in text
     assert f"to get it: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
@@ -171,10 +174,10 @@ def test_a_wish_needs_the_function():
 
 def test_a_plan_read_from_json_prices_wishes_alike():
     plan = planned("fsdp:8")
-    again = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
-    ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, again))
+    reread = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
+    ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, reread))
     assert (ours.step_time_us, ours.peak_bytes) == pytest.approx((theirs.step_time_us, theirs.peak_bytes))
-    assert flat(again.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
+    assert flat(reread.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
 
 
 def test_the_moments_of_a_parameter():
@@ -236,9 +239,9 @@ def test_a_stack_with_a_fixed_sharding_is_gathered_for_its_loop(words, dim):
 def test_fix_plan_again_and_compare():
     searched = planned(None)
     spec = P() if leaf(searched, WQ).spec != P() else P(searched.mesh.axis_names[0])
-    again = with_fixed(searched.chosen, {WQ: spec, MOMENT: spec})
-    text = flat(searched.diff(again))
+    replanned = with_fixed(searched.chosen, {WQ: spec, MOMENT: spec})
+    text = flat(searched.diff(replanned))
     assert "input attention/wq x2: " in text and text.count("input ") == 1
-    assert f"{time_text(searched.estimate.step_time_us)} -> {time_text(again.estimate.step_time_us)}" in text
-    assert again.estimate.step_time_us > searched.estimate.step_time_us
-    assert "fixed by the user" in flat(again.explain(WQ)) or spec == P()
+    assert f"{time_text(searched.estimate.step_time_us)} -> {time_text(replanned.estimate.step_time_us)}" in text
+    assert replanned.estimate.step_time_us > searched.estimate.step_time_us
+    assert "fixed by the user" in flat(replanned.explain(WQ)) or spec == P()

@@ -100,9 +100,9 @@ def test_explain_shows_traffic_if_the_function_is_known():
 def test_traffic_of_parameters_sums_to_the_traffic_of_the_plan(words):
     """Under data parallelism, nearly all traffic is of parameters and gradients, each counted once."""
     plan = planned(words)
-    own = sum(
+    of_parameters = sum(
         sum(traffic_of(bound_or_error(plan.bound), i).values())
         for i, x in enumerate(plan.inputs)
         if x.role == "parameter"
     )
-    assert 0.97 * plan.estimate.comm_bytes <= own <= plan.estimate.comm_bytes * 1.0001
+    assert 0.97 * plan.estimate.comm_bytes <= of_parameters <= plan.estimate.comm_bytes * 1.0001

@@ -155,10 +155,10 @@ def test_results_computed_from_state_keep_its_sharding():
     train = auto_shard(sgd_step, plan="fsdp:8")
     params, _ = train(mlp_state(), batch())
     eighth = whole_bytes(params) / 8
-    taken = auto_shard(lambda s, x: (s["p"], x.sum()))({"p": params, "o": params}, batch())[0]
+    returned = auto_shard(lambda s, x: (s["p"], x.sum()))({"p": params, "o": params}, batch())[0]
     moments = auto_shard(optax.adam(1e-3).init)(params)
     narrow = auto_shard(lambda p: jax.tree.map(lambda a: a.astype(jnp.bfloat16), p))(params)
-    assert device_bytes(taken) == eighth
+    assert device_bytes(returned) == eighth
     assert device_bytes(moments) <= 2 * eighth + 8
     assert device_bytes(narrow) <= eighth / 2
 

@@ -25,12 +25,12 @@ def train_step():
 
 def test_the_fastest_candidate_that_fits_is_chosen():
     options: Any = dict(target="h100:8", donate_argnums=0)
-    free = plan(*train_step(), **options)
-    peaks = {name: peak for name, _, peak in free.candidates}
-    assert min(peaks.values()) < peaks[free.chosen]
-    for limit in (min(peaks.values()), peaks[free.chosen] - 1, peaks[free.chosen]):
+    unlimited = plan(*train_step(), **options)
+    peaks = {name: peak for name, _, peak in unlimited.candidates}
+    assert min(peaks.values()) < peaks[unlimited.chosen]
+    for limit in (min(peaks.values()), peaks[unlimited.chosen] - 1, peaks[unlimited.chosen]):
         made = plan(*train_step(), memory_limit_bytes=limit, **options)
-        fastest = min(us for _, us, peak in free.candidates if peak <= limit)
+        fastest = min(us for _, us, peak in unlimited.candidates if peak <= limit)
         assert made.estimate.peak_memory_bytes <= limit
         assert made.estimate.step_time_us == pytest.approx(fastest, abs=1e-3)
     with pytest.raises(PlanError, match="no plan fits"):
@@ -40,8 +40,8 @@ def test_the_fastest_candidate_that_fits_is_chosen():
 def test_a_candidate_has_the_same_price_when_it_is_requested():
     options: Any = dict(target="h100:8", donate_argnums=0)
     for name, step_time_us, peak in plan(*train_step(), **options).candidates:
-        alone = plan(*train_step(), plan=name, **options).estimate
-        assert (step_time_us, peak) == pytest.approx((alone.step_time_us, alone.peak_memory_bytes)), name
+        requested = plan(*train_step(), plan=name, **options).estimate
+        assert (step_time_us, peak) == pytest.approx((requested.step_time_us, requested.peak_memory_bytes)), name
 
 
 def test_a_slow_variant_that_fits_is_preferred_to_a_fast_one_that_does_not():

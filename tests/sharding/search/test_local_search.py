@@ -71,9 +71,9 @@ def test_a_changed_plan_can_be_requested(monkeypatch):
     made = with_few_rows()
     assert "+" in made.chosen or "-" in made.chosen
     assert made.estimate.step_time_us < 0.95 * named.estimate.step_time_us
-    again = with_few_rows(made.chosen)
-    assert again.estimate == made.estimate
-    assert [leaf.spec for leaf in again.inputs] == [leaf.spec for leaf in made.inputs]
+    requested = with_few_rows(made.chosen)
+    assert requested.estimate == made.estimate
+    assert [leaf.spec for leaf in requested.inputs] == [leaf.spec for leaf in made.inputs]
 
 
 @pytest.mark.parametrize(("name", "target"), [("gpt-tiny", "h100:8"), ("mixtral-tiny", "v5e:2x4")])

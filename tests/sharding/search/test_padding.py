@@ -35,9 +35,9 @@ def test_every_report_has_it():
     original = planned(50257, "tp:8")
     gain = r"\d+ ms \(-\d+\.\d %\) and [\d.]+ GiB less"
     words = rf"vocab 50257 is not divisible by 8. Padded to 50264, a step would take {gain}"
-    again = Plan.from_json(original.to_json())
-    assert again.padding == original.padding
-    for text in (str(original), original.explain("embed"), str(again)):
+    reread = Plan.from_json(original.to_json())
+    assert reread.padding == original.padding
+    for text in (str(original), original.explain("embed"), str(reread)):
         assert re.search(words, " ".join(text.split())), text
     assert "Padded to" not in original.explain("wq")
 

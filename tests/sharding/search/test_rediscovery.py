@@ -58,10 +58,16 @@ def test_the_sequence_is_sharded_between_the_pairs():
     """The residual stream is sharded by its sequence: sums are reduce-scattered into it, and gathered from it."""
     planned = planned_for("llama2-70b", "v5p:8x8x4", batch_size=64)
     tensor = axes(planned, "mlp/w_up", 2) & axes(planned, "mlp/w_down", 1)
-    over = {a: planned.axis_rules[a] for a in tensor}
-    assert all("seq" in named and list(named).index("ffn") < list(named).index("seq") for named in over.values())
-    sent = {kind: size for kind, size in sums(planned, tensor).items()}
-    assert sent["reduce-scatter"] > 20e9 and sent["all-gather"] > 20e9 and sent.get("all-reduce", 0) < 1e9
+    logical_axes = {a: planned.axis_rules[a] for a in tensor}
+    assert all(
+        "seq" in named and list(named).index("ffn") < list(named).index("seq") for named in logical_axes.values()
+    )
+    sent_bytes = {kind: size for kind, size in sums(planned, tensor).items()}
+    assert (
+        sent_bytes["reduce-scatter"] > 20e9
+        and sent_bytes["all-gather"] > 20e9
+        and sent_bytes.get("all-reduce", 0) < 1e9
+    )
     plain = plan(
         *workload_step(workload("llama2-70b").with_(batch_size=64)),
         target="v5p:8x8x4", plan=planned.chosen.replace(" seq", ""), donate_argnums=0,
@@ -79,9 +85,9 @@ def test_zero_3_for_a_model_of_medium_size_and_a_large_batch():
     assert axes(planned, "1/inputs", 0) == whole(planned)
     for end in ("mlp/w_up", "attention/wo", "embed", "head"):
         (leaf,) = [leaf for leaf in planned.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
-        over = {a for d in range(len(leaf.shape)) for a in axes(planned, end, d)}
-        assert math.prod(planned.mesh.shape[a] for a in over) >= 32, end
-        assert {kind for kind, names, size, _ in planned.traffic if size > 1e9 and over & set(names.split())} == {
+        mesh_axes = {a for d in range(len(leaf.shape)) for a in axes(planned, end, d)}
+        assert math.prod(planned.mesh.shape[a] for a in mesh_axes) >= 32, end
+        assert {kind for kind, names, size, _ in planned.traffic if size > 1e9 and mesh_axes & set(names.split())} == {
             "all-gather",
             "reduce-scatter",
         }
@@ -93,15 +99,15 @@ def test_zero_3_costs_two_gathers_and_one_reduction_of_each_parameter():
     planned = plan(
         *workload_step(workload("gpt-1.3b").with_(batch_size=64)), target="h100:1x8", plan="fsdp:8", donate_argnums=0
     )
-    sent = {kind: sum(size for k, _, size, _ in planned.traffic if k == kind) for kind, *_ in planned.traffic}
+    sent_bytes = {kind: sum(size for k, _, size, _ in planned.traffic if k == kind) for kind, *_ in planned.traffic}
     weights = sum(
         2 * leaf.shape[0] * leaf.shape[1] * leaf.shape[2] * (leaf.shape[3] if len(leaf.shape) > 3 else 1)
         for leaf in planned.inputs
         if leaf.role == "parameter" and len(leaf.shape) >= 3 and "blocks" in leaf.path and "/b" not in leaf.path[-4:]
     )  # the layers' matrices, in 16 bits
-    assert sent["all-gather"] == pytest.approx(2 * 7 / 8 * weights, rel=0.15)
-    assert sent["reduce-scatter"] == pytest.approx(7 / 8 * weights, rel=0.3)
-    assert sent.get("all-reduce", 0) < 0.02 * sent["all-gather"]
+    assert sent_bytes["all-gather"] == pytest.approx(2 * 7 / 8 * weights, rel=0.15)
+    assert sent_bytes["reduce-scatter"] == pytest.approx(7 / 8 * weights, rel=0.3)
+    assert sent_bytes.get("all-reduce", 0) < 0.02 * sent_bytes["all-gather"]
 
 
 def test_a_convolutional_model_is_data_parallel():

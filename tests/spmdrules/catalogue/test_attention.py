@@ -70,26 +70,26 @@ def test_linear_attention_equals_its_quadratic_form():
 
 def test_decoding_with_a_cache_gives_the_last_row():
     caches = attention.kv_cache_update(jnp.zeros_like(K), jnp.zeros_like(V), K[:, :11], V[:, :11], jnp.int32(0))
-    at = jnp.asarray([11, 11], jnp.int32)
-    k, v = (attention.ragged_cache_update(c, x[:, 11], at) for c, x in zip(caches, (K, V), strict=True))
-    close(attention.decode_attention(Q[:, 11], k, v, at + 1), attention.causal_attention(Q, K, V)[:, 11])
+    positions = jnp.asarray([11, 11], jnp.int32)
+    k, v = (attention.ragged_cache_update(c, x[:, 11], positions) for c, x in zip(caches, (K, V), strict=True))
+    close(attention.decode_attention(Q[:, 11], k, v, positions + 1), attention.causal_attention(Q, K, V)[:, 11])
     table = jnp.asarray([[4, 1, 3], [0, 5, 2]], jnp.int32)
     k, v = (jnp.zeros((6, 4, 4, 8)).at[table].set(x.reshape(2, 3, 4, 4, 8)) for x in (K, V))
-    close(attention.paged_attention(Q[:, 11], k, v, table, at + 1), attention.causal_attention(Q, K, V)[:, 11])
+    close(attention.paged_attention(Q[:, 11], k, v, table, positions + 1), attention.causal_attention(Q, K, V)[:, 11])
 
 
 @pytest.mark.parametrize("rope", [attention.rope, attention.rope_interleaved])
 def test_rotated_scores_depend_only_on_distance(rope):
-    places = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
-    scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (places, places + 100)]
+    positions = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
+    scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (positions, positions + 100)]
     close(scores[0], scores[1], 1e-3)
-    close(jnp.linalg.norm(rope(Q, places), axis=-1), jnp.linalg.norm(Q, axis=-1))
+    close(jnp.linalg.norm(rope(Q, positions), axis=-1), jnp.linalg.norm(Q, axis=-1))
 
 
 def test_the_two_rope_conventions_differ_in_the_order_of_pairs():
-    places = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
     order = np.arange(8).reshape(4, 2).T.reshape(-1)  # even indices first
-    close(attention.rope(Q[..., order], places), attention.rope_interleaved(Q, places)[..., order])
+    close(attention.rope(Q[..., order], positions), attention.rope_interleaved(Q, positions)[..., order])
     pair = jnp.asarray([[[[1.0, 0.0]]]])
     angle = np.float32(3.0)
     close(attention.rope(pair, jnp.full((1, 1), 3, jnp.int32))[0, 0, 0], np.asarray([np.cos(angle), np.sin(angle)]))

@@ -193,8 +193,8 @@ FORWARD_SAMPLE = [param for param in FORWARD if param.id in ("layer_norm", "max_
 def with_random_floats(case: Case) -> Case:
     """A case with random floats. Those of a derivative may cancel, as in products of an inverse with its matrix."""
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in case.operands]
-    drawn = [values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
-    return Case(case.eqn, tuple(r if f else x for f, r, x in zip(floats, drawn, case.operands, strict=True)))
+    random = [values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
+    return Case(case.eqn, tuple(r if f else x for f, r, x in zip(floats, random, case.operands, strict=True)))
 
 
 @pytest.mark.whole
@@ -322,7 +322,7 @@ def test_compiled_for_devices(op, gradient):
         return jax.tree.leaves(chosen.fn(*tree.unflatten(xs)))
 
     expected = [to_numpy(x) for x in jax.jit(run, compiler_options=FAST_COMPILE)(*leaves)]
-    wrong = []
+    errors = []
     for f in rule.cuttable:
         if (where := placed(rule, f)) is None:
             continue
@@ -333,7 +333,7 @@ def test_compiled_for_devices(op, gradient):
         actual = compiled(*(jax.device_put(x, sharded(spec)) for x, spec in zip(leaves, inputs, strict=True)))
         for r, (a, b) in enumerate(zip(expected, actual, strict=True)):
             if text := difference(a, to_numpy(b), ROUNDING.get(str(a.dtype))):
-                wrong.append(f"{f.name}: result {r}: {text}")
+                errors.append(f"{f.name}: result {r}: {text}")
         if not costly and (chosen.name, f.name) not in COSTLY:
-            wrong += [f"{f.name} ({f.kind}): {each}" for each in excess(f, rule, leaves, compiled.as_text() or "")]
-    assert not wrong, f"{rule}\n" + "\n".join(wrong)
+            errors += [f"{f.name} ({f.kind}): {each}" for each in excess(f, rule, leaves, compiled.as_text() or "")]
+    assert not errors, f"{rule}\n" + "\n".join(errors)

@@ -53,8 +53,8 @@ def test_choices_past_the_capacity_are_dropped_first_choices_first():
     dispatch, combine = moe.capacity_masks(weights, chosen, experts=2, capacity=2)
     # Expert 0 gets tokens 0 and 1. Expert 1 gets token 2 (its first choice), then token 0. Token 1 is dropped there.
     expected = np.zeros((1, 3, 2, 2), np.float32)
-    for token, expert, place, weight in ((0, 0, 0, 0.6), (1, 0, 1, 0.7), (2, 1, 0, 0.8), (0, 1, 1, 0.4)):
-        expected[0, token, expert, place] = weight
+    for token, expert, slot, weight in ((0, 0, 0, 0.6), (1, 0, 1, 0.7), (2, 1, 0, 0.8), (0, 1, 1, 0.4)):
+        expected[0, token, expert, slot] = weight
     close(combine, expected)
     close(dispatch, (expected > 0).astype(np.float32))
 
@@ -93,6 +93,6 @@ def test_sharded_groups_and_sharded_experts_move_nothing():
     weights = (GATE, UP, DOWN)
     propagation = propagate(moe.moe_layer, X, ROUTER, *weights, in_specs=(P("dp"), *(P(),) * 4), mesh={"dp": 4})
     assert not propagation.reshards and propagation.out_specs == (P("dp"), P("dp"))
-    places = jnp.zeros((4, 4, 8, 12))
-    propagation = propagate(moe.expert_feed_forward, places, *weights, in_specs=P("ep"), mesh={"ep": 4})
+    slots = jnp.zeros((4, 4, 8, 12))
+    propagation = propagate(moe.expert_feed_forward, slots, *weights, in_specs=P("ep"), mesh={"ep": 4})
     assert not propagation.reshards and propagation.out_specs == P("ep")

@@ -102,9 +102,9 @@ def test_weights():
 
 def test_spectral_norm_reaches_the_largest_singular_value():
     kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
-    left = jnp.ones(6)
+    vector = jnp.ones(6)
     for _ in range(200):
-        normal, left = norms.spectral_norm(kernel, left)
+        normal, vector = norms.spectral_norm(kernel, vector)
     close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
 
 

@@ -148,8 +148,8 @@ def test_batched_text():
 def test_propagation_follows_the_declaration():
     norm = norm_operator()
     avals = jax.ShapeDtypeStruct((4, 4, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
-    free = propagate(norm, *avals, in_specs=(P("a", "b"), P()), mesh={"a": 2, "b": 2})
-    assert free.out_specs == P("a", "b") and not free.reshards and not free.unknown
+    propagation = propagate(norm, *avals, in_specs=(P("a", "b"), P()), mesh={"a": 2, "b": 2})
+    assert propagation.out_specs == P("a", "b") and not propagation.reshards and not propagation.unknown
     whole = propagate(norm, *avals, in_specs=(P(None, None, "a"), P("a")), mesh={"a": 2})
     assert whole.out_specs == P() and [r.kind for r in whole.reshards] == ["all-gather", "all-gather"]
     product = operator("b k, k n -> b n; reduce k")(plain_matmul)
@@ -186,11 +186,11 @@ def test_run_sharded_is_the_function_in_value_and_gradient(specs, mesh8):
         (out,) = run_sharded(eqn.params, mesh8, specs, (specs[0],), *xs)
         return out
 
-    cut = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
-    close(jax.jit(sharded)(*cut), plain_norm(*args))
+    sharded_args = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
+    close(jax.jit(sharded)(*sharded_args), plain_norm(*args))
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*cut), jax.grad(loss(plain_norm), (0, 1))(*args))
-    assert not COLLECTIVE.findall(compiled(sharded, *cut))
+    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*sharded_args), jax.grad(loss(plain_norm), (0, 1))(*args))
+    assert not COLLECTIVE.findall(compiled(sharded, *sharded_args))
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,11 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     def sharded(*xs):
         return run_sharded(eqn.params, mesh8, specs, (goal,), *xs)[0]
 
-    cut = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
-    close(jax.jit(sharded)(*cut), plain_matmul(*args))
+    sharded_args = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
+    close(jax.jit(sharded)(*sharded_args), plain_matmul(*args))
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*cut), jax.grad(loss(plain_matmul), (0, 1))(*args))
-    assert COLLECTIVE.findall(compiled(sharded, *cut)) == [collective]
+    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*sharded_args), jax.grad(loss(plain_matmul), (0, 1))(*args))
+    assert COLLECTIVE.findall(compiled(sharded, *sharded_args)) == [collective]
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_a_pallas_kernel_runs_plain_and_on_shards(mesh8):
     def sharded(x):
         return run_sharded(params, mesh8, [P("data", "model")], [P("data", "model")], x)[0]
 
-    cut = jax.device_put(x, NamedSharding(mesh8, P("data", "model")))
-    close(jax.jit(sharded)(cut), 3 * x)
-    close(jax.jit(jax.grad(lambda x: (sharded(x) ** 2).sum()))(cut), 18 * x)
-    assert not COLLECTIVE.findall(compiled(sharded, cut))
+    sharded_x = jax.device_put(x, NamedSharding(mesh8, P("data", "model")))
+    close(jax.jit(sharded)(sharded_x), 3 * x)
+    close(jax.jit(jax.grad(lambda x: (sharded(x) ** 2).sum()))(sharded_x), 18 * x)
+    assert not COLLECTIVE.findall(compiled(sharded, sharded_x))
 
 
 def lapack_factor(x):
@@ -292,12 +292,12 @@ def test_an_ffi_call_is_planned_and_runs_on_shards(mesh8):
     def loss_in_jax(x):
         return (jnp.linalg.cholesky(2.0 * x) ** 3).sum()
 
-    cut = jax.device_put(x, NamedSharding(mesh8, P(("data", "model"))))
+    sharded_x = jax.device_put(x, NamedSharding(mesh8, P(("data", "model"))))
     step = autoshard.auto_shard(jax.value_and_grad(loss), mesh=mesh8, fixed={"0": P(("data", "model"))})
-    (plan,) = [step.plan(cut)]
+    (plan,) = [step.plan(sharded_x)]
     assert plan.unknown == {} and [line for line in plan.traffic if line[0] != "all-reduce"] == []
-    close(step(cut), jax.value_and_grad(loss_in_jax)(x))
-    text = plan.jit().lower(cut).compile().as_text() or ""
+    close(step(sharded_x), jax.value_and_grad(loss_in_jax)(x))
+    text = plan.jit().lower(sharded_x).compile().as_text() or ""
     assert "lapack_spotrf_ffi" in text and set(COLLECTIVE.findall(text)) == {"all-reduce"}
 
 
@@ -315,8 +315,10 @@ def test_source_lines_are_the_users():
 
     norm = operator("b s d, d -> b s d; whole d", name="norm")(plain_norm)
     x, scale = normal(0, 4, 4, 8), jnp.ones(8)
-    (moved,) = propagate(model, x, scale, in_specs=(P(None, None, "model"), P()), mesh={"data": 2, "model": 4}).reshards
-    assert moved.operator == "norm" and moved.source.endswith("model)")
+    (reshard,) = propagate(
+        model, x, scale, in_specs=(P(None, None, "model"), P()), mesh={"data": 2, "model": 4}
+    ).reshards
+    assert reshard.operator == "norm" and reshard.source.endswith("model)")
     wrong = operator("b s d, d -> b s d", name="norm")(plain_norm)
     findings = check_rule(lambda *xs: wrong(*xs), x, scale, partitioner=False)
     assert {f.kind for f in findings} == {"wrong", "missing"}
@@ -326,14 +328,14 @@ def test_source_lines_are_the_users():
 def test_an_operator_inside_the_users_own_shard_map(mesh8):
     triple, norm = kernel_operator(), norm_operator()
     x, scale = normal(0, 4, 8, 8), normal(1, 8)
-    own = jax.shard_map(
+    users_map = jax.shard_map(
         lambda x, s: norm(triple(x.reshape(-1, 8)).reshape(x.shape), s),
         mesh=mesh8, in_specs=(P("data", "model"), P()), out_specs=P("data", "model"), check_vma=True,
     )  # fmt: skip
     same = lambda x, s: plain_norm(3 * x, s)  # noqa: E731
-    close(jax.jit(own)(x, scale), same(x, scale))
+    close(jax.jit(users_map)(x, scale), same(x, scale))
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(own), (0, 1)))(x, scale), jax.grad(loss(same), (0, 1))(x, scale))
+    close(jax.jit(jax.grad(loss(users_map), (0, 1)))(x, scale), jax.grad(loss(same), (0, 1))(x, scale))
 
 
 @pytest.mark.parametrize(

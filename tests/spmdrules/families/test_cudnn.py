@@ -156,8 +156,8 @@ def test_expected_map(row):
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k[4] is not None], ids=lambda k: f"{k[0]}-{k[5]}")
 def test_the_map_holds_for_what_the_kernel_computes(kernel):
     _, _, args, text, computes, _ = kernel
-    wrong = [str(f) for f in check_rule(operator(text)(computes), *args, partitioner=False) if f.kind == "wrong"]
-    assert not wrong, "\n".join(wrong)
+    errors = [str(f) for f in check_rule(operator(text)(computes), *args, partitioner=False) if f.kind == "wrong"]
+    assert not errors, "\n".join(errors)
 
 
 def test_a_wrong_map_is_found():

@@ -106,8 +106,8 @@ def test_a_component_that_counts_becomes_a_batching_dimension(case):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in COMMON], ids=lambda case: case.note.replace(" ", "_"))
 def test_values_are_kept(case):
-    places = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
-    (actual,) = simulate(case.fn, (X, PICKED), places, {"data": 2})
+    placements = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
+    (actual,) = simulate(case.fn, (X, PICKED), placements, {"data": 2})
     np.testing.assert_allclose(actual, case.fn(jnp.asarray(X), PICKED), 1e-5)
 
 

@@ -165,8 +165,8 @@ def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     args = values(*case.args)
     errors = InputErrors("test")
     specs = propagate(case.fn, *args, in_specs=case.specs[k], mesh=SMALL).in_specs
-    places = [placement_of(s, None, a, SMALL, "", errors) for s, a in zip(specs, args, strict=True)]
-    close(simulate(case.fn, args, places, SMALL), case.fn(*args))
+    placements = [placement_of(s, None, a, SMALL, "", errors) for s, a in zip(specs, args, strict=True)]
+    close(simulate(case.fn, args, placements, SMALL), case.fn(*args))
 
 
 @pytest.mark.parametrize("name,k", ALL)
@@ -176,8 +176,8 @@ def test_compiled_program_equals_one_device_and_is_free_where_nothing_is_recorde
     propagation = propagate(case.fn, *args, in_specs=case.specs[k], mesh=mesh8)
     program = compiled(case.fn, propagation, args, mesh8)
     close(program(*jax.device_put(tuple(args), program.input_shardings[0])), case.fn(*args))
-    paid = [r for r in propagation.reshards if r.kind != "slice"]
-    if not paid and not any(jax.tree.leaves(propagation.out_partial)):
+    communicating = [r for r in propagation.reshards if r.kind != "slice"]
+    if not communicating and not any(jax.tree.leaves(propagation.out_partial)):
         assert COLLECTIVE.findall(program.as_text()) == []
     assert not set(propagation.unknown) - {"empty2"}  # a scalar, in the gradient of a cond
 
@@ -247,9 +247,9 @@ def test_an_axis_that_does_not_divide_is_left_out():
 
 
 def test_out_specs_reduce_partials():
-    given = {"in_specs": (P("data"), *_WIDE), "mesh": MESH}
+    inputs = {"in_specs": (P("data"), *_WIDE), "mesh": MESH}
     for goal, kind in ((P("data"), "all-reduce"), (P("data", "model"), "reduce-scatter")):
-        propagation = propagate(mlp, f32(8, 8), f32(8, 16), f32(16, 8), out_specs=goal, **given)
+        propagation = propagate(mlp, f32(8, 8), f32(8, 16), f32(16, 8), out_specs=goal, **inputs)
         assert (propagation.out_specs, propagation.out_partial) == (goal, {})
         assert [(r.operator, r.kind, r.axis) for r in propagation.reshards] == [("output", kind, "model")]
 

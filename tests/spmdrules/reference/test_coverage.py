@@ -42,9 +42,9 @@ for primitive, found in statuses(alive).items():
 @pytest.fixture(scope="module")
 def listed(run_python):
     """`(name, kind, reason, row)` of every primitive."""
-    ran = run_python(LISTING)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    completed = run_python(LISTING)
+    assert completed.returncode == 0, completed.stderr
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
 def counted(values):

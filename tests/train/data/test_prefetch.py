@@ -67,11 +67,11 @@ def test_a_batch_is_a_copy_of_its_rows(mesh8: Mesh, spec: PartitionSpec) -> None
     start = (-buffer.ctypes.data % 64) // 4
     rows = buffer[start : start + 8 * 64].reshape(8, 64)
     rows[:] = np.arange(8 * 64).reshape(8, 64)
-    kept = rows.copy()
+    original = rows.copy()
     shapes = {"x": jax.ShapeDtypeStruct((8, 64), np.int32)}
     placed = place_batch(lambda r: {"x": rows[r.start : r.stop]}, shapes, {"x": NamedSharding(mesh8, spec)})
     rows[:] = -1
-    np.testing.assert_array_equal(placed["x"], kept)
+    np.testing.assert_array_equal(placed["x"], original)
     assert placed["x"].sharding == NamedSharding(mesh8, spec)
 
 

@@ -185,8 +185,8 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
 def test_a_run_resumed_on_the_same_machine_keeps_its_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=3, plan="dp:2 fsdp:2 tp:2")
     train(config)
-    again = replace(config, resume=True, steps=4, plan=None)
-    assert dict(Trainer(again).placed.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
-    elsewhere = Trainer(replace(again, mesh="data=4"))
+    resumed = replace(config, resume=True, steps=4, plan=None)
+    assert dict(Trainer(resumed).placed.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
+    elsewhere = Trainer(replace(resumed, mesh="data=4"))
     assert dict(elsewhere.placed.plan.mesh.shape) == {"data": 4}
-    assert train(again).step == 4
+    assert train(resumed).step == 4

@@ -21,14 +21,14 @@ def measure(batches: int = 0, bytes_per_token: float | None = 2.5) -> Any:
     """Evaluate with a step whose loss at a token is the token's id."""
     source = TokenSource(HELD_OUT, HELD_OUT, 23, 4, 2, 2, seed=0, bytes_per_token=bytes_per_token)
     shapes = batch_shapes(2, 4)
-    place: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
+    shardings: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
 
     def step(params: Any, frozen: Any, variables: Any, batch: Any) -> Any:
         assert (params, frozen, variables) == ("params", "frozen", "variables")
         return (batch["targets"] * batch["mask"]).sum(), batch["mask"].sum()
 
     parts = ("params", "frozen", "variables")
-    return evaluate(PlacedEvalStep(step, shapes, place), parts, source, batches=batches)
+    return evaluate(PlacedEvalStep(step, shapes, shardings), parts, source, batches=batches)
 
 
 def test_the_loss_is_the_mean_over_tokens_and_not_over_batches() -> None:

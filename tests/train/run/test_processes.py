@@ -85,8 +85,8 @@ def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., Tr
         assert f"finished at step {until}/{until}" in output
         with Checkpointer(tmp_path / "parts" / "checkpoints", keep=None) as checkpoints:
             assert checkpoints.latest() == until and checkpoints.verify() == []
-            by = checkpoints.describe().written_by
-        assert (by["processes"], by["devices"]) == (count, 4)
+            written_by = checkpoints.describe().written_by
+        assert (written_by["processes"], written_by["devices"]) == (count, 4)
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     for name in ("loss", "grad_norm"):
         values = [{line["step"]: line[name] for line in lines if name in line} for lines in (one, other)]
@@ -100,8 +100,8 @@ def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., Tr
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), eval_every=3, sample_tokens=4, prompt="a")
-    alone = make_config(run_dir=tmp_path / "alone", **shape)
-    train(alone)
+    single = make_config(run_dir=tmp_path / "alone", **shape)
+    train(single)
     together = make_config(run_dir=tmp_path / "together", **shape | {"plan": None, "measure": 3})
     outputs = run_together(together, tmp_path, count=2, devices=4)
     assert "finished at step 6/6" in outputs[0][0] and "Sample:" in outputs[0][0]

@@ -57,8 +57,8 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), first.params, last.params)
     assert all(jax.tree.leaves(changed))
     # They have no moments and no average, and are not among the trained parameters.
-    kept = names(first.opt_state) | names(first.ema) | names(first.params)
-    assert not any(name.endswith(tuple(frozen)) for name in kept)
+    state_names = names(first.opt_state) | names(first.ema) | names(first.params)
+    assert not any(name.endswith(tuple(frozen)) for name in state_names)
 
 
 @pytest.mark.whole

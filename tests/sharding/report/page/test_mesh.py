@@ -24,13 +24,13 @@ def test_each_mesh_axis_is_drawn_on_the_machine(shown, name):
         group = {d: g for *_, d, g, _ in rects}
         assert [d for *_, d, _, on in rects if on] == [d for d in group if group[d] == group[0]]
         assert set(map(list(group.values()).count, group.values())) == {size}
-        places = dict(zip(plan.device_order, itertools.product(*map(range, sizes.values())), strict=True))
+        coordinates = dict(zip(plan.device_order, itertools.product(*map(range, sizes.values())), strict=True))
         k = list(sizes).index(axis)
         for a, b in itertools.combinations(group, 2):  # in one group: equal coordinates on every other axis
-            same = places[a][:k] + places[a][k + 1 :] == places[b][:k] + places[b][k + 1 :]
+            same = coordinates[a][:k] + coordinates[a][k + 1 :] == coordinates[b][:k] + coordinates[b][k + 1 :]
             assert (group[a] == group[b]) == same
         numbers = texts_of(page, f"{panel} .plane text")
-        assert [int(n) for n in numbers] == [places[d][k] for *_, d, _, _ in rects]
+        assert [int(n) for n in numbers] == [coordinates[d][k] for *_, d, _, _ in rects]
 
 
 def test_devices_are_drawn_as_in_the_topology(shown):
@@ -48,10 +48,10 @@ def test_hovering_over_a_device_shows_its_groups(show):
     plan, page = requested(), show(requested())
     page.point('.panel:nth-of-type(2) rect[data-d="6"]')
     order, sizes = plan.device_order, list(mesh_sizes(plan).values())
-    places = list(itertools.product(*map(range, sizes)))
-    mine = places[order.index(6)]
+    coordinates = list(itertools.product(*map(range, sizes)))
+    mine = coordinates[order.index(6)]
     for k, axis in enumerate(plan.mesh.axis_names):
-        group = {order[i] for i, p in enumerate(places) if p[:k] + p[k + 1 :] == mine[:k] + mine[k + 1 :]}
+        group = {order[i] for i, p in enumerate(coordinates) if p[:k] + p[k + 1 :] == mine[:k] + mine[k + 1 :]}
         rects = boxes(page, f".panel:nth-of-type({k + 1}) rect.on", "+e.dataset.d")
         assert {d for *_, d in rects} == group, axis
     assert "Groups of device 6: " in texts(page, "#device")[0]

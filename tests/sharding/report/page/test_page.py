@@ -15,12 +15,12 @@ def test_the_page_makes_no_request_and_fits_the_window(show, name, width):
     assert len(page.requests) == 1 and page.requests[0].startswith("file:")
     page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
     assert page.run("document.documentElement.scrollWidth") == width
-    over = page.run(
+    too_wide = page.run(
         "[...document.querySelectorAll('main *')].filter((e) => !e.closest('pre, [aria-hidden=true]') && "
         "getComputedStyle(e).clipPath === 'none' && !e.closest('thead') && "
         f"e.getBoundingClientRect().right > {width} + 0.5).map((e) => e.outerHTML.slice(0, 200))"
     )
-    assert over == []
+    assert too_wide == []
     clipped = page.run(
         "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
         ".map((e) => e.textContent.slice(0, 100))"
