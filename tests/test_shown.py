@@ -91,8 +91,8 @@ def public_classes() -> dict[str, type]:
 def check(x: Any, deep: bool = True) -> None:
     for text in TEXTS:
         assert isinstance(text(x), str)
-    for made in (copy.copy(x), copy.deepcopy(x) if deep else x):
-        assert type(made) is type(x) and isinstance(repr(made), str)
+    for copied in (copy.copy(x), copy.deepcopy(x) if deep else x):
+        assert type(copied) is type(x) and isinstance(repr(copied), str)
 
 
 def test_public_classes_are_found():

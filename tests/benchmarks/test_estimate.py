@@ -30,7 +30,7 @@ def busy(name, cycles, operand="%small"):
     return f"  %{name} = f32[8]{{0:S(1)}} negate({operand}), {config}\n"
 
 
-def of(lines, inside="", target="v5e:2x2", **more):
+def estimate_of(lines, inside="", target="v5e:2x2", **more):
     small = "  %small = f32[8]{0:S(1)} parameter(1)\n"
     text = f"HloModule m, num_partitions=4\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{X}{small}{lines}}}\n"
     places = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0)]
@@ -40,7 +40,7 @@ def of(lines, inside="", target="v5e:2x2", **more):
 def test_two_measures():
     dot = "f32[512,512]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     big = "  %a = f32[512,512]{1,0:S(1)} parameter(2)\n"
-    estimated = of(
+    estimated = estimate_of(
         big + f'  %r = {dot}, backend_config={{"estimated_cycles":"3000"}}\n  %n = f32[1125000]{{0}} negate(%x)\n'
     )
     product, moved = max(2 * 512**3 / FLOPS, 4 * 512**2 / MEMORY), 9e6 / MEMORY
@@ -51,7 +51,9 @@ def test_two_measures():
 
 def test_unknown_cycles():
     """2^63 - 1 means that the compiler does not know."""
-    estimated = of(f'  %n = f32[1125000]{{0}} negate(%x), backend_config={{"estimated_cycles":"{2**63 - 1}"}}\n')
+    estimated = estimate_of(
+        f'  %n = f32[1125000]{{0}} negate(%x), backend_config={{"estimated_cycles":"{2**63 - 1}"}}\n'
+    )
     assert estimated.compute["cycles"] == estimated.compute["roofline"] == pytest.approx(9e6 / MEMORY)
     assert estimated.without_cycles == 1
 
@@ -72,7 +74,7 @@ def test_unknown_cycles():
     ],
 )
 def test_exposed(lines, exposed):
-    estimated = of(lines)
+    estimated = estimate_of(lines)
     assert estimated.exposed["cycles"] == pytest.approx(exposed)
     assert estimated.step["cycles"] == pytest.approx(estimated.compute["cycles"] + exposed)
     assert sum(each.exposed["cycles"] for each in estimated.traffic) == pytest.approx(exposed)
@@ -81,7 +83,7 @@ def test_exposed(lines, exposed):
 def test_other_links_do_not_wait():
     """Rows and columns of a torus have different links, so gathers along them run at the same time."""
     columns = WHOLE.replace("%g", "%h").replace("{{0,1},{2,3}}", "{{0,2},{1,3}}")
-    assert of(START + columns + DONE).exposed["cycles"] == pytest.approx(WIRE)
+    assert estimate_of(START + columns + DONE).exposed["cycles"] == pytest.approx(WIRE)
 
 
 LOOP = """%condition (s: (s32[], f32[1125000])) -> pred[] {{
@@ -109,7 +111,7 @@ RUN = """  %zero = s32[] constant(0)
 
 @pytest.mark.parametrize("trips", [0, 1, 2, 7])
 def test_loops(trips):
-    estimated = of(RUN, LOOP.format(trips=trips, lines=START + busy("n", 15_000) + DONE))
+    estimated = estimate_of(RUN, LOOP.format(trips=trips, lines=START + busy("n", 15_000) + DONE))
     assert estimated.compute["cycles"] == pytest.approx(trips * 10 * US)
     assert estimated.exposed["cycles"] == pytest.approx(trips * (WIRE - 10 * US))
     assert sum(each.trips for each in estimated.traffic) == trips
@@ -118,7 +120,7 @@ def test_loops(trips):
 
 
 def test_loop_with_unknown_trips_counts_once():
-    estimated = of(
+    estimated = estimate_of(
         RUN.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(2)"), LOOP.format(trips=9, lines=WHOLE)
     )
     assert estimated.exposed["cycles"] == pytest.approx(WIRE)
@@ -128,7 +130,7 @@ def test_loop_with_unknown_trips_counts_once():
 def test_collective_across_trips():
     """A gather starts at a trip's end and ends in the next trip. The compute before its end hides it."""
     waited = "  %d = f32[2,1125000]{1,0} all-gather-done(%x), channel_id=1\n"
-    estimated = of(RUN, LOOP.format(trips=5, lines=busy("n", 15_000) + waited + START))
+    estimated = estimate_of(RUN, LOOP.format(trips=5, lines=busy("n", 15_000) + waited + START))
     # Four gathers end inside the loop, each after 10 us of compute. The last one ends after the loop, unhidden.
     assert estimated.exposed["cycles"] == pytest.approx(4 * (WIRE - 10 * US) + WIRE)
 
@@ -143,7 +145,7 @@ def test_calls_and_branches():
   %c = f32[8]{0} call(%small), to_apply=%called
   %b = f32[8]{0} conditional(%p, %small, %small), true_computation=%short, false_computation=%long
 """
-    assert of(lines, inside).compute["cycles"] == pytest.approx(12 * US)
+    assert estimate_of(lines, inside).compute["cycles"] == pytest.approx(12 * US)
 
 
 def test_asynchronous_copies():
@@ -152,17 +154,19 @@ def test_asynchronous_copies():
     done = "  %d = f32[1125000]{0:S(1)} copy-done(%s)\n"
     alone_seconds, instruction_seconds = 4.5e6 / MEMORY, 9e6 / MEMORY
     reading = '  %n = f32[1125000]{0} negate(%x), backend_config={"estimated_cycles":"15000"}\n'
-    assert of(start + done).copies["cycles"] == pytest.approx(alone_seconds)
-    assert of(start + busy("n", 1500) + done).copies["cycles"] == pytest.approx(alone_seconds - US)
-    assert of(start + busy("n", 15_000) + done).copies["cycles"] == 0
+    assert estimate_of(start + done).copies["cycles"] == pytest.approx(alone_seconds)
+    assert estimate_of(start + busy("n", 1500) + done).copies["cycles"] == pytest.approx(alone_seconds - US)
+    assert estimate_of(start + busy("n", 15_000) + done).copies["cycles"] == 0
     # The instruction's own traffic takes more than its 10 us, so no bandwidth is left for the copy.
-    assert instruction_seconds > 10 * US and of(start + reading + done).copies["cycles"] == pytest.approx(alone_seconds)
+    assert instruction_seconds > 10 * US and estimate_of(start + reading + done).copies["cycles"] == pytest.approx(
+        alone_seconds
+    )
     host = start.replace("%s = (f32[1125000]{0:S(1)}", "%s = (f32[1125000]{0:S(5)}")
-    assert of(host + busy("n", 15_000) + done).copies["cycles"] == pytest.approx(4.5e6 / 15e9 - 10 * US)
+    assert estimate_of(host + busy("n", 15_000) + done).copies["cycles"] == pytest.approx(4.5e6 / 15e9 - 10 * US)
 
 
 def test_gpu_has_no_cycles():
-    estimated = of(START + "  %n = f32[1125000]{0} negate(%x)\n" + DONE, target="h100:1x4")
+    estimated = estimate_of(START + "  %n = f32[1125000]{0} negate(%x)\n" + DONE, target="h100:1x4")
     gather, moved = max(4.5e6 / 405e9, 10 * US), 9e6 / (0.8 * 3350e9)
     assert estimated.compute == pytest.approx({"roofline": moved})
     assert estimated.exposed == pytest.approx({"roofline": gather - moved})
@@ -171,10 +175,10 @@ def test_gpu_has_no_cycles():
 
 def test_memory_report_and_json():
     memory = {"argument": 10 << 30, "temp": 7 << 30, "output": 9 << 30, "alias": 8 << 30}
-    estimated = of(WHOLE + busy("n", 15_000), memory=memory)
+    estimated = estimate_of(WHOLE + busy("n", 15_000), memory=memory)
     assert (estimated.memory_bytes, estimated.fits) == (18 << 30, False)
-    assert of(WHOLE, memory=memory | {"peak": 15 << 30}).fits
-    assert of(WHOLE).fits is None
+    assert estimate_of(WHOLE, memory=memory | {"peak": 15 << 30}).fits
+    assert estimate_of(WHOLE).fits is None
     data = json.loads(json.dumps(estimated.to_json()))
     assert data["step"]["cycles"] == pytest.approx(WIRE + 10 * US)
     assert data["traffic"][0]["kind"] == "all-gather" and data["traffic"][0]["wire_bytes"] == 4.5e6
@@ -183,11 +187,11 @@ def test_memory_report_and_json():
 
 def test_split_by_origin():
     attention = busy("a", 1500).replace("), backend", '), metadata={op_name="jit(f)/bqk->bq/exp"}, backend')
-    estimated = of(attention + busy("b", 3000)).split({"attention": "bqk"})
+    estimated = estimate_of(attention + busy("b", 3000)).split({"attention": "bqk"})
     assert {name: spent["cycles"] for name, spent in estimated.items()} == pytest.approx(
         {"attention": US, "other": 2 * US}
     )
-    assert [row.name for row in of(attention + busy("b", 3000)).top(1, "cycles")] == ["b"]
+    assert [row.name for row in estimate_of(attention + busy("b", 3000)).top(1, "cycles")] == ["b"]
 
 
 def test_machine_with_too_few_devices():

@@ -9,7 +9,7 @@ MS = 1e-3
 
 
 def grid(x, y, z=1):
-    """The places of partitions in the order of a mesh (x, y, z)."""
+    """The coordinates of partitions, in the order of a mesh (x, y, z)."""
     return [(i, j, k, 0) for i in range(x) for j in range(y) for k in range(z)]
 
 

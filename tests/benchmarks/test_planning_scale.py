@@ -1,4 +1,4 @@
-"""The figures of planning at scale: one small measurement, and the ratios of invented ones."""
+"""The benchmark of planning at scale: one small measurement, and the ratios of made-up measurements."""
 
 from planning_scale import SMALL, Measured, in_a_process, rows_of
 

@@ -18,7 +18,7 @@ from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedu
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
 
-BEFORE, AFTER = 4, 20  # steps until the checkpoint, and from it on
+BEFORE, AFTER = 4, 20  # numbers of steps before and after the checkpoint
 
 DENSE, SORTED, CAPACITY = "llama-tiny", "mixtral-tiny", "moe-tiny"
 FROM = {
@@ -102,7 +102,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
             checkpoints.save(BEFORE, state, plan=plan, expert_dims=dims, block=True)
         saved_state = jax.tree.map(np.asarray, state)
         _, losses = steps(name, words, state, range(BEFORE, BEFORE + AFTER))
-        assert losses[-1] < first[0] - 0.5  # it learns, so a wrongly restored state would change the losses
+        assert (
+            losses[-1] < first[0] - 0.5
+        )  # the loss falls, so a wrongly restored state would change the following losses
         return folder, saved_state, losses
 
     return run

@@ -31,7 +31,7 @@ from tests.ckpt.tmpfs import disk, remount
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 STEPS = (1, 2, 3)
-KILLED_DEADLINE_S = 10  # deadline of a process whose peer ended, in these trials
+KILLED_DEADLINE_S = 10  # deadline after which a process exits if its peer has ended
 
 
 def state_of(mesh: Mesh, step: int) -> dict[str, Any]:
@@ -132,13 +132,13 @@ def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
 
 def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Fill a disk by saving steps. After space is freed, the same process can save again."""
-    what, room = rng.choice([("size", 1 << 16), ("nr_inodes", 8)]), rng.uniform(0, 30)
+    limit, room = rng.choice([("size", 1 << 16), ("nr_inodes", 8)]), rng.uniform(0, 30)
     with disk(folder, "size=64m,nr_inodes=10000") as own_mount:
         if own_mount is None:
             return f"no tmpfs can be mounted here; {limited(folder, rng, mesh, root)}"
         used = os.statvfs(own_mount)
         blocks = (used.f_blocks - used.f_bfree) * used.f_frsize, used.f_files - used.f_ffree
-        remount(own_mount, f"{what[0]}={int(blocks[what[0] != 'size'] + room * what[1])}")
+        remount(own_mount, f"{limit[0]}={int(blocks[limit[0] != 'size'] + room * limit[1])}")
         state = counted(mesh, 4)
         with Checkpointer(own_mount, keep=None) as checkpoints:
             failed = None
@@ -149,7 +149,7 @@ def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
                     failed = str(error)
                     break
                 state = advance(state)
-            report = f"full disk ({what[0]}): {failed}"
+            report = f"full disk ({limit[0]}): {failed}"
             assert failed is not None and re.search("(could not|cannot) be written", failed), report
             assert "No space left" in failed, report
             last = max(intact(checkpoints, mesh, report))
@@ -260,7 +260,7 @@ def limited(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     out, errors = start_saving(folder, root, limit).communicate(timeout=120)
     report = f"files of at most {limit} bytes: {out.splitlines()[-1]}"
     assert "error step 6 could not be written" in out and "Committed steps are untouched" in out, report
-    assert "_SignalingThread" not in errors, errors  # Orbax's tracebacks: the error suffices
+    assert "_SignalingThread" not in errors, errors  # Orbax prints no traceback, because the error suffices
     check_all_steps(folder, mesh, 5, report)
     return report
 
@@ -315,10 +315,12 @@ def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) 
         messages = errors.read()
     report = f"process {victim} of 2 killed after step {wanted}: the other ended with {other.returncode}"
     assert other.returncode != 0, report
-    why = [line for line in messages.splitlines() if re.search("did not come|heartbeat|coordination|peer|task", line)]
-    assert why, f"{report}: {messages[-3000:]}"
+    reasons = [
+        line for line in messages.splitlines() if re.search("did not come|heartbeat|coordination|peer|task", line)
+    ]
+    assert reasons, f"{report}: {messages[-3000:]}"
     check_all_steps(folder, mesh, max([newest, *printed_steps(rest)]), report)
-    return f"{report}: {why[0][:160]}"
+    return f"{report}: {reasons[0][:160]}"
 
 
 Trial = tuple[str, Callable[[Path], str]]
@@ -341,8 +343,8 @@ def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict
         "read-only": lambda folder: read_only(folder, rng, mesh),
         "overtaken": lambda folder: overtaken(folder, rng, mesh),
     }
-    made = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(ways), counts["damaged"])]
-    return made + [(name, others[name]) for name in others for _ in range(counts[name])]
+    chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(ways), counts["damaged"])]
+    return chosen + [(name, others[name]) for name in others for _ in range(counts[name])]
 
 
 def run_trials(saved: Path, tmp_path: Path, mesh: Mesh, root: Path, seed: int, counts: dict[str, int]) -> None:

@@ -45,7 +45,7 @@ def test_names_with_a_slash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 70])
 def test_wide_values_are_cast_on_the_host(tmp_path: Path, mesh8: Mesh, count: int) -> None:
-    """As leaves, and as leaves of packs."""
+    """The values are leaves of their own or in packs."""
     sharding = NamedSharding(mesh8, PartitionSpec("data"))
     state = {"step": 7, "many": [np.arange(8.0) + n for n in range(count)]}
     like = {"step": jnp.int32(0), "many": [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)] * count}
@@ -126,7 +126,7 @@ def test_replicas_without_a_mesh_are_digested_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 70])
 def test_arrays_of_the_other_byte_order(tmp_path: Path, count: int) -> None:
-    """They are restored bit for bit, including signalling NaNs, in the byte order of the template."""
+    """The arrays are restored bit for bit, including signalling NaNs, in the byte order of the template."""
     native = np.array([0x7F812345, 0xFFC00001, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
     other = native.byteswap().view(native.dtype.newbyteorder())
     with Checkpointer(tmp_path) as checkpoints:
@@ -152,7 +152,7 @@ def test_odd_names(tmp_path: Path) -> None:
 
 
 def test_a_dynamic_loss_scale(tmp_path: Path, assert_same: Any) -> None:
-    """As in jmp and Flax: a registered dataclass with static fields, beside states of optax."""
+    """As in jmp and Flax, the loss scale is a registered dataclass with static fields, beside states of optax."""
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ def test_a_dynamic_loss_scale(tmp_path: Path, assert_same: Any) -> None:
 
 @pytest.mark.parametrize("count", [2, 70])
 def test_leaves_on_other_devices_than_the_current_mesh(tmp_path: Path, count: int) -> None:
-    """As leaves, and as leaves of packs."""
+    """The values are leaves of their own or in packs."""
     device = jax.devices()[3]
     state = {str(n): jax.device_put(jnp.full(4, float(n)), device) for n in range(count)}
     with Checkpointer(tmp_path) as checkpoints, jax.set_mesh(jax.make_mesh((8,), ("x",))):

@@ -183,7 +183,7 @@ def test_a_newer_or_broken_marker(saved: Path) -> None:
 
 
 def test_steps_without_a_marker(saved: Path, files_of: Callable[[Path], Any]) -> None:
-    """Writing the text of the error into the file of the error repairs the directory."""
+    """Writing the text that the error gives to the file that it names repairs the directory."""
     whole = (saved / "autoshard.json").read_text()
     (saved / "autoshard.json").unlink()
     before = files_of(saved)

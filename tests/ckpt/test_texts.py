@@ -26,7 +26,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("count", [0, 70])
 def test_texts_are_restored_unchanged(tmp_path: Path, count: int) -> None:
-    """Alone, and beside packed texts of equal length. The template may have texts of other lengths."""
+    """Texts are saved alone or beside packed texts of equal length. The template may have texts of other lengths."""
     state = {"w": jnp.ones(4), **TEXTS, "many": [f"text {n:03}" for n in range(count)]}
     blank = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else type(leaf)(), state)
     with Checkpointer(tmp_path) as checkpoints:

@@ -27,7 +27,7 @@ def route(x, router):
     gates, chosen = jax.lax.top_k(probabilities, 2)
     gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     choice = jax.nn.one_hot(chosen, EXPERTS)  # [batch, seq, 2, experts]
-    # A token's place in its expert's queue: all first choices come before all second choices.
+    # A token's position in its expert's queue: all first choices come before all second choices.
     queue = choice.swapaxes(1, 2).reshape(x.shape[0], -1, EXPERTS)
     slot = jnp.cumsum(queue, axis=1) * queue - 1
     slot = slot.reshape(x.shape[0], 2, -1, EXPERTS).swapaxes(1, 2)

@@ -22,9 +22,9 @@ def refresh(name: str, keep_variant: bool) -> str:
         variant, rows = before["variant"], before["variants"]
     else:
         variant, rows = best_variant(name), variant_rows(name)
-    made = planned(name, *variant)
-    (FOLDER / f"{name}.json").write_text(text(summary(made, variant) | {"variants": rows}))
-    return f"{made.chosen}, {variant[0]}, {variant[1]}"
+    plan = planned(name, *variant)
+    (FOLDER / f"{name}.json").write_text(text(summary(plan, variant) | {"variants": rows}))
+    return f"{plan.chosen}, {variant[0]}, {variant[1]}"
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def qkv(seed, seq, keys=None, *, batch=2, heads=4, kv_heads=2, head_dim=8, dtype
 
 
 def make_mask(kind, seq, keys):
-    """Makes a mask of half of the pairs. For `rows`, every second row sees no key."""
+    """Makes a mask of half of the pairs. For `rows`, the mask of every second row is empty."""
     if MASKS[kind] is None:
         return None
     shape = tuple(n if flag is True else flag for flag, n in zip(MASKS[kind], (2, 4, seq, keys), strict=True))

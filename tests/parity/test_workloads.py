@@ -27,7 +27,7 @@ STEPS = 2
 def batches(name: str) -> list[dict[str, np.ndarray]]:
     """Makes a batch for each step. Some positions of language models are masked."""
     rng = np.random.default_rng(0)
-    made = []
+    drawn = []
     for _ in range(STEPS):
         batch = {}
         for key, leaf in workload(name).batch().items():
@@ -37,15 +37,15 @@ def batches(name: str) -> list[dict[str, np.ndarray]]:
                 batch[key] = rng.integers(0, 8 if key == "labels" else 128, leaf.shape).astype(leaf.dtype)
             else:
                 batch[key] = rng.normal(size=leaf.shape).astype(leaf.dtype)
-        made.append(batch)
-    return made
+        drawn.append(batch)
+    return drawn
 
 
 @cache
 def trained(name: str, plan: str | None, sharded: bool = True, starved: bool = False) -> tuple[list[Any], list[float]]:
     """Trains a workload.
 
-    With `starved`, half of the experts get no token.
+    If `starved` is true, half of the experts get no token.
 
     Returns:
         The gradients (kept in the optimizer's state) and the statistics of each step, and the losses.

@@ -21,7 +21,7 @@ def mlp_state(seed: int = 0, width: int = 64, hidden: int = 128) -> dict[str, ja
 
 
 def mlp_loss(params: dict[str, jax.Array], x: Any) -> jax.Array:
-    """How badly the perceptron reproduces its input."""
+    """The mean squared difference between the perceptron's output and its input."""
     return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] - x) ** 2)
 
 

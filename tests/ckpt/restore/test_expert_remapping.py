@@ -35,7 +35,7 @@ def is_expert(name: str) -> bool:
 @pytest.fixture(scope="module")
 def state() -> Any:
     """Return a train state of a MoE in which all leaves and all experts differ."""
-    made = PROGRAM.create_state(jax.random.key(0))
+    initial = PROGRAM.create_state(jax.random.key(0))
     rng = np.random.default_rng(0)
 
     def other(leaf: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def state() -> Any:
             jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
         )
 
-    return jax.tree.map(other, made)
+    return jax.tree.map(other, initial)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_plan_gives_the_expert_dims_of_weights(plans: dict[str, Any], state: A
 
 
 def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
-    """Weights, their moments and averages, and the router's columns have a dimension of experts; nothing else has."""
+    """Only weights, their moments and averages, and the router's columns have a dimension of experts."""
     expert_dims = dims(saved)
     names = with_names(state)
     expected = {name for name in names if is_expert(name)}
@@ -168,8 +168,8 @@ def test_upcycling_without_a_dense_layer(tmp_path: Path) -> None:
         like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
         with pytest.raises(CheckpointError, match="'experts' matches no requested leaf that was saved"):
             dense.restore(like=like, upcycle={"experts": 0}, partial=True)
-        made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
-    np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))
+        upcycled = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
+    np.testing.assert_array_equal(upcycled["experts"], np.ones((3, 4, 2)))
 
 
 @pytest.mark.whole

@@ -55,7 +55,7 @@ def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 @pytest.mark.parametrize("function", ["read_manifest", "read_digest_rows", "read_arrays"])
-def test_a_restore_uses_the_step_that_is_newest_then(
+def test_a_restore_uses_the_newest_remaining_step(
     run: Path, removed_at: Callable[..., None], assert_same: Any, function: str
 ) -> None:
     removed_at(function, 3, saves=7)
@@ -66,7 +66,7 @@ def test_a_restore_uses_the_step_that_is_newest_then(
 
 
 @pytest.mark.parametrize("function", READ)
-def test_readers_use_the_step_that_is_newest_then(run: Path, removed_at: Callable[..., None], function: str) -> None:
+def test_readers_use_the_newest_remaining_step(run: Path, removed_at: Callable[..., None], function: str) -> None:
     other = run.parent / "other"
     readers: dict[str, Callable[[Checkpointer], Any]] = {
         "read_manifest": lambda checkpoints: checkpoints.config()["model"]["step"],

@@ -211,7 +211,7 @@ def test_values_out_of_the_range_of_a_dtype(
     ],
 )
 def test_wide_host_values_out_of_the_range_of_a_dtype(tmp_path: Path, value: Any, saved: str, wanted: str) -> None:
-    """Without x64, with which JAX would not truncate them."""
+    """x64 is disabled; if it were enabled, JAX would not truncate the values."""
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"v": np.array([value], saved), "w": np.array(value, saved)[()]})
         for name, like in {"v": np.zeros(1, wanted), "w": np.zeros((), wanted)[()]}.items():

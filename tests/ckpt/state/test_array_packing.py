@@ -183,7 +183,7 @@ def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> No
 def test_an_unpacked_step_of_the_older_format(
     tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be restored, and its digests equal those of the packed state."""
+    """The step can be restored, and its digests equal those of the packed state."""
     state = many(mesh8)
     old = unpacked(monkeypatch, tmp_path / "old", state)
     assert_same(old.restore(like=state), state)
@@ -270,7 +270,7 @@ def test_the_number_of_programs_does_not_grow_with_the_leaves(
 )
 @pytest.mark.parametrize("kind", ["mesh", "device", "numpy"])
 def test_every_bit_of_packed_floats(tmp_path: Path, mesh8: Mesh, assert_same: Any, dtype: str, kind: str) -> None:
-    """Including NaNs: every bit pattern of 8-bit floats, random patterns and signalling NaNs of wider ones."""
+    """Every bit pattern of 8-bit floats is tested; of wider floats, random patterns and signalling NaNs."""
     size = np.dtype(dtype).itemsize
     words = np.random.default_rng(0).integers(0, 256, (80, 32, 8 * size), np.uint8)
     if size == 1:

@@ -40,7 +40,7 @@ def test_retention_policy(values: dict[int, float | None], last: int, best: int,
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", {4, 5, 9}), ("max", {2, 3, 9})])
 def test_the_best_steps(mode: Literal["min", "max"], kept: set[int]) -> None:
-    """Of equal values the newer step is kept."""
+    """Of steps with equal values, the newest is kept."""
     values = {1: 7.0, 2: 7.0, 3: 8.0, 4: 1.0, 5: 2.0, 6: 3.0, 9: 4.0}
     assert (
         RetentionPolicy(1, best=2, metric="score", mode=mode).of({step: {"score": v} for step, v in values.items()})
@@ -111,7 +111,7 @@ def steps_of(directory: Path) -> list[int]:
 
 
 def test_new_steps_with_lower_numbers_are_kept(tmp_path: Path) -> None:
-    """After a run went back, the policy also applies to its new steps alone."""
+    """After a run resumes from an older step, the policy also applies to its new steps alone."""
     state = {"w": np.arange(4.0)}
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         for step in (10, 80, 90, 100):

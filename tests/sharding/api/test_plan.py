@@ -206,9 +206,9 @@ def changed(data, path, part):
     """Return JSON with the part at a path replaced."""
     if not path:
         return part
-    made = copy.copy(data)
-    made[path[0]] = changed(data[path[0]], path[1:], part)
-    return made
+    edited = copy.copy(data)
+    edited[path[0]] = changed(data[path[0]], path[1:], part)
+    return edited
 
 
 def edits(part):
@@ -277,8 +277,8 @@ def test_numbers_that_json_cannot_express():
 @pytest.mark.parametrize("bound", [True, False])
 def test_copies(bound):
     plan = planned() if bound else Plan.from_json(planned().to_json())
-    for made in (copy.copy(plan), copy.deepcopy(plan), plan.where()):
-        assert fields(made) == fields(plan) and made.bound is plan.bound
+    for copied in (copy.copy(plan), copy.deepcopy(plan), plan.where()):
+        assert fields(copied) == fields(plan) and copied.bound is plan.bound
     unpickled = pickle.loads(pickle.dumps(plan))
     assert fields(unpickled) == fields(plan) and unpickled.bound is None
     assert copy.deepcopy(plan).estimate.memory_bytes is not plan.estimate.memory_bytes

@@ -29,15 +29,15 @@ def referee():
         sys.path[:] = before
 
 
-def both(made, referee, referee_target=None):
+def both(plan, referee, referee_target=None):
     """The results of both parsers for a plan's compiled program."""
-    target = compile_target(made.target)
-    compiled = compile_job(export_plan(bound_or_error(made.bound).executable))
+    target = compile_target(plan.target)
+    compiled = compile_job(export_plan(bound_or_error(plan.bound).executable))
     text = compiled.text
     program = parser.read(text)
-    schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, made.device_order))
+    schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, plan.device_order))
     coordinates = compiled.coordinates if target.platform != "cpu" else None
-    return schedule, schedule.run(), referee.estimate(text, referee_target or made.target, coordinates)
+    return schedule, schedule.run(), referee.estimate(text, referee_target or plan.target, coordinates)
 
 
 def check(schedule, runs, theirs):

@@ -18,7 +18,7 @@ from autoshard.sharding.planner.shortlist import without_near_duplicates
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Seconds of a step by strategy, in place of measured ones. The steps are run nevertheless."""
+    """Step times in seconds, by strategy, which replace the measured ones. The steps still run."""
     seconds: dict[str, float] = {}
     turn = measured_time._turn
 
@@ -59,14 +59,14 @@ def ranked() -> list[str]:
 def test_the_fastest_plan_is_chosen(slow):
     best, strategies = planned(), ranked()
     slow[strategies[2]] = 0.5
-    made = planned(measure=4)
-    assert made.chosen == strategies[2] and made.inputs == planned(plan=strategies[2]).inputs
-    note = made.notes[-1]
+    plan = planned(measure=4)
+    assert plan.chosen == strategies[2] and plan.inputs == planned(plan=strategies[2]).inputs
+    note = plan.notes[-1]
     assert note.startswith(f"the fastest of 4 run on cpu:8: {strategies[2]} 500 ms") and f"{best.chosen} 1.00 s" in note
 
 
 def test_a_measured_plan_computes_the_values_of_one_device():
-    """With the real clock. Measuring does not change the caller's state."""
+    """The real clock is used. Measuring does not change the caller's state."""
 
     def step(state, batch):
         def loss(w):
@@ -95,9 +95,9 @@ def test_a_measured_plan_computes_the_values_of_one_device():
 
 
 def test_plans_of_all_variants_are_measured(slow):
-    made = planned(variants={"twice": [False, True]}, measure=3)
-    assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", made.notes[-1])
-    assert len(made.variants) == 2
+    plan = planned(variants={"twice": [False, True]}, measure=3)
+    assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", plan.notes[-1])
+    assert len(plan.variants) == 2
 
 
 def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
@@ -111,13 +111,13 @@ def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
 
     monkeypatch.setattr(measured_time, "_turn", full)
     refused = {strategies[0]}
-    made = planned(measure=2)
-    assert made.chosen == strategies[1]
-    assert made.notes[-1].endswith(f"; {strategies[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
+    plan = planned(measure=2)
+    assert plan.chosen == strategies[1]
+    assert plan.notes[-1].endswith(f"; {strategies[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
                                    "allocate 9 bytes")  # fmt: skip
     refused = set(strategies)
-    made = planned(measure=2)
-    assert made.chosen == strategies[0] and made.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
+    plan = planned(measure=2)
+    assert plan.chosen == strategies[0] and plan.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
 def test_a_slow_plan_is_run_once(slow, monkeypatch):
@@ -184,10 +184,10 @@ def counted_within(w, x, bound):
 def test_programs_with_loops_that_may_never_end_are_not_run(loop, monkeypatch):
     monkeypatch.setattr(measured_time, "_turn", lambda run: pytest.fail("the program was run"))
     number = 3 if loop is counted_within else 0.5
-    made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
-    assert made.chosen == best.chosen and made.inputs == best.inputs
+    planned, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
+    assert planned.chosen == best.chosen and planned.inputs == best.inputs
     note = rf"no plan was measured: {loop.__name__} has a loop whose trip count depends on values at .*_time.py:\d+"
-    assert re.match(note, made.notes[-1])
+    assert re.match(note, planned.notes[-1])
 
 
 def test_a_loop_inside_a_shard_map_is_found():
@@ -210,7 +210,7 @@ def test_programs_with_loops_that_always_end_are_run():
     assert "run on cpu:8" in plan(counts, jnp.ones((8, 8)), jnp.ones((32, 16)), measure=2).notes[-1]
 
 
-def test_no_scalar_and_no_first_element_is_zero():
+def test_synthetic_scalars_and_first_elements_are_not_zero():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64):
         assert synthetic_inputs._numbers((), dtype) != 0 and synthetic_inputs._numbers((3, 2), dtype)[0, 0] != 0
 
@@ -222,15 +222,15 @@ def test_programs_with_side_effects_are_not_run():
         jax.debug.callback(lambda y: seen.append(y), jnp.sum(x))
         return jnp.tanh(x @ w)
 
-    made = plan(reports, *arguments(), measure=2)
-    assert not seen and made.chosen == plan(reports, *arguments()).chosen
-    assert made.notes[-1].startswith("no plan was measured: reports has side effects (DebugEffect)")
+    planned = plan(reports, *arguments(), measure=2)
+    assert not seen and planned.chosen == plan(reports, *arguments()).chosen
+    assert planned.notes[-1].startswith("no plan was measured: reports has side effects (DebugEffect)")
 
 
 def test_synthetic_values_may_give_nan_under_debug_nans():
     with jax.debug_nans(True):
-        made = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
-    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+        planned = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
+    assert planned.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in planned.notes[-1]
 
 
 def test_errors_of_a_plan_are_reported(slow, monkeypatch):
@@ -244,8 +244,8 @@ def test_errors_of_a_plan_are_reported(slow, monkeypatch):
 
     monkeypatch.setattr(measured_time, "_turn", wrong)
     raised: BaseException = ValueError("layouts disagree\nin detail")
-    made = planned(measure=2)
-    assert made.chosen == strategies[1] and made.notes[-1].endswith(f"; {strategies[0]} does not run: layouts disagree")
+    plan = planned(measure=2)
+    assert plan.chosen == strategies[1] and plan.notes[-1].endswith(f"; {strategies[0]} does not run: layouts disagree")
     for raised in (KeyboardInterrupt(), MissingProcessError("gone", processes=[1], what="it", seconds=1.0)):
         with pytest.raises(type(raised)):
             planned(measure=2)
@@ -253,14 +253,14 @@ def test_errors_of_a_plan_are_reported(slow, monkeypatch):
 
 def test_inputs_of_four_bits_raise_no_error():
     w = jnp.ones((16, 8), jnp.int4)
-    made = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
-    assert "run on cpu:8" in made.notes[-1] or made.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
+    planned = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
+    assert "run on cpu:8" in planned.notes[-1] or planned.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
 @pytest.mark.parametrize("number", [0.5, 2, True])
 def test_python_numbers_are_accepted_as_arguments(number):
-    made = plan(scaled, *arguments(), number, measure=2)
-    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+    planned = plan(scaled, *arguments(), number, measure=2)
+    assert planned.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in planned.notes[-1]
     assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
 
 
@@ -273,5 +273,5 @@ def test_variants_of_a_program_that_cannot_be_sharded():
         return jnp.mean(jnp.square(jnp.tanh(x @ w))) + k
 
     with pytest.warns(AutoshardWarning, match="nothing is sharded"):
-        made = plan(odd, jnp.ones((7, 11)), jnp.ones((9, 7)), variants={"k": [0, 1]}, measure=2)
-    assert "run on cpu:8" in made.notes[-1] and len(made.variants) == 2
+        planned = plan(odd, jnp.ones((7, 11)), jnp.ones((9, 7)), variants={"k": [0, 1]}, measure=2)
+    assert "run on cpu:8" in planned.notes[-1] and len(planned.variants) == 2

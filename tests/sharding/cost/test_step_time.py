@@ -71,19 +71,19 @@ def test_a_loop_body_counts_once_per_iteration():
     assert often.comm_us == pytest.approx(5 * once.comm_us)
 
 
-def of_no_line(made):
+def of_no_line(plan):
     """The traffic without a source line of the user."""
-    return [(kind, size) for kind, _, size, line in made.traffic if ".py:" not in line]
+    return [(kind, size) for kind, _, size, line in plan.traffic if ".py:" not in line]
 
 
 def test_updated_parameters_are_gathered_where_they_are_stored_whole():
     params = mlp_state()
-    made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
-    gathered_bytes = [size for kind, axis, size, line in made.traffic if line == "parameters, once updated"]
+    planned = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
+    gathered_bytes = [size for kind, axis, size, line in planned.traffic if line == "parameters, once updated"]
     assert gathered_bytes == [pytest.approx(7 / 8 * whole_bytes(params))]
     for strategy in ("dp:8", "fsdp:8"):
-        made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
-        assert not [line for *_, line in made.traffic if line == "parameters, once updated"]
+        planned = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
+        assert not [line for *_, line in planned.traffic if line == "parameters, once updated"]
 
 
 def test_one_gather_serves_all_products_that_use_its_result():
@@ -106,8 +106,8 @@ def test_an_activation_that_is_no_longer_sharded_is_gathered():
         return h[:, :3], h @ v
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
-    made = plan(fn, *shapes, target="h100:8", plan="tp:8")
-    sent_bytes = {kind: size for kind, _, size, _ in made.traffic}
+    planned = plan(fn, *shapes, target="h100:8", plan="tp:8")
+    sent_bytes = {kind: size for kind, _, size, _ in planned.traffic}
     expected = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
     assert sent_bytes == pytest.approx(expected)
 

@@ -115,7 +115,7 @@ def test_an_asynchronous_computation_with_a_collective(start, end):
     assert collective.line == "/home/me/model.py:12 (loss)"  # of its operand: it has no line itself
 
 
-def test_asynchronous_copies_are_no_collectives():
+def test_asynchronous_copies_are_not_collectives():
     assert not events("""
         %a = f32[16,32] parameter(0)
         %s = (f32[16,32]{1,0:S(1)}, f32[16,32], u32[]) copy-start(%a)
@@ -201,7 +201,7 @@ def test_a_collective_between_slices():
     assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)
 
 
-def test_a_transfer_to_the_host_is_no_collective():
+def test_a_transfer_to_the_host_is_not_a_collective():
     assert not events("""
         %a = f32[16,32] parameter(0)
         %t = token[] after-all()

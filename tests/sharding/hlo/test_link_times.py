@@ -53,7 +53,7 @@ def test_the_device_order_determines_the_links_of_a_group():
     assert machine.topology.dims[0].name == "z"
 
 
-def test_a_group_that_is_no_box_counts_as_the_box_around_it():
+def test_a_group_that_is_not_a_box_counts_as_its_bounding_box():
     links = wires("v5e:4x4")
     boxed = links.time_us(Collective("all-reduce", ((0, 1, 2, 3),), SIZE))
     assert links.time_us(Collective("all-reduce", ((0, 1, 3),), SIZE)) == pytest.approx(boxed)

@@ -34,8 +34,8 @@ def trips(text):
 
 
 def counted(start=0, limit=24, step=1, direction="LT", how="add", more=""):
-    made = loop(LESS.format(limit=limit, direction=direction), STEP.format(step=step, how=how))
-    return trips(text_of(ENTRY.format(start=start, more=more), made))[0]
+    computations = loop(LESS.format(limit=limit, direction=direction), STEP.format(step=step, how=how))
+    return trips(text_of(ENTRY.format(start=start, more=more), computations))[0]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def convolution(groups, stride, padding):
     return fn
 
 
-def of_weights(fn, *shapes):
+def weight_gradient(fn, *shapes):
     """The gradient of `fn` with respect to its second argument, at ones."""
     arrays = [jnp.ones(shape) for shape in shapes]
     return jax.make_jaxpr(lambda x, w: jax.grad(lambda w: jnp.sum(fn(x, w) ** 2))(w))(*arrays)
@@ -44,7 +44,7 @@ def contractions(closed):
     ids=["convolution", "patches", "depthwise", "batched", "ragged"],
 )
 def test_the_flops_of_a_contraction_and_of_its_gradient(fn, shapes, flops):
-    counted = [flops_of(op) for op in contractions(of_weights(fn, *shapes))]
+    counted = [flops_of(op) for op in contractions(weight_gradient(fn, *shapes))]
     ragged = fn(*map(jnp.ones, shapes)).shape == (64, 32)  # its gradient multiplies all rows for each of 4 groups
     assert counted == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
 
@@ -103,7 +103,7 @@ def test_a_factor_is_sharded_only_as_far_as_all_axes_divide_it():
 
 
 @pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
-def test_a_factor_is_sharded_only_after_single_elements_of_earlier_factors(size, behind):
+def test_a_factor_is_sharded_only_if_earlier_factors_are_fully_sharded(size, behind):
     """Shards of a merged dimension are contiguous: `n` may be sharded if each shard has one `m`, not two."""
     rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
     mesh = {"a": 2, "b": 2}

@@ -10,8 +10,8 @@ from autoshard.sharding.layout.plan_request import may_name
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
-def sizes(made):
-    return dict(zip(made.mesh.axis_names, made.mesh.axis_sizes, strict=True))
+def sizes(plan):
+    return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,14 @@ def sizes(made):
 )
 def test_how_strategies_store_state_and_shard_data(words, parameter, moment, data):
     state = mlp_state(), OPTIMIZER.init(mlp_state())
-    made = plan(adamw_step, state, batch(), plan=words)
-    specs = {leaf.path: leaf.spec for leaf in made.inputs}
+    planned = plan(adamw_step, state, batch(), plan=words)
+    specs = {leaf.path: leaf.spec for leaf in planned.inputs}
     assert specs["0/0/w"] == parameter and specs["0/1/0/mu/w"] == specs["0/1/0/nu/w"] == moment
     assert specs["1"] == data
     kinds = ["dp", "zero1", "fsdp", "tp"]
-    assert list(sizes(made)) == sorted(sizes(made), key=kinds.index)  # the kind that communicates most is innermost
+    assert list(sizes(planned)) == sorted(
+        sizes(planned), key=kinds.index
+    )  # the kind that communicates most is innermost
 
 
 def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
@@ -41,9 +43,9 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
         return jnp.tanh(x @ a) @ b + jnp.tanh(x @ c) @ d
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((32, 64), (64, 4), (4, 64), (64, 256), (256, 64))]
-    made = plan(fn, *shapes, plan="tp:8")
-    specs = {leaf.path: leaf.spec for leaf in made.inputs}
-    assert sizes(made) == {"tp": 4, "tp_1": 2}
+    planned = plan(fn, *shapes, plan="tp:8")
+    specs = {leaf.path: leaf.spec for leaf in planned.inputs}
+    assert sizes(planned) == {"tp": 4, "tp_1": 2}
     assert specs["1"] == P(None, "tp") and specs["3"] == P(None, ("tp", "tp_1"))
     on_given_mesh = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
     assert sizes(on_given_mesh) == {"tp": 8}  # a given mesh is never split

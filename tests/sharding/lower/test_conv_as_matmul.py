@@ -56,8 +56,8 @@ def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
     np.testing.assert_allclose(add_window_dims(op, match), want, rtol=1e-5, atol=1e-5)
 
 
-def test_other_convolutions_are_no_matmuls() -> None:
-    """Those with a moving window, padding, groups or dilation, even if the result is a single pixel."""
+def test_other_convolutions_are_not_matmuls() -> None:
+    """Convolutions with a moving window, padding, groups or dilation are not, even if the result is a single pixel."""
     x, w = jnp.ones((4, 6, 6, 4)), jnp.ones((1, 1, 4, 8))
     forward, *_ = convolutions(conv, x, w)
     assert not is_matmul(forward)

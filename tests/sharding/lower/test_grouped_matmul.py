@@ -31,8 +31,8 @@ def experts_of(x, layer):
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), EXPERTS, dtype=jnp.int32), 0)
     rows = x[order // CHOICES]
     hidden = jax.nn.silu(lax.ragged_dot(rows, layer["gate"], sizes)) * lax.ragged_dot(rows, layer["up"], sizes)
-    made = lax.ragged_dot(hidden, layer["down"], sizes)
-    by_choice = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
+    results = lax.ragged_dot(hidden, layer["down"], sizes)
+    by_choice = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
     return jnp.sum(by_choice.reshape(-1, CHOICES, EMBED) * weights[..., None], 1)
 
 

@@ -37,7 +37,7 @@ class Tripled(BASE):
 
 
 class TripledForward(Tripled):
-    """The same with a forward-mode derivative."""
+    """`Tripled` with a forward-mode derivative."""
 
     def jvp(self, primals, tangents):
         return self(*primals), tangents[0] * 100.0

@@ -294,8 +294,8 @@ def test_small_stacks_are_gathered_once_before_the_loop():
     assert "f32[4,256]" in gathers.findall(entry)
     assert not [shape for shape in gathers.findall(bodies) if shape.endswith("[256]") or shape.endswith("[1,256]")]
     assert "f32[1,256,256]" in gathers.findall(bodies)  # a weight is gathered inside the loop
-    made = sharded.plan(params, x)
-    assert {(kind, line) for kind, _, _, line in made.traffic} >= {("all-gather", "parameters, before a loop")}
+    plan = sharded.plan(params, x)
+    assert {(kind, line) for kind, _, _, line in plan.traffic} >= {("all-gather", "parameters, before a loop")}
     assert_close(step(params, x), sharded(params, x))
 
 

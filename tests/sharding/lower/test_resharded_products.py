@@ -43,7 +43,7 @@ def product(mesh, left, right, *results):
 
 @pytest.mark.parametrize(("left", "right", "want"), FAULTY, ids=str)
 def test_the_partitioner_still_computes_wrong_products(mesh_of, left, right, want):
-    """If this fails, XLA is fixed. Remove `operator_sharding.comes_out_as` when no supported version has the fault."""
+    """If this fails, XLA is fixed. Remove `operator_sharding.extends_computed_spec` when no supported version has the fault."""
     mesh = mesh_of(dp=2, fsdp=2, tp=2)
     expected = whole_numbers(0) @ whole_numbers(1)
     assert not np.array_equal(product(mesh, left, right, want), expected)
@@ -51,7 +51,7 @@ def test_the_partitioner_still_computes_wrong_products(mesh_of, left, right, wan
 
 
 def test_the_partitioner_still_computes_wrong_batched_products_if_the_batch_is_sharded_further(mesh_of):
-    """If this fails, XLA is fixed; see above."""
+    """If this fails, XLA is fixed; see the test above."""
     mesh = mesh_of(dp=2, fsdp=2, tp=2)
     place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
     h, w = whole_numbers(0, 8, 8, 8), whole_numbers(1, 8, 8, 8)

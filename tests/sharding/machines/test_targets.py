@@ -184,7 +184,7 @@ def test_a_calibrated_target_can_be_planned_for(tmp_path):
     assert chip.flops >= chip.flops_f32 > 1e8 and chip.memory_bandwidth > 1e7 and chip.link_bandwidth > 1e5
     write_target(target, tmp_path / "here.toml")
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (512, 64))]
-    made = autoshard.plan(lambda w, x: x @ w, *shapes, target=str(tmp_path / "here.toml"))
-    assert made.mesh.size == 8 and made.estimate.compute_us > 0
+    plan = autoshard.plan(lambda w, x: x @ w, *shapes, target=str(tmp_path / "here.toml"))
+    assert plan.mesh.size == 8 and plan.estimate.compute_us > 0
     one_device = calibrate(jax.devices()[:1], small)
     assert one_device.devices == 1 and one_device.chip.link_bandwidth == CHIPS["cpu"].link_bandwidth

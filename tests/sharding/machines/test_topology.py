@@ -59,7 +59,7 @@ def test_an_all_to_all_crosses_the_middle_of_the_longest_dimension():
     assert time((SWITCH,), "all-to-all", (0, 8, 1)) == us(7 / 8 * 160, 40, latency=3)
 
 
-def test_nothing_takes_no_time():
+def test_a_collective_of_no_bytes_takes_no_time():
     assert time((RING,), "all-gather") == 0 == time((RING,), "all-gather", (0, 1, 1))
 
 
@@ -131,8 +131,8 @@ def test_latency_grows_with_the_devices_of_one_process():
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
     ],
 )
-def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, gather):
-    """As in programs that XLA compiled for these machines."""
+def test_collectives_have_the_form_that_xla_compiles(target, mesh, axes, scatter, gather):
+    """The expected forms are those in programs that XLA compiled for these machines."""
     assignment = find_target(target).assign(mesh)
     n = mesh[axes[0]]
     assert assignment.topology.compiled("reduce-scatter", assignment.pieces_of(axes), 64.0) == (scatter, 64.0)

@@ -23,7 +23,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_devices_along_a_replicated_axis_hold_the_same(spec: PartitionSpec) -> None:
-    """And devices along any other do not."""
+    """Devices along any other axis hold different data."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), MESH)
     array = jax.device_put(np.arange(512.0).reshape(8, 8, 8), NamedSharding(mesh, spec))
     shard_of = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}

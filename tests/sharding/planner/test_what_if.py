@@ -45,8 +45,10 @@ def test_an_alternative_costs_what_its_plan_costs(words, path):
     alternatives = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
     assert len({tuple(c.fixed.items()) for c in alternatives}) == len(alternatives) >= 2
     for choice in alternatives:
-        made = with_fixed(words, choice.fixed).estimate
-        assert (choice.step_time_us, choice.peak_bytes) == pytest.approx((made.step_time_us, made.peak_memory_bytes))
+        estimate = with_fixed(words, choice.fixed).estimate
+        assert (choice.step_time_us, choice.peak_bytes) == pytest.approx(
+            (estimate.step_time_us, estimate.peak_memory_bytes)
+        )
     assert [c.step_time_us for c in alternatives] == sorted(c.step_time_us for c in alternatives)
 
 

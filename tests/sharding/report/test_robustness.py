@@ -22,8 +22,8 @@ def all_of(plan):
     texts += [half_built().diff(plan), plan.to_json()]
     texts += [plan.explain(leaf.path) for leaf in (*plan.inputs, *plan.outputs) if leaf.path.strip("/")]
     assert all(isinstance(text, str) and text for text in texts)
-    for made in (copy.copy(plan), copy.deepcopy(plan)):
-        assert str(made) == str(plan)
+    for copied in (copy.copy(plan), copy.deepcopy(plan)):
+        assert str(copied) == str(plan)
 
 
 @pytest.mark.parametrize("words", REQUESTS)

@@ -97,8 +97,8 @@ def test_stochastic_rounding_keeps_the_mean():
     actual = random.stochastic_rounding(KEY, x).astype(jnp.float32)
     assert set(np.unique(actual)) == {1, 1 + 2**-7}
     np.testing.assert_allclose((actual - 1).mean(), 2**-10, rtol=0.05)
-    ends = jnp.asarray([jnp.inf, -jnp.inf, 1.0, -0.0])
-    assert np.array_equal(random.stochastic_rounding(KEY, ends).astype(jnp.float32), ends)
+    exact = jnp.asarray([jnp.inf, -jnp.inf, 1.0, -0.0])
+    assert np.array_equal(random.stochastic_rounding(KEY, exact).astype(jnp.float32), exact)
 
 
 def test_samples_come_from_the_allowed_classes():

@@ -178,7 +178,7 @@ def test_an_operator_may_have_the_name_of_a_jax_primitive(name):
 
 
 @pytest.mark.parametrize("specs", [(P("data", "model"), P()), (P("model"), P()), (P(None, ("data", "model")), P())])
-def test_run_sharded_is_the_function_in_value_and_gradient(specs, mesh8):
+def test_run_sharded_equals_the_function_with_its_gradient(specs, mesh8):
     args = normal(0, 4, 8, 8), normal(1, 8)
     (eqn,) = equations(norm_operator(), *args)
 
@@ -218,7 +218,7 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     + [(op, jax.random.randint(jax.random.key(1), (4, 8), 0, 255)) for op in ("and", "or", "xor")]
     + [("xor", normal(2, 4, 8) > 0)],
 )
-def test_run_sharded_folds_what_no_collective_reduces(mesh8, op, x):
+def test_run_sharded_reduces_by_operations_without_a_collective(mesh8, op, x):
     fold = {"mul": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}[op]
     folded = operator(f"b k -> b; reduce k:{op}")(lambda x: functools.reduce(fold, list(x.T)))
     (eqn,) = equations(folded, x)
@@ -399,8 +399,8 @@ def test_an_operator_that_rejects_some_shard_shapes_can_still_be_planned():
         return jnp.sum(of_128_rows(x, *weights))
 
     weights = jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
-    made = autoshard.plan(loss, weights, jax.ShapeDtypeStruct((256, 64), "float32"), target="cpu:8")
-    assert len(made.candidates) > 1
+    plan = autoshard.plan(loss, weights, jax.ShapeDtypeStruct((256, 64), "float32"), target="cpu:8")
+    assert len(plan.candidates) > 1
 
 
 def test_tables_that_an_operator_reads_are_not_weights():
@@ -419,5 +419,5 @@ def test_tables_that_an_operator_reads_are_not_weights():
     params = {"up": jax.ShapeDtypeStruct((32, 64), "float32"), "down": jax.ShapeDtypeStruct((64, 32), "float32")}
     tables = [jax.ShapeDtypeStruct((16, 64), "float32")] * 2
     x = jax.ShapeDtypeStruct((8, 16, 32), "float32")
-    made = autoshard.plan(step, params, x, *tables, target="cpu:8", plan="dp:4 cp:2", donate_argnums=0)
-    assert made.axis_rules["cp"] == ("seq",)
+    plan = autoshard.plan(step, params, x, *tables, target="cpu:8", plan="dp:4 cp:2", donate_argnums=0)
+    assert plan.axis_rules["cp"] == ("seq",)

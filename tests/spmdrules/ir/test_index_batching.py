@@ -97,7 +97,7 @@ def _operators(fn, *args):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.note.replace(" ", "_"))
-def test_a_component_that_counts_becomes_a_batching_dimension(case):
+def test_an_index_component_that_is_an_iota_becomes_a_batching_dimension(case):
     numbers = [op.eqn.params["dimension_numbers"] for op in _operators(case.fn, X, PICKED)]
     along = [getattr(n, "start_indices_batching_dims", None) or getattr(n, "scatter_indices_batching_dims", ())
              for n in numbers]  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_sharded_batch_moves_nothing(case):
     assert not [m["op"] for m in _COLLECTIVE.finditer(text or "")]
 
 
-def test_which_promises_about_the_indices_still_hold():
+def test_index_flags_that_remain_valid_are_kept():
     (op,) = _operators(lambda x, i: x.at[jnp.arange(BATCH), i].set(1.0, unique_indices=True, indices_are_sorted=True),
                        jnp.asarray(X), PICKED[:, 0])  # fmt: skip
     assert op.eqn.params["unique_indices"] and not op.eqn.params["indices_are_sorted"]

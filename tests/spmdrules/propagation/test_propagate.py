@@ -205,12 +205,12 @@ def test_row_parallel_matrix_product_is_partial():
     assert propagation.in_specs == (P("data", "model"), P("model", None))
 
 
-def test_an_open_argument_follows_its_use():
+def test_an_unspecified_argument_gets_the_spec_of_its_use():
     propagation = propagate(jnp.matmul, f32(8, 16), f32(16, 4), in_specs=(P("data", "model"), None), mesh=MESH)
     assert propagation.in_specs[1] == P("model")
 
 
-def test_open_arguments_follow_the_results():
+def test_unspecified_arguments_get_their_specs_from_out_specs():
     propagation = propagate(
         mlp, f32(8, 8), f32(8, 16), f32(16, 8), in_specs=None, mesh=MESH, out_specs=P("data", "model")
     )
@@ -218,7 +218,7 @@ def test_open_arguments_follow_the_results():
     assert propagation.reshards == ()
 
 
-def test_replicated_is_not_a_choice():
+def test_an_input_that_is_specified_as_replicated_stays_replicated():
     propagation = propagate(jnp.sin, f32(8, 8), in_specs=P(), mesh=MESH, out_specs=P("data"))
     assert propagation.in_specs == (P(),)
     assert [(r.operator, r.kind, r.axis, r.bytes_moved) for r in propagation.reshards] == [
@@ -272,7 +272,7 @@ def test_sums_pass_through_linear_operators_only():
     assert largest.out_partial == {} and [r.kind for r in largest.reshards] == ["all-reduce"]
 
 
-def test_a_partial_that_one_use_needs_reduced_is_reduced_once():
+def test_a_partial_that_one_use_needs_reduced_is_all_reduced_once():
     def moments(g, m, v):
         return 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
 
@@ -294,7 +294,7 @@ def test_reductions_give_partials_of_their_kind():
     assert propagate(jnp.any, flags, in_specs=P("data"), mesh=MESH).out_partial == {"data": "or"}
 
 
-def test_positions_are_reduced_at_once():
+def test_positions_are_reduced_immediately():
     propagation = propagate(lambda x: jnp.argmax(x, 1), f32(8, 8), in_specs=P(None, "model"), mesh=MESH)
     assert propagation.out_partial == {}
     assert [(r.operator, r.kind) for r in propagation.reshards] == [("argmax", "all-reduce")]
@@ -368,7 +368,7 @@ def test_while_and_cond():
     assert propagation.out_specs == P("data")
 
 
-def test_branches_meet_where_it_costs_least():
+def test_results_of_a_cond_have_the_cheapest_common_spec():
     pick = lambda i, x, y: lax.cond(i > 0, lambda: x, lambda: y)  # noqa: E731
     propagation = propagate(pick, i32(), f32(8), f32(8), in_specs=(P(), P("data"), P()), mesh=MESH)
     assert propagation.out_specs == P("data") and [r.kind for r in propagation.reshards] == ["slice"]
@@ -383,13 +383,13 @@ def test_branches_meet_where_it_costs_least():
         (lambda i, y: lax.cond(i > 0, lambda: -y, lambda: y) + 2 * y, [], {"data": "sum"}),
     ],
 )
-def test_what_one_branch_reduces_is_reduced_in_that_branch_only(fn, moved, partial):
+def test_a_partial_that_one_branch_reduces_is_reduced_in_that_branch_only(fn, moved, partial):
     propagation = propagate(fn, i32(), f32(8), in_specs=P(), in_partial=(None, {"data": "sum"}), mesh=MESH)
     assert [r.times for r in propagation.reshards] == moved and {r.kind for r in propagation.reshards} <= {"all-reduce"}
     assert propagation.out_partial == partial
 
 
-def test_branches_of_which_one_is_partial_meet_reduced():
+def test_a_cond_with_one_partial_branch_has_a_reduced_result():
     fn = lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: y)  # noqa: E731
     args, specs = (i32(), f32(8, 16), f32(16, 8), f32(8, 8)), (P(), P(None, "data"), P("data"), P())
     propagation = propagate(fn, *args, in_specs=specs, mesh=MESH)
@@ -405,7 +405,7 @@ def test_branches_of_which_one_is_partial_meet_reduced():
     assert zeros.out_partial == {"data": "sum"} and not zeros.reshards  # zeros are a partial sum already
 
 
-def test_partials_of_two_operations_do_not_pass_together():
+def test_partials_of_different_operations_are_not_combined():
     join = lambda x, y: jnp.concatenate([x, y])  # noqa: E731
     args = {"in_specs": P(), "mesh": MESH}
     mixed = propagate(join, f32(8), f32(8), in_partial=({"data": "sum"}, {"data": "max"}), **args)
@@ -416,7 +416,7 @@ def test_partials_of_two_operations_do_not_pass_together():
         assert propagation.out_partial == kept
 
 
-def test_a_partial_is_reduced_before_it_grows():
+def test_a_partial_is_reduced_before_it_is_broadcast():
     """The statistics of a batch norm are reduced, forwards and backwards, and not the larger arrays made of them."""
 
     def norm(x, scale):

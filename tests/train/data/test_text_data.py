@@ -46,20 +46,20 @@ def test_steps_and_seeds_give_other_batches() -> None:
     assert not np.array_equal(first, source(seed=4).batch(0, range(4))["inputs"])
 
 
-def test_the_stream_never_changes() -> None:
+def test_batches_are_stable_across_versions() -> None:
     """A run resumed by a later version must get the same batches."""
     assert source().batch(7, range(4))["inputs"][:, 0].tolist() == [174, 177, 154, 246]
 
 
 @given(held_out=st.integers(2, 150), context=st.integers(1, 20), rows=st.integers(1, 5))
 def test_each_held_out_token_but_the_first_is_a_target_once(held_out: int, context: int, rows: int) -> None:
-    made = source(held_out=held_out, context=context, rows=rows)
+    text = source(held_out=held_out, context=context, rows=rows)
     targets = []
-    for index in range(made.held_out_batches):
-        batch = made.held_out_batch(index, range(rows))
+    for index in range(text.held_out_batches):
+        batch = text.held_out_batch(index, range(rows))
         assert batch["inputs"].shape == (rows, context)
         targets += batch["targets"][batch["mask"] == 1].tolist()
-    assert targets == made.held_out[1:].tolist()
+    assert targets == text.held_out[1:].tolist()
 
 
 def test_a_file_keeps_its_last_tenth_for_validation(tmp_path: Path) -> None:

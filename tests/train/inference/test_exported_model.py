@@ -103,9 +103,9 @@ def test_an_average_without_an_update(make_config: MakeConfig) -> None:
 
 @pytest.mark.whole
 def test_the_tokenizer_is_copied(make_config: MakeConfig, tmp_path: Path) -> None:
-    made = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
-    made.save(str(tmp_path / "words.json"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
+    tokenizer.save(str(tmp_path / "words.json"))
     config = make_config(tokenizer=tmp_path / "words.json", steps=3)
     train(config)
     folder = moved(config, tmp_path)

@@ -45,7 +45,7 @@ def check(average: Average, steps: list[int], decay: float, dtype: Any = jnp.flo
         np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rtol, atol=rtol)
 
 
-def test_it_is_the_weighted_mean_of_the_parameters_alone() -> None:
+def test_it_is_the_weighted_mean_without_the_initial_value() -> None:
     """The initial value has no weight, from the first update on."""
     check(after(EmaConfig(0.9), [1.0]), [1], 0.9)
     check(after(EmaConfig(0.9), [1.0] * 7), [1, 2, 3, 4, 5, 6, 7], 0.9)

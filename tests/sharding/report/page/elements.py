@@ -32,7 +32,7 @@ def colours(page, selector):
     pairs = page.run(
         f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => [e.title, getComputedStyle(e).color])"
     )
-    made: dict[str, set[str]] = {}
+    colours_of: dict[str, set[str]] = {}
     for name, colour in pairs:
-        made.setdefault(name, set()).add(colour)
-    return made
+        colours_of.setdefault(name, set()).add(colour)
+    return colours_of

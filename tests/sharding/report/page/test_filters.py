@@ -46,8 +46,8 @@ def test_folded_parts_open_and_close_by_a_click(show):
         assert boxes(page, f"{rest} tbody tr", "e.checkVisibility()")[0][4] == is_open
         page.click(f"{rest} summary")
     page.click("#tensors-list > details:first-of-type tbody tr:first-of-type summary")
-    why = texts(page, "#tensors-list > details:first-of-type tbody tr:first-of-type .why")[0]
-    assert "shards dimension" in why
+    reasons = texts(page, "#tensors-list > details:first-of-type tbody tr:first-of-type .why")[0]
+    assert "shards dimension" in reasons
     page.click("button[data-fold]")
     assert page.run("[...document.querySelectorAll('#tensors-list > details')].every((e) => e.open)")
     page.click("button[data-fold]")

@@ -81,5 +81,5 @@ def test_sharded_dimensions_are_filled_and_name_their_mesh_axis(shown):
     )
     up = dict(rows)["mlp/up"]
     assert up[0] == ["axis part", "embed 32fsdp 2"] and up[1] == ["axis on", "ffn 128tp 4"]
-    made = texts(page, "#tensors-list .axis.on")
-    assert "batch 16" in made and "seq 16" in made
+    labels = texts(page, "#tensors-list .axis.on")
+    assert "batch 16" in labels and "seq 16" in labels
