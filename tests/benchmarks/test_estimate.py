@@ -24,7 +24,7 @@ DONE = "  %d = f32[2,1125000]{1,0} all-gather-done(%s)\n"
 WHOLE = f"  %g = f32[2,1125000]{{1,0}} all-gather(%x), channel_id=2, {PAIRS}, dimensions={{0}}\n"
 
 
-def busy(name, cycles, operand="%small"):
+def busy_line(name, cycles, operand="%small"):
     """An instruction with this number of cycles and few bytes."""
     config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
     return f"  %{name} = f32[8]{{0:S(1)}} negate({operand}), {config}\n"
@@ -62,15 +62,15 @@ def test_unknown_cycles():
     ("lines", "exposed"),
     [
         (WHOLE, WIRE),
-        (WHOLE + busy("n", 15_000), WIRE),
+        (WHOLE + busy_line("n", 15_000), WIRE),
         (START + DONE, WIRE),
-        (START + busy("n", 15_000) + DONE, WIRE - 10 * US),
-        (START + busy("n", 300_000) + DONE, 0),
-        (busy("n", 300_000) + START + DONE + busy("m", 300_000), WIRE),
-        (START + busy("n", 15_000) + DONE + WHOLE, 2 * WIRE - 10 * US),
+        (START + busy_line("n", 15_000) + DONE, WIRE - 10 * US),
+        (START + busy_line("n", 300_000) + DONE, 0),
+        (busy_line("n", 300_000) + START + DONE + busy_line("m", 300_000), WIRE),
+        (START + busy_line("n", 15_000) + DONE + WHOLE, 2 * WIRE - 10 * US),
         # The second gather waits for the link; by then the first one is done.
         (START + WHOLE + DONE, 2 * WIRE),
-        (START + busy("n", 15_000) + WHOLE + DONE, 2 * WIRE - 10 * US),
+        (START + busy_line("n", 15_000) + WHOLE + DONE, 2 * WIRE - 10 * US),
     ],
 )
 def test_exposed(lines, exposed):
@@ -111,7 +111,7 @@ RUN = """  %zero = s32[] constant(0)
 
 @pytest.mark.parametrize("trips", [0, 1, 2, 7])
 def test_loops(trips):
-    estimated = estimate_of(RUN, LOOP.format(trips=trips, lines=START + busy("n", 15_000) + DONE))
+    estimated = estimate_of(RUN, LOOP.format(trips=trips, lines=START + busy_line("n", 15_000) + DONE))
     assert estimated.compute["cycles"] == pytest.approx(trips * 10 * US)
     assert estimated.exposed["cycles"] == pytest.approx(trips * (WIRE - 10 * US))
     assert sum(each.trips for each in estimated.traffic) == trips
@@ -130,7 +130,7 @@ def test_loop_with_unknown_trips_counts_once():
 def test_collective_across_trips():
     """A gather starts at a trip's end and ends in the next trip. The compute before its end hides it."""
     waited = "  %d = f32[2,1125000]{1,0} all-gather-done(%x), channel_id=1\n"
-    estimated = estimate_of(RUN, LOOP.format(trips=5, lines=busy("n", 15_000) + waited + START))
+    estimated = estimate_of(RUN, LOOP.format(trips=5, lines=busy_line("n", 15_000) + waited + START))
     # Four gathers end inside the loop, each after 10 us of compute. The last one ends after the loop, unhidden.
     assert estimated.exposed["cycles"] == pytest.approx(4 * (WIRE - 10 * US) + WIRE)
 
@@ -138,7 +138,7 @@ def test_collective_across_trips():
 def test_calls_and_branches():
     """The longer branch counts. A called computation counts as if it were inlined."""
     inside = "\n".join(
-        f"%{name} (q: f32[8]) -> f32[8] {{\n  %q = f32[8]{{0:S(1)}} parameter(0)\n{busy('n', count, '%q')}}}\n"
+        f"%{name} (q: f32[8]) -> f32[8] {{\n  %q = f32[8]{{0:S(1)}} parameter(0)\n{busy_line('n', count, '%q')}}}\n"
         for name, count in (("short", 1500), ("long", 15_000), ("called", 3000))
     )
     lines = """  %p = pred[] parameter(2)
@@ -155,14 +155,14 @@ def test_asynchronous_copies():
     alone_seconds, instruction_seconds = 4.5e6 / MEMORY, 9e6 / MEMORY
     reading = '  %n = f32[1125000]{0} negate(%x), backend_config={"estimated_cycles":"15000"}\n'
     assert estimate_of(start + done).copies["cycles"] == pytest.approx(alone_seconds)
-    assert estimate_of(start + busy("n", 1500) + done).copies["cycles"] == pytest.approx(alone_seconds - US)
-    assert estimate_of(start + busy("n", 15_000) + done).copies["cycles"] == 0
+    assert estimate_of(start + busy_line("n", 1500) + done).copies["cycles"] == pytest.approx(alone_seconds - US)
+    assert estimate_of(start + busy_line("n", 15_000) + done).copies["cycles"] == 0
     # The instruction's own traffic takes more than its 10 us, so no bandwidth is left for the copy.
     assert instruction_seconds > 10 * US and estimate_of(start + reading + done).copies["cycles"] == pytest.approx(
         alone_seconds
     )
     host = start.replace("%s = (f32[1125000]{0:S(1)}", "%s = (f32[1125000]{0:S(5)}")
-    assert estimate_of(host + busy("n", 15_000) + done).copies["cycles"] == pytest.approx(4.5e6 / 15e9 - 10 * US)
+    assert estimate_of(host + busy_line("n", 15_000) + done).copies["cycles"] == pytest.approx(4.5e6 / 15e9 - 10 * US)
 
 
 def test_gpu_has_no_cycles():
@@ -175,7 +175,7 @@ def test_gpu_has_no_cycles():
 
 def test_memory_report_and_json():
     memory = {"argument": 10 << 30, "temp": 7 << 30, "output": 9 << 30, "alias": 8 << 30}
-    estimated = estimate_of(WHOLE + busy("n", 15_000), memory=memory)
+    estimated = estimate_of(WHOLE + busy_line("n", 15_000), memory=memory)
     assert (estimated.memory_bytes, estimated.fits) == (18 << 30, False)
     assert estimate_of(WHOLE, memory=memory | {"peak": 15 << 30}).fits
     assert estimate_of(WHOLE).fits is None
@@ -186,12 +186,12 @@ def test_memory_report_and_json():
 
 
 def test_split_by_origin():
-    attention = busy("a", 1500).replace("), backend", '), metadata={op_name="jit(f)/bqk->bq/exp"}, backend')
-    estimated = estimate_of(attention + busy("b", 3000)).split({"attention": "bqk"})
+    attention = busy_line("a", 1500).replace("), backend", '), metadata={op_name="jit(f)/bqk->bq/exp"}, backend')
+    estimated = estimate_of(attention + busy_line("b", 3000)).split({"attention": "bqk"})
     assert {name: spent["cycles"] for name, spent in estimated.items()} == pytest.approx(
         {"attention": US, "other": 2 * US}
     )
-    assert [row.name for row in estimate_of(attention + busy("b", 3000)).top(1, "cycles")] == ["b"]
+    assert [row.name for row in estimate_of(attention + busy_line("b", 3000)).top(1, "cycles")] == ["b"]
 
 
 def test_machine_with_too_few_devices():

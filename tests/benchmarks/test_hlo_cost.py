@@ -10,14 +10,14 @@ def program(line, inside="", parameters=""):
     return read(f"HloModule m\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{parameters}\n  ROOT %r = {line}\n}}\n")
 
 
-def given(**shapes):
+def parameter_lines(**shapes):
     """Return the lines of named parameters."""
     named = enumerate(shapes.items())
     return "\n".join(f"  %{name} = {shape} parameter({number})" for number, (name, shape) in named)
 
 
 def cost_of(line, inside="", gpu=False, **shapes):
-    module = program(line, inside, given(**shapes))
+    module = program(line, inside, parameter_lines(**shapes))
     return cost(module, module.entry, module.entry.named["r"], gpu)
 
 
@@ -86,7 +86,7 @@ def test_slower_products(dtype, precision, gpu, times):
 def test_opaque_kernels():
     unknown = 'f32[8]{0} custom-call(%a), custom_call_target="mine"'
     for line, is_opaque in ((unknown, True), (unknown.replace("mine", "AllocateBuffer"), False)):
-        module = program(line, parameters=given(a="f32[8]{0}"))
+        module = program(line, parameters=parameter_lines(a="f32[8]{0}"))
         assert opaque(module.entry.named["r"]) is is_opaque
     assert cost_of(unknown, a="f32[8]{0}").hbm_bytes == 64
 
@@ -235,7 +235,7 @@ def test_relayout_before_a_slice(whole, size):
     ],
 )  # fmt: skip
 def test_asynchronous_copies(line, shapes, hbm, host):
-    module = program(line, parameters=given(**shapes))
+    module = program(line, parameters=parameter_lines(**shapes))
     copies = copied(module, module.entry, module.entry.named["r"])
     assert (copies.hbm_bytes, copies.host_bytes) == (hbm, host)
 
@@ -249,5 +249,5 @@ def test_asynchronous_computations(call):
   ROOT %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %i, %i)
 }}"""
     line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) {call}"
-    module = program(line, inside, given(p=STACK, i="s32[]"))
+    module = program(line, inside, parameter_lines(p=STACK, i="s32[]"))
     assert copied(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4

@@ -64,7 +64,7 @@ def program_of(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def placed(name: str, words: str) -> tuple[Any, Any, Any]:
+def placed_step(name: str, words: str) -> tuple[Any, Any, Any]:
     """Return the step on a mesh, its plan, and the shapes and shardings of the state."""
     program, train_step = program_of(name)
     axes = {axis: int(size) for axis, _, size in (word.partition(":") for word in words.split())}
@@ -80,7 +80,7 @@ def placed(name: str, words: str) -> tuple[Any, Any, Any]:
 
 
 def steps(name: str, words: str, state: Any, numbers: Iterable[int]) -> tuple[Any, list[float]]:
-    step, losses = placed(name, words)[0], []
+    step, losses = placed_step(name, words)[0], []
     for number in numbers:
         state, metrics = step(state, batch_of(name, number))
         losses.append(float(metrics["loss"]))
@@ -93,7 +93,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @functools.cache
     def run(name: str, words: str) -> tuple[Path, Any, list[float]]:
-        step, plan, _ = placed(name, words)
+        step, plan, _ = placed_step(name, words)
         state = step.init(program_of(name)[0].create_state, jax.random.key(0))
         state, first = steps(name, words, state, range(BEFORE))
         folder = tmp_path_factory.mktemp("run")
@@ -113,7 +113,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("name", "source", "target"), CASES)
 def test_a_run_resumes_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
     folder, saved_state, losses = saved(name, source)
-    _, plan, like = placed(name, target)
+    _, plan, like = placed_step(name, target)
     with Checkpointer(folder) as checkpoints:
         state = checkpoints.restore(like=like)
     count = plan.mesh.size

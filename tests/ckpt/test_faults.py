@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, mesh8: Mesh) -> Path:
     return folder
 
 
-def same(actual: Any, want: Any) -> bool:
+def have_equal_bits(actual: Any, want: Any) -> bool:
     def bits(leaf: Any) -> bytes:
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return np.asarray(leaf).tobytes()
@@ -74,7 +74,7 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
     for step in STEPS:
         want = state_of(mesh, step)
         try:
-            assert same(checkpoints.restore(step, want), want), f"{report}: wrong values of step {step}"
+            assert have_equal_bits(checkpoints.restore(step, want), want), f"{report}: wrong values of step {step}"
         except DamagedCheckpointError as error:
             assert hit == f"step_{step:08d}" and f"step {step} in" in str(error), f"{report}: {error}"
             detected = True
@@ -82,9 +82,9 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
         warnings.simplefilter("ignore", CheckpointWarning)
         newest = checkpoints.restore(like=state_of(mesh, 0))
         assert checkpoints.restored is not None and checkpoints.restored.step >= 2, report
-        assert same(newest, state_of(mesh, checkpoints.restored.step)), report
+        assert have_equal_bits(newest, state_of(mesh, checkpoints.restored.step)), report
         checkpoints.save(4, state_of(mesh, 4), block=True)
-    assert same(checkpoints.restore(4, state_of(mesh, 4)), state_of(mesh, 4)), report
+    assert have_equal_bits(checkpoints.restore(4, state_of(mesh, 4)), state_of(mesh, 4)), report
     checkpoints.close()
     return f"{report}: {'detected' if detected else 'not needed'}"
 
@@ -92,7 +92,7 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
 advance = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
 
 
-def counted(mesh: Mesh, step: int) -> dict[str, Any]:
+def state_filled_with(mesh: Mesh, step: int) -> dict[str, Any]:
     """Return a state of half a megabyte in which every value is the step."""
     values = {f"w{i}": np.full((64, 512), step, np.float32) for i in range(4)}
     return jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))
@@ -105,7 +105,7 @@ def intact(checkpoints: Checkpointer, mesh: Mesh, report: str) -> list[int]:
     assert set(STEPS) <= set(steps), report
     for step in steps:
         if step <= max(STEPS):
-            assert same(checkpoints.restore(step, state_of(mesh, step)), state_of(mesh, step)), report
+            assert have_equal_bits(checkpoints.restore(step, state_of(mesh, step)), state_of(mesh, step)), report
         else:
             assert all(np.all(np.asarray(leaf) == step) for leaf in checkpoints.restore(step, template).values()), (
                 report
@@ -115,7 +115,7 @@ def intact(checkpoints: Checkpointer, mesh: Mesh, report: str) -> list[int]:
 
 def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
     """Save in quick succession states that are donated at once, while another Checkpointer reads."""
-    count, state, report = rng.randrange(3, 7), counted(mesh, 4), "saves in quick succession"
+    count, state, report = rng.randrange(3, 7), state_filled_with(mesh, 4), "saves in quick succession"
     with Checkpointer(folder, keep=None) as checkpoints:
         for step in range(4, 4 + count):
             checkpoints.save(step, state)
@@ -139,7 +139,7 @@ def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
         used = os.statvfs(own_mount)
         blocks = (used.f_blocks - used.f_bfree) * used.f_frsize, used.f_files - used.f_ffree
         remount(own_mount, f"{limit[0]}={int(blocks[limit[0] != 'size'] + room * limit[1])}")
-        state = counted(mesh, 4)
+        state = state_filled_with(mesh, 4)
         with Checkpointer(own_mount, keep=None) as checkpoints:
             failed = None
             for step in range(4, 40):
@@ -154,7 +154,7 @@ def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
             assert "No space left" in failed, report
             last = max(intact(checkpoints, mesh, report))
             remount(own_mount, "size=64m,nr_inodes=10000")
-            checkpoints.save(last + 1, counted(mesh, last + 1), block=True)
+            checkpoints.save(last + 1, state_filled_with(mesh, last + 1), block=True)
             assert max(intact(checkpoints, mesh, report)) == last + 1
     return " ".join(report.split())
 
@@ -181,7 +181,7 @@ def unwritable(folder: Path, mesh: Mesh) -> str:
     with Checkpointer(folder, keep=None) as checkpoints:
         messages = []
         for change in (
-            lambda: checkpoints.save(4, counted(mesh, 4), block=True),
+            lambda: checkpoints.save(4, state_filled_with(mesh, 4), block=True),
             lambda: checkpoints.prune(RetentionPolicy(1)),
         ):
             with pytest.raises(CheckpointError) as caught:

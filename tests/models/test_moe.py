@@ -23,7 +23,7 @@ def with_gpt(cfg, **changes):
     return dataclasses.replace(cfg, gpt=dataclasses.replace(cfg.gpt, **changes))
 
 
-def model_from(cfg):
+def model_factory(cfg):
     return lambda rngs: MoE(cfg, rngs=rngs)
 
 
@@ -198,7 +198,7 @@ def test_the_router_computes_in_float32(cfg):
 def test_expert_weights_are_stacked():
     shapes = {name: leaf.shape for name, leaf in nnx.to_pure_dict(nnx.state(experts_of(SMALL))).items()}
     assert shapes == {"router": (16, 8), "w_up": (8, 16, 24), "w_gate": (8, 16, 24), "w_down": (8, 24, 16)}
-    blocks: Any = nnx.eval_shape(lambda: model_from(SMALL)(nnx.Rngs(0))).blocks
+    blocks: Any = nnx.eval_shape(lambda: model_factory(SMALL)(nnx.Rngs(0))).blocks
     assert blocks.moe.experts.w_up.shape == (2, 8, 16, 24)  # every second one of four layers
     assert blocks.dense[0].mlp.w_up.shape == (2, 16, 24) and len(blocks.dense) == 1
 
@@ -206,8 +206,8 @@ def test_expert_weights_are_stacked():
 def test_scanned_and_unrolled_are_the_same_model():
     """The model has dropout, the router's losses, and two groups of one dense layer and one layer with experts."""
     cfg = with_gpt(SMALL, dropout=0.2)
-    scanned = filled_as(model_from(cfg))
-    graph, state = nnx.split(nnx.eval_shape(lambda: model_from(with_gpt(cfg, scan_layers=False))(nnx.Rngs(0))))
+    scanned = filled_as(model_factory(cfg))
+    graph, state = nnx.split(nnx.eval_shape(lambda: model_factory(with_gpt(cfg, scan_layers=False))(nnx.Rngs(0))))
     values = nnx.to_pure_dict(nnx.state(scanned))
     stacked = values["blocks"]
     values["blocks"] = {i: jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2)}
@@ -227,7 +227,7 @@ def test_scanned_and_unrolled_are_the_same_model():
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):
     """Any split of a sequence into calls gives the logits of the whole sequence, if no choice is dropped."""
-    model = filled_as(model_from(with_gpt(dataclasses.replace(AMPLE, dispatch=dispatch), **changes)), 0.3)
+    model = filled_as(model_factory(with_gpt(dataclasses.replace(AMPLE, dispatch=dispatch), **changes)), 0.3)
     whole = called(model, lambda model, x: model(x), tokens())
     extend = nnx.jit(lambda model, tokens, cache: model.extend(tokens, cache))
     for ends in ([12], [5, 6, 7, 12]):
@@ -242,7 +242,7 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):
 
 def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
     """With little capacity, a call on the whole sequence drops choices. A cache gives the logits without drops."""
-    tight, ample = (filled_as(model_from(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
+    tight, ample = (filled_as(model_factory(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
     whole = [called(model, lambda model, x: model(x), tokens()) for model in (tight, ample)]
     cached = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
     assert np.abs(whole[0] - whole[1]).max() > 1e-3
@@ -252,7 +252,7 @@ def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
 @pytest.mark.parametrize("n", [6, 14])
 def test_generated_text_equals_recomputation_of_each_step(n):
     """This holds within the context and beyond it, where the window moves."""
-    model = filled_as(model_from(AMPLE), 0.5)
+    model = filled_as(model_factory(AMPLE), 0.5)
     text = generate(model, tokens()[:, :3], n, key=jax.random.key(0), temperature=0.0)
     for end in (3, 2 + n):
         logits = called(model, lambda model, x: model(x), text[:, max(0, end - 12) : end])
@@ -261,7 +261,7 @@ def test_generated_text_equals_recomputation_of_each_step(n):
 
 def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     cfg = dataclasses.replace(SMALL, balance_weight=0.3, z_weight=0.2)
-    model = filled_as(model_from(cfg))
+    model = filled_as(model_factory(cfg))
 
     def everything(model, batch):
         logits, losses = model.forward(batch["inputs"])
@@ -277,7 +277,7 @@ def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
 
 def test_a_future_token_does_not_change_past_logits():
     """Dropless only: with a capacity, the first choice of a later token can take the slot of an earlier token."""
-    model = filled_as(model_from(DROPLESS))
+    model = filled_as(model_factory(DROPLESS))
     later = tokens().at[:, 7].set((tokens()[:, 7] + 1) % 32)
     one, other = (np.asarray(called(model, lambda model, x: model(x), x)) for x in (tokens(), later))
     np.testing.assert_allclose(one[:, :7], other[:, :7], rtol=1e-5, atol=1e-5)
@@ -288,7 +288,7 @@ def test_a_future_token_does_not_change_past_logits():
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
 def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):
     cfg = dataclasses.replace(with_gpt(cfg, dtype=dtype, dropout=0.1), shared_experts=1)
-    graph, params = nnx.split(nnx.eval_shape(lambda: model_from(cfg)(nnx.Rngs(0))))
+    graph, params = nnx.split(nnx.eval_shape(lambda: model_factory(cfg)(nnx.Rngs(0))))
 
     def loss(params, batch, key):
         return nnx.merge(graph, params).loss(batch, deterministic=False, rngs=key)[0]
@@ -322,14 +322,14 @@ def alpa_parameters(cfg):
 
 @pytest.mark.parametrize("name", ALPA_MOE)
 def test_parameters_of_alpas_sizes(name):
-    actual = count(model_from(ALPA_MOE[name]))
+    actual = count(model_factory(ALPA_MOE[name]))
     assert actual == pytest.approx(alpa_parameters(ALPA_MOE[name]), rel=2e-3)
     label = name.removeprefix("moe-")
     assert actual == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
 
 
 def test_parameters_of_mixtral():
-    assert count(model_from(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
+    assert count(model_factory(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
 
 
 @pytest.mark.whole

@@ -24,15 +24,15 @@ from tests.spmdrules.drawn_operators import Drawn, exchanges, operators
 from tests.spmdrules.simulate import simulate
 
 
-def few(count: int) -> settings:
+def few_examples(count: int) -> settings:
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
-def deep(count: int) -> settings:
-    return settings(few(count), derandomize=False, print_blob=True)
+def many_examples(count: int) -> settings:
+    return settings(few_examples(count), derandomize=False, print_blob=True)
 
 
-def close(actual: Any, expected: Any) -> None:
+def assert_close(actual: Any, expected: Any) -> None:
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     scale = float(np.abs(expected).max()) if expected.size else 0.0
@@ -47,21 +47,21 @@ def check_operator(drawn: Drawn, partitioner: bool) -> None:
 
 
 @pytest.mark.whole
-@few(15)
+@few_examples(15)
 @given(operators())
 def test_rules_hold_on_drawn_operators(drawn):
     check_operator(drawn, False)
 
 
 @pytest.mark.slow
-@deep(400)
+@many_examples(400)
 @given(operators())
 def test_rules_hold_on_many_drawn_operators(drawn):
     check_operator(drawn, False)
 
 
 @pytest.mark.slow
-@deep(60)
+@many_examples(60)
 @given(operators())
 def test_the_partitioner_agrees_on_drawn_operators(drawn):
     check_operator(drawn, True)
@@ -77,17 +77,17 @@ def check_shards(chain: Chain, data: Any) -> None:
     for actual, one_device in zip(
         simulate(chain, chain.args, inputs, mesh, requested, open_args), expected, strict=True
     ):
-        close(actual, one_device)
+        assert_close(actual, one_device)
 
 
-@few(15)
+@few_examples(15)
 @given(chains(), st.data())
 def test_shards_of_a_chain_give_its_result(chain, data):
     check_shards(chain, data)
 
 
 @pytest.mark.slow
-@deep(500)
+@many_examples(500)
 @given(chains(10), st.data())
 def test_shards_of_many_chains_give_their_results(chain, data):
     check_shards(chain, data)
@@ -116,18 +116,18 @@ def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
     assume(any(table.values()))
     results = auto_shard(fn, plan=table, mesh=mesh)(*args)
     for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        close(actual, expected)
+        assert_close(actual, expected)
 
 
 @pytest.mark.whole
-@few(6)
+@few_examples(6)
 @given(chains(6, branching=True), st.data())
 def test_a_chain_under_a_drawn_plan_gives_its_result(chain, data):
     check_plan(chain, data)
 
 
 @pytest.mark.slow
-@deep(120)
+@many_examples(120)
 @given(chains(8, branching=True), st.data())
 def test_chains_under_drawn_plans_give_their_results(chain, data):
     check_plan(chain, data)
@@ -141,26 +141,26 @@ def check_exchange(fn: Any, x: np.ndarray, mesh: Any) -> None:
         return fn(x * 2.0), jax.grad(loss)(x)
 
     for actual, expected in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
-        close(actual, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
+        assert_close(actual, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
     assert check_rule(both, x, partitioner=False) == []
 
 
 @pytest.mark.whole
-@few(5)
+@few_examples(5)
 @given(exchanges())
 def test_an_exchange_in_a_planned_function(drawn):
     check_exchange(*drawn[1:])
 
 
 @pytest.mark.slow
-@deep(30)
+@many_examples(30)
 @given(exchanges())
 def test_exchanges_in_planned_functions(drawn):
     check_exchange(*drawn[1:])
 
 
 @pytest.mark.slow
-@deep(150)
+@many_examples(150)
 @given(networks(), st.data())
 def test_networks_under_drawn_plans_give_their_results(drawn, data):
     step, kernels, x = drawn

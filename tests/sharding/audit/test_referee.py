@@ -29,7 +29,7 @@ def referee():
         sys.path[:] = before
 
 
-def both(plan, referee, referee_target=None):
+def both_estimates(plan, referee, referee_target=None):
     """The results of both parsers for a plan's compiled program."""
     target = compile_target(plan.target)
     compiled = compile_job(export_plan(bound_or_error(plan.bound).executable))
@@ -51,7 +51,7 @@ def check(schedule, runs, theirs):
 @pytest.mark.parametrize("strategy", ["tp:4", "fsdp:4"])
 @pytest.mark.tpu_compile
 def test_tpu_program(referee, strategy):
-    schedule, runs, theirs = both(layers_planned(strategy, "v5e:2x2"), referee)
+    schedule, runs, theirs = both_estimates(layers_planned(strategy, "v5e:2x2"), referee)
     check(schedule, runs, theirs)
     assert schedule.totals.compute_us == pytest.approx(theirs.compute["cycles"] * 1e6)
     assert sum(r.exposed_us for r in runs) == pytest.approx(theirs.exposed["cycles"] * 1e6, rel=0.5)
@@ -59,11 +59,11 @@ def test_tpu_program(referee, strategy):
 
 @pytest.mark.cuda_compile
 def test_gpu_program(referee):
-    schedule, runs, theirs = both(layers_planned("tp:8", "h100:8"), referee, "h100:1x8")
+    schedule, runs, theirs = both_estimates(layers_planned("tp:8", "h100:8"), referee, "h100:1x8")
     check(schedule, runs, theirs)
     assert schedule.totals.compute_us == pytest.approx(theirs.compute["roofline"] * 1e6, rel=0.05)
 
 
 @pytest.mark.parametrize("strategy", ["dp:8", "fsdp:8"])
 def test_cpu_program(referee, strategy):
-    check(*both(planned(strategy), referee, "h100:1x8"))
+    check(*both_estimates(planned(strategy), referee, "h100:1x8"))

@@ -17,7 +17,7 @@ from autoshard.sharding.planner.shortlist import without_near_duplicates
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def step_seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Step times in seconds, by strategy, which replace the measured ones. The steps still run."""
     seconds: dict[str, float] = {}
     turn = measured_time._turn
@@ -56,9 +56,9 @@ def ranked() -> list[str]:
     return [name for *_, name in without_near_duplicates([(time, peak, name) for name, time, peak in order])]
 
 
-def test_the_fastest_plan_is_chosen(slow):
+def test_the_fastest_plan_is_chosen(step_seconds):
     best, strategies = planned(), ranked()
-    slow[strategies[2]] = 0.5
+    step_seconds[strategies[2]] = 0.5
     plan = planned(measure=4)
     assert plan.chosen == strategies[2] and plan.inputs == planned(plan=strategies[2]).inputs
     note = plan.notes[-1]
@@ -94,13 +94,13 @@ def test_a_measured_plan_computes_the_values_of_one_device():
     np.testing.assert_array_equal(jax.random.key_data(updated["key"]), jax.random.key_data(expected["key"]))
 
 
-def test_plans_of_all_variants_are_measured(slow):
+def test_plans_of_all_variants_are_measured(step_seconds):
     plan = planned(variants={"twice": [False, True]}, measure=3)
     assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", plan.notes[-1])
     assert len(plan.variants) == 2
 
 
-def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
+def test_a_plan_that_does_not_run_is_reported_and_not_chosen(step_seconds, monkeypatch):
     strategies = ranked()
     turn = measured_time._turn
 
@@ -120,18 +120,18 @@ def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
     assert plan.chosen == strategies[0] and plan.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
-def test_a_slow_plan_is_run_once(slow, monkeypatch):
+def test_a_slow_plan_is_run_once(step_seconds, monkeypatch):
     strategies = ranked()
-    slow[strategies[0]], runs = 2.0, []
+    step_seconds[strategies[0]], runs = 2.0, []
     turn = measured_time._turn
     monkeypatch.setattr(measured_time, "_turn", lambda run: runs.append(run.plan.chosen) or turn(run))
     assert planned(measure=2).chosen == strategies[1]
     assert runs == [*strategies[:2], strategies[1], strategies[1]]  # no final turns for a single plan
 
 
-def test_close_plans_run_final_turns(slow, monkeypatch):
+def test_close_plans_run_final_turns(step_seconds, monkeypatch):
     strategies = ranked()
-    slow.update({strategies[0]: 1.0, strategies[1]: 1.05, strategies[2]: 1.2})
+    step_seconds.update({strategies[0]: 1.0, strategies[1]: 1.05, strategies[2]: 1.2})
     counts: dict[str, int] = {}
     turn = measured_time._turn
 
@@ -233,7 +233,7 @@ def test_synthetic_values_may_give_nan_under_debug_nans():
     assert planned.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in planned.notes[-1]
 
 
-def test_errors_of_a_plan_are_reported(slow, monkeypatch):
+def test_errors_of_a_plan_are_reported(step_seconds, monkeypatch):
     strategies = ranked()
     turn = measured_time._turn
 
@@ -264,7 +264,7 @@ def test_python_numbers_are_accepted_as_arguments(number):
     assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
 
 
-def test_a_requested_plan_is_measured_once(slow):
+def test_a_requested_plan_is_measured_once(step_seconds):
     assert planned(plan="fsdp:8", measure=3).notes[-1] == "the fastest of 1 run on cpu:8: fsdp:8 1.00 s"
 
 

@@ -201,7 +201,7 @@ def test_wrong_guesses_are_refused(fn, args, text):
     assert discover(fn, *args).text == text
 
 
-def shaped(x):
+def doubled_4_by_6(x):
     assert x.shape == (4, 6), "only (4, 6) is known here"
     return x * 2
 
@@ -210,7 +210,7 @@ def shaped(x):
     ("fn", "args", "why"),
     [
         (
-            shaped,
+            doubled_4_by_6,
             (f32(4, 6),),
             "operand 0 dim 0 split into 2: it does not accept the pieces: AssertionError: only (4, 6) is",
         ),

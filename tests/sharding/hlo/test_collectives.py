@@ -16,7 +16,7 @@ def events(entry, *computations, cross_slice_groups=()):
     return [(i.name, event) for i in program.entry.instructions for event in collectives.events(program.entry, i)]
 
 
-def only(entry, *computations, cross_slice_groups=()):
+def only_collective(entry, *computations, cross_slice_groups=()):
     """The only collective that starts in an entry computation."""
     started = [
         e.collective for _, e in events(entry, *computations, cross_slice_groups=cross_slice_groups) if e.collective
@@ -40,12 +40,14 @@ def only(entry, *computations, cross_slice_groups=()):
     ],
 )  # fmt: skip
 def test_synchronous_collectives(line, kind, payload, wire):
-    collective = only(f"%a = f32[16,32] parameter(0)\n%b = f32[8] parameter(1)\n{line}\nROOT %r = f32[] constant(0)")
+    collective = only_collective(
+        f"%a = f32[16,32] parameter(0)\n%b = f32[8] parameter(1)\n{line}\nROOT %r = f32[] constant(0)"
+    )
     assert (collective.kind, collective.payload_bytes, collective.wire_bytes) == (kind, payload, wire)
 
 
 def test_a_permute_of_a_slice_of_a_buffer_sends_the_slice():
-    collective = only("""
+    collective = only_collective("""
         %a = f32[16,32] parameter(0)
         %b = f32[16,32] parameter(1)
         %i = s32[] constant(0)
@@ -58,7 +60,7 @@ def test_a_permute_of_a_slice_of_a_buffer_sends_the_slice():
 def test_a_group_of_one_device_sends_nothing():
     for line in ("all-reduce(%a), replica_groups={{0},{1}}, to_apply=%add",
                  "collective-permute(%a), source_target_pairs={{0,0},{1,1}}"):  # fmt: skip
-        assert only(f"%a = f32[16,32] parameter(0)\nROOT %c = f32[16,32] {line}").wire_bytes == 0
+        assert only_collective(f"%a = f32[16,32] parameter(0)\nROOT %c = f32[16,32] {line}").wire_bytes == 0
 
 
 def roles(entry, *computations):
@@ -74,7 +76,7 @@ def test_a_start_and_its_end():
     collectives = events(entry)
     assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
     assert collectives[0][1].key == collectives[1][1].key
-    assert only(entry).wire_bytes == 6144
+    assert only_collective(entry).wire_bytes == 6144
 
 
 def test_a_start_that_is_marked_as_synchronous():
@@ -110,7 +112,7 @@ def test_an_asynchronous_computation_with_a_collective(start, end):
     collectives = events(entry, wrapped)
     assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
     assert collectives[0][1].key == collectives[1][1].key
-    collective = only(entry, wrapped)
+    collective = only_collective(entry, wrapped)
     assert (collective.kind, collective.wire_bytes) == ("reduce-scatter", 1536)
     assert collective.line == "/home/me/model.py:12 (loss)"  # of its operand: it has no line itself
 
@@ -142,7 +144,7 @@ def test_a_collective_in_several_asynchronous_fusions_counts_once():
     collectives = events(entry, begin, carry, finish)
     assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
     assert collectives[0][1].key == collectives[1][1].key
-    collective = only(entry, begin, carry, finish)
+    collective = only_collective(entry, begin, carry, finish)
     assert (collective.kind, collective.wire_bytes, collective.name) == ("all-gather", 6144, "s")
     assert collective.line == "/home/me/model.py:12 (loss)"
 
@@ -157,7 +159,7 @@ def test_a_fusion_of_an_all_reduce_that_is_a_reduce_scatter():
 }}
 """
     entry = f"%a = f32[16,32] parameter(0)\nROOT %f = f32[4,32] fusion(%a), calls=%all-reduce-scatter.3, {META}"
-    collective = only(entry, hidden)
+    collective = only_collective(entry, hidden)
     assert (collective.kind, collective.payload_bytes, collective.wire_bytes) == ("reduce-scatter", 2048, 1536)
     assert roles(entry, hidden) == [("f", "whole")]
 
@@ -197,7 +199,7 @@ def test_a_collective_between_slices():
     ]
     assert [e.role for e in collectives] == ["start", "done"]  # it ends at the recv
     assert collectives[0].key == collectives[1].key
-    collective = only(entry, cross_slice_groups=cross_slice_groups)
+    collective = only_collective(entry, cross_slice_groups=cross_slice_groups)
     assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)
 
 
@@ -215,7 +217,7 @@ def test_a_transfer_to_the_host_is_not_a_collective():
     [("bf16[16,32]", "add", True), ("f32[16,32]", "add", False), ("f32[16,32]", "add.clone_promoted", True)],
 )
 def test_16_bit_operands_that_are_sent_as_32_bit_numbers(source, sums, widened):
-    collective = only(f"""
+    collective = only_collective(f"""
         %n = {source} parameter(0)
         %a = f32[16,32] convert(%n)
         %b = f32[512] bitcast(%a)

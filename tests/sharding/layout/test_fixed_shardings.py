@@ -21,14 +21,14 @@ from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sg
 MESH = {"data": 2, "model": 4}
 
 
-def specs(plan):
+def spec_of_each_input(plan):
     return {leaf.path: leaf.spec for leaf in plan.inputs}
 
 
 def test_fixed_specs_hold():
     fixed = {"0/w": P("model"), "1": P("data")}
     step = auto_shard(sgd_step, mesh=MESH, fixed=fixed)
-    planned_specs = specs(step.plan(mlp_state(), batch()))
+    planned_specs = spec_of_each_input(step.plan(mlp_state(), batch()))
     assert planned_specs["0/w"] == P("model") and planned_specs["1"] == P("data")
     params, _ = step(mlp_state(), batch())
     assert params["w"].sharding.spec == P("model")
@@ -37,16 +37,18 @@ def test_fixed_specs_hold():
 
 def test_fixed_by_logical_axes():
     table = {"tp": ["ffn"]}
-    free = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
+    free = spec_of_each_input(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
     assert free["0/w"] == P(None, "tp") and free["0/v"] == P("tp")
-    fixed = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}, fixed={"0/w": (None, None)}))
+    fixed = spec_of_each_input(
+        plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}, fixed={"0/w": (None, None)})
+    )
     assert fixed["0/w"] == P() and fixed["0/v"] == P("tp")
 
 
 def test_a_given_mesh_is_never_split_and_tables_name_its_axes():
     planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan={"data": ["batch"], "model": ["ffn"]})
     assert dict(zip(planned.mesh.axis_names, planned.mesh.axis_sizes, strict=True)) == MESH
-    assert specs(planned)["0/w"] == P(None, "model") and specs(planned)["1"] == P("data")
+    assert spec_of_each_input(planned)["0/w"] == P(None, "model") and spec_of_each_input(planned)["1"] == P("data")
     assert plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan="data=fsdp:2 model=tp:4").storage == {
         "parameter": ("data",),
         "optimizer": ("data",),
@@ -75,7 +77,7 @@ def test_partitioned_boxes_of_linen_are_fixed():
     def forward(variables, x):
         return dense.apply(variables, x)
 
-    planned_specs = specs(plan(forward, variables, batch(), mesh=MESH))
+    planned_specs = spec_of_each_input(plan(forward, variables, batch(), mesh=MESH))
     assert planned_specs["0/params/kernel"] == P(None, "model")
     with pytest.raises(AutoshardError, match="annotated '0/params/kernel'.*'model'"):
         plan(forward, variables, batch(), mesh={"data": 8})
@@ -86,7 +88,7 @@ def test_fixed_takes_precedence_over_an_annotation():
     dense = linen.Dense(16, kernel_init=init)
     variables = dense.init(jax.random.key(0), batch())
     planned = plan(dense.apply, variables, batch(), mesh=MESH, fixed={"0/params/kernel": P("data")})
-    assert specs(planned)["0/params/kernel"] == P("data")
+    assert spec_of_each_input(planned)["0/params/kernel"] == P("data")
 
 
 def test_metadata_of_nnx_variables_are_fixed(mesh8):
@@ -95,7 +97,7 @@ def test_metadata_of_nnx_variables_are_fixed(mesh8):
         layer = nnx.Linear(64, 16, kernel_init=init, rngs=nnx.Rngs(0))
     sharded = auto_shard(lambda layer, x: layer(x))
     assert_close(layer(batch()), sharded(layer, batch()))
-    assert specs(sharded.plan(layer, batch()))["0/kernel"] == P(None, "model")
+    assert spec_of_each_input(sharded.plan(layer, batch()))["0/kernel"] == P(None, "model")
 
 
 def test_meshes_with_explicit_axes_are_accepted():
@@ -104,7 +106,7 @@ def test_meshes_with_explicit_axes_are_accepted():
     step = auto_shard(sgd_step)
     for _ in range(2):
         np.testing.assert_allclose(step(mlp_state(), x)[1], sgd_step(mlp_state(), batch())[1], rtol=1e-5)
-    assert specs(step.plan(mlp_state(), x))["1"] == P("data")
+    assert spec_of_each_input(step.plan(mlp_state(), x))["1"] == P("data")
 
 
 def test_a_plan_goes_through_json():
@@ -116,7 +118,7 @@ def test_a_plan_goes_through_json():
     bound = reread.bind(sgd_step, mlp_state(), batch())
     assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
     used = auto_shard(sgd_step, plan=reread)
-    assert specs(used.plan(mlp_state(), batch())) == specs(planned)
+    assert spec_of_each_input(used.plan(mlp_state(), batch())) == spec_of_each_input(planned)
     with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
         reread.bind(sgd_step, mlp_state(hidden=256), batch())
 
@@ -127,8 +129,8 @@ def test_a_plan_from_json_keeps_what_was_fixed():
     bound = Plan.from_json(planned.to_json()).bind(sgd_step, mlp_state(), batch())
     values = bound_or_error(bound.bound).traced.program.inputs
     assert {leaf.path: to_partition_spec(bound_or_error(bound.bound).layout.stored_spec(v))
-            for v, leaf in zip(values, planned.inputs, strict=True)} == specs(planned)  # fmt: skip
-    assert specs(planned)["0/w"] == P("model")
+            for v, leaf in zip(values, planned.inputs, strict=True)} == spec_of_each_input(planned)  # fmt: skip
+    assert spec_of_each_input(planned)["0/w"] == P("model")
 
 
 BAD = {
@@ -213,16 +215,16 @@ def test_specs_that_contradict_each_other_or_the_mesh(name):
 
 def test_an_exact_path_takes_precedence_over_patterns():
     for fixed in ({"0/w": P("data"), "0/*": P()}, {"0/*": P(), "0/w": P("data")}):
-        planned_specs = specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
+        planned_specs = spec_of_each_input(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
         assert planned_specs["0/w"] == P("data") and planned_specs["0/v"] == P() == planned_specs["0/b"]
     same = {"0/*": P("data"), "*/w": P("data", None)}  # written in two ways, but equal
-    assert specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
+    assert spec_of_each_input(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
 
 
 def test_a_note_names_fixed_specs_that_shard_one_logical_axis_differently():
     apart = {"0/w": P(None, "model"), "0/v": P("data")}  # both shard ffn, over different mesh axes
     planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=apart)
-    assert specs(planned)["0/w"] == P(None, "model") and specs(planned)["0/v"] == P("data")
+    assert spec_of_each_input(planned)["0/w"] == P(None, "model") and spec_of_each_input(planned)["0/v"] == P("data")
     note = next(note for note in planned.notes if "resharded" in note)
     assert "fixed '0/v' shards ffn over data, but fixed '0/w' shards it over model" in note and "in every step" in note
     assert_close(sgd_step(mlp_state(), batch())[0], planned.jit()(mlp_state(), batch())[0])
@@ -232,7 +234,7 @@ def test_a_note_names_fixed_specs_that_shard_one_logical_axis_differently():
 
 def test_without_a_mesh_only_plans_with_the_axes_of_the_spec_are_searched():
     planned = plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P(None, "tp")})
-    assert "tp" in planned.mesh.axis_names and specs(planned)["0/w"] == P(None, "tp")
+    assert "tp" in planned.mesh.axis_names and spec_of_each_input(planned)["0/w"] == P(None, "tp")
     assert all("tp" in words for words, _, _ in planned.candidates)
     with pytest.raises(FixedError, match="names mesh axis 'model'.*No mesh was given, .* tried have axes dp, z"):
         plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P("model")})

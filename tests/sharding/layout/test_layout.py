@@ -81,7 +81,10 @@ def test_a_gradient_is_sharded_as_its_own_state_not_as_a_weight_with_transposed_
     ],
 )
 def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
-    """The momentum of the kernel is stored in the same way. XLA:TPU reduce-scatters gradients along input features, and all-reduces some along output."""
+    """The momentum of the kernel is stored in the same way.
+
+    XLA:TPU reduce-scatters gradients along input features, and all-reduces some of those along output features.
+    """
 
     def step(state, x):
         w, m = state

@@ -10,7 +10,7 @@ from autoshard.sharding.layout.plan_request import may_name
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
-def sizes(plan):
+def mesh_sizes(plan):
     return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
 
 
@@ -33,8 +33,8 @@ def test_how_strategies_store_state_and_shard_data(words, parameter, moment, dat
     assert specs["0/0/w"] == parameter and specs["0/1/0/mu/w"] == specs["0/1/0/nu/w"] == moment
     assert specs["1"] == data
     kinds = ["dp", "zero1", "fsdp", "tp"]
-    assert list(sizes(planned)) == sorted(
-        sizes(planned), key=kinds.index
+    assert list(mesh_sizes(planned)) == sorted(
+        mesh_sizes(planned), key=kinds.index
     )  # the kind that communicates most is innermost
 
 
@@ -45,10 +45,10 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((32, 64), (64, 4), (4, 64), (64, 256), (256, 64))]
     planned = plan(fn, *shapes, plan="tp:8")
     specs = {leaf.path: leaf.spec for leaf in planned.inputs}
-    assert sizes(planned) == {"tp": 4, "tp_1": 2}
+    assert mesh_sizes(planned) == {"tp": 4, "tp_1": 2}
     assert specs["1"] == P(None, "tp") and specs["3"] == P(None, ("tp", "tp_1"))
     on_given_mesh = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
-    assert sizes(on_given_mesh) == {"tp": 8}  # a given mesh is never split
+    assert mesh_sizes(on_given_mesh) == {"tp": 8}  # a given mesh is never split
 
 
 @pytest.mark.parametrize(

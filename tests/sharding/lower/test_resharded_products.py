@@ -43,7 +43,10 @@ def product(mesh, left, right, *results):
 
 @pytest.mark.parametrize(("left", "right", "want"), FAULTY, ids=str)
 def test_the_partitioner_still_computes_wrong_products(mesh_of, left, right, want):
-    """If this fails, XLA is fixed. Remove `operator_sharding.extends_computed_spec` when no supported version has the fault."""
+    """If this fails, XLA is fixed.
+
+    Remove `operator_sharding.extends_computed_spec` when no supported version has the fault.
+    """
     mesh = mesh_of(dp=2, fsdp=2, tp=2)
     expected = whole_numbers(0) @ whole_numbers(1)
     assert not np.array_equal(product(mesh, left, right, want), expected)

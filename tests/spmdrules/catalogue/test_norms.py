@@ -21,7 +21,7 @@ PARAMS = {"params": {"scale": SCALE, "bias": BIAS}, "batch_stats": {"mean": MEAN
 STATE = (SCALE, BIAS, MEAN, VARIANCE)
 
 
-def close(a, b, tolerance=2e-5):
+def assert_close(a, b, tolerance=2e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
@@ -37,44 +37,44 @@ def flax(module, x):
 ])  # fmt: skip
 def test_norms_equal_flax(name, module):
     keywords = {"groups": 4} if name == "group_norm" else {}
-    close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
+    assert_close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
 
 
 def test_rms_norm_equals_flax():
-    close(norms.rms_norm(X, SCALE), flax(nn.RMSNorm(epsilon=1e-5), X)[0])
+    assert_close(norms.rms_norm(X, SCALE), flax(nn.RMSNorm(epsilon=1e-5), X)[0])
 
 
 def test_training_batch_norm_equals_flax_with_its_gradient_and_running_statistics():
     module = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
     expected, pull = jax.vjp(lambda x: flax(module, x)[0], X)
     actual, actual_pull = jax.vjp(lambda x: norms.batch_norm(x, *STATE)[0], X)
-    close((actual, actual_pull(COTANGENT)), (expected, pull(COTANGENT)))
+    assert_close((actual, actual_pull(COTANGENT)), (expected, pull(COTANGENT)))
     state = flax(module, X)[1]["batch_stats"]
-    close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
+    assert_close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
 
 
 COTANGENT = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
 
 
 def test_batch_norm_at_inference_equals_flax():
-    close(norms.batch_norm_inference(X, *STATE), flax(nn.BatchNorm(use_running_average=True), X)[0])
+    assert_close(norms.batch_norm_inference(X, *STATE), flax(nn.BatchNorm(use_running_average=True), X)[0])
 
 
 def test_ghost_batch_norm_is_batch_norm_of_each_part():
     actual, mean, _ = norms.ghost_batch_norm(X, *STATE, groups=4)
     parts = [norms.batch_norm(part, *STATE) for part in jnp.split(X, 4)]
-    close(actual, jnp.concatenate([part[0] for part in parts]))
-    close(mean, sum(part[1] for part in parts) / 4)
+    assert_close(actual, jnp.concatenate([part[0] for part in parts]))
+    assert_close(mean, sum(part[1] for part in parts) / 4)
     assert not np.allclose(actual, norms.batch_norm(X, *STATE)[0], atol=1e-2)
 
 
 def test_batch_renorm_without_correction_equals_batch_norm():
-    close(norms.batch_renorm(X, *STATE, max_ratio=1.0, max_shift=0.0, epsilon=1e-5), norms.batch_norm(X, *STATE))
+    assert_close(norms.batch_renorm(X, *STATE, max_ratio=1.0, max_shift=0.0, epsilon=1e-5), norms.batch_norm(X, *STATE))
 
 
 def test_batch_renorm_with_unlimited_correction_uses_running_statistics():
     actual = norms.batch_renorm(X, *STATE, max_ratio=1e6, max_shift=1e6, epsilon=1e-5)[0]
-    close(actual, norms.batch_norm_inference(X, *STATE), 1e-3)
+    assert_close(actual, norms.batch_norm_inference(X, *STATE), 1e-3)
 
 
 def test_statistics_of_bfloat16_are_float32():
@@ -90,14 +90,14 @@ def test_statistics_of_bfloat16_are_float32():
 def test_local_response_norm_sums_adjacent_channels():
     padded = np.pad(np.square(X), [(0, 0)] * 3 + [(2, 2)])
     total = sum(padded[..., i : i + CHANNELS] for i in range(5))
-    close(norms.local_response_norm(X, alpha=0.1), X / (1 + 0.1 * total) ** 0.75)
+    assert_close(norms.local_response_norm(X, alpha=0.1), X / (1 + 0.1 * total) ** 0.75)
 
 
 def test_weights():
     kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
-    close(jnp.linalg.norm(norms.weight_norm(kernel, SCALE), axis=0), jnp.abs(SCALE))
+    assert_close(jnp.linalg.norm(norms.weight_norm(kernel, SCALE), axis=0), jnp.abs(SCALE))
     whole = norms.weight_standardization(kernel, epsilon=0.0)
-    close((whole.mean(0), whole.std(0)), (jnp.zeros(CHANNELS), jnp.ones(CHANNELS)))
+    assert_close((whole.mean(0), whole.std(0)), (jnp.zeros(CHANNELS), jnp.ones(CHANNELS)))
 
 
 def test_spectral_norm_reaches_the_largest_singular_value():
@@ -105,7 +105,7 @@ def test_spectral_norm_reaches_the_largest_singular_value():
     vector = jnp.ones(6)
     for _ in range(200):
         normal, vector = norms.spectral_norm(kernel, vector)
-    close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
+    assert_close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
 
 
 def test_l2_normalize_of_zeros_has_a_finite_gradient():
@@ -148,4 +148,4 @@ def test_every_mesh_gives_the_same_result(name, mesh_of):
     expected = run(X, COTANGENT)
     for ways in (2, 8):
         sharding = NamedSharding(mesh_of(data=ways), P("data"))
-        close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)
+        assert_close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)
