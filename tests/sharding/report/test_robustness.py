@@ -17,7 +17,7 @@ from tests.sharding.report.html_reader import read
 from tests.sharding.report.plans import REQUESTS, half_built, planned, unbound
 
 
-def check_all_reports(plan):
+def all_of(plan):
     texts = [repr(plan), str(plan), format(plan), f"{plan}", page(plan), plan.diff(plan), plan.diff(half_built())]
     texts += [half_built().diff(plan), plan.to_json()]
     texts += [plan.explain(leaf.path) for leaf in (*plan.inputs, *plan.outputs) if leaf.path.strip("/")]
@@ -29,7 +29,7 @@ def check_all_reports(plan):
 @pytest.mark.parametrize("words", REQUESTS)
 @pytest.mark.parametrize("make", [planned, unbound])
 def test_all_reports_of_real_plans(words, make):
-    check_all_reports(make(words))
+    all_of(make(words))
 
 
 NAMES = st.sampled_from(["batch", "embed", "heads*groups", "0/params/wq:1", "1", "", "*", "a/b/", "é"])
@@ -109,5 +109,5 @@ def odd_plans(draw):
 
 @given(odd_plans())
 def test_all_reports_of_random_plans(plan):
-    check_all_reports(plan)
+    all_of(plan)
     read(page(plan))

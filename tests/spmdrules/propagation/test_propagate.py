@@ -34,7 +34,7 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def random_values(*avals: jax.ShapeDtypeStruct) -> list[Any]:
+def values(*avals: jax.ShapeDtypeStruct) -> list[Any]:
     keys = jax.random.split(jax.random.key(0), len(avals))
     return [
         jax.random.randint(k, a.shape, 0, 8)
@@ -145,7 +145,7 @@ def case_of(name: str) -> Case:
     return (CASES | GRADIENTS)[name]
 
 
-def assert_close(actual: Any, expected: Any) -> None:
+def close(actual: Any, expected: Any) -> None:
     for g, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(g, e, rtol=2e-4, atol=2e-4 * max(1.0, float(np.abs(np.asarray(e)).max())))
 
@@ -162,20 +162,20 @@ def compiled(fn: Callable[..., Any], propagation: Propagation, args: Any, mesh: 
 def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     """This run does only the reshards that the propagation found; if one were missing, the values would differ."""
     case = case_of(name)
-    args = random_values(*case.args)
+    args = values(*case.args)
     errors = InputErrors("test")
     specs = propagate(case.fn, *args, in_specs=case.specs[k], mesh=SMALL).in_specs
     placements = [placement_of(s, None, a, SMALL, "", errors) for s, a in zip(specs, args, strict=True)]
-    assert_close(simulate(case.fn, args, placements, SMALL), case.fn(*args))
+    close(simulate(case.fn, args, placements, SMALL), case.fn(*args))
 
 
 @pytest.mark.parametrize("name,k", ALL)
 def test_compiled_program_equals_one_device_and_is_free_where_nothing_is_recorded(name: str, k: int, mesh8):
     case = case_of(name)
-    args = random_values(*case.args)
+    args = values(*case.args)
     propagation = propagate(case.fn, *args, in_specs=case.specs[k], mesh=mesh8)
     program = compiled(case.fn, propagation, args, mesh8)
-    assert_close(program(*jax.device_put(tuple(args), program.input_shardings[0])), case.fn(*args))
+    close(program(*jax.device_put(tuple(args), program.input_shardings[0])), case.fn(*args))
     communicating = [r for r in propagation.reshards if r.kind != "slice"]
     if not communicating and not any(jax.tree.leaves(propagation.out_partial)):
         assert COLLECTIVE.findall(program.as_text()) == []
@@ -578,8 +578,8 @@ def _program(x, y, z):
 @given(_places(2), _places(2), _places(1))
 @settings(max_examples=40)
 def test_any_placement_of_the_arguments_gives_the_same_results(x, y, z):
-    args = random_values(f32(8, 8), f32(8, 8), f32(8))
-    assert_close(simulate(_program, args, [x, y, z], SMALL), _program(*args))
+    args = values(f32(8, 8), f32(8, 8), f32(8))
+    close(simulate(_program, args, [x, y, z], SMALL), _program(*args))
 
 
 def test_time_is_linear_in_equations():

@@ -53,13 +53,13 @@ def test_batches_are_stable_across_versions() -> None:
 
 @given(held_out=st.integers(2, 150), context=st.integers(1, 20), rows=st.integers(1, 5))
 def test_each_held_out_token_but_the_first_is_a_target_once(held_out: int, context: int, rows: int) -> None:
-    text = source(held_out=held_out, context=context, rows=rows)
+    made = source(held_out=held_out, context=context, rows=rows)
     targets = []
-    for index in range(text.held_out_batches):
-        batch = text.held_out_batch(index, range(rows))
+    for index in range(made.held_out_batches):
+        batch = made.held_out_batch(index, range(rows))
         assert batch["inputs"].shape == (rows, context)
         targets += batch["targets"][batch["mask"] == 1].tolist()
-    assert targets == text.held_out[1:].tolist()
+    assert targets == made.held_out[1:].tolist()
 
 
 def test_a_file_keeps_its_last_tenth_for_validation(tmp_path: Path) -> None:
