@@ -47,7 +47,7 @@ CASES = [
 
 
 def batch_of(name: str, step: int) -> dict[str, np.ndarray]:
-    """Return rows of tokens that count up with another step in each row, so that there is something to learn."""
+    """Return rows of tokens that count up, each row by its own increment, so that there is something to learn."""
     work = workload(name)
     rows, context, vocab = work.batch_size, work.config.context, 128
     rng = np.random.default_rng(step)

@@ -113,7 +113,7 @@ def intact(checkpoints: Checkpointer, mesh: Mesh, report: str) -> list[int]:
     return steps
 
 
-def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
+def saved_in_succession(folder: Path, rng: random.Random, mesh: Mesh) -> str:
     """Save in quick succession states that are donated at once, while another Checkpointer reads."""
     count, state, report = rng.randrange(3, 7), state_filled_with(mesh, 4), "saves in quick succession"
     with Checkpointer(folder, keep=None) as checkpoints:
@@ -130,7 +130,7 @@ def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
     return f"{count} {report}"
 
 
-def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
+def full_disk(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Fill a disk by saving steps. After space is freed, the same process can save again."""
     limit, room = rng.choice([("size", 1 << 16), ("nr_inodes", 8)]), rng.uniform(0, 30)
     with disk(folder, "size=64m,nr_inodes=10000") as own_mount:
@@ -165,7 +165,7 @@ def read_only(folder: Path, rng: random.Random, mesh: Mesh) -> str:
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         try:
-            return f"permissions: {unwritable(folder, mesh)}"
+            return f"permissions: {failed_writes(folder, mesh)}"
         finally:
             for path in (folder, *folder.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
@@ -173,10 +173,10 @@ def read_only(folder: Path, rng: random.Random, mesh: Mesh) -> str:
         if own_mount is None:
             return "skipped: permissions do not apply to root, and no tmpfs can be mounted here"
         remount(own_mount, "ro")
-        return f"read-only disk: {unwritable(own_mount, mesh)}"
+        return f"read-only disk: {failed_writes(own_mount, mesh)}"
 
 
-def unwritable(folder: Path, mesh: Mesh) -> str:
+def failed_writes(folder: Path, mesh: Mesh) -> str:
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with Checkpointer(folder, keep=None) as checkpoints:
         messages = []
@@ -338,10 +338,10 @@ def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict
     others: dict[str, Callable[[Path], str]] = {
         "killed": lambda folder: killed(folder, rng, mesh, root),
         "one of two killed": lambda folder: one_of_two_killed(folder, rng, mesh, root),
-        "full": lambda folder: full(folder, rng, mesh, root),
+        "full": lambda folder: full_disk(folder, rng, mesh, root),
         "limited": lambda folder: limited(folder, rng, mesh, root),
         "read-only": lambda folder: read_only(folder, rng, mesh),
-        "overtaken": lambda folder: overtaken(folder, rng, mesh),
+        "overtaken": lambda folder: saved_in_succession(folder, rng, mesh),
     }
     chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(ways), counts["damaged"])]
     return chosen + [(name, others[name]) for name in others for _ in range(counts[name])]

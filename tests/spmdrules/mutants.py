@@ -29,7 +29,7 @@ OTHER_OP: dict[Reduction, Reduction] = {
 }  # fmt: skip
 
 
-# By row: claims that are true, although the rule, which is more cautious, does not make them.
+# By row: properties that hold, but that the more cautious rule does not declare.
 SAME = {
     "shift_left": ("linear in 0",),  # the bits shifted out are lost from the terms and from their sum
     "convert_element_type-of_integers": ("linear in 0",),  # except for sums that overflow
@@ -70,7 +70,7 @@ def _mistakes(rule: Rule, sums: Sequence[int]):
             yield f"{f.name} is not whole", lambda f=f: _changed(rule, replace(f, kind="pass"))
             continue
         if not any(f.name in dim for dims in rule.operands for dim in dims):
-            continue  # only a result has it (iota, broadcasts), so no operand is sharded along it
+            continue  # only a result has this factor (iota, broadcasts), so no operand is sharded along it
         yield f"{f.name} is whole", lambda f=f: _changed(rule, replace(f, kind="whole", op=None))
         if f.op is not None:
             other = OTHER_OP[f.op]

@@ -35,10 +35,10 @@ _UNEVEN = (0.75, -1.5, 2.25, -0.5, 1.25, 0.25, -2.0, 0.5)
 
 
 class Simulation(Walk):
-    """A walk that, while it records, also computes the values that it places."""
+    """A walk that also computes the values of the arrays that it places, while it records."""
 
     def prepare(self, arrays: Sequence[Any]) -> None:
-        """Sets the global arguments, which `reset` splits; partial ones get uneven terms of mixed signs."""
+        """Sets the global arguments, which `reset` splits. A partial argument becomes uneven terms of mixed signs."""
         self.env: dict[int, Shards] = {}
         self.used: dict[tuple[int, int], Shards] = {}
         self.loops = {
@@ -104,7 +104,7 @@ class Simulation(Walk):
         return {d: joined[(*d[:k], *d[k + 1 :])] for d in shards}
 
     def reshard(self, shards: Shards, old: Placement, new: Placement) -> Shards:
-        """Returns the shards after a reshard; axes that the array stays partial over are handled one term at a time."""
+        """Returns the shards after a reshard. Along axes over which the array stays partial, each term is resharded alone."""
         if old == new:
             return shards
         stays = [axis for axis, _ in new.partial]
@@ -126,7 +126,7 @@ class Simulation(Walk):
         if not self.recording or value < 0:
             return
         if value not in self.env:
-            assert operand < 0, "only a result that is reduced at once has no value yet"
+            assert operand < 0, "only a result that is reduced immediately has no value yet"
             return
         here = self.env[value]
         self.used[id(op), operand] = self.reshard(here, before, target)

@@ -35,11 +35,11 @@ def run(tmp_path: Path) -> Path:
 def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Remove steps just before a function of `orbax_storage` reads their files, and save others in their place."""
 
-    def arrange(function: str, *steps: int, saves: int | None = None) -> None:
+    def remove(function: str, *steps: int, saves: int | None = None) -> None:
         read = getattr(orbax_storage, function)
         remaining = set(steps)
 
-        def beside(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def removing(path: Any, *args: Any, **kwargs: Any) -> Any:
             step = int(path.name[-8:]) if path.name.startswith("step_") else 0
             if step in remaining:
                 remaining.remove(step)
@@ -49,9 +49,9 @@ def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
                     writer._directory.remove(step)
             return read(path, *args, **kwargs)
 
-        monkeypatch.setattr(orbax_storage, function, beside)
+        monkeypatch.setattr(orbax_storage, function, removing)
 
-    return arrange
+    return remove
 
 
 @pytest.mark.parametrize("function", ["read_manifest", "read_digest_rows", "read_arrays"])

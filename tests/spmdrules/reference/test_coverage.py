@@ -72,7 +72,9 @@ def test_few_have_no_rule(every_primitive):
 
 
 def test_no_row_is_stale(every_primitive):
-    used = {row for _, _, _, row in every_primitive} | {name for name, kind, _, _ in every_primitive if kind == "structure"}
+    used = {row for _, _, _, row in every_primitive} | {
+        name for name, kind, _, _ in every_primitive if kind == "structure"
+    }
     stale = {*STRUCTURE, *NO_RULE, *EXEMPT} - used
     version = jax.__version_info__
     if version < (0, 11):
