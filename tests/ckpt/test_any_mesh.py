@@ -102,9 +102,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
             checkpoints.save(BEFORE, state, plan=plan, expert_dims=dims, block=True)
         saved_state = jax.tree.map(np.asarray, state)
         _, losses = steps(name, words, state, range(BEFORE, BEFORE + AFTER))
-        assert (
-            losses[-1] < first[0] - 0.5
-        )  # the loss falls, so a wrongly restored state would change the following losses
+        # The loss falls, so a wrongly restored state would change the following losses.
+        assert losses[-1] < first[0] - 0.5
         return folder, saved_state, losses
 
     return run

@@ -104,7 +104,10 @@ class Simulation(Walk):
         return {d: joined[(*d[:k], *d[k + 1 :])] for d in shards}
 
     def reshard(self, shards: Shards, old: Placement, new: Placement) -> Shards:
-        """Returns the shards after a reshard. Along axes over which the array stays partial, each term is resharded alone."""
+        """Returns the shards after a reshard.
+
+        Along axes over which the array stays partial, each term is resharded alone.
+        """
         if old == new:
             return shards
         stays = [axis for axis, _ in new.partial]
