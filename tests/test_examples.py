@@ -1,4 +1,4 @@
-"""The programs under examples/ stay short and run as they stand, with what each of them prints."""
+"""The programs under examples/ are short, run unchanged and print the expected texts."""
 
 import os
 import subprocess

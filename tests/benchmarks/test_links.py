@@ -104,7 +104,7 @@ def test_two_devices_of_a_chip():
     assert (inside.seconds, inside.links) == (pytest.approx(B / 2765e9), frozenset())
 
 
-def test_short_messages_take_hops():
+def test_short_messages_take_the_time_of_their_hops():
     target = find_target("v5e:4x4")
     assert wire(target, "all-gather", ALL16, 4, grid(4, 4)).seconds == pytest.approx(6e-6)
     assert wire(target, "all-reduce", ALL16, 4, grid(4, 4)).seconds == pytest.approx(12e-6)

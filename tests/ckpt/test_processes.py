@@ -111,7 +111,7 @@ print("done", index)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_then_one(tmp_path: Path, root: Path) -> None:
+def test_one_process_restores_the_step_of_two(tmp_path: Path, root: Path) -> None:
     with socket.socket() as port_socket:
         port_socket.bind(("localhost", 0))
         port = port_socket.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Twelve kinds of models, each a whole train step: every operator has a rule, results match one device, batches shard.
+"""Train steps of twelve kinds of models: operators have rules, results match one device, batches are sharded.
 
 A program's `make()` returns `(train_step, state, batch)`, where `state` is a tuple. `train_step(*state, batch)` returns
 `(new state, loss)` if the state is one pytree. If the state is nnx objects, the step updates them in place and returns

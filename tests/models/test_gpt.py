@@ -251,7 +251,7 @@ def test_grouped_queries_equal_repeated_heads():
     np.testing.assert_allclose(logits_of(full, tokens()), logits_of(grouped, tokens()), atol=1e-5)
 
 
-def test_rotary_sees_distances_and_learned_sees_positions():
+def test_rotary_positions_are_relative_and_learned_positions_absolute():
     """If all tokens are equal, rotary attention averages equal values, so the logits of all positions are equal."""
     same = jnp.full((1, 9), 3, jnp.int32)
     rotary, learned = (logits_of(filled(cfg), same) for cfg in (TINY, GPT2))

@@ -144,7 +144,7 @@ def test_close_plans_run_final_turns(step_seconds, monkeypatch):
     assert [counts[name] for name in strategies[:3]] == [TURNS + FINAL_TURNS] * 2 + [TURNS]
 
 
-def test_machines_that_are_not_attached_are_refused():
+def test_machines_that_are_not_attached_raise():
     x = jax.ShapeDtypeStruct((64, 64), "float32")
 
     def product(a, b):

@@ -157,7 +157,7 @@ def test_functions_that_are_not_steps_do_not_warn(fn, first):
         plan(fn, first, batch())
 
 
-def test_donated_data_may_come_back_with_more_leaves():
+def test_donated_data_may_be_returned_with_more_leaves():
     plan(with_mask, IMAGES, batch(), donate_argnums=0)
 
 

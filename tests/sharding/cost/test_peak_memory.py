@@ -15,7 +15,7 @@ from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd
     ("strategy", "parameter", "optimizer"),
     [("dp:8", 1, 1), ("zero1:8", 1, 8), ("fsdp:8", 8, 8), ("dp:2 fsdp:4", 4, 4), ("dp:8 state", 8, 8), ("tp:8", 8, 8)],
 )
-def test_state_counts_by_its_shards(strategy, parameter, optimizer):
+def test_state_takes_the_memory_of_its_shards(strategy, parameter, optimizer):
     params = mlp_state()
     state = params, OPTIMIZER.init(params)
     memory_bytes = plan(adamw_step, state, batch(), plan=strategy, donate_argnums=0).estimate.memory_bytes

@@ -197,7 +197,7 @@ TRAPS = {
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("fn", "args", "text"), TRAPS.values(), ids=TRAPS.keys())
-def test_wrong_guesses_are_refused(fn, args, text):
+def test_wrong_rules_are_not_proposed(fn, args, text):
     assert discover(fn, *args).text == text
 
 
@@ -226,7 +226,7 @@ def doubled_4_by_6(x):
         (lambda x: x * 2, (f32(11),), "11 cannot be split into 2, 3, 5 or 7 equal pieces"),
     ],
 )
-def test_refusals_give_the_reason(fn, args, why):
+def test_refused_factors_have_a_reason(fn, args, why):
     discovery = discover(fn, *args)
     assert why in str(discovery)
     assert any(why in reason for refusal in discovery.refused for _, reason in refusal.tried) or why in str(

@@ -25,7 +25,7 @@ def spec_of_each_input(plan):
     return {leaf.path: leaf.spec for leaf in plan.inputs}
 
 
-def test_fixed_specs_hold():
+def test_fixed_specs_are_kept():
     fixed = {"0/w": P("model"), "1": P("data")}
     step = auto_shard(sgd_step, mesh=MESH, fixed=fixed)
     planned_specs = spec_of_each_input(step.plan(mlp_state(), batch()))

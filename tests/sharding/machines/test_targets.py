@@ -65,7 +65,7 @@ def test_the_dimensions_of_a_target(name, dims):
         (5, "target is 5; write its name as text, such as 'v5p:4x4x4'"),
     ],
 )
-def test_a_target_that_does_not_exist_is_refused(name, match):
+def test_a_target_that_does_not_exist_raises(name, match):
     with pytest.raises(TargetError, match=match):
         find_target(name)
 

@@ -74,7 +74,7 @@ def test_a_collective_of_no_bytes_takes_no_time():
         ("v5p:4x4x4*2", {"dp": 2, "fsdp": 64}, {"dp": "slice:2", "fsdp": "z:4 y:4 x:4"}),
     ],
 )
-def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
+def test_the_last_mesh_axis_spans_the_nearest_devices(target, mesh, places):
     assert find_target(target).assign(mesh).text() == places
 
 

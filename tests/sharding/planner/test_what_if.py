@@ -164,7 +164,7 @@ def test_a_wish_for_several_tensors():
         ("wz", P(), "no input or result is called 'wz'"),
     ],
 )
-def test_invalid_wishes_are_refused(path, wish, message):
+def test_invalid_wishes_raise(path, wish, message):
     with pytest.raises(PlanError, match=message):
         planned().explain(path, wish)
 
@@ -190,7 +190,7 @@ def test_the_moments_of_a_parameter():
     assert "the 2 moments" in plan.explain("0/0/w", P(None, plan.mesh.axis_names[0])) + plan.explain("0/0/w", P())
 
 
-def test_moments_of_equal_layers_are_told_apart():
+def test_moments_of_equal_layers_are_distinguished():
     def step(state, x):
         params, moments = state
         grads = jax.grad(lambda ps: sum(jnp.mean(jnp.tanh(x @ p["w"]) ** 2) for p in ps))(params)

@@ -57,7 +57,7 @@ def test_explain_names_fixed_shardings():
     assert "a: shards dimension 0 (embed) 8 ways: fixed by the user, or as the array was already sharded" in flat
 
 
-def test_explain_takes_ends_of_paths_and_globs():
+def test_explain_accepts_ends_of_paths_and_globs():
     plan = planned()
     assert plan.explain("wq").startswith("0/params/attention/wq\n")  # the parameter takes precedence
     assert plan.explain("/moments/attention/wq").startswith("0/moments/attention/wq\n")

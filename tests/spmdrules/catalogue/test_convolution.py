@@ -93,7 +93,7 @@ def test_pooling(pool, fold):
     np.testing.assert_allclose(pool(X), fold(blocks, axis=(2, 4)), **CLOSE)
 
 
-def test_padding_does_not_count():
+def test_padding_does_not_change_means_and_maxima():
     actual = ops.avg_pool(X, 3, 2, "SAME")
     h, w = 4, 6  # the last window extends beyond both borders
     np.testing.assert_allclose(actual[:, 2, 3], X[:, h:, w:].mean((1, 2)), **CLOSE)

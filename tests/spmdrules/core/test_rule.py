@@ -85,7 +85,7 @@ def test_the_documented_forms_are_printed_as_they_were_read(text):
         ("a -> a; linear 1", "names operand 1"),
     ],
 )
-def test_what_cannot_be_read_says_why(text, message):
+def test_texts_that_do_not_parse_raise_with_the_reason(text, message):
     with pytest.raises(RuleError, match=message.replace("?", r"\?")):
         Rule.parse(text)
 

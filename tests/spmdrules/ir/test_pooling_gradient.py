@@ -61,7 +61,7 @@ NOT_FUSED = {
 
 
 @pytest.mark.parametrize("fn", NOT_FUSED.values(), ids=NOT_FUSED)
-def test_other_padding_stays(fn):
+def test_other_padding_is_not_fused(fn):
     assert [op.name for op in _operators(fn, f32(4, 8, 3))] == ["pad", "reduce_window_sum"]
 
 

@@ -545,8 +545,8 @@ def test_a_spec_is_extended_by_unused_axes():
     assert extend(spec, ((), ("model",))) == (("data",), ("model",))
     assert extend(spec, (("data", "model"), ())) == (("data", "model"), ())
     assert extend(spec, ((), ("data",))) == spec  # used by another dimension
-    assert extend(spec, (("model", "data"), ())) == spec  # not minor to what is there
-    assert extend(((),), (("data",),), ["data"]) == ((),)  # a partial's
+    assert extend(spec, (("model", "data"), ())) == spec  # not minor to the axis that shards the dimension
+    assert extend(((),), (("data",),), ["data"]) == ((),)  # the array is partial over it
 
 
 @given(st.lists(st.sampled_from(["data", "model", None]), min_size=2, max_size=2), st.booleans())

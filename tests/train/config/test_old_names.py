@@ -39,7 +39,7 @@ def test_the_new_option_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     assert not recwarn.list
 
 
-def test_both_names_of_an_option_are_refused() -> None:
+def test_both_names_of_an_option_are_an_error() -> None:
     with pytest.raises(ConfigError, match="^--accumulation is the old name of --microbatches; give --mi"):
         parse("--accumulation", "2", "--microbatches", "2")
 

@@ -115,13 +115,13 @@ def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
-def test_data_that_differs_between_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_differs_between_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "exchange", lambda what, value: [value, value, "another"])
     with pytest.raises(ConfigError, match="^the data: not the same in process 2 as in process 0"):
         distributed.check_same("the data", "one")
 
 
-def test_incomplete_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_environment_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES, JAX_PROCESS_ID is not: set all three or none"):
         initialize()

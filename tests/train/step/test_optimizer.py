@@ -30,7 +30,7 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     np.testing.assert_allclose(float(rate(110)), 0.1, rtol=1e-5)
 
 
-def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
+def test_a_warm_up_as_long_as_the_run_raises() -> None:
     with pytest.raises(ConfigError, match="warmup_steps is 100, but the run has 100 steps"):
         make_optimizer(OptimizerConfig(), 100)
 
