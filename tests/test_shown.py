@@ -54,19 +54,19 @@ def samples() -> dict[str, Any]:
 
 def reached(start: Any) -> Iterator[Any]:
     """Yields all objects of our classes that are reachable from `start` through public attributes and containers."""
-    todo, visited = [start], set()
-    while todo:
-        x = todo.pop()
+    to_visit, visited = [start], set()
+    while to_visit:
+        x = to_visit.pop()
         if id(x) in visited:
             continue
         visited.add(id(x))
         if isinstance(x, dict):
-            todo += [*x.keys(), *x.values()]
+            to_visit += [*x.keys(), *x.values()]
         elif isinstance(x, list | tuple | set | frozenset) and not hasattr(x, "_fields"):
-            todo += x
+            to_visit += x
         elif type(x).__module__.startswith("autoshard"):
             yield x
-            todo += [v for k, v in getattr(x, "__dict__", {}).items() if not k.startswith("_") and k not in HIDDEN]
+            to_visit += [v for k, v in getattr(x, "__dict__", {}).items() if not k.startswith("_") and k not in HIDDEN]
 
 
 @cache

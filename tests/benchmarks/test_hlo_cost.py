@@ -204,7 +204,7 @@ def test_nested_fusion():
 @pytest.mark.parametrize(("whole", "size"), [(False, 1.5 * KB), (True, 36 * KB)])
 def test_relayout_before_a_slice(whole, size):
     """A fusion that relayouts a stack and returns a slice reads one layer; one that returns the stack reads it all."""
-    cut = "" if whole else "\n  ROOT %s = bf16[1,16,16]{1,2,0} dynamic-slice(%n, %i, %i, %i)"
+    slice_line = "" if whole else "\n  ROOT %s = bf16[1,16,16]{1,2,0} dynamic-slice(%n, %i, %i, %i)"
     inside = f"""%inner (p: f32[]) -> f32[] {{
   %p = {STACK} parameter(0)
   %b = {STACK} bitcast(%p)
@@ -215,7 +215,7 @@ def test_relayout_before_a_slice(whole, size):
   %p = {STACK} parameter(0)
   %i = s32[] parameter(1)
   %a = {STACK.replace("2,1,0", "1,2,0")} fusion(%p), kind=kLoop, calls=%inner
-  {"ROOT " if whole else ""}%n = bf16[24,16,16]{{1,2,0}} convert(%a){cut}
+  {"ROOT " if whole else ""}%n = bf16[24,16,16]{{1,2,0}} convert(%a){slice_line}
 }}"""
     result = "bf16[24,16,16]{1,2,0}" if whole else "bf16[1,16,16]{1,2,0}"
     cost = cost_of(f"{result} fusion(%p, %i), kind=kLoop, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")

@@ -329,8 +329,8 @@ Trial = tuple[str, Callable[[Path], str]]
 def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict[str, int]) -> list[Trial]:
     """Return trials by kind. Damage trials cycle through all pairs of file kind and damage in a random order."""
     kinds = kinds_of(saved)
-    ways = list(itertools.product(kinds, DAMAGES))
-    rng.shuffle(ways)
+    damages = list(itertools.product(kinds, DAMAGES))
+    rng.shuffle(damages)
 
     def damage(kind: str, how: Damage) -> Callable[[Path], str]:
         return lambda folder: damaged(folder, rng, mesh, rng.choice(kinds[kind]), how)
@@ -343,7 +343,7 @@ def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict
         "read-only": lambda folder: read_only(folder, rng, mesh),
         "overtaken": lambda folder: saved_in_succession(folder, rng, mesh),
     }
-    chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(ways), counts["damaged"])]
+    chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(damages), counts["damaged"])]
     return chosen + [(name, others[name]) for name in others for _ in range(counts[name])]
 
 

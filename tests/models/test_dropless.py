@@ -79,9 +79,11 @@ def test_rows_outside_of_all_groups_do_not_matter(monkeypatch):
     monkeypatch.setattr(dropless.lax, "ragged_dot", spoiling_ragged_dot)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
-        some = [w[experts] for w in weights]
-        value += dropless._mix(dropless._swiglu, x, gates, chosen, expert_ids[experts], *some)
-        terms.append(dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids[experts], *some, cotangent))
+        shard_weights = [w[experts] for w in weights]
+        value += dropless._mix(dropless._swiglu, x, gates, chosen, expert_ids[experts], *shard_weights)
+        terms.append(
+            dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids[experts], *shard_weights, cotangent)
+        )
     monkeypatch.undo()
     np.testing.assert_allclose(
         value, dropless._mix(dropless._swiglu, x, gates, chosen, expert_ids, *weights), atol=1e-4

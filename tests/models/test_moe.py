@@ -133,8 +133,8 @@ def test_a_choice_without_a_slot_adds_nothing():
     actual, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
     np.testing.assert_allclose(actual[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(actual[:, 2:], 0.0)
-    apart = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one slot for 4 tokens
-    other = experts_of(apart)
+    one_slot = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one slot for 4 tokens
+    other = experts_of(one_slot)
     other.router[...] = layer.router[...]
     actual = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
     assert np.any(actual != 0, axis=-1).tolist() == [[True, False, False, False] * 3] * 2

@@ -119,7 +119,7 @@ def test_every_plan(name, plan):
     ],
 )
 def test_experts_that_get_no_token(plan):
-    """For every split of the devices between batch and experts."""
+    """The plans split the devices between batch and experts in every possible way."""
     expected, losses = trained("mixtral-tiny", None, sharded=False, starved=True)
     gradient = expected[0]["gradients"]["blocks"]["moe"]["experts"]["w_down"]
     per_expert = np.abs(gradient).sum(axis=(0, 2, 3))

@@ -100,11 +100,11 @@ def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: 
     op = draw(st.sampled_from(["sum", "sum", "max", "min"])) if partial else ""
     for axis in draw(st.permutations(list(mesh))):
         fits = [d for d, n in enumerate(shape) if n and n % math.prod(mesh[a] for a in (*spec[d], axis)) == 0]
-        where = draw(st.sampled_from([*fits, *fits, "replicated", *(["partial"] if partial else [])]))
-        if where == "partial":
+        choice = draw(st.sampled_from([*fits, *fits, "replicated", *(["partial"] if partial else [])]))
+        if choice == "partial":
             terms.append((axis, op))
-        elif where != "replicated":
-            spec[where] = (*spec[where], axis)
+        elif choice != "replicated":
+            spec[choice] = (*spec[choice], axis)
     return Placement(tuple(spec), tuple(sorted(terms)))
 
 

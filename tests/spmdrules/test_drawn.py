@@ -111,8 +111,8 @@ def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
     axes = plan(fn, *args, mesh=mesh).logical_axes.values()
     names = sorted({part for dims in axes for name in dims for part in name.split("*") if part != "1"})
     assume(names)
-    some = st.lists(st.sampled_from(names), max_size=3, unique=True)
-    table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, some)), "table")
+    subsets = st.lists(st.sampled_from(names), max_size=3, unique=True)
+    table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, subsets)), "table")
     assume(any(table.values()))
     results = auto_shard(fn, plan=table, mesh=mesh)(*args)
     for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):

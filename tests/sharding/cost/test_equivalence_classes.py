@@ -48,25 +48,25 @@ def test_the_size_of_each_value_is_that_of_its_own_shard(strategy, is_fixed):
     model, chosen = problem().memory, problem()._requested(strategy)
     if is_fixed:  # one layer's weight is replicated, the others are not
         paths = problem().traced.in_paths
-        some = [v for v, path in zip(problem().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
-        chosen.fixed = {some[0]: ((), ())}
+        weights = [v for v, path in zip(problem().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
+        chosen.fixed = {weights[0]: ((), ())}
     local = model._local(chosen)
     for v in model.sized:
-        ways = chosen.shard_count(a for dim in operand_spec(chosen, v) for a in dim)
+        shard_count = chosen.shard_count(a for dim in operand_spec(chosen, v) for a in dim)
         size = nbytes(problem().program.avals[v]) * problem().cost.fusion.narrow.get(v, 1.0)
         assert local[v] == pytest.approx(size * model._fraction(chosen, v), rel=1e-12)
-        assert local[v] >= size / ways * (1 - 1e-12)  # more if tiles pad it
+        assert local[v] >= size / shard_count * (1 - 1e-12)  # more if tiles pad it
 
 
 def test_one_fixed_layer_is_priced_by_itself():
     """A replicated weight is not gathered under `fsdp:8`; the same weight of other layers is."""
     planning = problem(layers=5)
-    some = [
+    inputs = [
         v
         for v, path in zip(planning.program.inputs, planning.traced.in_paths, strict=True)
         if path.endswith("mlp/w_up")
     ]
-    weights = [v for v in some if planning.roles.inputs[v] == "parameter"]
+    weights = [v for v in inputs if planning.roles.inputs[v] == "parameter"]
 
     def sent(fixed):
         chosen_layout = planning._requested("fsdp:8")

@@ -222,8 +222,8 @@ def test_an_exact_path_takes_precedence_over_patterns():
 
 
 def test_a_note_names_fixed_specs_that_shard_one_logical_axis_differently():
-    apart = {"0/w": P(None, "model"), "0/v": P("data")}  # both shard ffn, over different mesh axes
-    planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=apart)
+    fixed = {"0/w": P(None, "model"), "0/v": P("data")}  # both shard ffn, over different mesh axes
+    planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
     assert spec_of_each_input(planned)["0/w"] == P(None, "model") and spec_of_each_input(planned)["0/v"] == P("data")
     note = next(note for note in planned.notes if "resharded" in note)
     assert "fixed '0/v' shards ffn over data, but fixed '0/w' shards it over model" in note and "in every step" in note

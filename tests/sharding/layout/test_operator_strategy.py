@@ -55,8 +55,8 @@ def test_a_mesh_axis_is_assigned_to_the_part_of_a_dimension_that_it_shards():
     assert op.rule is not None
     merged = op.rule.operands[0][0]
     assert len(merged) == 2
-    places = OperandSpecs(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).factors_of_axes
-    assert places == [{"a": merged[0], "b": merged[1]}]
+    factors_of_axes = OperandSpecs(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).factors_of_axes
+    assert factors_of_axes == [{"a": merged[0], "b": merged[1]}]
     assert OperandSpecs(op.rule.operands, [128], [(("a", "c"),)], op.rule, mesh).factors_of_axes == [
         {"a": merged[0], "c": ""}
     ]

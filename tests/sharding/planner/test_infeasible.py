@@ -169,8 +169,8 @@ def test_larger_machines_exist_and_are_sorted_by_size(key):
     targets = [find_target(name) for name in sizes(key, CHIPS[key])]
     counts = [t.devices for t in targets]
     assert counts == sorted(set(counts)) and counts[-1] >= 256
-    again = larger_machines(targets[2])
-    assert [t.name for t in again] == [t.name for t in targets[3:]]
+    larger = larger_machines(targets[2])
+    assert [t.name for t in larger] == [t.name for t in targets[3:]]
     assert all(
         t.devices == targets[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes
         for t in machines_with_more_memory(targets[2])

@@ -93,8 +93,8 @@ def test_times_of_collectives_sum_to_the_communication_time_of_the_step(words):
     plan = planned(plan=words)
     assert len(plan.traffic_us) == len(plan.traffic) > 1
     assert sum(us for us, _ in plan.traffic_us) == pytest.approx(plan.estimate.comm_us)
-    assert sum(waits for _, waits in plan.traffic_us) == pytest.approx(exposed_us(plan))
-    assert all(0 <= waits <= us * (1 + 1e-9) for us, waits in plan.traffic_us)
+    assert sum(exposed for _, exposed in plan.traffic_us) == pytest.approx(exposed_us(plan))
+    assert all(0 <= exposed <= us * (1 + 1e-9) for us, exposed in plan.traffic_us)
     tried = plan.history[0].tried[0]
     assert tried.compute_us == plan.estimate.compute_us and 0 < tried.waits_us <= exposed_us(plan) * (1 + 1e-9)
 

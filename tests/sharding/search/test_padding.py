@@ -89,8 +89,10 @@ def test_state_without_a_divisible_dimension():
     """With fsdp:8 and no size divisible by 8, the state is replicated. With one dimension padded, it is sharded."""
     unpadded = plan(train, *shapes(20001), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
     padded = plan(train, *shapes(20008), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
-    whole, parts = (sum(p.estimate.memory_bytes["parameter"] for p in [each]) for each in (unpadded, padded))
-    assert whole == pytest.approx(8 * parts, rel=0.01)
+    unpadded_bytes, padded_bytes = (
+        sum(p.estimate.memory_bytes["parameter"] for p in [each]) for each in (unpadded, padded)
+    )
+    assert unpadded_bytes == pytest.approx(8 * padded_bytes, rel=0.01)
     limit = (unpadded.estimate.peak_memory_bytes + padded.estimate.peak_memory_bytes) / 2
     with pytest.raises(PlanError, match="padded from 20001 to 20008"):
         plan(train, *shapes(20001), target="h100:1x8", plan="fsdp:8", memory_limit_bytes=limit, donate_argnums=0)

@@ -241,8 +241,8 @@ def mesh_and_specs(rule: Derived, f: DerivedFactor) -> tuple[Any, list[Partition
         new = [g for g in before if g not in (*majors, f.name)]
         majors, pending = majors + new, pending + new
     sizes = {g.name: g.size for g in rule.factors}
-    ways = [f.ways, *(sizes[g] for g in majors)]
-    mesh = device_mesh(ways) if math.prod(ways) <= 8 else None
+    shard_counts = [f.ways, *(sizes[g] for g in majors)]
+    mesh = device_mesh(shard_counts) if math.prod(shard_counts) <= 8 else None
     if mesh is None:
         return None
     axes = dict(zip((f.name, *majors), "abcd", strict=False))

@@ -146,6 +146,6 @@ def test_every_mesh_gives_the_same_result(name, mesh_of):
         return y, pull(d_y)
 
     expected = run(X, COTANGENT)
-    for ways in (2, 8):
-        sharding = NamedSharding(mesh_of(data=ways), P("data"))
+    for devices in (2, 8):
+        sharding = NamedSharding(mesh_of(data=devices), P("data"))
         assert_close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)

@@ -49,9 +49,13 @@ def test_hovering_over_a_device_shows_its_groups(show):
     page.point('.panel:nth-of-type(2) rect[data-d="6"]')
     order, sizes = plan.device_order, list(mesh_sizes(plan).values())
     coordinates = list(itertools.product(*map(range, sizes)))
-    mine = coordinates[order.index(6)]
+    device_coordinates = coordinates[order.index(6)]
     for k, axis in enumerate(plan.mesh.axis_names):
-        group = {order[i] for i, p in enumerate(coordinates) if p[:k] + p[k + 1 :] == mine[:k] + mine[k + 1 :]}
+        group = {
+            order[i]
+            for i, p in enumerate(coordinates)
+            if p[:k] + p[k + 1 :] == device_coordinates[:k] + device_coordinates[k + 1 :]
+        }
         rects = boxes(page, f".panel:nth-of-type({k + 1}) rect.on", "+e.dataset.d")
         assert {d for *_, d in rects} == group, axis
     assert "Groups of device 6: " in texts(page, "#device")[0]
