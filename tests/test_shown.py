@@ -80,12 +80,12 @@ def public_classes() -> dict[str, type]:
                 cls for cls in vars(importlib.import_module(module.name)).values()
                 if inspect.isclass(cls) and issubclass(cls, AutoshardError)
             ]  # fmt: skip
-    ours = [
+    own_classes = [
         cls
         for cls in [*classes, *SHOWN, Checkpointer]
         if inspect.isclass(cls) and cls.__module__.startswith("autoshard")
     ]
-    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in ours if not issubclass(cls, jax.Array)}
+    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in own_classes if not issubclass(cls, jax.Array)}
 
 
 def check(x: Any, deep: bool = True) -> None:

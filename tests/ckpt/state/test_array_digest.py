@@ -68,9 +68,9 @@ def test_the_digest_does_not_depend_on_the_sharding(mesh_of: Callable[..., Mesh]
     shape, spec = [], []
     for _ in range(rank):
         count = data.draw(st.integers(0, len(names)))
-        axis_names, names = names[:count], names[count:]
+        mine, names = names[:count], names[count:]
         shape.append(2**count * data.draw(st.integers(1, 3)))
-        spec.append(tuple(axis_names) or None)
+        spec.append(tuple(mine) or None)
     array = random_array(tuple(shape), np.float32, math.prod(shape))
     sharding = NamedSharding(mesh_of(a=2, b=2, c=2), PartitionSpec(*spec))
     assert device_digest(jax.device_put(array, sharding)) == array_digest.host_digest(array)

@@ -68,15 +68,15 @@ def test_one_fixed_layer_is_priced_by_itself():
     ]
     weights = [v for v in inputs if planning.roles.inputs[v] == "parameter"]
 
-    def sent(fixed):
+    def comm_bytes(fixed):
         chosen_layout = planning._requested("fsdp:8")
         chosen_layout.fixed = dict.fromkeys(fixed, ((), ()))
         return planning.cost(chosen_layout).comm_bytes
 
-    without_fixed, each = sent([]), [sent([v]) for v in weights]
+    without_fixed, each = comm_bytes([]), [comm_bytes([v]) for v in weights]
     assert len(weights) == 5 and without_fixed != each[0]
     assert each == pytest.approx([each[0]] * 5)
-    assert sent(weights) - without_fixed == pytest.approx(5 * (each[0] - without_fixed))
+    assert comm_bytes(weights) - without_fixed == pytest.approx(5 * (each[0] - without_fixed))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

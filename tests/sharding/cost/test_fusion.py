@@ -85,8 +85,8 @@ def values_in_memory(fn, *args):
     """(shape, written bytes per element) of values in memory on TPU, without the program's inputs."""
     program = build(jax.make_jaxpr(fn)(*args))
     fusion = fuse(program, fuses_operands=True)
-    ours = sorted(fusion.written - set(program.inputs))
-    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * fusion.narrow.get(v, 1)) for v in ours]
+    written = sorted(fusion.written - set(program.inputs))
+    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * fusion.narrow.get(v, 1)) for v in written]
 
 
 def test_a_product_is_written_at_the_end_of_its_elementwise_chain():

@@ -95,8 +95,8 @@ def test_loops_and_branches_keep_their_types(mesh_of, mesh_in_force):
     assert types(_compat.open_jaxpr(before).outvars) == types(_compat.open_jaxpr(after).outvars)
     for name in ("while", "scan", "cond"):
         assert loops(before, name)
-        for ours, theirs in zip(loops(after, name), loops(before, name), strict=True):
-            assert types(ours.outvars) == types(theirs.outvars)
+        for lowered, original in zip(loops(after, name), loops(before, name), strict=True):
+            assert types(lowered.outvars) == types(original.outvars)
 
 
 def test_a_scan_keeps_its_parameters_and_the_types_of_its_carry():
@@ -111,11 +111,11 @@ def test_a_scan_keeps_its_parameters_and_the_types_of_its_carry():
 
     args = batch(1, 64) * 0.1, batch(size=4 * 16).reshape(4, 16, 64)
     before, after = jaxpr_before_and_after(run, *args, plan="dp:8")
-    (theirs,), (ours,) = loops(before, "scan"), loops(after, "scan")
-    assert types(ours.outvars) == types(theirs.outvars)
-    assert ours.params.keys() == theirs.params.keys()
-    assert [ours.params.get(k) for k in SCAN] == [theirs.params.get(k) for k in SCAN]
-    assert ours.params["reverse"] and ours.params["unroll"] == 2
+    (original,), (lowered,) = loops(before, "scan"), loops(after, "scan")
+    assert types(lowered.outvars) == types(original.outvars)
+    assert lowered.params.keys() == original.params.keys()
+    assert [lowered.params.get(k) for k in SCAN] == [original.params.get(k) for k in SCAN]
+    assert lowered.params["reverse"] and lowered.params["unroll"] == 2
     assert_close(run(*args), auto_shard(run, plan="dp:8")(*args))
 
 
@@ -127,9 +127,9 @@ def test_rematerialisation_is_kept_with_its_policy():
         return jnp.sum(layer(layer(x)))
 
     before, after = jaxpr_before_and_after(jax.grad(loss), batch(1, 64) * 0.1, batch(), plan="dp:8")
-    theirs, ours = ([op.eqn for op in build(c).ops() if "policy" in op.eqn.params] for c in (before, after))
-    assert len(theirs) == len(ours) == 2
-    for one, other in zip(theirs, ours, strict=True):
+    original, lowered = ([op.eqn for op in build(c).ops() if "policy" in op.eqn.params] for c in (before, after))
+    assert len(original) == len(lowered) == 2
+    for one, other in zip(original, lowered, strict=True):
         assert one.primitive is other.primitive and other.params["policy"] is policy
         assert [one.params[k] for k in ("prevent_cse", "differentiated")] == [
             other.params[k] for k in ("prevent_cse", "differentiated")

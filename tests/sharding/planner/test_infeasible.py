@@ -82,7 +82,7 @@ def test_the_error_names_the_least_memory_and_what_takes_it():
 
 
 def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
-    def held(batch: int, width: int) -> dict[str, float]:
+    def bytes_by_kind(batch: int, width: int) -> dict[str, float]:
         plan = autoshard.plan(
             train_step, *shapes(batch=batch, width=width), target="cpu:8", plan="dp:8", donate_argnums=0
         )
@@ -91,7 +91,7 @@ def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
         assert sum(kinds.values()) == pytest.approx(plan.estimate.memory_bytes["temporary"])
         return kinds
 
-    small, large, wide = held(64, 32), held(256, 32), held(8, 1024)
+    small, large, wide = bytes_by_kind(64, 32), bytes_by_kind(256, 32), bytes_by_kind(8, 1024)
     assert small["activation"] > small["gradient"]
     assert large["activation"] == pytest.approx(4 * small["activation"], rel=0.05)  # activations scale with the batch
     assert large["gradient"] == small["gradient"]
