@@ -23,8 +23,8 @@ from autoshard.ckpt.store.manifest import FORMAT, _checksum
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-FLIPS = 80
-SEED = 20
+FLIPS = 80  # chosen: number of bits that are flipped, one at a time
+SEED = 20  # chosen
 
 
 def large_state(mesh: Mesh, seed: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
             outcomes[str(file.relative_to(step))] = "unread"
         except DamagedCheckpointError as error:
             assert "step 3" in str(error)
-            outcomes[str(file.relative_to(step))] = "found"
+            outcomes[str(file.relative_to(step))] = "detected"
         file.write_bytes(whole)
     roots = (
         "_CHECKPOINT_METADATA",
@@ -112,8 +112,8 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
         "state/d/",
         "digests/d/",
     )
-    assert all(what == "found" for file, what in outcomes.items() if file.startswith(roots)), outcomes
-    assert "found" in [what for file, what in outcomes.items() if file.startswith("state/ocdbt.process_0/d/")]
+    assert all(outcome == "detected" for file, outcome in outcomes.items() if file.startswith(roots)), outcomes
+    assert "detected" in [outcome for file, outcome in outcomes.items() if file.startswith("state/ocdbt.process_0/d/")]
     assert_same(checkpoints.restore(3, states[3]), states[3])
 
 
@@ -136,12 +136,12 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
     checkpoints, states = run
     read = orbax_storage.read_arrays
 
-    def wrong(path: Any, wanted: Any, *, partial: bool) -> dict[Any, Any]:
+    def read_wrong_value(path: Any, wanted: Any, *, partial: bool) -> dict[Any, Any]:
         arrays = read(path, wanted, partial=partial)
         arrays[("params", "w1")] = arrays[("params", "w1")].at[3, 5].mul(1 + 2**-23)
         return arrays
 
-    monkeypatch.setattr(orbax_storage, "read_arrays", wrong)
+    monkeypatch.setattr(orbax_storage, "read_arrays", read_wrong_value)
     with pytest.raises(
         DamagedCheckpointError, match="values differ from the saved ones in 1 leaves:\n  params/w1\nNo earlier"
     ):

@@ -16,8 +16,8 @@ from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedu
 from autoshard.train.step.train_state import as_key, make_program
 from autoshard.train.step.train_step import loss_and_weight, make_train_step
 
-STEPS = 20
-BATCH = 16
+STEPS = 20  # chosen
+BATCH = 16  # chosen: divisible by eight devices and two microbatches
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Draw = Callable[..., Any]
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 4})
 SIZES = st.sampled_from([4, 8, 2, 6, 3, 1, 5, 0])
 INDICES = 2  # number of leading arguments of a chain that are positions; the other arguments are floats
-_MOST_ELEMENTS = 4096
+_MOST_ELEMENTS = 4096  # chosen
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,9 @@ def test_how_strategies_store_state_and_shard_data(words, parameter, moment, dat
     specs = {leaf.path: leaf.spec for leaf in planned.inputs}
     assert specs["0/0/w"] == parameter and specs["0/1/0/mu/w"] == specs["0/1/0/nu/w"] == moment
     assert specs["1"] == data
+    # The kind of parallelism that communicates most is innermost.
     kinds = ["dp", "zero1", "fsdp", "tp"]
-    assert list(mesh_sizes(planned)) == sorted(
-        mesh_sizes(planned), key=kinds.index
-    )  # the kind that communicates most is innermost
+    assert list(mesh_sizes(planned)) == sorted(mesh_sizes(planned), key=kinds.index)
 
 
 def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():

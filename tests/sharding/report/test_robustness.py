@@ -80,7 +80,7 @@ def histories(draw):
 
 
 @st.composite
-def odd_plans(draw):
+def random_plans(draw):
     axes = draw(st.dictionaries(AXES, st.integers(1, 40)))
     return half_built(
         mesh=abstract_mesh(axes),
@@ -108,7 +108,7 @@ def odd_plans(draw):
     )
 
 
-@given(odd_plans())
+@given(random_plans())
 def test_all_reports_of_random_plans(plan):
     all_of(plan)
     read(page(plan))

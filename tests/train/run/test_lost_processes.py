@@ -23,7 +23,7 @@ from autoshard.train.run.metrics import read_metrics
 from autoshard.train.run.watchdog import EXIT_RESTART, Watchdog, is_lost_peer
 
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 12.0
+DEADLINE_S = 12.0  # chosen
 
 pytestmark = pytest.mark.multiprocess
 

@@ -34,9 +34,8 @@ def searched() -> Plan:
 def requested() -> Plan:
     """Request a plan with two mesh axes that shard parameters, activations and storage."""
     plan = autoshard.plan(train_step, *shapes(), plan="fsdp:2 tp:4 seq", target="v5p:2x2x2", donate_argnums=0)
-    return plan.where(
-        placing={"fsdp": (("x", 2, 1),), "tp": (("y", 2, 1), ("z", 2, 1))}
-    )  # not in the order of the devices
+    # The assignment is not in the order of the devices.
+    return plan.where(placing={"fsdp": (("x", 2, 1),), "tp": (("y", 2, 1), ("z", 2, 1))})
 
 
 @cache
