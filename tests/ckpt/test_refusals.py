@@ -337,5 +337,5 @@ def test_a_state_donated_before_the_save(tmp_path: Path) -> None:
 
 
 def test_the_bare_name_cannot_be_imported(root: Path, run_python: Callable[..., Any]) -> None:
-    done = run_python(f"import sys; sys.path.insert(0, {str(root / 'autoshard')!r}); import ckpt")
-    assert done.returncode == 1 and "import autoshard.ckpt" in done.stderr
+    completed = run_python(f"import sys; sys.path.insert(0, {str(root / 'autoshard')!r}); import ckpt")
+    assert completed.returncode == 1 and "import autoshard.ckpt" in completed.stderr

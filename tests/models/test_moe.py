@@ -169,15 +169,17 @@ def test_losses_of_the_router_by_their_formulas():
 
 
 def test_balance_loss_is_one_for_equal_use_and_the_number_of_experts_for_one_expert():
-    one = dataclasses.replace(SMALL, top_k=1, renormalize=False)
-    balance = jax.jit(jax.value_and_grad(lambda logits: route(one, logits).losses.balance))
+    cfg = dataclasses.replace(SMALL, top_k=1, renormalize=False)
+    balance = jax.jit(jax.value_and_grad(lambda logits: route(cfg, logits).losses.balance))
     uniform = np.tile(4.0 * np.eye(8, dtype=np.float32), (3, 1))[None]
     np.testing.assert_allclose(balance(uniform)[0], 1.0, rtol=1e-5)
     one_expert = np.zeros((1, 24, 8), np.float32)
     one_expert[..., 2] = 30.0
     np.testing.assert_allclose(balance(one_expert)[0], 8.0, rtol=1e-5)
     slope = np.asarray(balance(one_expert / 30.0)[1])
-    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)  # towards the idle experts
+    assert np.all(slope[..., 2] > 0) and np.all(
+        np.delete(slope, 2, axis=-1) < 0
+    )  # descent raises the logits of the idle experts
 
 
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
@@ -263,12 +265,12 @@ def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     cfg = dataclasses.replace(SMALL, balance_weight=0.3, z_weight=0.2)
     model = filled_as(model_factory(cfg))
 
-    def everything(model, batch):
+    def all_losses(model, batch):
         logits, losses = model.forward(batch["inputs"])
         plain = cross_entropy(logits, batch["targets"], batch["mask"])
         return losses, plain, model.loss(batch, deterministic=False), model.loss(batch)
 
-    losses, (plain, tokens), (total, weight), evaluated = called(model, everything, batch())
+    losses, (plain, tokens), (total, weight), evaluated = called(model, all_losses, batch())
     assert 1.9 < losses.balance < 4.0 and losses.z > 0.1  # sums over two layers, each about 1 or more
     np.testing.assert_allclose(total / weight, plain / tokens + 0.3 * losses.balance + 0.2 * losses.z, rtol=1e-6)
     assert weight == tokens == batch()["mask"].sum()
