@@ -177,9 +177,8 @@ def test_balance_loss_is_one_for_equal_use_and_the_number_of_experts_for_one_exp
     one_expert[..., 2] = 30.0
     np.testing.assert_allclose(balance(one_expert)[0], 8.0, rtol=1e-5)
     slope = np.asarray(balance(one_expert / 30.0)[1])
-    assert np.all(slope[..., 2] > 0) and np.all(
-        np.delete(slope, 2, axis=-1) < 0
-    )  # descent raises the logits of the idle experts
+    # Gradient descent raises the logits of the idle experts.
+    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)
 
 
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
