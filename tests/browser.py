@@ -165,10 +165,10 @@ class Page:
 
     def run(self, script: str) -> Any:
         """Evaluates a JavaScript expression and returns its value."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise BrowserError(f"{script[:200]}: {found['exceptionDetails']['exception'].get('description')}")
-        return found["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in reply:
+            raise BrowserError(f"{script[:200]}: {reply['exceptionDetails']['exception'].get('description')}")
+        return reply["result"].get("value")
 
     def middle(self, selector: str) -> tuple[float, float]:
         """Scrolls an element into view and returns the position of its middle in the window, in pixels."""
@@ -205,5 +205,5 @@ class Page:
         """Saves an image of the page, or of the part that starts at `top`."""
         width, whole = self.run("[innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": top, "width": width, "height": height or whole - top, "scale": 1}
-        found = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(found["data"]))
+        image = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(image["data"]))

@@ -18,8 +18,8 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize("number", range(len(README_EXAMPLES)))
 def test_readme_example_runs(number, run_python, tmp_path):
-    ran = run_python(README_EXAMPLES[number], cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    completed = run_python(README_EXAMPLES[number], cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_readme_has_examples():

@@ -1,4 +1,4 @@
-"""The programs under examples/ stay short and run as they stand, with what each of them prints."""
+"""The programs under examples/ are short, run unchanged and print the expected texts."""
 
 import os
 import subprocess
@@ -35,8 +35,8 @@ def test_example_is_short(name):
 def test_example_runs(name, tmp_path):
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    assert "AutoshardWarning" not in ran.stderr
+    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    assert "AutoshardWarning" not in completed.stderr
     for text in OUTPUTS[name]:
-        assert text in ran.stdout, ran.stdout
+        assert text in completed.stdout, completed.stdout

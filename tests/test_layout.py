@@ -63,10 +63,10 @@ def test_link_leads_into_the_package(name):
 def test_the_error_of_importing_a_link_names_the_right_import(name, run_python):
     module = next(file.stem for file in sorted((PACKAGE / name).iterdir()) if file.stem[0] != "_")
     for statement in (f"import {name}", f"import {name}.{module}", f"from {name} import {module}"):
-        ran = run_python(statement)
-        assert ran.returncode != 0, statement
-        message = ran.stderr.strip().splitlines()[-1]
-        assert message.startswith("ImportError: "), ran.stderr
+        completed = run_python(statement)
+        assert completed.returncode != 0, statement
+        message = completed.stderr.strip().splitlines()[-1]
+        assert message.startswith("ImportError: "), completed.stderr
         assert f"import autoshard.{name}" in message
 
 
@@ -103,8 +103,8 @@ def test_an_import_in_the_wrong_direction_is_found(name, tmp_path):
     assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 0
     with (tmp_path / "autoshard" / file).open("a") as module:
         module.write(f"\n{source}\n")
-    ran = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 1 and "BROKEN" in ran.stdout, ran.stdout + ran.stderr
+    completed = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True)
+    assert completed.returncode == 1 and "BROKEN" in completed.stdout, completed.stdout + completed.stderr
 
 
 # Files whose functions may import anything: commands, so that help is fast, and the compiler's process, which sets
@@ -121,15 +121,15 @@ def extras() -> dict[str, set[str]]:
         return re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
 
     always = {package(requirement) for requirement in project["dependencies"]}
-    found: dict[str, set[str]] = {}
+    extras_of: dict[str, set[str]] = {}
     for extra, requirements in project["optional-dependencies"].items():
         for name in {package(requirement) for requirement in requirements} - always:
-            found.setdefault(name, set()).add(extra)
-    return found
+            extras_of.setdefault(name, set()).add(extra)
+    return extras_of
 
 
 def test_imports_in_functions_are_of_optional_dependencies():
-    wrong = [
+    violations = [
         f"{file.relative_to(ROOT)}:{line} {target}"
         for file, name, tree in modules()
         if not any(file == place or place in file.parents for place in LATE_IMPORTS)
@@ -138,17 +138,17 @@ def test_imports_in_functions_are_of_optional_dependencies():
         for line, target in imports(function, name.rpartition(".")[0])
         if not any(extra in file.read_text() for extra in extras().get(target.partition(".")[0], ()))
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_no_import_is_for_type_checkers_only():
-    found = [
+    guarded = [
         f"{file.relative_to(ROOT)}:{line}"
         for file, name, tree in modules()
         for line, target in imports(tree, name.rpartition(".")[0])
         if target == "typing.TYPE_CHECKING"
     ]
-    assert found == []
+    assert guarded == []
 
 
 def test_the_stub_of_the_front_page_declares_the_public_names():
@@ -161,18 +161,18 @@ def test_the_stub_of_the_front_page_declares_the_public_names():
 
 
 def test_jax_private_names_are_used_in_compat_only():
-    found = [
+    uses = [
         f"{file.relative_to(ROOT)}:{line} {target}"
         for file, name, tree in modules()
         if PACKAGE / "_compat" not in file.parents
         for line, target in imports(tree, name.rpartition(".")[0])
         if f"{target}.".startswith(tuple(f"{private}." for private in PRIVATE)) and target not in ALLOWED
     ]
-    assert found == []
+    assert uses == []
 
 
 def test_jax_version_is_read_in_compat_only():
-    found = [
+    uses = [
         str(file.relative_to(ROOT))
         for file, _, tree in modules()
         if PACKAGE / "_compat" not in file.parents
@@ -180,4 +180,4 @@ def test_jax_version_is_read_in_compat_only():
         if isinstance(node, ast.Attribute) and node.attr in ("__version_info__", "__version__")
         if isinstance(node.value, ast.Name) and node.value.id in ("jax", "jaxlib", "flax")
     ]
-    assert found == []
+    assert uses == []

@@ -24,9 +24,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command that must succeed, without our PYTHONPATH, and return its standard output."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, f"{' '.join(map(str, command))}\n{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
+    completed = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, f"{' '.join(map(str, command))}\n{completed.stdout}\n{completed.stderr}"
+    return completed.stdout
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,12 @@ def test_wheel_runs_outside_the_repository(wheel, tmp_path):
     python = empty_environment(tmp_path / "venv")
     pip_install(python, "--no-deps", wheel, cwd=tmp_path)
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    here = metadata.distribution("jax").locate_file("")
-    (Path(site) / "dependencies.pth").write_text(f"{here}\n")
+    site_packages = metadata.distribution("jax").locate_file("")
+    (Path(site) / "dependencies.pth").write_text(f"{site_packages}\n")
     output = run(tmp_path / "venv/bin/autoshard", "--help", cwd=tmp_path)
     assert all(command in output for command in ("train", "plan", "rules", "ckpt", "generate", "bench"))
-    where = run(python, "-c", "import autoshard; print(autoshard.__file__)", cwd=tmp_path).strip()
-    assert where.startswith(site)
+    imported_from = run(python, "-c", "import autoshard; print(autoshard.__file__)", cwd=tmp_path).strip()
+    assert imported_from.startswith(site)
 
 
 @pytest.mark.slow
@@ -133,13 +133,13 @@ def test_lock_pins_the_direct_requirements(python_version):
 def test_lock_pins_the_transitive_requirements():
     """Walk the installed packages, starting at the direct requirements."""
     pinned = locked(f"{sys.version_info.major}.{sys.version_info.minor}")
-    waiting, seen, missing = direct_requirements(), set(), set()
-    while waiting:
-        requirement = waiting.pop()
+    to_visit, visited, missing = direct_requirements(), set(), set()
+    while to_visit:
+        requirement = to_visit.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
-        if key in seen:
+        if key in visited:
             continue
-        seen.add(key)
+        visited.add(key)
         if key[0] not in pinned:
             missing.add(key[0])
         try:
@@ -150,5 +150,5 @@ def test_lock_pins_the_transitive_requirements():
         for text in needs:
             need = Requirement(text)
             if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras):
-                waiting.append(need)
+                to_visit.append(need)
     assert missing == set()

@@ -66,7 +66,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 def refusals(root: Path, capfd, version: str = "1.2.0") -> list[str]:
-    """The lines of a refused release, which makes no tag."""
+    """The error lines of a release that must be refused. No tag is made."""
     tags = git(root, "tag")
     assert release.main([version], root) == 1
     assert git(root, "tag") == tags

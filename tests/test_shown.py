@@ -54,43 +54,45 @@ def samples() -> dict[str, Any]:
 
 def reached(start: Any) -> Iterator[Any]:
     """Yields all objects of our classes that are reachable from `start` through public attributes and containers."""
-    todo, seen = [start], set()
-    while todo:
-        x = todo.pop()
-        if id(x) in seen:
+    to_visit, visited = [start], set()
+    while to_visit:
+        x = to_visit.pop()
+        if id(x) in visited:
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         if isinstance(x, dict):
-            todo += [*x.keys(), *x.values()]
+            to_visit += [*x.keys(), *x.values()]
         elif isinstance(x, list | tuple | set | frozenset) and not hasattr(x, "_fields"):
-            todo += x
+            to_visit += x
         elif type(x).__module__.startswith("autoshard"):
             yield x
-            todo += [v for k, v in getattr(x, "__dict__", {}).items() if not k.startswith("_") and k not in HIDDEN]
+            to_visit += [v for k, v in getattr(x, "__dict__", {}).items() if not k.startswith("_") and k not in HIDDEN]
 
 
 @cache
 def public_classes() -> dict[str, type]:
     """Collects the exported classes, those reachable from the samples, all errors, and all classes with `@shown`."""
-    found = [getattr(autoshard, name) for name in autoshard.__all__ if name != "__version__"]
-    found += [type(x) for sample in samples().values() for x in reached(sample)]
+    classes = [getattr(autoshard, name) for name in autoshard.__all__ if name != "__version__"]
+    classes += [type(x) for sample in samples().values() for x in reached(sample)]
     for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
         if module.name.rpartition(".")[2] != "__main__":
-            found += [
+            classes += [
                 cls for cls in vars(importlib.import_module(module.name)).values()
                 if inspect.isclass(cls) and issubclass(cls, AutoshardError)
             ]  # fmt: skip
-    ours = [
-        cls for cls in [*found, *SHOWN, Checkpointer] if inspect.isclass(cls) and cls.__module__.startswith("autoshard")
+    own_classes = [
+        cls
+        for cls in [*classes, *SHOWN, Checkpointer]
+        if inspect.isclass(cls) and cls.__module__.startswith("autoshard")
     ]
-    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in ours if not issubclass(cls, jax.Array)}
+    return {f"{cls.__module__}.{cls.__qualname__}": cls for cls in own_classes if not issubclass(cls, jax.Array)}
 
 
 def check(x: Any, deep: bool = True) -> None:
     for text in TEXTS:
         assert isinstance(text(x), str)
-    for made in (copy.copy(x), copy.deepcopy(x) if deep else x):
-        assert type(made) is type(x) and isinstance(repr(made), str)
+    for copied in (copy.copy(x), copy.deepcopy(x) if deep else x):
+        assert type(copied) is type(x) and isinstance(repr(copied), str)
 
 
 def test_public_classes_are_found():
@@ -100,7 +102,7 @@ def test_public_classes_are_found():
 
 
 def test_half_built_objects_can_be_printed_and_copied():
-    wrong = []
+    failures = []
     for name, cls in sorted(public_classes().items()):
         fields = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         for count in {0, len(fields) // 2, max(len(fields) - 1, 0)}:
@@ -110,8 +112,8 @@ def test_half_built_objects_can_be_printed_and_copied():
             try:
                 check(half)
             except Exception as error:  # collect all failures
-                wrong.append(f"{name} with {count} fields: {error!r}")
-    assert not wrong, "\n".join(wrong)
+                failures.append(f"{name} with {count} fields: {error!r}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", ["auto_shard", "plan", "read", "audit", "propagation", "discovery", "check", "rule",
@@ -137,11 +139,11 @@ def test_an_attribute_that_cannot_be_printed_does_not_make_repr_fail():
 
 
 def test_errors_keep_their_message_when_copied_or_pickled():
-    found: list[Any] = [FixedError("step", ["one", "two"], ". So what"), AutoshardWarning("careful")]
-    found.append(DamagedCheckpointError("broken", step=3, cause="it is", leaves=["a"]))
-    for error in found:
-        for again in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
-            assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+    errors: list[Any] = [FixedError("step", ["one", "two"], ". So what"), AutoshardWarning("careful")]
+    errors.append(DamagedCheckpointError("broken", step=3, cause="it is", leaves=["a"]))
+    for error in errors:
+        for copied in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+            assert type(copied) is type(error) and str(copied) == str(error) and vars(copied) == vars(error)
 
 
 def test_a_checkpointer_can_be_printed_and_copied(tmp_path):

@@ -7,12 +7,12 @@ import pytest
 from against import Comparison
 
 
-def test_ratio_is_the_median_of_the_turns():
+def test_ratio_is_the_median_over_the_turns():
     comparison = Comparison("planning", [100, 200, 100, 100, 100], [110, 220, 500, 110, 50])
     assert comparison.ratio == pytest.approx(1.1)
 
 
-def test_noise_is_the_largest_factor_between_neighbouring_old_turns():
+def test_noise_is_the_largest_factor_between_consecutive_old_turns():
     new_us = [1000, 1, 1, 1, 1]
     assert Comparison("planning", [100, 110, 100, 100, 100], new_us).noise == pytest.approx(1.1)
     assert Comparison("planning", [100, 100, 80, 100, 100], new_us).noise == pytest.approx(1.25)
@@ -22,7 +22,7 @@ def test_noise_is_the_largest_factor_between_neighbouring_old_turns():
 @pytest.mark.parametrize(
     ("old_us", "new_us", "is_slower"),
     [
-        ([100] * 5, [102] * 5, False),  # within what is tolerated
+        ([100] * 5, [102] * 5, False),  # within the tolerance
         ([100] * 5, [104] * 5, True),
         ([100, 110, 100, 110, 100], [109, 119, 109, 119, 109], False),  # within the noise
         ([100, 110, 100, 110, 100], [112, 123, 112, 123, 112], True),
@@ -35,7 +35,7 @@ def test_verdict(old_us, new_us, is_slower):
     assert str(comparison).endswith("slower" if is_slower else "ok")
 
 
-def test_times_about_zero_are_no_ratio():
+def test_times_near_zero_have_no_ratio():
     comparison = Comparison("dispatch", [0.1, -0.2, 0.0, 0.3, 0.1], [0.9, 0.4, -0.1, 0.8, 0.2])
     assert (comparison.ratio, comparison.noise, comparison.is_slower) == (1, 1, False)
 
@@ -56,8 +56,8 @@ def test_fewer_than_five_turns(capsys):
 
 
 @pytest.fixture
-def made_up(monkeypatch):
-    """Measurements of 100 us in the old checkout and of a given time in the new one, and a worktree of nothing."""
+def fake_measurements(monkeypatch):
+    """Replaces measurements: 100 us in the old checkout, `new_us` in the new one. No worktree is created."""
 
     def make(new_us):
         calls = []
@@ -75,8 +75,8 @@ def made_up(monkeypatch):
 
 
 @pytest.mark.parametrize(("new_us", "status"), [(100.0, 0), (150.0, 1)])
-def test_checkouts_are_measured_in_turns(made_up, capsys, new_us, status):
-    calls = made_up(new_us)
+def test_checkouts_are_measured_in_turns(fake_measurements, capsys, new_us, status):
+    calls = fake_measurements(new_us)
     assert against.main(["--against", "HEAD"]) == status
     assert calls == [(name, is_new) for name in against.NAMES for _ in range(5) for is_new in (False, True)]
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(against.NAMES)

@@ -56,28 +56,28 @@ def test_fsdp_compiled():
     """In every layer each weight is gathered forward and again backward, and its gradient is reduced."""
     result = compile_job(layers_job("fsdp"))
     assert (result.kind, result.dropped) == ("ok", ["xla_no_such_option"]), result.message
-    found = estimate(result.text, "v5e:4x4", result.coordinates, result.memory)
-    gathers = [each for each in found.traffic if each.collective.kind == "all-gather"]
+    estimated = estimate(result.text, "v5e:4x4", result.coordinates, result.memory)
+    gathers = [each for each in estimated.traffic if each.collective.kind == "all-gather"]
     assert sum(each.trips * each.collective.payload_bytes for each in gathers) == LAYERS * 4 * WEIGHT
-    reductions = [each for each in found.traffic if each.collective.kind in ("all-reduce", "reduce-scatter")]
+    reductions = [each for each in estimated.traffic if each.collective.kind in ("all-reduce", "reduce-scatter")]
     reduced = sum(each.trips * each.collective.payload_bytes for each in reductions)
     assert reduced == LAYERS * 2 * WEIGHT + 4  # and the loss
-    assert {each.collective.size for each in found.traffic} == {16}
-    assert {each.over for each in found.traffic} == {"x4:1 y4:1"}
+    assert {each.collective.size for each in estimated.traffic} == {16}
+    assert {each.over for each in estimated.traffic} == {"x4:1 y4:1"}
     assert all(each.collective.source.partition(":")[0].endswith("test_compiled.py") for each in gathers)
     # 2 products forward, the first one recomputed backward, and 4 for the gradients.
-    assert found.flops == LAYERS * 2 * (BATCH // 16) * WIDTH * HIDDEN * (2 + 1 + 4)
-    assert found.step["cycles"] >= found.step["roofline"] > found.exposed["roofline"] > 0
-    assert (found.memory_bytes or 0) >= 2 * LAYERS * WEIGHT // 16
+    assert estimated.flops == LAYERS * 2 * (BATCH // 16) * WIDTH * HIDDEN * (2 + 1 + 4)
+    assert estimated.step["cycles"] >= estimated.step["roofline"] > estimated.exposed["roofline"] > 0
+    assert (estimated.memory_bytes or 0) >= 2 * LAYERS * WEIGHT // 16
 
 
 @pytest.mark.tpu_compile
 def test_tensor_parallel_compiled():
     """Each layer all-reduces its activations once forward and once backward. Weights are not moved."""
     job = layers_job("tensor")
-    found = compile_job(job)
+    compiled = compile_job(job)
     assert compile_job(job).cached
-    step = estimate(found.text, "v5e:4x4", found.coordinates, found.memory)
+    step = estimate(compiled.text, "v5e:4x4", compiled.coordinates, compiled.memory)
     sums = [each for each in step.traffic if each.collective.payload_bytes > 4]
     assert {each.collective.kind for each in sums} == {"all-reduce"}
     assert sum(each.trips * each.collective.payload_bytes for each in sums) == LAYERS * 2 * BATCH * WIDTH * 2
@@ -90,9 +90,9 @@ def test_compiled_for_gpus():
     """The FSDP step on two hosts of eight GPUs uses NVLink and the network, and has no cycles."""
     result = compile_job(layers_job("fsdp", "h100:2x8"))
     assert result.kind == "ok", result.message
-    found = estimate(result.text, "h100:2x8", result.coordinates, result.memory)
-    gathers = [each for each in found.traffic if each.collective.kind == "all-gather"]
+    estimated = estimate(result.text, "h100:2x8", result.coordinates, result.memory)
+    gathers = [each for each in estimated.traffic if each.collective.kind == "all-gather"]
     assert sum(each.trips * each.collective.payload_bytes for each in gathers) == LAYERS * 4 * WEIGHT
     assert {each.over for each in gathers} == {"2 x 8"}
-    assert list(found.step) == ["roofline"]
-    assert found.flops == LAYERS * 2 * (BATCH // 16) * WIDTH * HIDDEN * (2 + 1 + 4)
+    assert list(estimated.step) == ["roofline"]
+    assert estimated.flops == LAYERS * 2 * (BATCH // 16) * WIDTH * HIDDEN * (2 + 1 + 4)

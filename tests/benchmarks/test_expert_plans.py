@@ -27,9 +27,9 @@ TODAY = Style((1, 8, 1, 1), today=True)
 def losses(work: Workload, runs: list[tuple[Style, int]]) -> tuple[float, float, list[tuple[float, float]]]:
     """Return the loss and the gradient's norm on one device, and under each style."""
     state = create(work)(jax.random.key(0))
-    _, alone = jax.jit(workload_step(work)[0])(state, batch_of(work))
-    found = [by_hand(work, style, microbatches).metrics() for style, microbatches in runs]
-    return *_shown(alone), [_shown(metrics) for metrics in found]
+    _, single_device = jax.jit(workload_step(work)[0])(state, batch_of(work))
+    sharded = [by_hand(work, style, microbatches).metrics() for style, microbatches in runs]
+    return *_shown(single_device), [_shown(metrics) for metrics in sharded]
 
 
 def _shown(metrics: dict[str, Any]) -> tuple[float, float]:
@@ -45,9 +45,9 @@ def test_an_experts_step_computes_what_one_device_does(name):
     runs = [(style, 1) for style in STYLES[name]]
     if name == "gpt-tiny":
         runs = [(STYLES[name][0], 2), *runs[1:], (TODAY, 1)]
-    loss, norm, found = losses(work, runs)
+    loss, norm, sharded = losses(work, runs)
     assert math.isfinite(loss) and norm > 0
-    for other, (style, count) in zip(found, runs, strict=True):
+    for other, (style, count) in zip(sharded, runs, strict=True):
         assert other == pytest.approx((loss, norm), rel=2e-5), (style.name, count)
 
 
@@ -82,7 +82,7 @@ def test_parameters_are_sharded_as_the_style_says():
 
 def test_the_grid_is_complete():
     case = CASES["gpt-1.3b"]
-    found = {style.name for style in styles(case)}
+    names = {style.name for style in styles(case)}
     expected = {
         "data:16",
         "zero1:16",
@@ -92,7 +92,7 @@ def test_the_grid_is_complete():
         "zero3:4 tensor:4 seq",
         "tensor:16",
     }
-    assert expected <= found and len(found) == len(styles(case))
+    assert expected <= names and len(names) == len(styles(case))
     assert {s.words for s in styles(case)} >= {"dp:16", "zero1:16", "fsdp:16", "dp:4 zero1:4", "fsdp:4 tp:4 seq"}
     assert {s.sizes[2] for s in styles(CASES["moe-10b"])} == {1, 2, 4, 8, 16}
     spread = {s.name: s.words for s in styles(CASES["moe-10b"]) if s.spread}
@@ -120,5 +120,5 @@ def test_bounds_agree_with_hand_counts():
     assert parts.wire == pytest.approx(3 * 2 * count * 7 / 8 / (0.9 * 50e9 * 4))
     assert bound(case, Style((1, 8, 1, 1)), "full", 2).wire == pytest.approx(parts.wire * 5 / 3)
     moe = Case("tiny", workload("moe-tiny"), "v5e:2x4")
-    apart, over = (bound(moe, Style((1, 2, 4, 1), spread=spread), "full", 1) for spread in (False, True))
-    assert apart.memory - over.memory == pytest.approx(12 * (total - experts) * (1 / 2 - 1 / 8))
+    apart, overlapped = (bound(moe, Style((1, 2, 4, 1), spread=spread), "full", 1) for spread in (False, True))
+    assert apart.memory - overlapped.memory == pytest.approx(12 * (total - experts) * (1 / 2 - 1 / 8))

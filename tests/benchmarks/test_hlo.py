@@ -165,7 +165,7 @@ PLAIN = dict(
         ({"start": 24, "limit": 0, "step": -1, "comparison": "compare(%i, %limit), direction=GT"}, 24),
         ({"start": 23, "limit": 0, "step": -2, "comparison": "compare(%i, %limit), direction=GE"}, 12),
         ({"start": 24, "limit": 0, "step": -4, "comparison": "compare(%i, %limit), direction=NE"}, 6),
-        ({"start": 24, "limit": 0, "step": 4, "next": "subtract(%copy, %one)"}, 0),  # LT fails at once
+        ({"start": 24, "limit": 0, "step": 4, "next": "subtract(%copy, %one)"}, 0),  # the first comparison LT is false
         ({"comparison": "fusion(%i, %limit), kind=kLoop, calls=%less"}, 24),
         ({"comparison": "compare(%i, %n), direction=LT"}, 9),  # carried by this loop and the enclosing one
         ({"next": "fusion(%copy), kind=kLoop, calls=%add_one"}, 24),

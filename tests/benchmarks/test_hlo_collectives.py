@@ -34,17 +34,17 @@ def test_groups(attributes, groups):
     assert groups_of(attributes, 8) == groups
 
 
-def seen(lines, inside="", partitions=8):
+def collectives_of(lines, inside="", partitions=8):
     """Return (role, kind, payload, wire bytes) of each event of a program, and its keys."""
     module = read(f"HloModule m, num_partitions={partitions}\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
-    found = [event for line in module.entry.instructions for event in events(module, module.entry, line)]
+    collectives = [event for line in module.entry.instructions for event in events(module, module.entry, line)]
     shown = [
         (event.role, event.collective.kind, event.collective.payload_bytes, event.collective.wire_bytes)
         if event.collective
         else event.role
-        for event in found
+        for event in collectives
     ]
-    return shown, [set(event.keys) for event in found]
+    return shown, [set(event.keys) for event in collectives]
 
 
 G = "channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}"
@@ -68,7 +68,9 @@ G = "channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}"
     ],
 )  # fmt: skip
 def test_synchronous(line, kind, payload, wire):
-    shown, keys = seen(f"  %x = f32[262144]{{0}} parameter(0)\n  %i = s32[4]{{0}} parameter(1)\n  ROOT %r = {line}")
+    shown, keys = collectives_of(
+        f"  %x = f32[262144]{{0}} parameter(0)\n  %i = s32[4]{{0}} parameter(1)\n  ROOT %r = {line}"
+    )
     assert shown == [("sync", kind, payload, wire)]
     assert keys == [set()]
 
@@ -144,10 +146,10 @@ REDUCE_SCATTER = ("start", "reduce-scatter", MB, 0.75 * MB)
     ],
 )
 def test_asynchronous(lines, shown):
-    found, keys = seen(X + lines, WRAPPED)
-    assert found == shown
-    starts = [key for key, event in zip(keys, found, strict=True) if event != "done"]
-    ends = [key for key, event in zip(keys, found, strict=True) if event == "done"]
+    collectives, keys = collectives_of(X + lines, WRAPPED)
+    assert collectives == shown
+    starts = [key for key, event in zip(keys, collectives, strict=True) if event != "done"]
+    ends = [key for key, event in zip(keys, collectives, strict=True) if event == "done"]
     assert all(start & end for start in starts for end in ends if starts and start)
 
 
@@ -189,7 +191,7 @@ def test_in_fusions():
   %m = (f32[16]{0}, f32[4,262144]{1,0}) fusion(%w, %z), kind=kOutput, calls=%carry_on
   %d = f32[4,262144]{1,0} fusion(%w), kind=kCustom, calls=%finish
   ROOT %r = f32[65536]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.7.clone"""
-    found, keys = seen(lines, FUSED)
+    collectives, keys = collectives_of(lines, FUSED)
     gathered = ("start", "all-gather", 4 * MB, 3 * MB)
-    assert found == [gathered, "done", ("sync", "reduce-scatter", MB, 0.75 * MB)]
+    assert collectives == [gathered, "done", ("sync", "reduce-scatter", MB, 0.75 * MB)]
     assert keys[0] & keys[1] == {"channel 3"}

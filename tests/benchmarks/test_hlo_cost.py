@@ -10,14 +10,14 @@ def program(line, inside="", parameters=""):
     return read(f"HloModule m\n\n{inside}\n\nENTRY %main () -> f32[] {{\n{parameters}\n  ROOT %r = {line}\n}}\n")
 
 
-def given(**shapes):
+def parameter_lines(**shapes):
     """Return the lines of named parameters."""
     named = enumerate(shapes.items())
     return "\n".join(f"  %{name} = {shape} parameter({number})" for number, (name, shape) in named)
 
 
 def cost_of(line, inside="", gpu=False, **shapes):
-    module = program(line, inside, given(**shapes))
+    module = program(line, inside, parameter_lines(**shapes))
     return cost(module, module.entry, module.entry.named["r"], gpu)
 
 
@@ -79,14 +79,14 @@ def test_products(line, shapes, flops):
 def test_slower_products(dtype, precision, gpu, times):
     line = "f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     line += f", operand_precision={{{precision},{precision}}}" if precision else ""
-    found = cost_of(line, gpu=bool(gpu), a=f"{dtype}[4,4]{{1,0}}")
-    assert (found.flops, found.work) == (128, 128 * times)
+    cost = cost_of(line, gpu=bool(gpu), a=f"{dtype}[4,4]{{1,0}}")
+    assert (cost.flops, cost.work) == (128, 128 * times)
 
 
 def test_opaque_kernels():
     unknown = 'f32[8]{0} custom-call(%a), custom_call_target="mine"'
     for line, is_opaque in ((unknown, True), (unknown.replace("mine", "AllocateBuffer"), False)):
-        module = program(line, parameters=given(a="f32[8]{0}"))
+        module = program(line, parameters=parameter_lines(a="f32[8]{0}"))
         assert opaque(module.entry.named["r"]) is is_opaque
     assert cost_of(unknown, a="f32[8]{0}").hbm_bytes == 64
 
@@ -174,12 +174,12 @@ FUSIONS = {
 def test_fusions(name):
     body, result, size = FUSIONS[name]
     third = "f32[1,16,16]{2,1,0}" if name == "update of zeros" else "f32[256]{0}"
-    found = cost_of(
+    cost = cost_of(
         f"{result} fusion(%p, %i, %w), kind=kLoop, calls=%f",
         f"%f (p: f32[]) -> f32[] {{\n{body}\n}}",
         p=STACK, i="s32[]{:S(6)}", w=third,
     )  # fmt: skip
-    assert found.hbm_bytes == size
+    assert cost.hbm_bytes == size
 
 
 def test_nested_fusion():
@@ -197,14 +197,14 @@ def test_nested_fusion():
   %b = f32[16,16]{{1,0}} bitcast(%s)
   ROOT %d = f32[16,16]{{1,0}} dot(%b, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}"""
-    found = cost_of("f32[16,16]{1,0} fusion(%p, %i), kind=kOutput, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
-    assert (found.flops, found.hbm_bytes) == (2 * 16**3, 2 * KB)
+    cost = cost_of("f32[16,16]{1,0} fusion(%p, %i), kind=kOutput, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
+    assert (cost.flops, cost.hbm_bytes) == (2 * 16**3, 2 * KB)
 
 
 @pytest.mark.parametrize(("whole", "size"), [(False, 1.5 * KB), (True, 36 * KB)])
 def test_relayout_before_a_slice(whole, size):
     """A fusion that relayouts a stack and returns a slice reads one layer; one that returns the stack reads it all."""
-    cut = "" if whole else "\n  ROOT %s = bf16[1,16,16]{1,2,0} dynamic-slice(%n, %i, %i, %i)"
+    slice_line = "" if whole else "\n  ROOT %s = bf16[1,16,16]{1,2,0} dynamic-slice(%n, %i, %i, %i)"
     inside = f"""%inner (p: f32[]) -> f32[] {{
   %p = {STACK} parameter(0)
   %b = {STACK} bitcast(%p)
@@ -215,11 +215,11 @@ def test_relayout_before_a_slice(whole, size):
   %p = {STACK} parameter(0)
   %i = s32[] parameter(1)
   %a = {STACK.replace("2,1,0", "1,2,0")} fusion(%p), kind=kLoop, calls=%inner
-  {"ROOT " if whole else ""}%n = bf16[24,16,16]{{1,2,0}} convert(%a){cut}
+  {"ROOT " if whole else ""}%n = bf16[24,16,16]{{1,2,0}} convert(%a){slice_line}
 }}"""
     result = "bf16[24,16,16]{1,2,0}" if whole else "bf16[1,16,16]{1,2,0}"
-    found = cost_of(f"{result} fusion(%p, %i), kind=kLoop, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
-    assert found.hbm_bytes == size
+    cost = cost_of(f"{result} fusion(%p, %i), kind=kLoop, calls=%outer", inside, p=STACK, i="s32[]{:S(6)}")
+    assert cost.hbm_bytes == size
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_relayout_before_a_slice(whole, size):
     ],
 )  # fmt: skip
 def test_asynchronous_copies(line, shapes, hbm, host):
-    module = program(line, parameters=given(**shapes))
-    found = copied(module, module.entry, module.entry.named["r"])
-    assert (found.hbm_bytes, found.host_bytes) == (hbm, host)
+    module = program(line, parameters=parameter_lines(**shapes))
+    copies = copied(module, module.entry, module.entry.named["r"])
+    assert (copies.hbm_bytes, copies.host_bytes) == (hbm, host)
 
 
 @pytest.mark.parametrize("call", ["fusion-start(%p, %i), kind=kLoop, calls=%f", "call-start(%p, %i), to_apply=%f"])
@@ -249,5 +249,5 @@ def test_asynchronous_computations(call):
   ROOT %s = f32[1,16,16]{{2,1,0}} dynamic-slice(%p, %i, %i, %i)
 }}"""
     line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) {call}"
-    module = program(line, inside, given(p=STACK, i="s32[]"))
+    module = program(line, inside, parameter_lines(p=STACK, i="s32[]"))
     assert copied(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4

@@ -9,7 +9,7 @@ MS = 1e-3
 
 
 def grid(x, y, z=1):
-    """The places of partitions in the order of a mesh (x, y, z)."""
+    """The coordinates of partitions, in the order of a mesh (x, y, z)."""
     return [(i, j, k, 0) for i in range(x) for j in range(y) for k in range(z)]
 
 
@@ -95,16 +95,16 @@ def test_rings(name, places, kind, groups, seconds):
 def test_two_devices_of_a_chip():
     """They share the chip's links. Between themselves they use the chip's memory."""
     target = find_target("v5p:4x4x4")
-    places = [(x, 0, 0, core) for x in range(4) for core in range(2)]
-    together = wire(target, "all-gather", (tuple(range(8)),), B, places)
-    apart = wire(target, "all-gather", ((0, 2, 4, 6), (1, 3, 5, 7)), B, places)
-    inside = wire(target, "all-gather", ((0, 1), (2, 3), (4, 5), (6, 7)), B, places)
+    coordinates = [(x, 0, 0, core) for x in range(4) for core in range(2)]
+    together = wire(target, "all-gather", (tuple(range(8)),), B, coordinates)
+    apart = wire(target, "all-gather", ((0, 2, 4, 6), (1, 3, 5, 7)), B, coordinates)
+    inside = wire(target, "all-gather", ((0, 1), (2, 3), (4, 5), (6, 7)), B, coordinates)
     assert together.seconds == pytest.approx(3 / 4 / 2 * MS)
     assert apart.seconds == pytest.approx(3 / 4 * MS)
     assert (inside.seconds, inside.links) == (pytest.approx(B / 2765e9), frozenset())
 
 
-def test_short_messages_take_hops():
+def test_short_messages_take_the_time_of_their_hops():
     target = find_target("v5e:4x4")
     assert wire(target, "all-gather", ALL16, 4, grid(4, 4)).seconds == pytest.approx(6e-6)
     assert wire(target, "all-reduce", ALL16, 4, grid(4, 4)).seconds == pytest.approx(12e-6)
@@ -141,13 +141,13 @@ def test_hosts(kind, groups, seconds):
 
 def test_occupied_links():
     """Collectives along different dimensions share no links, and neither do permutes in opposite directions."""
-    target, places = find_target("v5e:4x4"), grid(4, 4)
-    rows, columns = (wire(target, "all-gather", groups, B, places).links for groups in (ROWS, COLUMNS))
+    target, coordinates = find_target("v5e:4x4"), grid(4, 4)
+    rows, columns = (wire(target, "all-gather", groups, B, coordinates).links for groups in (ROWS, COLUMNS))
     on = tuple((4 * i + j, 4 * i + j + 1) for i in range(4) for j in range(3))
-    there, back = (
-        wire(target, "collective-permute", pairs, B, places).links for pairs in (on, tuple((b, a) for a, b in on))
+    forward, backward = (
+        wire(target, "collective-permute", pairs, B, coordinates).links for pairs in (on, tuple((b, a) for a, b in on))
     )
-    assert not rows & columns and not there & back and there < rows and back < rows
+    assert not rows & columns and not forward & backward and forward < rows and backward < rows
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5e:4x4x4", "v99:4x4", "h100:8"])

@@ -1,14 +1,14 @@
-"""The figures of planning at scale: one small measurement, and the ratios of invented ones."""
+"""The benchmark of planning at scale: one small measurement, and the ratios of made-up measurements."""
 
 from planning_scale import SMALL, Measured, in_a_process, rows_of
 
 
 def test_a_measurement_is_a_new_process():
-    found = in_a_process(("plan", SMALL, "layers=1", "context=64", "vocab=256"))
-    assert set(found.seconds) == {"trace", "plan"}
-    assert all(0 < found.seconds[what] for what in found.seconds)
-    assert 1e8 < found.peak_bytes < 2e9
-    assert found.chosen
+    measurement = in_a_process(("plan", SMALL, "layers=1", "context=64", "vocab=256"))
+    assert set(measurement.seconds) == {"trace", "plan"}
+    assert all(0 < measurement.seconds[what] for what in measurement.seconds)
+    assert 1e8 < measurement.peak_bytes < 2e9
+    assert measurement.chosen
 
 
 def test_ratios_and_limits():
@@ -23,8 +23,8 @@ def test_ratios_and_limits():
         | {"32 unrolled layers, 512 chips, 1024 rows": plan(8.1)}
         | {"128 unrolled layers, 64 chips": plan(18.0, peak=2.5e9)}
     )
-    found = {row.name: (row.value, row.verdict) for row in rows if row.target is not None}
-    assert found == {
+    verdicts = {row.name: (row.value, row.verdict) for row in rows if row.target is not None}
+    assert verdicts == {
         "scanned, 64 chips: planning beyond the trace": (3.0, "missed"),
         "32 unrolled layers, 64 chips: planning beyond the trace": (4.5, "met"),
         "32 unrolled layers: planning / (trace + lower)": (1.5, "met"),

@@ -18,7 +18,7 @@ from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedu
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
 
-BEFORE, AFTER = 4, 20  # steps until the checkpoint, and from it on
+BEFORE, AFTER = 4, 20  # numbers of steps before and after the checkpoint
 
 DENSE, SORTED, CAPACITY = "llama-tiny", "mixtral-tiny", "moe-tiny"
 FROM = {
@@ -47,12 +47,12 @@ CASES = [
 
 
 def batch_of(name: str, step: int) -> dict[str, np.ndarray]:
-    """Return rows of tokens that count up with another step in each row, so that there is something to learn."""
+    """Return rows of tokens that count up, each row by its own increment, so that there is something to learn."""
     work = workload(name)
     rows, context, vocab = work.batch_size, work.config.context, 128
     rng = np.random.default_rng(step)
-    begin, by = rng.integers(0, vocab, (rows, 1)), rng.integers(1, 4, (rows, 1))
-    tokens = ((begin + by * np.arange(context + 1)) % vocab).astype(np.int32)
+    begin, increment = rng.integers(0, vocab, (rows, 1)), rng.integers(1, 4, (rows, 1))
+    tokens = ((begin + increment * np.arange(context + 1)) % vocab).astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((rows, context), np.float32)}
 
 
@@ -64,7 +64,7 @@ def program_of(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def placed(name: str, words: str) -> tuple[Any, Any, Any]:
+def placed_step(name: str, words: str) -> tuple[Any, Any, Any]:
     """Return the step on a mesh, its plan, and the shapes and shardings of the state."""
     program, train_step = program_of(name)
     axes = {axis: int(size) for axis, _, size in (word.partition(":") for word in words.split())}
@@ -72,13 +72,15 @@ def placed(name: str, words: str) -> tuple[Any, Any, Any]:
     shapes = program.abstract_state()
     plan = step.plan(shapes, workload(name).batch())
     like = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings(plan)[0]
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings(plan)[0],
     )
     return step, plan, like
 
 
 def steps(name: str, words: str, state: Any, numbers: Iterable[int]) -> tuple[Any, list[float]]:
-    step, losses = placed(name, words)[0], []
+    step, losses = placed_step(name, words)[0], []
     for number in numbers:
         state, metrics = step(state, batch_of(name, number))
         losses.append(float(metrics["loss"]))
@@ -91,35 +93,36 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @functools.cache
     def run(name: str, words: str) -> tuple[Path, Any, list[float]]:
-        step, plan, _ = placed(name, words)
+        step, plan, _ = placed_step(name, words)
         state = step.init(program_of(name)[0].create_state, jax.random.key(0))
         state, first = steps(name, words, state, range(BEFORE))
         folder = tmp_path_factory.mktemp("run")
         with Checkpointer(folder) as checkpoints:
             dims = None if name == DENSE else EXPERT_DIMS
             checkpoints.save(BEFORE, state, plan=plan, expert_dims=dims, block=True)
-        kept = jax.tree.map(np.asarray, state)
+        saved_state = jax.tree.map(np.asarray, state)
         _, losses = steps(name, words, state, range(BEFORE, BEFORE + AFTER))
-        assert losses[-1] < first[0] - 0.5  # it learns, so a wrongly restored state would change the losses
-        return folder, kept, losses
+        # The loss falls, so a wrongly restored state would change the following losses.
+        assert losses[-1] < first[0] - 0.5
+        return folder, saved_state, losses
 
     return run
 
 
 @pytest.mark.parametrize(("name", "source", "target"), CASES)
 def test_a_run_resumes_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
-    folder, kept, losses = saved(name, source)
-    _, plan, like = placed(name, target)
+    folder, saved_state, losses = saved(name, source)
+    _, plan, like = placed_step(name, target)
     with Checkpointer(folder) as checkpoints:
         state = checkpoints.restore(like=like)
     count = plan.mesh.size
     for (path, leaf), want, shape in zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(kept), jax.tree.leaves(like), strict=True
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(saved_state), jax.tree.leaves(like), strict=True
     ):
-        where = jax.tree_util.keystr(path)
-        assert leaf.sharding == shape.sharding and len(leaf.sharding.device_set) == count, where
-        assert leaf.dtype == want.dtype and np.asarray(leaf).tobytes() == want.tobytes(), where
-    _, found = steps(name, target, state, range(BEFORE, BEFORE + AFTER))
+        leaf_path = jax.tree_util.keystr(path)
+        assert leaf.sharding == shape.sharding and len(leaf.sharding.device_set) == count, leaf_path
+        assert leaf.dtype == want.dtype and np.asarray(leaf).tobytes() == want.tobytes(), leaf_path
+    _, resumed = steps(name, target, state, range(BEFORE, BEFORE + AFTER))
     if source == target:
-        assert found == losses
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+        assert resumed == losses
+    np.testing.assert_allclose(resumed, losses, rtol=1e-5)

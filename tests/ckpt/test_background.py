@@ -25,14 +25,14 @@ def state_at(step: int) -> dict[str, np.ndarray]:
 @pytest.fixture
 def delayed_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Delay Orbax's writes until the event is set."""
-    go, save = threading.Event(), ocp.save_checkpointables
+    may_write, save = threading.Event(), ocp.save_checkpointables
 
-    def late(*args: Any, **kwargs: Any) -> None:
-        assert go.wait(60)
+    def delayed_save(*args: Any, **kwargs: Any) -> None:
+        assert may_write.wait(60)
         save(*args, **kwargs)
 
-    monkeypatch.setattr(ocp, "save_checkpointables", late)
-    return go
+    monkeypatch.setattr(ocp, "save_checkpointables", delayed_save)
+    return may_write
 
 
 def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, delayed_writer: threading.Event) -> None:
@@ -43,8 +43,8 @@ def test_buffers_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh, delayed_wri
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, config={})
         for _ in range(5):  # the writer reads nothing before these have reused the buffers
-            given, state = state, advance(state)
-            assert all(leaf.is_deleted() for leaf in given.values())
+            donated, state = state, advance(state)
+            assert all(leaf.is_deleted() for leaf in donated.values())
         jax.block_until_ready(state)
         assert checkpoints.steps() == []
         delayed_writer.set()
@@ -96,13 +96,13 @@ def test_leaving_the_with_block_finishes_the_save(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
+    def fail_on_full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(3)}, config={}, block=True)
         with monkeypatch.context() as patch:
-            patch.setattr(ocp, "save_checkpointables", full)
+            patch.setattr(ocp, "save_checkpointables", fail_on_full_disk)
             checkpoints.save(2, {"w": jnp.ones(3)}, config={})
             with pytest.raises(CheckpointError, match=r"step 2 could not be written(?s:.*)No space.*(?s:.*): \[1\]"):
                 checkpoints.wait()
@@ -131,24 +131,24 @@ def test_leftovers_of_killed_saves_are_removed_by_the_next_writer(tmp_path: Path
 def test_reading_waits_for_the_save_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that starts during a save in the same process, by any Checkpointer, breaks the save in Orbax."""
     save, load, look = (getattr(ocp, name) for name in CALLS)
-    begun, within = threading.Event(), []
+    saving_started, saving = threading.Event(), []
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        within.append(True)
-        begun.set()
+    def slow_save(*args: Any, **kwargs: Any) -> Any:
+        saving.append(True)
+        saving_started.set()
         time.sleep(0.3)
         try:
             return save(*args, **kwargs)
         finally:
-            within.clear()
+            saving.clear()
 
-    def alone(call: Any) -> Any:
-        return lambda *args, **kwargs: pytest.fail("read while writing") if within else call(*args, **kwargs)
+    def not_during_save(call: Any) -> Any:
+        return lambda *args, **kwargs: pytest.fail("read while writing") if saving else call(*args, **kwargs)
 
     state = {"w": jnp.arange(8.0)}
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         checkpoints.save(1, state, block=True)
-        for name, call in zip(CALLS, (slow, alone(load), alone(look)), strict=True):
+        for name, call in zip(CALLS, (slow_save, not_during_save(load), not_during_save(look)), strict=True):
             monkeypatch.setattr(ocp, name, call)
         readers = (
             lambda: checkpoints.verify(1),
@@ -157,8 +157,8 @@ def test_reading_waits_for_the_save_in_the_background(tmp_path: Path, monkeypatc
             lambda: Checkpointer(tmp_path).restore(1, like=state),
         )
         for step, read in enumerate(readers, 2):
-            begun.clear()
+            saving_started.clear()
             checkpoints.save(step, state)
-            assert begun.wait(60)
+            assert saving_started.wait(60)
             read()
             checkpoints.wait()

@@ -44,11 +44,11 @@ def refused(tmp_path: Path, files_of: Callable[[Path], Any], capsys: pytest.Capt
 READING = (["ls"], ["ls", "--json"], ["describe"], ["verify"], ["export"], ["copy"], ["merge"])
 
 
-def on(action: Sequence[str], place: Path) -> list[str]:
+def command_on(action: Sequence[str], folder: Path) -> list[str]:
     name, *options = action
-    adapter = [str(place.parent / "adapter")] if name == "merge" else []
-    out = [str(place.parent / "out")] if name in ("export", "copy", "merge") else []
-    return [name, str(place), *adapter, *out, *options]
+    adapter = [str(folder.parent / "adapter")] if name == "merge" else []
+    out = [str(folder.parent / "out")] if name in ("export", "copy", "merge") else []
+    return [name, str(folder), *adapter, *out, *options]
 
 
 def write_adapter(folder: Path, rows: int) -> None:
@@ -71,9 +71,9 @@ def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -
     whole = json.loads(file.read_text())
     body = whole["custom_metadata"]["autoshard"] | {"format": 99}
     file.write_text(json.dumps(whole | {"custom_metadata": {"autoshard": body, "sha256": _checksum(body)}}))
-    refused(on(action, saved), f"has format 99, this version of autoshard reads up to {FORMAT}: upgrade")
+    refused(command_on(action, saved), f"has format 99, this version of autoshard reads up to {FORMAT}: upgrade")
     (saved / "autoshard.json").write_text(json.dumps({"format": "autoshard checkpoints", "version": 99}))
-    refused(on(action, saved), "was written by a newer version of autoshard (format 99): upgrade")
+    refused(command_on(action, saved), "was written by a newer version of autoshard (format 99): upgrade")
 
 
 @pytest.mark.parametrize("action", READING, ids=" ".join)
@@ -82,8 +82,8 @@ def test_a_folder_of_another_program(tmp_path: Path, refused: Refused, action: S
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     write_adapter(tmp_path / "adapter", 8)
     message = "is not a checkpoint directory of autoshard: it contains thesis.tex and no autoshard.json. Use"
-    refused(on(action, tmp_path / "mine"), message)
-    refused(on(action, tmp_path / "nowhere"), "holds no checkpoints: there is no such folder")
+    refused(command_on(action, tmp_path / "mine"), message)
+    refused(command_on(action, tmp_path / "nowhere"), "holds no checkpoints: there is no such folder")
 
 
 def test_a_folder_to_which_a_run_is_writing(saved: Path, refused: Refused) -> None:
@@ -130,7 +130,7 @@ def test_metrics_that_are_not_finite_in_json(tmp_path: Path, capsys: pytest.Capt
 
 def test_an_adapter_for_another_base(saved: Path, refused: Refused) -> None:
     write_adapter(saved.parent / "adapter", 6)
-    refused(on(["merge"], saved), "is for another base than step 2 in")
+    refused(command_on(["merge"], saved), "is for another base than step 2 in")
 
 
 def test_a_missing_step(saved: Path, refused: Refused) -> None:
@@ -140,8 +140,8 @@ def test_a_missing_step(saved: Path, refused: Refused) -> None:
 
 
 def test_pruning_by_a_metric_that_no_step_has(saved: Path, refused: Refused) -> None:
-    wanted = ["--last", "1", "--best", "1", "--metric", "valloss"]
-    refused(["prune", str(saved), *wanted], "no step has the metric 'valloss'; they have: ")
+    options = ["--last", "1", "--best", "1", "--metric", "valloss"]
+    refused(["prune", str(saved), *options], "no step has the metric 'valloss'; they have: ")
 
 
 def test_pruning_with_a_damaged_newest_step(saved: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:

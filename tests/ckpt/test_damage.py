@@ -23,8 +23,8 @@ from autoshard.ckpt.store.manifest import FORMAT, _checksum
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-FLIPS = 80
-SEED = 20
+FLIPS = 80  # chosen: number of bits that are flipped, one at a time
+SEED = 20  # chosen
 
 
 def large_state(mesh: Mesh, seed: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
     rng = random.Random(SEED)
     files = payload_files(tmp_path / "step_00000003")
     sizes = [file.stat().st_size for file in files]
-    found = 0
+    detected = 0
     for trial in range(FLIPS):
         [file] = rng.choices(files, sizes)
         bit = rng.randrange(8 * file.stat().st_size)
@@ -74,13 +74,13 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
         try:
             restored = checkpoints.restore(3, states[3])
         except DamagedCheckpointError as error:
-            found += 1
+            detected += 1
             assert error.step == 3 and error.leaves, f"seed {SEED} trial {trial}: {error}"
             assert "step 3" in str(error) and "Step 2 is intact" in str(error)
         else:
             assert_same(restored, states[3])
         flip(file, bit)
-    assert found >= 0.95 * FLIPS
+    assert detected >= 0.95 * FLIPS
     assert_same(checkpoints.restore(3, states[3]), states[3])
 
 
@@ -103,7 +103,7 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
             outcomes[str(file.relative_to(step))] = "unread"
         except DamagedCheckpointError as error:
             assert "step 3" in str(error)
-            outcomes[str(file.relative_to(step))] = "found"
+            outcomes[str(file.relative_to(step))] = "detected"
         file.write_bytes(whole)
     roots = (
         "_CHECKPOINT_METADATA",
@@ -112,8 +112,8 @@ def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage
         "state/d/",
         "digests/d/",
     )
-    assert all(what == "found" for file, what in outcomes.items() if file.startswith(roots)), outcomes
-    assert "found" in [what for file, what in outcomes.items() if file.startswith("state/ocdbt.process_0/d/")]
+    assert all(outcome == "detected" for file, outcome in outcomes.items() if file.startswith(roots)), outcomes
+    assert "detected" in [outcome for file, outcome in outcomes.items() if file.startswith("state/ocdbt.process_0/d/")]
     assert_same(checkpoints.restore(3, states[3]), states[3])
 
 
@@ -136,12 +136,12 @@ def test_values_that_differ_from_their_digest(run: Any, tmp_path: Path, monkeypa
     checkpoints, states = run
     read = orbax_storage.read_arrays
 
-    def wrong(path: Any, wanted: Any, *, partial: bool) -> dict[Any, Any]:
+    def read_wrong_value(path: Any, wanted: Any, *, partial: bool) -> dict[Any, Any]:
         arrays = read(path, wanted, partial=partial)
         arrays[("params", "w1")] = arrays[("params", "w1")].at[3, 5].mul(1 + 2**-23)
         return arrays
 
-    monkeypatch.setattr(orbax_storage, "read_arrays", wrong)
+    monkeypatch.setattr(orbax_storage, "read_arrays", read_wrong_value)
     with pytest.raises(
         DamagedCheckpointError, match="values differ from the saved ones in 1 leaves:\n  params/w1\nNo earlier"
     ):
@@ -241,8 +241,8 @@ def test_sigkill_at_any_moment(tmp_path: Path, root: Path) -> None:
             newest = int(line) if line.strip() != "None" else -1
         time.sleep(rng.uniform(0, 0.15))
         process.send_signal(signal.SIGKILL)
-        rest = process.communicate()[0].split()
-        newest = max([newest, *(int(line) for line in rest if line != "None")])
+        later_lines = process.communicate()[0].split()
+        newest = max([newest, *(int(line) for line in later_lines if line != "None")])
         template = {f"w{i}": jax.ShapeDtypeStruct((64, 4096), jnp.float32) for i in range(8)}
         with Checkpointer(directory, keep=2) as checkpoints:
             last = checkpoints.latest()

@@ -31,7 +31,7 @@ from tests.ckpt.tmpfs import disk, remount
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 STEPS = (1, 2, 3)
-KILLED_DEADLINE_S = 10  # deadline of a process whose peer ended, in these trials
+KILLED_DEADLINE_S = 10  # deadline after which a process exits if its peer has ended
 
 
 def state_of(mesh: Mesh, step: int) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory, mesh8: Mesh) -> Path:
     return folder
 
 
-def same(found: Any, want: Any) -> bool:
+def have_equal_bits(actual: Any, want: Any) -> bool:
     def bits(leaf: Any) -> bytes:
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return np.asarray(leaf).tobytes()
 
-    return all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True))
+    return all(bits(a) == bits(b) for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True))
 
 
 def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damage) -> str:
@@ -74,7 +74,7 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
     for step in STEPS:
         want = state_of(mesh, step)
         try:
-            assert same(checkpoints.restore(step, want), want), f"{report}: wrong values of step {step}"
+            assert have_equal_bits(checkpoints.restore(step, want), want), f"{report}: wrong values of step {step}"
         except DamagedCheckpointError as error:
             assert hit == f"step_{step:08d}" and f"step {step} in" in str(error), f"{report}: {error}"
             detected = True
@@ -82,9 +82,9 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
         warnings.simplefilter("ignore", CheckpointWarning)
         newest = checkpoints.restore(like=state_of(mesh, 0))
         assert checkpoints.restored is not None and checkpoints.restored.step >= 2, report
-        assert same(newest, state_of(mesh, checkpoints.restored.step)), report
+        assert have_equal_bits(newest, state_of(mesh, checkpoints.restored.step)), report
         checkpoints.save(4, state_of(mesh, 4), block=True)
-    assert same(checkpoints.restore(4, state_of(mesh, 4)), state_of(mesh, 4)), report
+    assert have_equal_bits(checkpoints.restore(4, state_of(mesh, 4)), state_of(mesh, 4)), report
     checkpoints.close()
     return f"{report}: {'detected' if detected else 'not needed'}"
 
@@ -92,7 +92,7 @@ def damaged(folder: Path, rng: random.Random, mesh: Mesh, file: Path, how: Damag
 advance = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
 
 
-def counted(mesh: Mesh, step: int) -> dict[str, Any]:
+def state_filled_with(mesh: Mesh, step: int) -> dict[str, Any]:
     """Return a state of half a megabyte in which every value is the step."""
     values = {f"w{i}": np.full((64, 512), step, np.float32) for i in range(4)}
     return jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))
@@ -105,7 +105,7 @@ def intact(checkpoints: Checkpointer, mesh: Mesh, report: str) -> list[int]:
     assert set(STEPS) <= set(steps), report
     for step in steps:
         if step <= max(STEPS):
-            assert same(checkpoints.restore(step, state_of(mesh, step)), state_of(mesh, step)), report
+            assert have_equal_bits(checkpoints.restore(step, state_of(mesh, step)), state_of(mesh, step)), report
         else:
             assert all(np.all(np.asarray(leaf) == step) for leaf in checkpoints.restore(step, template).values()), (
                 report
@@ -113,9 +113,9 @@ def intact(checkpoints: Checkpointer, mesh: Mesh, report: str) -> list[int]:
     return steps
 
 
-def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
+def saved_in_succession(folder: Path, rng: random.Random, mesh: Mesh) -> str:
     """Save in quick succession states that are donated at once, while another Checkpointer reads."""
-    count, state, report = rng.randrange(3, 7), counted(mesh, 4), "saves in quick succession"
+    count, state, report = rng.randrange(3, 7), state_filled_with(mesh, 4), "saves in quick succession"
     with Checkpointer(folder, keep=None) as checkpoints:
         for step in range(4, 4 + count):
             checkpoints.save(step, state)
@@ -130,17 +130,17 @@ def overtaken(folder: Path, rng: random.Random, mesh: Mesh) -> str:
     return f"{count} {report}"
 
 
-def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
+def full_disk(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Fill a disk by saving steps. After space is freed, the same process can save again."""
-    what, room = rng.choice([("size", 1 << 16), ("nr_inodes", 8)]), rng.uniform(0, 30)
-    with disk(folder, "size=64m,nr_inodes=10000") as own:
-        if own is None:
+    limit, room = rng.choice([("size", 1 << 16), ("nr_inodes", 8)]), rng.uniform(0, 30)
+    with disk(folder, "size=64m,nr_inodes=10000") as own_mount:
+        if own_mount is None:
             return f"no tmpfs can be mounted here; {limited(folder, rng, mesh, root)}"
-        used = os.statvfs(own)
+        used = os.statvfs(own_mount)
         blocks = (used.f_blocks - used.f_bfree) * used.f_frsize, used.f_files - used.f_ffree
-        remount(own, f"{what[0]}={int(blocks[what[0] != 'size'] + room * what[1])}")
-        state = counted(mesh, 4)
-        with Checkpointer(own, keep=None) as checkpoints:
+        remount(own_mount, f"{limit[0]}={int(blocks[limit[0] != 'size'] + room * limit[1])}")
+        state = state_filled_with(mesh, 4)
+        with Checkpointer(own_mount, keep=None) as checkpoints:
             failed = None
             for step in range(4, 40):
                 try:
@@ -149,12 +149,12 @@ def full(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
                     failed = str(error)
                     break
                 state = advance(state)
-            report = f"full disk ({what[0]}): {failed}"
+            report = f"full disk ({limit[0]}): {failed}"
             assert failed is not None and re.search("(could not|cannot) be written", failed), report
             assert "No space left" in failed, report
             last = max(intact(checkpoints, mesh, report))
-            remount(own, "size=64m,nr_inodes=10000")
-            checkpoints.save(last + 1, counted(mesh, last + 1), block=True)
+            remount(own_mount, "size=64m,nr_inodes=10000")
+            checkpoints.save(last + 1, state_filled_with(mesh, last + 1), block=True)
             assert max(intact(checkpoints, mesh, report)) == last + 1
     return " ".join(report.split())
 
@@ -165,23 +165,23 @@ def read_only(folder: Path, rng: random.Random, mesh: Mesh) -> str:
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         try:
-            return f"permissions: {unwritable(folder, mesh)}"
+            return f"permissions: {failed_writes(folder, mesh)}"
         finally:
             for path in (folder, *folder.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
-    with disk(folder, "size=64m") as own:
-        if own is None:
+    with disk(folder, "size=64m") as own_mount:
+        if own_mount is None:
             return "skipped: permissions do not apply to root, and no tmpfs can be mounted here"
-        remount(own, "ro")
-        return f"read-only disk: {unwritable(own, mesh)}"
+        remount(own_mount, "ro")
+        return f"read-only disk: {failed_writes(own_mount, mesh)}"
 
 
-def unwritable(folder: Path, mesh: Mesh) -> str:
+def failed_writes(folder: Path, mesh: Mesh) -> str:
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with Checkpointer(folder, keep=None) as checkpoints:
         messages = []
         for change in (
-            lambda: checkpoints.save(4, counted(mesh, 4), block=True),
+            lambda: checkpoints.save(4, state_filled_with(mesh, 4), block=True),
             lambda: checkpoints.prune(RetentionPolicy(1)),
         ):
             with pytest.raises(CheckpointError) as caught:
@@ -260,7 +260,7 @@ def limited(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     out, errors = start_saving(folder, root, limit).communicate(timeout=120)
     report = f"files of at most {limit} bytes: {out.splitlines()[-1]}"
     assert "error step 6 could not be written" in out and "Committed steps are untouched" in out, report
-    assert "_SignalingThread" not in errors, errors  # Orbax's tracebacks: the error suffices
+    assert "_SignalingThread" not in errors, errors  # Orbax prints no traceback, because the error suffices
     check_all_steps(folder, mesh, 5, report)
     return report
 
@@ -288,9 +288,9 @@ with Checkpointer(folder, keep=None) as checkpoints:
 
 def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
     """Kill one of two processes that save together: the other one ends by itself with the reason."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as port_socket:
+        port_socket.bind(("localhost", 0))
+        port = port_socket.getsockname()[1]
     env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with contextlib.ExitStack() as stack:
         processes = []
@@ -315,10 +315,12 @@ def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) 
         messages = errors.read()
     report = f"process {victim} of 2 killed after step {wanted}: the other ended with {other.returncode}"
     assert other.returncode != 0, report
-    why = [line for line in messages.splitlines() if re.search("did not come|heartbeat|coordination|peer|task", line)]
-    assert why, f"{report}: {messages[-3000:]}"
+    reasons = [
+        line for line in messages.splitlines() if re.search("did not come|heartbeat|coordination|peer|task", line)
+    ]
+    assert reasons, f"{report}: {messages[-3000:]}"
     check_all_steps(folder, mesh, max([newest, *printed_steps(rest)]), report)
-    return f"{report}: {why[0][:160]}"
+    return f"{report}: {reasons[0][:160]}"
 
 
 Trial = tuple[str, Callable[[Path], str]]
@@ -327,8 +329,8 @@ Trial = tuple[str, Callable[[Path], str]]
 def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict[str, int]) -> list[Trial]:
     """Return trials by kind. Damage trials cycle through all pairs of file kind and damage in a random order."""
     kinds = kinds_of(saved)
-    ways = list(itertools.product(kinds, DAMAGES))
-    rng.shuffle(ways)
+    damages = list(itertools.product(kinds, DAMAGES))
+    rng.shuffle(damages)
 
     def damage(kind: str, how: Damage) -> Callable[[Path], str]:
         return lambda folder: damaged(folder, rng, mesh, rng.choice(kinds[kind]), how)
@@ -336,13 +338,13 @@ def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict
     others: dict[str, Callable[[Path], str]] = {
         "killed": lambda folder: killed(folder, rng, mesh, root),
         "one of two killed": lambda folder: one_of_two_killed(folder, rng, mesh, root),
-        "full": lambda folder: full(folder, rng, mesh, root),
+        "full": lambda folder: full_disk(folder, rng, mesh, root),
         "limited": lambda folder: limited(folder, rng, mesh, root),
         "read-only": lambda folder: read_only(folder, rng, mesh),
-        "overtaken": lambda folder: overtaken(folder, rng, mesh),
+        "overtaken": lambda folder: saved_in_succession(folder, rng, mesh),
     }
-    made = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(ways), counts["damaged"])]
-    return made + [(name, others[name]) for name in others for _ in range(counts[name])]
+    chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(damages), counts["damaged"])]
+    return chosen + [(name, others[name]) for name in others for _ in range(counts[name])]
 
 
 def run_trials(saved: Path, tmp_path: Path, mesh: Mesh, root: Path, seed: int, counts: dict[str, int]) -> None:

@@ -111,10 +111,10 @@ print("done", index)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_then_one(tmp_path: Path, root: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+def test_one_process_restores_the_step_of_two(tmp_path: Path, root: Path) -> None:
+    with socket.socket() as port_socket:
+        port_socket.bind(("localhost", 0))
+        port = port_socket.getsockname()[1]
     env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     workers = [
         subprocess.Popen(
@@ -134,7 +134,7 @@ def test_two_processes_then_one(tmp_path: Path, root: Path) -> None:
     assert [worker.returncode for worker in workers] == [0, 0], [err[-2500:] for _, err in outputs]
 
     sharding = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
-    wanted = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + 1
+    expected = np.arange(64.0 * 96, dtype=np.float32).reshape(64, 96) + 1
     template = {
         "w": jax.ShapeDtypeStruct((64, 96), np.float32, sharding=sharding),
         "r": jax.ShapeDtypeStruct((96,), np.float32),
@@ -146,9 +146,9 @@ def test_two_processes_then_one(tmp_path: Path, root: Path) -> None:
         "packed": [np.zeros(5, int)] * 20,
     }
     restored = Checkpointer(tmp_path / "run").restore(like=template, config={"model": 1})
-    np.testing.assert_array_equal(restored["w"], wanted)
+    np.testing.assert_array_equal(restored["w"], expected)
     assert restored["w"].sharding == sharding
     for i, leaf in enumerate(restored["many"]):
-        np.testing.assert_array_equal(leaf, wanted[i % 30] + i * (i < 30))
-    np.testing.assert_array_equal(restored["whole"], wanted[1] - 1)
+        np.testing.assert_array_equal(leaf, expected[i % 30] + i * (i < 30))
+    np.testing.assert_array_equal(restored["whole"], expected[1] - 1)
     assert (jax.random.key_data(restored["key"]) == jax.random.key_data(jax.random.key(0))).all()

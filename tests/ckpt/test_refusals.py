@@ -183,7 +183,7 @@ def test_a_newer_or_broken_marker(saved: Path) -> None:
 
 
 def test_steps_without_a_marker(saved: Path, files_of: Callable[[Path], Any]) -> None:
-    """Writing the text of the error into the file of the error repairs the directory."""
+    """Writing the text that the error gives to the file that it names repairs the directory."""
     whole = (saved / "autoshard.json").read_text()
     (saved / "autoshard.json").unlink()
     before = files_of(saved)
@@ -337,5 +337,5 @@ def test_a_state_donated_before_the_save(tmp_path: Path) -> None:
 
 
 def test_the_bare_name_cannot_be_imported(root: Path, run_python: Callable[..., Any]) -> None:
-    done = run_python(f"import sys; sys.path.insert(0, {str(root / 'autoshard')!r}); import ckpt")
-    assert done.returncode == 1 and "import autoshard.ckpt" in done.stderr
+    completed = run_python(f"import sys; sys.path.insert(0, {str(root / 'autoshard')!r}); import ckpt")
+    assert completed.returncode == 1 and "import autoshard.ckpt" in completed.stderr

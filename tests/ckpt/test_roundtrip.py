@@ -35,9 +35,9 @@ def test_every_kind_of_leaf(
         restored = checkpoints.restore(like=abstract(state), config=config)
         assert checkpoints.restored is not None and checkpoints.restored.step == 3
     assert_same(restored, state)
-    for have, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+    for actual, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         if isinstance(want, jax.Array):
-            assert have.sharding.is_equivalent_to(want.sharding, want.ndim)
+            assert actual.sharding.is_equivalent_to(want.sharding, want.ndim)
     assert jax.random.bits(restored["typed"]) == jax.random.bits(state["typed"])
 
 
@@ -139,8 +139,8 @@ def test_each_replica_writes_its_share(tmp_path: Path, mesh8: Mesh) -> None:
     }
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, block=True)
-    found = ocp.checkpointables_metadata(str(tmp_path / "step_00000000")).metadata["state"]
-    written = {name: np.prod(found[name].storage_metadata.write_shape) for name in specs}
+    metadata = ocp.checkpointables_metadata(str(tmp_path / "step_00000000")).metadata["state"]
+    written = {name: np.prod(metadata[name].storage_metadata.write_shape) for name in specs}
     assert written == dict.fromkeys(specs, 64 * 32 / 8)
 
 
@@ -190,23 +190,25 @@ def test_leaves_in_host_memory(tmp_path: Path, mesh8: Mesh, assert_same: Any, bl
         "on_device": NamedSharding(mesh8, PartitionSpec("data")),
     }
     state = {name: jax.device_put(values, sharding) for name, sharding in shardings.items()}
-    moved = {name: jax.device_put(values, sharding.with_memory_kind("device")) for name, sharding in shardings.items()}
+    on_device = {
+        name: jax.device_put(values, sharding.with_memory_kind("device")) for name, sharding in shardings.items()
+    }
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, block=block)
-        checkpoints.save(1, moved, block=block)
+        checkpoints.save(1, on_device, block=block)
         checkpoints.wait()
         assert checkpoints.verify(0) == checkpoints.verify(1) == []
         for step in (0, 1):
-            for template in (state, moved):
-                found = checkpoints.restore(step, template)
-                assert_same(found, state)
-                assert {name: leaf.sharding for name, leaf in found.items()} == {
+            for template in (state, on_device):
+                restored = checkpoints.restore(step, template)
+                assert_same(restored, state)
+                assert {name: leaf.sharding for name, leaf in restored.items()} == {
                     name: leaf.sharding for name, leaf in template.items()
                 }
             for name, leaf in state.items():
-                alone = checkpoints.restore(step, {name: leaf}, partial=True)[name]
-                assert alone.sharding.memory_kind == leaf.sharding.memory_kind
-                np.testing.assert_array_equal(alone, values)
+                single = checkpoints.restore(step, {name: leaf}, partial=True)[name]
+                assert single.sharding.memory_kind == leaf.sharding.memory_kind
+                np.testing.assert_array_equal(single, values)
 
 
 @pytest.mark.parametrize("dtype", ["uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "longdouble", "clongdouble"])

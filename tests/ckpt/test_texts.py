@@ -26,22 +26,22 @@ TEXTS = {
 
 @pytest.mark.parametrize("count", [0, 70])
 def test_texts_are_restored_unchanged(tmp_path: Path, count: int) -> None:
-    """Alone, and beside packed texts of equal length. The template may have texts of other lengths."""
+    """Texts are saved alone or beside packed texts of equal length. The template may have texts of other lengths."""
     state = {"w": jnp.ones(4), **TEXTS, "many": [f"text {n:03}" for n in range(count)]}
     blank = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else type(leaf)(), state)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, block=True)
         assert checkpoints.verify() == []
         for like in (state, blank):
-            found = checkpoints.restore(like=like)
-            assert {**found, "w": 0} == {**state, "w": 0}
-        found = checkpoints.restore(shardings=jax.devices()[1])
-        assert {name: found[name] for name in TEXTS} == TEXTS and found["w"].devices() == {jax.devices()[1]}
+            restored = checkpoints.restore(like=like)
+            assert {**restored, "w": 0} == {**state, "w": 0}
+        restored = checkpoints.restore(shardings=jax.devices()[1])
+        assert {name: restored[name] for name in TEXTS} == TEXTS and restored["w"].devices() == {jax.devices()[1]}
         leaves = {leaf.name: leaf for leaf in checkpoints.describe().leaves}
         assert leaves["bytes"].dtype == "bytes" and leaves["bytes"].shape == (4,) and leaves["long"].nbytes == 100_000
         checkpoints.save(2, state | {"str": "other"}, block=True)
-        found = checkpoint_diff.compare(checkpoints.describe(1), checkpoints.describe(2))
-        assert found.kinds and found.kinds[0].startswith("str: str[")
+        differences = checkpoint_diff.compare(checkpoints.describe(1), checkpoints.describe(2))
+        assert differences.kinds and differences.kinds[0].startswith("str: str[")
         with pytest.raises(MismatchError, match=r"bytes: saved bytes\[4\], wanted str\[0\]"):
             checkpoints.restore(1, like=state | {"bytes": ""})
         with pytest.raises(MismatchError, match=r"bytes: saved bytes\[4\], wanted uint8\[4\]"):
@@ -100,7 +100,7 @@ def test_a_run_resumes_its_grain_iterator(tmp_path: Path, mesh8: Any, make: Any)
         checkpoints.save(21, state)
         expected = [next(iterator) for _ in range(5)]
         fresh = make()
-        found = checkpoints.restore(like={"params": params, "data": fresh.get_state()})
-    assert found["data"] == state["data"]
-    fresh.set_state(found["data"])
+        restored = checkpoints.restore(like={"params": params, "data": fresh.get_state()})
+    assert restored["data"] == state["data"]
+    fresh.set_state(restored["data"])
     np.testing.assert_array_equal([next(fresh) for _ in range(5)], expected)

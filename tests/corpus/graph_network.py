@@ -21,8 +21,8 @@ def segment_softmax(scores, segments, count):
 
 
 def message_passing(layer, nodes, graph):
-    ends = jnp.concatenate([nodes[graph["senders"]], nodes[graph["receivers"]], graph["edges"]], axis=-1)
-    messages = jax.nn.relu(dense(layer["message"], ends))
+    edge_inputs = jnp.concatenate([nodes[graph["senders"]], nodes[graph["receivers"]], graph["edges"]], axis=-1)
+    messages = jax.nn.relu(dense(layer["message"], edge_inputs))
     weights = segment_softmax(messages @ layer["score"], graph["receivers"], NODES)
     weighted = weights[..., None] * messages.reshape(EDGES, weights.shape[-1], -1)
     received = jax.ops.segment_sum(weighted.reshape(EDGES, -1), graph["receivers"], NODES)

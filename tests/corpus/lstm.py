@@ -1,4 +1,4 @@
-"""A character model in plain JAX: a two-layer LSTM, scanned over time, that keeps its state between batches.
+"""A character model in plain JAX: a two-layer LSTM, scanned over time. It keeps its state between batches.
 
 Clipped gradients are accumulated over two batches for each update of momentum SGD (`optax.MultiSteps`).
 """

@@ -27,11 +27,11 @@ def route(x, router):
     gates, chosen = jax.lax.top_k(probabilities, 2)
     gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     choice = jax.nn.one_hot(chosen, EXPERTS)  # [batch, seq, 2, experts]
-    # A token's place in its expert's queue: all first choices come before all second choices.
+    # A token's position in its expert's queue: all first choices come before all second choices.
     queue = choice.swapaxes(1, 2).reshape(x.shape[0], -1, EXPERTS)
-    place = jnp.cumsum(queue, axis=1) * queue - 1
-    place = place.reshape(x.shape[0], 2, -1, EXPERTS).swapaxes(1, 2)
-    slots = jax.nn.one_hot(place.astype(jnp.int32), CAPACITY)
+    slot = jnp.cumsum(queue, axis=1) * queue - 1
+    slot = slot.reshape(x.shape[0], 2, -1, EXPERTS).swapaxes(1, 2)
+    slots = jax.nn.one_hot(slot.astype(jnp.int32), CAPACITY)
     combine = jnp.einsum("bsk,bskec->bsec", gates, slots)
     balance = EXPERTS * jnp.sum(jnp.mean(choice[:, :, 0], axis=(0, 1)) * jnp.mean(probabilities, axis=(0, 1)))
     return combine, balance

@@ -1,4 +1,4 @@
-"""Twelve kinds of models, each a whole train step: every operator has a rule, results match one device, batches shard.
+"""Train steps of twelve kinds of models: operators have rules, results match one device, batches are sharded.
 
 A program's `make()` returns `(train_step, state, batch)`, where `state` is a tuple. `train_step(*state, batch)` returns
 `(new state, loss)` if the state is one pytree. If the state is nnx objects, the step updates them in place and returns
@@ -79,15 +79,15 @@ def train(name: str, step: Any, state: tuple[Any, ...], batch: Any) -> tuple[har
         out = step(*state, batch)
         state, loss = (state, out) if harness.is_nnx(PROGRAMS[name]) else ((out[0],), out[1])
         losses.append(loss)
-    found = harness.arrays(state) | harness.arrays({"losses": losses})
-    optimizer = {path: x for path, x in found.items() if "opt_state" in path}
+    arrays = harness.arrays(state) | harness.arrays({"losses": losses})
+    optimizer = {path: x for path, x in arrays.items() if "opt_state" in path}
     assert optimizer
-    return optimizer, {path: x for path, x in found.items() if path not in optimizer}
+    return optimizer, {path: x for path, x in arrays.items() if path not in optimizer}
 
 
 def gathered(text: str) -> list[tuple[str, str]]:
     """Returns the (result type, operator) of each all-gather in a compiled program."""
-    lines = [(found[1], OP_NAME.search(found[0])) for found in ALL_GATHER.finditer(text)]
+    lines = [(match[1], OP_NAME.search(match[0])) for match in ALL_GATHER.finditer(text)]
     return [(kind, name[1] if name else "") for kind, name in lines]
 
 
@@ -110,8 +110,8 @@ def test_parity_with_one_device(name, plan):
         assert dict(program.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
         assert all(program.plan.axis_rules.values())  # each mesh axis shards something
     *state, batch = program.args
-    found = train(name, program.step, tuple(state), batch)
-    for reference, other in zip(single(name), found, strict=True):
+    sharded = train(name, program.step, tuple(state), batch)
+    for reference, other in zip(single(name), sharded, strict=True):
         assert harness.differences(reference, other, harness.TOLERANCE) == []
 
 

@@ -46,59 +46,59 @@ def planned(name: str, remat: str, microbatches: int) -> Plan:
     return plan(step, state, batch, target=case.target, donate_argnums=0)
 
 
-def summary(made: Plan, variant: Sequence[Any]) -> dict[str, Any]:
+def summary(plan: Plan, variant: Sequence[Any]) -> dict[str, Any]:
     """Summarises a plan as the contents of its golden file."""
-    found = made.estimate
+    estimate = plan.estimate
     return {
-        "target": made.target,
+        "target": plan.target,
         "variant": list(variant),
-        "words": made.chosen,
-        "fits": made.fits,
-        "mesh": mesh_sizes(made),
-        "laid": {a: " ".join(f"{d}:{n}/{s}" for d, n, s in where) for a, where in made.placing.items()},
-        "cuts": {axis: ", ".join(names) for axis, names in made.axis_rules.items()},
-        "storage": {role: ", ".join(axes) for role, axes in made.storage.items()},
-        "sizes": {name: size for name, size in made.axis_sizes.items() if "/" not in name},
-        "inputs": _inputs(made),
-        "traffic": _traffic(made),
+        "words": plan.chosen,
+        "fits": plan.fits,
+        "mesh": mesh_sizes(plan),
+        "laid": {a: " ".join(f"{d}:{n}/{s}" for d, n, s in where) for a, where in plan.placing.items()},
+        "cuts": {axis: ", ".join(names) for axis, names in plan.axis_rules.items()},
+        "storage": {role: ", ".join(axes) for role, axes in plan.storage.items()},
+        "sizes": {name: size for name, size in plan.axis_sizes.items() if "/" not in name},
+        "inputs": _inputs(plan),
+        "traffic": _traffic(plan),
         "time": {
-            "step": time_text(found.step_time_us),
-            "compute": time_text(found.compute_us),
-            "communication": time_text(found.comm_us),
+            "step": time_text(estimate.step_time_us),
+            "compute": time_text(estimate.compute_us),
+            "communication": time_text(estimate.comm_us),
         },
-        "memory": {"peak": bytes_text(found.peak_memory_bytes)}
-        | {kind: bytes_text(size) for kind, size in found.memory_bytes.items() if size >= 2**20},
-        "notes": [*made.notes, *(f"{p.axis} {p.size} padded to {p.padded}: {p.words}" for p in made.padding)],
+        "memory": {"peak": bytes_text(estimate.peak_memory_bytes)}
+        | {kind: bytes_text(size) for kind, size in estimate.memory_bytes.items() if size >= 2**20},
+        "notes": [*plan.notes, *(f"{p.axis} {p.size} padded to {p.padded}: {p.words}" for p in plan.padding)],
     }
 
 
-def _inputs(made: Plan) -> dict[str, list[str]]:
+def _inputs(plan: Plan) -> dict[str, list[str]]:
     """Lists, by role, the sharding of each group of equal inputs, with an example and the number of inputs."""
-    found: dict[str, list[str]] = {}
-    for role, groups in by_role(made):
+    rows_of: dict[str, list[str]] = {}
+    for role, groups in by_role(plan):
         for group in groups:
             leaf = group.first
             axes = ", ".join(name.rpartition("/")[2] for name in leaf.axes)
             row = f"{leaf.path}: [{axes}] -> {spec_text(leaf.spec)}, {leaf.dtype}, x{len(group.leaves)}"
-            found.setdefault(role, []).append(row)
-    return {role: sorted(rows) for role, rows in found.items()}
+            rows_of.setdefault(role, []).append(row)
+    return {role: sorted(rows) for role, rows in rows_of.items()}
 
 
-def _traffic(made: Plan) -> dict[str, str]:
+def _traffic(plan: Plan) -> dict[str, str]:
     """Sums the bytes that leave each device in a step, by collective and mesh axes, from 0.1 % of the total on."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for kind, axes, size, _ in made.traffic:
-        found[f"{kind} over {axes}"] += size
-    least = sum(found.values()) / 1000
-    return {name: bytes_text(size) for name, size in sorted(found.items()) if size >= least}
+    sent_bytes: defaultdict[str, float] = defaultdict(float)
+    for kind, axes, size, _ in plan.traffic:
+        sent_bytes[f"{kind} over {axes}"] += size
+    least = sum(sent_bytes.values()) / 1000
+    return {name: bytes_text(size) for name, size in sorted(sent_bytes.items()) if size >= least}
 
 
 def variant_rows(name: str) -> dict[str, str]:
     """Describes the plan for each variant that the planner searches for a case: strategy, time and memory."""
-    made, rows = searched(name), {}
-    for variant, words, time, peak in made.variants:
+    plan, rows = searched(name), {}
+    for variant, words, time, peak in plan.variants:
         fits = f"{words}: {time_text(time)}, {bytes_text(peak)}"
-        rows[f"{variant['remat']} {variant['microbatches']}"] = fits if peak <= made.limit_bytes else "does not fit"
+        rows[f"{variant['remat']} {variant['microbatches']}"] = fits if peak <= plan.limit_bytes else "does not fit"
     return rows
 
 
@@ -112,8 +112,8 @@ def searched(name: str) -> Plan:
 
 def best_variant(name: str) -> tuple[str, int]:
     """Returns the variant of the chosen plan: the fastest that fits, and the first of a tie."""
-    found = searched(name).variant
-    return found["remat"], found["microbatches"]
+    variant = searched(name).variant
+    return variant["remat"], variant["microbatches"]
 
 
 def stored(name: str) -> dict[str, Any]:

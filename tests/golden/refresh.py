@@ -22,9 +22,9 @@ def refresh(name: str, keep_variant: bool) -> str:
         variant, rows = before["variant"], before["variants"]
     else:
         variant, rows = best_variant(name), variant_rows(name)
-    made = planned(name, *variant)
-    (FOLDER / f"{name}.json").write_text(text(summary(made, variant) | {"variants": rows}))
-    return f"{made.chosen}, {variant[0]}, {variant[1]}"
+    plan = planned(name, *variant)
+    (FOLDER / f"{name}.json").write_text(text(summary(plan, variant) | {"variants": rows}))
+    return f"{plan.chosen}, {variant[0]}, {variant[1]}"
 
 
 def main() -> None:
@@ -32,11 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
     parser.add_argument("--keep-variant", action="store_true", help="plan only the stored variant")
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore", AutoshardWarning)  # for variants that do not fit
-    for name in given.cases or CASES:
+    for name in options.cases or CASES:
         start = time.perf_counter()
-        print(f"{name}: {refresh(name, given.keep_variant)} ({time.perf_counter() - start:.0f} s)", flush=True)
+        print(f"{name}: {refresh(name, options.keep_variant)} ({time.perf_counter() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

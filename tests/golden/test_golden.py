@@ -15,8 +15,10 @@ TIMED = ("time", "variants")  # differ by up to 1 % between JAX versions, which 
 
 def check(name, now):
     """Compares a summary with the golden plan; without times if JAX is not the locked version."""
-    kept, left_out = stored(name), () if is_locked_jax() else TIMED
-    before, after = ([*text({k: v for k, v in x.items() if k not in left_out}).splitlines()] for x in (kept, now))
+    stored_plan, left_out = stored(name), () if is_locked_jax() else TIMED
+    before, after = (
+        [*text({k: v for k, v in x.items() if k not in left_out}).splitlines()] for x in (stored_plan, now)
+    )
     changed = [line.rstrip() for line in difflib.unified_diff(before, after, f"{name}, stored", f"{name}, now", n=1)]
     if changed:
         pytest.fail(
@@ -28,8 +30,11 @@ def check(name, now):
 @pytest.mark.whole
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CASES])
 def test_the_plan_is_unchanged(name):
-    kept = stored(name)
-    check(name, summary(planned(name, *kept["variant"]), kept["variant"]) | {"variants": kept["variants"]})
+    stored_plan = stored(name)
+    check(
+        name,
+        summary(planned(name, *stored_plan["variant"]), stored_plan["variant"]) | {"variants": stored_plan["variants"]},
+    )
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ MASKS = {"none": None, "keys": (2, 1, 1, True), "heads": (1, 4, True, True), "ro
 
 
 @partial(jax.jit, static_argnames=("causal", "impl", "block_size"))
-def run(q, k, v, mask=None, **how):
-    return attention(q, k, v, mask=mask, **how)
+def run(q, k, v, mask=None, **options):
+    return attention(q, k, v, mask=mask, **options)
 
 
 def qkv(seed, seq, keys=None, *, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32):
@@ -33,7 +33,7 @@ def qkv(seed, seq, keys=None, *, batch=2, heads=4, kv_heads=2, head_dim=8, dtype
 
 
 def make_mask(kind, seq, keys):
-    """Makes a mask of half of the pairs. For `rows`, every second row sees no key."""
+    """Makes a mask of half of the pairs. For `rows`, the mask of every second row is empty."""
     if MASKS[kind] is None:
         return None
     shape = tuple(n if flag is True else flag for flag, n in zip(MASKS[kind], (2, 4, seq, keys), strict=True))
@@ -47,14 +47,14 @@ def explicit_attention(q, k, v, causal, mask):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
-    seen = np.ones((batch, heads, seq, k.shape[1]), bool)
+    visible = np.ones((batch, heads, seq, k.shape[1]), bool)
     if mask is not None:
-        seen &= np.asarray(mask)
+        visible &= np.asarray(mask)
     if causal:
-        seen &= np.tril(np.ones((seq, k.shape[1]), bool))
+        visible &= np.tril(np.ones((seq, k.shape[1]), bool))
     out = np.zeros_like(q)
     for b, h, i in np.ndindex(batch, heads, seq):
-        chosen = seen[b, h, i]
+        chosen = visible[b, h, i]
         if chosen.any():
             scores = k[b, chosen, h // group] @ q[b, i, h] / np.sqrt(head_dim)
             weights = np.exp(scores - scores.max())

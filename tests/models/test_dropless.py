@@ -32,14 +32,14 @@ def operands(seed=0):
 
 
 def test_terms_of_experts_and_hidden_units_add_up():
-    x, gates, chosen, own, *weights = operands()
+    x, gates, chosen, expert_ids, *weights = operands()
     run = jax.jit(dropless.swiglu_experts)
     terms = []
     for experts in (slice(0, 3), slice(3, 8)):
         for units in (slice(0, 10), slice(10, FFN)):
             gate, up, down = (w[experts] for w in weights)
-            terms.append(run(x, gates, chosen, own[experts], gate[:, :, units], up[:, :, units], down[:, units]))
-    whole = run(x, gates, chosen, own, *weights)
+            terms.append(run(x, gates, chosen, expert_ids[experts], gate[:, :, units], up[:, :, units], down[:, units]))
+    whole = run(x, gates, chosen, expert_ids, *weights)
     assert all(np.linalg.norm(term) > 0.1 for term in terms)
     np.testing.assert_allclose(sum(terms), whole, rtol=1e-5, atol=1e-4)
 
@@ -73,18 +73,20 @@ spoiling_ragged_dot.defvjp(lambda *operands: (spoiling_ragged_dot(*operands), op
 
 
 def test_rows_outside_of_all_groups_do_not_matter(monkeypatch):
-    x, gates, chosen, own, *weights = operands()
+    x, gates, chosen, expert_ids, *weights = operands()
     cotangent = x[::-1]
-    expected = dropless._gradients(dropless._swiglu, x, gates, chosen, own, *weights, cotangent)
+    expected = dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids, *weights, cotangent)
     monkeypatch.setattr(dropless.lax, "ragged_dot", spoiling_ragged_dot)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
-        some = [w[experts] for w in weights]
-        value += dropless._apply_experts(dropless._swiglu, x, gates, chosen, own[experts], *some)
-        terms.append(dropless._gradients(dropless._swiglu, x, gates, chosen, own[experts], *some, cotangent))
+        shard_weights = [w[experts] for w in weights]
+        value += dropless._apply_experts(dropless._swiglu, x, gates, chosen, expert_ids[experts], *shard_weights)
+        terms.append(
+            dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids[experts], *shard_weights, cotangent)
+        )
     monkeypatch.undo()
     np.testing.assert_allclose(
-        value, dropless._apply_experts(dropless._swiglu, x, gates, chosen, own, *weights), atol=1e-4
+        value, dropless._apply_experts(dropless._swiglu, x, gates, chosen, expert_ids, *weights), atol=1e-4
     )
     for one, low, high in zip(expected[:2], *(term[:2] for term in terms), strict=True):
         np.testing.assert_allclose(low + high, one, rtol=1e-4, atol=1e-4)
@@ -111,9 +113,9 @@ def test_its_memory_shrinks_with_its_shard():
         shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
         types = ["float32", "float32", "int32", "int32", "float32", "float32", "float32"]
         fn = operator_of(dropless.swiglu_experts, *operands()).eqn.params["fn"]
-        found = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
-        assert found is not None
-        return found
+        memory = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
+        assert memory is not None
+        return memory
 
     whole, half, thin = held(BATCH, FFN), held(BATCH // 2, FFN), held(BATCH, FFN // 2)
     rows = ROWS * 4.0
@@ -143,9 +145,9 @@ def test_data_parallelism_moves_no_tokens():
 
 @pytest.mark.tpu_compile
 def test_no_weight_of_an_expert_is_gathered():
-    found = plan(*workload_step(TINY), target="v5e:2x4", plan="ep:8", donate_argnums=0).verify()
+    audit = plan(*workload_step(TINY), target="v5e:2x4", plan="ep:8", donate_argnums=0).verify()
     cfg = TINY.config
     tokens = TINY.batch_size * cfg.context * cfg.gpt.width * 4.0
     weights = cfg.experts * cfg.gpt.width * cfg.expert_hidden * 4.0
-    gathered = {f.payload_bytes for f in found.collectives if f.kind == "all-gather"}
-    assert found.unplanned == () and max(gathered) == tokens < weights
+    gathered = {f.payload_bytes for f in audit.collectives if f.kind == "all-gather"}
+    assert audit.unplanned == () and max(gathered) == tokens < weights

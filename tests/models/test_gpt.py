@@ -55,7 +55,7 @@ def loss_and_grads(model, *, key=None, inputs=None):
 
 
 @cache
-def measured(cfg, seed=None):
+def loss_and_grads_of(cfg, seed=None):
     return loss_and_grads(filled(cfg), key=None if seed is None else jax.random.key(seed))
 
 
@@ -97,11 +97,11 @@ def test_gradients_match_finite_differences(name):
     leaves, tree = jax.tree.flatten(params)
     for index, grad in enumerate(jax.tree.leaves(gradient)):
         norm = np.linalg.norm(grad)
-        ends = []
+        losses = []
         for step in (1e-2, -1e-2):
             moved = [x + step * grad / max(norm, 1e-30) if i == index else x for i, x in enumerate(leaves)]
-            ends.append(loss(jax.tree.unflatten(tree, moved)))
-        np.testing.assert_allclose((ends[0] - ends[1]) / 2e-2, norm, rtol=1e-2, atol=1e-4)
+            losses.append(loss(jax.tree.unflatten(tree, moved)))
+        np.testing.assert_allclose((losses[0] - losses[1]) / 2e-2, norm, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("name, dropout", [("llama", 0.2), ("gpt2", 0.0)])
@@ -111,7 +111,7 @@ def test_scanned_and_unrolled_are_the_same_model(name, dropout):
     unrolled = restack(scanned, scan_layers=False)
     assert not unrolled.cfg.scan_layers and isinstance(unrolled.blocks, nnx.List)
     key = jax.random.key(2) if dropout else None
-    loss, grads = measured(cfg, 2 if dropout else None)
+    loss, grads = loss_and_grads_of(cfg, 2 if dropout else None)
     other, other_grads = loss_and_grads(unrolled, key=key)
     np.testing.assert_allclose(loss, other, rtol=1e-6)
     layers = [other_grads["blocks"][i] for i in range(2)]
@@ -137,7 +137,7 @@ def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_la
 )
 def test_remat_changes_neither_loss_nor_gradients(policy, scan):
     cfg = dataclasses.replace(TINY, dropout=0.2, scan_layers=scan)
-    expected = measured(dataclasses.replace(cfg, scan_layers=True), 2)
+    expected = loss_and_grads_of(dataclasses.replace(cfg, scan_layers=True), 2)
     model = restack(filled(dataclasses.replace(cfg, remat=policy, scan_layers=True)), scan_layers=scan)
     loss, grads = loss_and_grads(model, key=jax.random.key(2))
     if not scan:
@@ -148,7 +148,7 @@ def test_remat_changes_neither_loss_nor_gradients(policy, scan):
 
 @pytest.mark.whole
 def test_remat_policies_order_the_memory():
-    def temp(policy, layers=8):
+    def temp_bytes(policy, layers=8):
         cfg = dataclasses.replace(TINY, layers=layers, context=64, remat=policy)
         graph, params = nnx.split(nnx.eval_shape(lambda: filled(cfg)), nnx.Param)
         inputs = jax.ShapeDtypeStruct((4, 64), jnp.int32)
@@ -157,12 +157,12 @@ def test_remat_policies_order_the_memory():
         assert analysis is not None
         return analysis.temp_size_in_bytes
 
-    none, dots, full = temp("none"), temp("dots"), temp("full")
+    none, dots, full = temp_bytes("none"), temp_bytes("dots"), temp_bytes("full")
     assert full < dots < none
     # Alternating policies lie in between. A scan over groups saves no copies of parameters: it adds one layer's memory.
-    none, dots, full = temp("none", 64), temp("dots", 64), temp("full", 64)
-    assert full < temp("dots,full", 64) < dots < temp("none,full", 64) < none
-    assert abs(temp("dots,dots", 64) - dots) < 0.15 * dots
+    none, dots, full = temp_bytes("none", 64), temp_bytes("dots", 64), temp_bytes("full", 64)
+    assert full < temp_bytes("dots,full", 64) < dots < temp_bytes("none,full", 64) < none
+    assert abs(temp_bytes("dots,dots", 64) - dots) < 0.15 * dots
 
 
 def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
@@ -172,7 +172,7 @@ def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
     state = nnx.state(untied)
     nnx.replace_by_pure_dict(state, values)
     nnx.update(untied, state)
-    loss, grads = measured(TINY)
+    loss, grads = loss_and_grads_of(TINY)
     other, other_grads = loss_and_grads(untied)
     np.testing.assert_allclose(loss, other, rtol=1e-6)
     assert_close(grads["embed"], other_grads["embed"] + other_grads["head"].T)
@@ -234,7 +234,7 @@ def test_under_nnx_transforms_gradients_are_those_of_split_and_merge(scan):
         return nnx.value_and_grad(loss)(model)
 
     value, grads = step(model)
-    expected, expected_grads = measured(model.cfg)
+    expected, expected_grads = loss_and_grads_of(model.cfg)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     assert_close(nnx.to_pure_dict(grads), expected_grads)
 
@@ -251,7 +251,7 @@ def test_grouped_queries_equal_repeated_heads():
     np.testing.assert_allclose(logits_of(full, tokens()), logits_of(grouped, tokens()), atol=1e-5)
 
 
-def test_rotary_sees_distances_and_learned_sees_positions():
+def test_rotary_positions_are_relative_and_learned_positions_absolute():
     """If all tokens are equal, rotary attention averages equal values, so the logits of all positions are equal."""
     same = jnp.full((1, 9), 3, jnp.int32)
     rotary, learned = (logits_of(filled(cfg), same) for cfg in (TINY, GPT2))
@@ -285,14 +285,14 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     loss, grads = loss_and_grads(model)
     assert loss.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    expected, _ = measured(TINY)
+    expected, _ = loss_and_grads_of(TINY)
     np.testing.assert_allclose(loss, expected, rtol=1e-2)
     half = filled(dataclasses.replace(TINY, param_dtype="bfloat16"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_counts(name):
+def test_parameter_and_flop_counts(name):
     cfg = VARIANTS[name]
     model = filled(cfg)
     sizes = {jax.tree_util.keystr(p): x.size for p, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))}

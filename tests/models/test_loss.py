@@ -28,7 +28,7 @@ def test_gradient_is_softmax_minus_one_hot():
 
 
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
-def test_masked_tokens_count_for_nothing(dtype):
+def test_masked_tokens_do_not_affect_loss_count_and_gradient(dtype):
     mask = jnp.array([[1, 1, 0, 0, 1], [0, 0, 0, 0, 1]], dtype)
     targets = jnp.where(mask.astype(bool), TARGETS, -100)
     total, count = cross_entropy(LOGITS, targets, mask)
@@ -38,7 +38,7 @@ def test_masked_tokens_count_for_nothing(dtype):
     assert np.all(np.asarray(grad)[~np.asarray(mask, bool)] == 0)
 
 
-def test_sums_of_parts_are_the_whole():
+def test_losses_of_parts_sum_to_the_loss_of_the_batch():
     parts = [cross_entropy(LOGITS[i : i + 1], TARGETS[i : i + 1]) for i in range(2)]
     total, count = cross_entropy(LOGITS, TARGETS)
     np.testing.assert_allclose(parts[0][0] + parts[1][0], total, rtol=1e-6)

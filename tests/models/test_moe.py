@@ -23,7 +23,7 @@ def with_gpt(cfg, **changes):
     return dataclasses.replace(cfg, gpt=dataclasses.replace(cfg.gpt, **changes))
 
 
-def of(cfg):
+def model_factory(cfg):
     return lambda rngs: MoE(cfg, rngs=rngs)
 
 
@@ -48,8 +48,8 @@ def every_expert(layer, x):
     """The layer's definition: runs all experts on all tokens and weights them by the gates."""
     cfg = layer.cfg
     probabilities = jax.nn.softmax(x @ layer.router[...], axis=-1)
-    kept = jnp.where(probabilities >= jnp.sort(probabilities, axis=-1)[..., -cfg.top_k, None], probabilities, 0.0)
-    gates = kept / jnp.sum(kept, axis=-1, keepdims=True) if cfg.renormalize else kept
+    chosen = jnp.where(probabilities >= jnp.sort(probabilities, axis=-1)[..., -cfg.top_k, None], probabilities, 0.0)
+    gates = chosen / jnp.sum(chosen, axis=-1, keepdims=True) if cfg.renormalize else chosen
     hidden = jnp.einsum("bsd,edf->bsef", x, layer.w_up[...])
     if layer.w_gate is None:
         hidden = jax.nn.gelu(hidden)
@@ -83,25 +83,25 @@ CASES = {
 
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_every_expert_on_every_token(name, dispatch):
+def test_it_equals_the_weighted_sum_of_all_experts(name, dispatch):
     changes = dict(CASES[name])
     cfg = with_gpt(AMPLE, mlp=changes.pop("mlp", "swiglu"))
     layer = experts_of(dataclasses.replace(cfg, dispatch=dispatch, **changes))
     expected = value_and_gradients(layer, every_expert, inputs())
-    found = value_and_gradients(layer, lambda layer, x: layer(x)[0], inputs())
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    actual = value_and_gradients(layer, lambda layer, x: layer(x)[0], inputs())
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert np.linalg.norm(one) > 1e-3
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(one))))
 
 
 def assign_slots(chosen, capacity, experts):
     """Assigns slots in a plain loop: maps (token, choice) to the slot at the expert, or None."""
-    taken, slots = [0] * experts, {}
+    used, slots = [0] * experts, {}
     for choice in range(chosen.shape[1]):
         for token in range(chosen.shape[0]):
             expert = int(chosen[token, choice])
-            slots[token, choice] = taken[expert] if taken[expert] < capacity else None
-            taken[expert] += 1
+            slots[token, choice] = used[expert] if used[expert] < capacity else None
+            used[expert] += 1
     return slots
 
 
@@ -111,15 +111,15 @@ def test_slots_go_to_first_choices_in_order(factor):
     rng = np.random.default_rng(0)
     chosen = np.stack([np.stack([rng.permutation(8)[:2] for _ in range(12)]) for _ in range(3)])
     gates = rng.random(chosen.shape).astype(np.float32)
-    taken, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
-    expected, expected_gates = np.zeros(taken.shape), np.zeros(taken.shape)
+    dispatched, weighted = dispatch_masks(cfg, jnp.asarray(gates), jnp.asarray(chosen, jnp.int32))
+    expected, expected_gates = np.zeros(dispatched.shape), np.zeros(dispatched.shape)
     for group in range(3):
         for (token, choice), slot in assign_slots(chosen[group], cfg.capacity(12), 8).items():
             if slot is not None:
-                at = group, token, chosen[group, token, choice], slot
-                expected[at], expected_gates[at] = 1, gates[group, token, choice]
-    assert taken.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
-    np.testing.assert_array_equal(taken, expected)
+                position = group, token, chosen[group, token, choice], slot
+                expected[position], expected_gates[position] = 1, gates[group, token, choice]
+    assert dispatched.shape == (3, 12, 8, cfg.capacity(12)) and expected.sum() < chosen.size
+    np.testing.assert_array_equal(dispatched, expected)
     np.testing.assert_array_equal(weighted, expected_gates.astype(np.float32))
 
 
@@ -130,14 +130,14 @@ def test_a_choice_without_a_slot_adds_nothing():
     layer = experts_of(cfg)
     layer.router[...] = jnp.zeros((16, 8)).at[:, 3].set(2.0).at[:, 6].set(1.0)
     x = jnp.abs(inputs())
-    found, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
-    np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(found[:, 2:], 0.0)
-    apart = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one slot for 4 tokens
-    other = experts_of(apart)
+    actual, expected = called(layer, lambda layer, x: (layer(x)[0], every_expert(layer, x)), x)
+    np.testing.assert_allclose(actual[:, :2], expected[:, :2], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(actual[:, 2:], 0.0)
+    one_slot = dataclasses.replace(cfg, group_size=4, capacity_factor=1.0)  # one slot for 4 tokens
+    other = experts_of(one_slot)
     other.router[...] = layer.router[...]
-    found = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
-    assert np.any(found != 0, axis=-1).tolist() == [[True, False, False, False] * 3] * 2
+    actual = np.asarray(called(other, lambda layer, x: layer(x)[0], x))
+    assert np.any(actual != 0, axis=-1).tolist() == [[True, False, False, False] * 3] * 2
 
 
 def test_masks_grow_with_the_batch_and_not_with_its_square():
@@ -168,16 +168,17 @@ def test_losses_of_the_router_by_their_formulas():
     np.testing.assert_allclose(z, np.mean(np.log(exponents.sum(1)) ** 2), rtol=1e-5)
 
 
-def test_balance_is_one_where_experts_are_chosen_alike_and_their_number_where_one_is():
-    one = dataclasses.replace(SMALL, top_k=1, renormalize=False)
-    balance = jax.jit(jax.value_and_grad(lambda logits: route(one, logits).losses.balance))
+def test_balance_loss_is_one_for_equal_use_and_the_number_of_experts_for_one_expert():
+    cfg = dataclasses.replace(SMALL, top_k=1, renormalize=False)
+    balance = jax.jit(jax.value_and_grad(lambda logits: route(cfg, logits).losses.balance))
     uniform = np.tile(4.0 * np.eye(8, dtype=np.float32), (3, 1))[None]
     np.testing.assert_allclose(balance(uniform)[0], 1.0, rtol=1e-5)
-    alone = np.zeros((1, 24, 8), np.float32)
-    alone[..., 2] = 30.0
-    np.testing.assert_allclose(balance(alone)[0], 8.0, rtol=1e-5)
-    slope = np.asarray(balance(alone / 30.0)[1])
-    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)  # towards the idle experts
+    one_expert = np.zeros((1, 24, 8), np.float32)
+    one_expert[..., 2] = 30.0
+    np.testing.assert_allclose(balance(one_expert)[0], 8.0, rtol=1e-5)
+    slope = np.asarray(balance(one_expert / 30.0)[1])
+    # Gradient descent raises the logits of the idle experts.
+    assert np.all(slope[..., 2] > 0) and np.all(np.delete(slope, 2, axis=-1) < 0)
 
 
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
@@ -198,16 +199,16 @@ def test_the_router_computes_in_float32(cfg):
 def test_expert_weights_are_stacked():
     shapes = {name: leaf.shape for name, leaf in nnx.to_pure_dict(nnx.state(experts_of(SMALL))).items()}
     assert shapes == {"router": (16, 8), "w_up": (8, 16, 24), "w_gate": (8, 16, 24), "w_down": (8, 24, 16)}
-    blocks: Any = nnx.eval_shape(lambda: of(SMALL)(nnx.Rngs(0))).blocks
+    blocks: Any = nnx.eval_shape(lambda: model_factory(SMALL)(nnx.Rngs(0))).blocks
     assert blocks.moe.experts.w_up.shape == (2, 8, 16, 24)  # every second one of four layers
     assert blocks.dense[0].mlp.w_up.shape == (2, 16, 24) and len(blocks.dense) == 1
 
 
 def test_scanned_and_unrolled_are_the_same_model():
-    """With dropout and the router's losses, for two groups of one dense layer and one layer with experts."""
+    """The model has dropout, the router's losses, and two groups of one dense layer and one layer with experts."""
     cfg = with_gpt(SMALL, dropout=0.2)
-    scanned = filled_as(of(cfg))
-    graph, state = nnx.split(nnx.eval_shape(lambda: of(with_gpt(cfg, scan_layers=False))(nnx.Rngs(0))))
+    scanned = filled_as(model_factory(cfg))
+    graph, state = nnx.split(nnx.eval_shape(lambda: model_factory(with_gpt(cfg, scan_layers=False))(nnx.Rngs(0))))
     values = nnx.to_pure_dict(nnx.state(scanned))
     stacked = values["blocks"]
     values["blocks"] = {i: jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2)}
@@ -227,7 +228,7 @@ def test_scanned_and_unrolled_are_the_same_model():
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):
     """Any split of a sequence into calls gives the logits of the whole sequence, if no choice is dropped."""
-    model = filled_as(of(with_gpt(dataclasses.replace(AMPLE, dispatch=dispatch), **changes)), 0.3)
+    model = filled_as(model_factory(with_gpt(dataclasses.replace(AMPLE, dispatch=dispatch), **changes)), 0.3)
     whole = called(model, lambda model, x: model(x), tokens())
     extend = nnx.jit(lambda model, tokens, cache: model.extend(tokens, cache))
     for ends in ([12], [5, 6, 7, 12]):
@@ -242,17 +243,17 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):
 
 def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
     """With little capacity, a call on the whole sequence drops choices. A cache gives the logits without drops."""
-    tight, ample = (filled_as(of(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
+    tight, ample = (filled_as(model_factory(dataclasses.replace(SMALL, capacity_factor=c)), 0.3) for c in (0.5, 8.0))
     whole = [called(model, lambda model, x: model(x), tokens()) for model in (tight, ample)]
-    kept = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
+    cached = called(tight, lambda model, x: model.extend(x, model.cache(2))[0], tokens())
     assert np.abs(whole[0] - whole[1]).max() > 1e-3
-    np.testing.assert_allclose(kept, whole[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(cached, whole[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [6, 14])
 def test_generated_text_equals_recomputation_of_each_step(n):
-    """Within the context, and beyond it, where the window moves."""
-    model = filled_as(of(AMPLE), 0.5)
+    """This holds within the context and beyond it, where the window moves."""
+    model = filled_as(model_factory(AMPLE), 0.5)
     text = generate(model, tokens()[:, :3], n, key=jax.random.key(0), temperature=0.0)
     for end in (3, 2 + n):
         logits = called(model, lambda model, x: model(x), text[:, max(0, end - 12) : end])
@@ -261,14 +262,14 @@ def test_generated_text_equals_recomputation_of_each_step(n):
 
 def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     cfg = dataclasses.replace(SMALL, balance_weight=0.3, z_weight=0.2)
-    model = filled_as(of(cfg))
+    model = filled_as(model_factory(cfg))
 
-    def everything(model, batch):
+    def all_losses(model, batch):
         logits, losses = model.forward(batch["inputs"])
         plain = cross_entropy(logits, batch["targets"], batch["mask"])
         return losses, plain, model.loss(batch, deterministic=False), model.loss(batch)
 
-    losses, (plain, tokens), (total, weight), evaluated = called(model, everything, batch())
+    losses, (plain, tokens), (total, weight), evaluated = called(model, all_losses, batch())
     assert 1.9 < losses.balance < 4.0 and losses.z > 0.1  # sums over two layers, each about 1 or more
     np.testing.assert_allclose(total / weight, plain / tokens + 0.3 * losses.balance + 0.2 * losses.z, rtol=1e-6)
     assert weight == tokens == batch()["mask"].sum()
@@ -276,8 +277,8 @@ def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
 
 
 def test_a_future_token_does_not_change_past_logits():
-    """Only dropless: with a capacity, a later token's first choice can take the slot of an earlier token."""
-    model = filled_as(of(DROPLESS))
+    """Dropless only: with a capacity, the first choice of a later token can take the slot of an earlier token."""
+    model = filled_as(model_factory(DROPLESS))
     later = tokens().at[:, 7].set((tokens()[:, 7] + 1) % 32)
     one, other = (np.asarray(called(model, lambda model, x: model(x), x)) for x in (tokens(), later))
     np.testing.assert_allclose(one[:, :7], other[:, :7], rtol=1e-5, atol=1e-5)
@@ -288,7 +289,7 @@ def test_a_future_token_does_not_change_past_logits():
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
 def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):
     cfg = dataclasses.replace(with_gpt(cfg, dtype=dtype, dropout=0.1), shared_experts=1)
-    graph, params = nnx.split(nnx.eval_shape(lambda: of(cfg)(nnx.Rngs(0))))
+    graph, params = nnx.split(nnx.eval_shape(lambda: model_factory(cfg)(nnx.Rngs(0))))
 
     def loss(params, batch, key):
         return nnx.merge(graph, params).loss(batch, deterministic=False, rngs=key)[0]
@@ -322,14 +323,14 @@ def alpa_parameters(cfg):
 
 @pytest.mark.parametrize("name", ALPA_MOE)
 def test_parameters_of_alpas_sizes(name):
-    found = count(of(ALPA_MOE[name]))
-    assert found == pytest.approx(alpa_parameters(ALPA_MOE[name]), rel=2e-3)
+    actual = count(model_factory(ALPA_MOE[name]))
+    assert actual == pytest.approx(alpa_parameters(ALPA_MOE[name]), rel=2e-3)
     label = name.removeprefix("moe-")
-    assert found == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
+    assert actual == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
 
 
 def test_parameters_of_mixtral():
-    assert count(of(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
+    assert count(model_factory(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
 
 
 @pytest.mark.whole

@@ -82,9 +82,9 @@ def test_top_1_is_greedy_and_sampling_depends_on_the_key():
 
 def test_samples_follow_the_models_distribution():
     model, prompt = make(), jnp.full((4000, 1), 3, jnp.int32)
-    drawn = generate(model, prompt, 1, key=jax.random.key(0), temperature=3.0)[:, 1]
+    samples = generate(model, prompt, 1, key=jax.random.key(0), temperature=3.0)[:, 1]
     expected = jax.nn.softmax(model(prompt[:1])[0, 0] / 3.0)
-    np.testing.assert_allclose(np.bincount(drawn, minlength=16) / 4000, expected, atol=0.03)
+    np.testing.assert_allclose(np.bincount(samples, minlength=16) / 4000, expected, atol=0.03)
     top = generate(model, prompt, 1, key=jax.random.key(0), temperature=3.0, top_k=3)[:, 1]
     assert set(np.unique(top)) == set(np.argsort(-np.asarray(expected))[:3].tolist())
 

@@ -25,7 +25,7 @@ PARAMETERS = {
 }
 
 
-def of(cfg):
+def model_factory(cfg):
     return lambda rngs: ViT(cfg, rngs=rngs)
 
 
@@ -44,11 +44,11 @@ def test_every_size_is_published():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
-    assert count(of(VIT[name])) == PARAMETERS[name]
+    assert count(model_factory(VIT[name])) == PARAMETERS[name]
 
 
 def test_patches_are_a_convolution():
-    model = filled_as(of(MEAN))
+    model = filled_as(model_factory(MEAN))
     numbers = ("NHWC", "HWIO", "NHWC")
     convolved = lax.conv_general_dilated(images(), model.patch[...], (4, 4), "VALID", dimension_numbers=numbers)
     expected = (convolved + model.patch_bias[...]).reshape(3, 16, 16) + model.position[...]
@@ -56,7 +56,7 @@ def test_patches_are_a_convolution():
 
 
 def test_the_class_token_precedes_the_patches():
-    token, mean = filled_as(of(SMALL)), filled_as(of(MEAN))
+    token, mean = filled_as(model_factory(SMALL)), filled_as(model_factory(MEAN))
     for name in ("patch", "patch_bias"):
         getattr(token, name)[...] = getattr(mean, name)[...]
     position = jnp.concatenate([token.position[...][:1], mean.position[...]])
@@ -70,7 +70,7 @@ def test_the_class_token_precedes_the_patches():
 @pytest.mark.parametrize("cfg", [SMALL, MEAN], ids=["token", "mean"])
 def test_without_positions_the_order_of_patches_does_not_matter(cfg):
     """Therefore attention has no causal mask, and only the position embedding encodes the order of patches."""
-    model = filled_as(of(cfg), 0.3)
+    model = filled_as(model_factory(cfg), 0.3)
     order = np.random.default_rng(1).permutation(16)
     shuffled = patches(images())[:, order].reshape(3, 4, 4, 4, 4, 3).swapaxes(2, 3).reshape(3, 16, 16, 3)
     np.testing.assert_array_equal(patches(shuffled), patches(images())[:, order])
@@ -84,8 +84,10 @@ def test_without_positions_the_order_of_patches_does_not_matter(cfg):
 
 def test_scanned_and_unrolled_are_the_same_model():
     cfg = dataclasses.replace(SMALL, dropout=0.2)
-    scanned = filled_as(of(cfg))
-    graph, state = nnx.split(nnx.eval_shape(lambda: of(dataclasses.replace(cfg, scan_layers=False))(nnx.Rngs(0))))
+    scanned = filled_as(model_factory(cfg))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: model_factory(dataclasses.replace(cfg, scan_layers=False))(nnx.Rngs(0)))
+    )
     values = nnx.to_pure_dict(nnx.state(scanned))
     stacked = values["blocks"]
     values["blocks"] = {i: jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(cfg.layers)}
@@ -100,7 +102,7 @@ def test_scanned_and_unrolled_are_the_same_model():
 
 
 def test_the_loss_is_the_cross_entropy_of_the_labels():
-    model, batch = filled_as(of(MEAN)), stripes_batch(0, 3, 16)
+    model, batch = filled_as(model_factory(MEAN)), stripes_batch(0, 3, 16)
     logits, (total, weight) = called(model, lambda model, batch: (model(batch["images"]), model.loss(batch)), batch)
     log_probabilities = np.asarray(jax.nn.log_softmax(logits))
     expected = -sum(log_probabilities[i, label] for i, label in enumerate(batch["labels"]))
@@ -112,7 +114,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels():
 @pytest.mark.parametrize("pool", ["token", "mean"])
 def test_no_promotion_is_implicit(pool, dtype, strict_numerics):
     cfg = dataclasses.replace(SMALL, pool=pool, dtype=dtype, dropout=0.1)
-    graph, params = nnx.split(nnx.eval_shape(lambda: of(cfg)(nnx.Rngs(0))))
+    graph, params = nnx.split(nnx.eval_shape(lambda: model_factory(cfg)(nnx.Rngs(0))))
 
     def loss(params, key):
         return nnx.merge(graph, params).loss(stripes_batch(0, 3, 16), deterministic=False, rngs=key)[0]
@@ -140,7 +142,7 @@ def test_an_invalid_config_is_an_error(change, message):
 
 def test_an_image_of_another_size_is_an_error():
     with pytest.raises(ValueError, match=r"images must be \[batch, 16, 16, 3\], not \[2, 16, 12, 3\]"):
-        filled_as(of(SMALL))(jnp.zeros((2, 16, 12, 3)))
+        filled_as(model_factory(SMALL))(jnp.zeros((2, 16, 12, 3)))
 
 
 @pytest.mark.whole

@@ -19,7 +19,7 @@ SMALL = WideResNetConfig(stages=(1, 1), channels=4, image_size=16, classes=8, re
 RESNET50 = WideResNetConfig(channels=64, width_factor=1, classes=1000)
 
 
-def of(cfg):
+def model_factory(cfg):
     return lambda rngs: WideResNet(cfg, rngs=rngs)
 
 
@@ -34,12 +34,12 @@ def statistics(model):
 @pytest.mark.parametrize("stages, published", [((3, 4, 6, 3), 25_557_032), ((3, 4, 23, 3), 44_549_160)])
 def test_with_a_factor_of_one_it_is_resnet(stages, published):
     """The published parameter counts of ResNet-50 and ResNet-101."""
-    assert count(of(dataclasses.replace(RESNET50, stages=stages))) == published
+    assert count(model_factory(dataclasses.replace(RESNET50, stages=stages))) == published
 
 
 def test_resnet_50_does_the_published_work():
     """4.1e9 multiply-adds per image (torchvision's resnet50: 4.09e9)."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: of(RESNET50)(nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: model_factory(RESNET50)(nnx.Rngs(0))))
     images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     lowered = jax.jit(lambda state, images: nnx.merge(graph, state)(images)).lower(state, images)
     analysis = lowered.cost_analysis()
@@ -50,7 +50,7 @@ def test_resnet_50_does_the_published_work():
 def test_parameters_of_alpas_sizes(name):
     label = name.removeprefix("wide-resnet-")
     named = float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]]
-    assert count(of(ALPA_WIDE_RESNET[name])) == pytest.approx(named, rel=0.03)
+    assert count(model_factory(ALPA_WIDE_RESNET[name])) == pytest.approx(named, rel=0.03)
 
 
 def test_batch_norm_matches_its_definition():
@@ -87,21 +87,21 @@ def test_convolutions_match_their_definition(size, stride):
     conv = filled_as(lambda rngs: Conv(SMALL, rngs.params(), size, 2, 3, stride))
     x = np.random.default_rng(1).normal(size=(1, 8, 8, 2)).astype(np.float32)
     padded = np.pad(x, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
-    found = conv(jnp.asarray(x))
-    assert found.shape == (1, 8 // stride, 8 // stride, 3)
+    actual = conv(jnp.asarray(x))
+    assert actual.shape == (1, 8 // stride, 8 // stride, 3)
     for row in range(8 // stride):
         for column in range(8 // stride):
             window = padded[0, row * stride :, column * stride :][:size, :size]
             expected = np.einsum("hwi,hwio->o", window, conv.kernel[...])
-            np.testing.assert_allclose(found[0, row, column], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(actual[0, row, column], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_starts_as_its_shortcut():
     block = nnx.eval_shape(lambda: Bottleneck(SMALL, jax.random.key(0), 16, 4, 1))
     assert block.shortcut is None
     x = np.random.default_rng(0).normal(size=(2, 4, 4, 16)).astype(np.float32)
-    found = quickly(lambda x: Bottleneck(SMALL, jax.random.key(0), 16, 4, 1)(x, True), x)
-    np.testing.assert_array_equal(found, np.maximum(x, 0.0))
+    actual = quickly(lambda x: Bottleneck(SMALL, jax.random.key(0), 16, 4, 1)(x, True), x)
+    np.testing.assert_array_equal(actual, np.maximum(x, 0.0))
 
 
 def train_once(model):
@@ -120,18 +120,18 @@ def train_once(model):
 
 def test_remat_changes_nothing():
     plain, recomputed = (
-        train_once(filled_as(of(dataclasses.replace(SMALL, remat=remat)))) for remat in ("none", "full")
+        train_once(filled_as(model_factory(dataclasses.replace(SMALL, remat=remat)))) for remat in ("none", "full")
     )
     whole = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(plain[1])))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         assert np.linalg.norm(one - other) < 1e-5 * max(np.linalg.norm(one), whole)
-    before = statistics(filled_as(of(SMALL)))
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, recomputed[2])
-    assert all(jax.tree.leaves(moved)) and len(jax.tree.leaves(moved)) == 2 * 9  # each norm's mean and variance
+    before = statistics(filled_as(model_factory(SMALL)))
+    changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, recomputed[2])
+    assert all(jax.tree.leaves(changed)) and len(jax.tree.leaves(changed)) == 2 * 9  # each norm's mean and variance
 
 
 def test_in_evaluation_an_image_does_not_see_the_others():
-    model, images = filled_as(of(SMALL)), batch()["images"]
+    model, images = filled_as(model_factory(SMALL)), batch()["images"]
 
     def both(model, images):
         return model(images), model(images, deterministic=False)
@@ -143,7 +143,7 @@ def test_in_evaluation_an_image_does_not_see_the_others():
 
 
 def test_the_loss_is_the_cross_entropy_of_the_labels():
-    model = filled_as(of(SMALL))
+    model = filled_as(model_factory(SMALL))
     logits, (total, weight) = called(model, lambda model, batch: (model(batch["images"]), model.loss(batch)), batch())
     log_probabilities = np.asarray(jax.nn.log_softmax(logits))
     expected = -sum(log_probabilities[i, label] for i, label in enumerate(batch()["labels"]))
@@ -153,7 +153,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels():
 
 def test_microbatches_move_the_averages_one_after_the_other():
     """The trainer's step passes the statistics from microbatch to microbatch: two microbatches update them twice."""
-    program = make_program(of(SMALL), optax.sgd(0.0))
+    program = make_program(model_factory(SMALL), optax.sgd(0.0))
     state = jax.jit(program.create_state)(jax.random.key(0))
     step = jax.jit(make_train_step(program, optax.constant_schedule(0.0), microbatches=2))
     after, _ = step(state, batch(8))
@@ -168,7 +168,9 @@ def test_microbatches_move_the_averages_one_after_the_other():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_promotion_is_implicit(dtype, strict_numerics):
     cfg = dataclasses.replace(SMALL, dtype=dtype, remat="full")
-    graph, params, averages = nnx.split(nnx.eval_shape(lambda: of(cfg)(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
+    graph, params, averages = nnx.split(
+        nnx.eval_shape(lambda: model_factory(cfg)(nnx.Rngs(0))), nnx.Param, nnx.BatchStat
+    )
 
     def loss(params, averages):
         return nnx.merge(graph, params, averages).loss(batch(), deterministic=False)[0]
@@ -194,7 +196,7 @@ def test_an_invalid_config_is_an_error(change, message):
 
 def test_an_image_of_another_size_is_an_error():
     with pytest.raises(ValueError, match=r"images must be \[batch, 16, 16, 3\], not \[2, 17, 16, 3\]"):
-        filled_as(of(SMALL))(jnp.zeros((2, 17, 16, 3)))
+        filled_as(model_factory(SMALL))(jnp.zeros((2, 17, 16, 3)))
 
 
 @pytest.mark.whole

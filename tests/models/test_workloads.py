@@ -43,7 +43,7 @@ REPRESENTATIVES = ("gpt-1.3b", "llama2-7b", "mixtral-8x7b", "moe-2.4b", "wide-re
 def test_all_sizes_are_registered():
     published = [*ALPA_GPT, *LLAMA, *ALPA_MOE, *MIXTRAL, *ALPA_WIDE_RESNET, *VIT]
     assert list(WORKLOADS) == [*published, *TINY] and len(WORKLOADS) == 41
-    assert all(found.name == name for name, found in WORKLOADS.items())
+    assert all(work.name == name for name, work in WORKLOADS.items())
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -54,43 +54,43 @@ def test_it_builds_its_model(name):
 
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if "vit" not in name and "resnet" not in name])
 def test_batches_of_tokens_are_the_trainers(name):
-    found = workload(name)
-    assert found.batch() == batch_shapes(found.batch_size, found.config.context)
-    assert found.batch(4) == batch_shapes(4, found.config.context)
+    work = workload(name)
+    assert work.batch() == batch_shapes(work.batch_size, work.config.context)
+    assert work.batch(4) == batch_shapes(4, work.config.context)
 
 
 @pytest.mark.parametrize("name", ["vit-l16", "wide-resnet-250m"])
 def test_batches_of_images(name):
-    found = {key: (leaf.shape, leaf.dtype) for key, leaf in workload(name).batch(4).items()}
-    assert found == {"images": ((4, 224, 224, 3), jnp.float32), "labels": ((4,), jnp.int32)}
+    batch = {key: (leaf.shape, leaf.dtype) for key, leaf in workload(name).batch(4).items()}
+    assert batch == {"images": ((4, 224, 224, 3), jnp.float32), "labels": ((4,), jnp.int32)}
     assert workload(name).batch()["labels"].shape == (workload(name).batch_size,)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_the_trainers_step_takes_it(name):
     """Traced at full size: the step returns a state with the shapes and dtypes of its argument."""
-    found = workload(name)
-    program = make_program(found.build, optax.adamw(1e-3))
+    work = workload(name)
+    program = make_program(work.build, optax.adamw(1e-3))
     step = make_train_step(program, optax.constant_schedule(1e-3), microbatches=2)
     state = program.abstract_state()
-    after, metrics = jax.eval_shape(step, state, found.batch())
+    after, metrics = jax.eval_shape(step, state, work.batch())
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
     assert bool(state.variables) == ("resnet" in name)
 
 
 def test_with_returns_a_changed_copy():
-    found = workload("llama2-7b").with_(context=2048, remat="dots", batch_size=8)
-    assert found.batch() == batch_shapes(8, 2048)
-    assert found.config == dataclasses.replace(LLAMA["llama2-7b"], context=2048, remat="dots")
+    work = workload("llama2-7b").with_(context=2048, remat="dots", batch_size=8)
+    assert work.batch() == batch_shapes(8, 2048)
+    assert work.config == dataclasses.replace(LLAMA["llama2-7b"], context=2048, remat="dots")
     assert workload("llama2-7b").config == LLAMA["llama2-7b"]
 
 
 def test_with_changes_fields_of_a_mixture_and_of_its_gpt():
-    found = workload("moe-tiny").with_(experts=4, context=16, scan_layers=False)
-    assert (found.config.experts, found.config.gpt.context, found.config.gpt.scan_layers) == (4, 16, False)
-    assert found.config.gpt.width == workload("moe-tiny").config.gpt.width
-    assert found.batch() == batch_shapes(16, 16)
+    work = workload("moe-tiny").with_(experts=4, context=16, scan_layers=False)
+    assert (work.config.experts, work.config.gpt.context, work.config.gpt.scan_layers) == (4, 16, False)
+    assert work.config.gpt.width == workload("moe-tiny").config.gpt.width
+    assert work.batch() == batch_shapes(16, 16)
     with pytest.raises(ValueError, match="layers 3 is not a multiple of moe_every 2"):
         workload("moe-tiny").with_(layers=3)
     assert workload("moe-tiny").with_(layers=3, moe_every=3).config.gpt.layers == 3

@@ -16,8 +16,8 @@ from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedu
 from autoshard.train.step.train_state import as_key, make_program
 from autoshard.train.step.train_step import loss_and_weight, make_train_step
 
-STEPS = 20
-BATCH = 16
+STEPS = 20  # chosen
+BATCH = 16  # chosen: divisible by eight devices and two microbatches
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def _train(case: Case, optimizer: Any, transform: Any) -> tuple[list[Any], Any, 
         return total / weight
 
     gradient = transform(lambda state, batch: jax.grad(loss)(state.params, state, batch))
-    state, found, losses = program.create_state(jax.random.key(0)), [], []
+    state, gradients, losses = program.create_state(jax.random.key(0)), [], []
     data = batches()
     if optimizer == "sgd":
-        found.append(jax.device_get(gradient(state, data[0])))
+        gradients.append(jax.device_get(gradient(state, data[0])))
     for batch in data:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     if optimizer == "sgd":
-        found.append(jax.device_get(gradient(state, data[0])))
+        gradients.append(jax.device_get(gradient(state, data[0])))
     chosen = step.plan(state, data[0]) if hasattr(step, "plan") else None
-    return found, jax.device_get(state.params), losses, chosen
+    return gradients, jax.device_get(state.params), losses, chosen

@@ -27,7 +27,7 @@ STEPS = 2
 def batches(name: str) -> list[dict[str, np.ndarray]]:
     """Makes a batch for each step. Some positions of language models are masked."""
     rng = np.random.default_rng(0)
-    found = []
+    drawn = []
     for _ in range(STEPS):
         batch = {}
         for key, leaf in workload(name).batch().items():
@@ -37,15 +37,15 @@ def batches(name: str) -> list[dict[str, np.ndarray]]:
                 batch[key] = rng.integers(0, 8 if key == "labels" else 128, leaf.shape).astype(leaf.dtype)
             else:
                 batch[key] = rng.normal(size=leaf.shape).astype(leaf.dtype)
-        found.append(batch)
-    return found
+        drawn.append(batch)
+    return drawn
 
 
 @cache
 def trained(name: str, plan: str | None, sharded: bool = True, starved: bool = False) -> tuple[list[Any], list[float]]:
     """Trains a workload.
 
-    With `starved`, half of the experts get no token.
+    If `starved` is true, half of the experts get no token.
 
     Returns:
         The gradients (kept in the optimizer's state) and the statistics of each step, and the losses.
@@ -56,12 +56,12 @@ def trained(name: str, plan: str | None, sharded: bool = True, starved: bool = F
     step: Any = make_train_step(program, optax.constant_schedule(0.1))
     step = auto_shard(step, plan=plan) if sharded else jax.jit(step)
     state = program.create_state(jax.random.key(0))
-    found, losses = [], []
+    states, losses = [], []
     for batch in batches(name):
         state, metrics = step(state, batch)
-        found.append(jax.device_get({"gradients": state.opt_state[0].trace, "statistics": state.variables}))
+        states.append(jax.device_get({"gradients": state.opt_state[0].trace, "statistics": state.variables}))
         losses.append(float(metrics["loss"]))
-    return found, losses
+    return states, losses
 
 
 def without_tokens(build: Callable[..., Any]) -> Any:
@@ -81,9 +81,9 @@ def without_tokens(build: Callable[..., Any]) -> Any:
 def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> None:
     """Compares the steps of a plan with those on one device. `run` computes the former, by default `trained`."""
     expected, losses = trained(name, None, sharded=False)
-    found, others = run(name, plan)
+    states, others = run(name, plan)
     np.testing.assert_allclose(others, losses, rtol=1e-5)
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, states, strict=True):
         assert_close(one, other)
 
 
@@ -119,12 +119,12 @@ def test_every_plan(name, plan):
     ],
 )
 def test_experts_that_get_no_token(plan):
-    """For every split of the devices between batch and experts."""
+    """The plans split the devices between batch and experts in every possible way."""
     expected, losses = trained("mixtral-tiny", None, sharded=False, starved=True)
     gradient = expected[0]["gradients"]["blocks"]["moe"]["experts"]["w_down"]
     per_expert = np.abs(gradient).sum(axis=(0, 2, 3))
     assert np.all(per_expert[:4] > 0) and np.all(per_expert[4:] == 0)
-    found, others = trained("mixtral-tiny", plan, starved=True)
+    states, others = trained("mixtral-tiny", plan, starved=True)
     np.testing.assert_allclose(others, losses, rtol=1e-5)
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, states, strict=True):
         assert_close(one, other)

@@ -21,7 +21,7 @@ def mlp_state(seed: int = 0, width: int = 64, hidden: int = 128) -> dict[str, ja
 
 
 def mlp_loss(params: dict[str, jax.Array], x: Any) -> jax.Array:
-    """How badly the perceptron reproduces its input."""
+    """The mean squared difference between the perceptron's output and its input."""
     return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] - x) ** 2)
 
 
@@ -52,12 +52,12 @@ def assert_close(expected: Any, actual: Any, tolerance: float = 1e-5) -> None:
 
     A leaf whose norm is below 1e-6 of the whole tree's is compared with the whole tree's.
     """
-    wanted = jax.tree_util.tree_flatten_with_path(expected)[0]
-    got = jax.tree.leaves(actual)
-    assert len(wanted) == len(got)
-    norms = [float(np.linalg.norm(np.asarray(x, np.float64))) for _, x in wanted]
+    expected_leaves = jax.tree_util.tree_flatten_with_path(expected)[0]
+    actual_leaves = jax.tree.leaves(actual)
+    assert len(expected_leaves) == len(actual_leaves)
+    norms = [float(np.linalg.norm(np.asarray(x, np.float64))) for _, x in expected_leaves]
     whole = float(np.linalg.norm(norms))
-    for (path, x), y, norm in zip(wanted, got, norms, strict=True):
+    for (path, x), y, norm in zip(expected_leaves, actual_leaves, norms, strict=True):
         error = float(np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)))
         scale = norm if norm > 1e-6 * whole else whole
         assert error <= tolerance * max(scale, 1e-30), f"{jax.tree_util.keystr(path)}: off by {error / scale:.2e}"
@@ -65,11 +65,11 @@ def assert_close(expected: Any, actual: Any, tolerance: float = 1e-5) -> None:
 
 def device_bytes(tree: Any) -> int:
     """Bytes of a tree on the device that holds most of it."""
-    held: dict[Any, int] = {}
+    bytes_of: dict[Any, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return max(held.values())
+            bytes_of[shard.device] = bytes_of.get(shard.device, 0) + shard.data.nbytes
+    return max(bytes_of.values())
 
 
 def whole_bytes(tree: Any) -> int:

@@ -21,8 +21,8 @@ Draw = Callable[..., Any]
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 4})
 SIZES = st.sampled_from([4, 8, 2, 6, 3, 1, 5, 0])
-INDICES = 2  # the number of leading arguments of a chain that are positions; the others are floats
-_MOST_ELEMENTS = 4096
+INDICES = 2  # number of leading arguments of a chain that are positions; the other arguments are floats
+_MOST_ELEMENTS = 4096  # chosen
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def chains(draw: Draw, longest: int = 7, branching: bool = False) -> Chain:
     for _ in range(draw(st.integers(1, longest))):
         operand = draw(st.integers(INDICES, len(arrays) - 1))
         step = draw(st.sampled_from(STEPS + BRANCHING if branching else STEPS))
-        drawn = step(draw, arrays, operand)
-        if drawn is None:
+        step_drawn = step(draw, arrays, operand)
+        if step_drawn is None:
             continue
-        fn, operands = drawn
+        fn, operands = step_drawn
         aval = jax.eval_shape(fn, *(arrays[i] for i in operands))
         if math.prod(aval.shape) <= _MOST_ELEMENTS and len(aval.shape) <= 5:
             steps.append((step.__name__, fn, operands))
@@ -100,11 +100,11 @@ def placements(draw: Draw, mesh: dict[str, int], shape: Sequence[int], partial: 
     op = draw(st.sampled_from(["sum", "sum", "max", "min"])) if partial else ""
     for axis in draw(st.permutations(list(mesh))):
         fits = [d for d, n in enumerate(shape) if n and n % math.prod(mesh[a] for a in (*spec[d], axis)) == 0]
-        where = draw(st.sampled_from([*fits, *fits, "replicated", *(["partial"] if partial else [])]))
-        if where == "partial":
+        choice = draw(st.sampled_from([*fits, *fits, "replicated", *(["partial"] if partial else [])]))
+        if choice == "partial":
             terms.append((axis, op))
-        elif where != "replicated":
-            spec[where] = (*spec[where], axis)
+        elif choice != "replicated":
+            spec[choice] = (*spec[choice], axis)
     return Placement(tuple(spec), tuple(sorted(terms)))
 
 

@@ -29,7 +29,7 @@ OTHER_OP: dict[Reduction, Reduction] = {
 }  # fmt: skip
 
 
-# By row: claims that are true, although the rule, which is more cautious, does not make them.
+# By row: properties that hold, but that the more cautious rule does not declare.
 SAME = {
     "shift_left": ("linear in 0",),  # the bits shifted out are lost from the terms and from their sum
     "convert_element_type-of_integers": ("linear in 0",),  # except for sums that overflow
@@ -70,7 +70,7 @@ def _mistakes(rule: Rule, sums: Sequence[int]):
             yield f"{f.name} is not whole", lambda f=f: _changed(rule, replace(f, kind="pass"))
             continue
         if not any(f.name in dim for dims in rule.operands for dim in dims):
-            continue  # only a result has it (iota, broadcasts), so no operand is sharded along it
+            continue  # only a result has this factor (iota, broadcasts), so no operand is sharded along it
         yield f"{f.name} is whole", lambda f=f: _changed(rule, replace(f, kind="whole", op=None))
         if f.op is not None:
             other = OTHER_OP[f.op]
@@ -112,11 +112,11 @@ def _changed(rule: Rule, factor: Factor) -> Rule:
 
 def _dropped(rule: Rule, factor: Factor, result: int) -> Rule:
     """Returns the rule with a new whole factor in place of `factor` in one result."""
-    own = Factor(f"{factor.name}_own", factor.size, "whole")
-    dims = tuple(tuple(own.name if f == factor.name else f for f in dim) for dim in rule.results[result])
+    new_factor = Factor(f"{factor.name}_own", factor.size, "whole")
+    dims = tuple(tuple(new_factor.name if f == factor.name else f for f in dim) for dim in rule.results[result])
     results = tuple(dims if r == result else other for r, other in enumerate(rule.results))
     used = {f for array in (*rule.operands, *results) for dim in array for f in dim}
-    return rule.where(results=results, factors=(*(f for f in rule.factors if f.name in used), own))
+    return rule.where(results=results, factors=(*(f for f in rule.factors if f.name in used), new_factor))
 
 
 def _swapped(arrays: Sequence[Dims], i: int, a: int, b: int) -> tuple[Dims, ...]:
@@ -142,8 +142,8 @@ def survivors(row: Row) -> tuple[int, list[Mutant]]:
     summed = all(not is_key(a.dtype) and a.dtype != bool for a in case.results)
     sums = [i for i, a in enumerate(case.avals) if summed and not is_key(a.dtype) and a.dtype != bool]
     rounds = any(jnp.issubdtype(a.dtype, jnp.inexact) and a.dtype.itemsize < 4 for a in (*case.avals, *case.results))
-    found = [m for m in mutants(rule, sums) if m.how not in SAME.get(row.id, ()) and not (rounds and "linear" in m.how)]
-    return len(found), [m for m in found if not check_case(case, partitioner=False, rule=m.rule)]
+    tried = [m for m in mutants(rule, sums) if m.how not in SAME.get(row.id, ()) and not (rounds and "linear" in m.how)]
+    return len(tried), [m for m in tried if not check_case(case, partitioner=False, rule=m.rule)]
 
 
 def main(names: Sequence[str]) -> None:
@@ -152,9 +152,9 @@ def main(names: Sequence[str]) -> None:
     for row in all_rows():
         if names and row.primitive not in names:
             continue
-        count, left = survivors(row)
-        total, alive = total + count, alive + len(left)
-        for mutant in left:
+        count, survived = survivors(row)
+        total, alive = total + count, alive + len(survived)
+        for mutant in survived:
             print(f"{row.id}: {mutant.how}: '{mutant.rule.text}' for '{row.rule().text}'", flush=True)
     print(f"{total - alive} of {total} mutants caught, {100 * (1 - alive / max(total, 1)):.1f} %")
 

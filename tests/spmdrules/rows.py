@@ -58,9 +58,9 @@ class Row:
     def equation(self) -> Any:
         """The row's main equation."""
         jaxpr = _compat.open_jaxpr(jax.make_jaxpr(self.fn)(*self.args))
-        found = next((e for e in _equations(jaxpr) if e.primitive.name == self.primitive), None)
-        assert found is not None, f"{self.id}: no {self.primitive} in {jaxpr}"
-        return found
+        first = next((e for e in _equations(jaxpr) if e.primitive.name == self.primitive), None)
+        assert first is not None, f"{self.id}: no {self.primitive} in {jaxpr}"
+        return first
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -103,8 +103,8 @@ def keys(*shape: int) -> jax.Array:
 
 def bind(name: str) -> Callable[..., Any]:
     """Returns a function that binds a primitive for which JAX has no public function."""
-    found = _compat.primitive(name)
-    return lambda *operands, **params: found.bind(*operands, **params)  # pyright: ignore[reportOptionalMemberAccess]
+    primitive = _compat.primitive(name)
+    return lambda *operands, **params: primitive.bind(*operands, **params)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def exists(name: str) -> bool:

@@ -35,10 +35,10 @@ _UNEVEN = (0.75, -1.5, 2.25, -0.5, 1.25, 0.25, -2.0, 0.5)
 
 
 class Simulation(Walk):
-    """A walk that, while it records, also computes the values that it places."""
+    """A walk that also computes the values of the arrays that it places, while it records."""
 
     def prepare(self, arrays: Sequence[Any]) -> None:
-        """Sets the global arguments, which `reset` splits; partial ones get uneven terms of mixed signs."""
+        """Sets the global arguments, which `reset` splits. A partial argument becomes uneven terms of mixed signs."""
         self.env: dict[int, Shards] = {}
         self.used: dict[tuple[int, int], Shards] = {}
         self.loops = {
@@ -50,8 +50,8 @@ class Simulation(Walk):
     def reset(self) -> None:
         super().reset()
         for v, x in zip(self.program.inputs, self.arrays, strict=True):
-            place = self.placement(v)
-            self.env[v] = {d: self._term(self._split(x, place, d), place, d) for d in self.devices}
+            placement = self.placement(v)
+            self.env[v] = {d: self._term(self._split(x, placement, d), placement, d) for d in self.devices}
         self._place_constants(self.program.block)
 
     def _place_constants(self, block: Block) -> None:
@@ -64,17 +64,17 @@ class Simulation(Walk):
                 self._place_constants(inner)
 
     def _at(self, device: Device, axes: Sequence[str]) -> int:
-        place = dict(zip(self.mesh, device, strict=True))
-        return functools.reduce(lambda at, a: at * self.mesh[a] + place[a], axes, 0)
+        coordinates = dict(zip(self.mesh, device, strict=True))
+        return functools.reduce(lambda at, a: at * self.mesh[a] + coordinates[a], axes, 0)
 
-    def _split(self, x: Any, place: Placement, device: Device) -> Any:
-        for d, axes in enumerate(place.spec):
+    def _split(self, x: Any, placement: Placement, device: Device) -> Any:
+        for d, axes in enumerate(placement.spec):
             size = x.shape[d] // math.prod(self.mesh[a] for a in axes)
             x = np.take(x, range(self._at(device, axes) * size, (self._at(device, axes) + 1) * size), d)
         return x
 
-    def _term(self, x: Any, place: Placement, device: Device) -> Any:
-        for axis, op in place.partial:
+    def _term(self, x: Any, placement: Placement, device: Device) -> Any:
+        for axis, op in placement.partial:
             at, n = self._at(device, (axis,)), self.mesh[axis]
             if op == "sum":
                 x = x * (_UNEVEN[at] if at < n - 1 else 1 - sum(_UNEVEN[: n - 1]))
@@ -82,27 +82,32 @@ class Simulation(Walk):
                 x = x - {"max": 1.0, "min": -1.0}[op] * (at != x.size % n)
         return x
 
-    def join(self, shards: Shards, place: Placement) -> Any:
+    def join(self, shards: Shards, placement: Placement) -> Any:
         """Returns the global array."""
-        held = dict(shards)
-        for axis, op in place.partial:
-            held = self._over(held, axis, lambda pieces, op=op: functools.reduce(_COMBINE[op], pieces))
-        for d in range(len(place.spec)):
-            for axis in reversed(place.spec[d]):
-                held = self._over(held, axis, lambda pieces, d=d: np.concatenate(pieces, d))
-        first = next(iter(held.values()))
-        for other in held.values():
+        joined = dict(shards)
+        for axis, op in placement.partial:
+            joined = self._over(joined, axis, lambda pieces, op=op: functools.reduce(_COMBINE[op], pieces))
+        for d in range(len(placement.spec)):
+            for axis in reversed(placement.spec[d]):
+                joined = self._over(joined, axis, lambda pieces, d=d: np.concatenate(pieces, d))
+        first = next(iter(joined.values()))
+        for other in joined.values():
             np.testing.assert_allclose(other, first, rtol=1e-4, atol=1e-5, err_msg="copies differ")
         return first
 
-    def _over(self, held: Shards, axis: str, combine: Any) -> Shards:
+    def _over(self, shards: Shards, axis: str, combine: Any) -> Shards:
         k = list(self.mesh).index(axis)
-        lines = {(*d[:k], *d[k + 1 :]): [held[(*d[:k], i, *d[k + 1 :])] for i in range(self.mesh[axis])] for d in held}
+        lines = {
+            (*d[:k], *d[k + 1 :]): [shards[(*d[:k], i, *d[k + 1 :])] for i in range(self.mesh[axis])] for d in shards
+        }
         joined = {line: combine(pieces) for line, pieces in lines.items()}
-        return {d: joined[(*d[:k], *d[k + 1 :])] for d in held}
+        return {d: joined[(*d[:k], *d[k + 1 :])] for d in shards}
 
     def reshard(self, shards: Shards, old: Placement, new: Placement) -> Shards:
-        """Returns the shards after a reshard; axes that the array stays partial over are handled one term at a time."""
+        """Returns the shards after a reshard.
+
+        Along axes over which the array stays partial, each term is resharded alone.
+        """
         if old == new:
             return shards
         stays = [axis for axis, _ in new.partial]
@@ -124,7 +129,7 @@ class Simulation(Walk):
         if not self.recording or value < 0:
             return
         if value not in self.env:
-            assert operand < 0, "only a result that is reduced at once has no value yet"
+            assert operand < 0, "only a result that is reduced immediately has no value yet"
             return
         here = self.env[value]
         self.used[id(op), operand] = self.reshard(here, before, target)
@@ -139,37 +144,39 @@ class Simulation(Walk):
         for device, shard in zip(self.devices, shards, strict=True):
             for r, value in enumerate(self._run(op, shard, device)):
                 results[r][device] = np.asarray(value) if not _is_key(value) else value
-        for v, value, place in zip(op.results, results, resolution.results, strict=True):
-            if any(how in POSITIONS for _, how in place.partial):
-                value, place = self._reduce_positions(op, resolution, value, place)
-            self.env[v] = self.reshard(value, place, self.placement(v))
+        for v, value, placement in zip(op.results, results, resolution.results, strict=True):
+            if any(how in POSITIONS for _, how in placement.partial):
+                value, placement = self._reduce_positions(op, resolution, value, placement)
+            self.env[v] = self.reshard(value, placement, self.placement(v))
         return resolution
 
     def _reduce_positions(
-        self, op: Op, resolution: Resolution, held: Shards, place: Placement
+        self, op: Op, resolution: Resolution, positions: Shards, placement: Placement
     ) -> tuple[Shards, Placement]:
         """Reduces the positions that shards found, by comparing the values at them."""
         assert op.rule is not None
         operand, dims = self.join(self.used[id(op), 0], resolution.operands[0]), op.rule.operands[0]
         factors = project(op.rule, dims, resolution.operands[0].spec, self.mesh)
-        for d, axes in enumerate(place.spec):
+        for d, axes in enumerate(placement.spec):
             for axis in reversed(axes):
-                held = self._over(held, axis, lambda pieces, d=d: np.concatenate(pieces, d))
-        for axis, how in place.partial:
+                positions = self._over(positions, axis, lambda pieces, d=d: np.concatenate(pieces, d))
+        for axis, how in placement.partial:
             join = functools.partial(join_positions, op=how, operand=operand, dims=dims, name=factors[axis])
-            held = self._over(held, axis, join)
-        after = Placement(place.spec)
-        return {d: self._split(x, after, d) for d, x in held.items()}, after
+            positions = self._over(positions, axis, join)
+        after = Placement(placement.spec)
+        return {d: self._split(x, after, d) for d, x in positions.items()}, after
 
     def _shard(self, op: Op, resolution: Resolution, device: Device) -> Shard:
         rule = op.rule
         assert rule is not None
         axes: dict[str, list[str]] = {}
         placements = (*resolution.operands, *resolution.results)
-        for dims, place in zip((*rule.operands, *rule.results), placements, strict=True):
-            found = project(rule, dims, place.spec, self.mesh)
-            assert list(found) == [a for dim in place.spec for a in dim], "every axis of a placement shards a factor"
-            for axis, factor in found.items():
+        for dims, placement in zip((*rule.operands, *rule.results), placements, strict=True):
+            projected = project(rule, dims, placement.spec, self.mesh)
+            assert list(projected) == [a for dim in placement.spec for a in dim], (
+                "every axis of a placement shards a factor"
+            )
+            for axis, factor in projected.items():
                 if axis not in axes.setdefault(factor, []):
                     axes[factor].append(axis)
         counts = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
@@ -216,13 +223,13 @@ class Simulation(Walk):
                 self.env[inner], self.placements[inner] = {d: x[t] for d, x in value.items()}, sliced[inner]
             super().forward(block)
             outs = []
-            for carry, place in zip(loop.carries, fixed, strict=True):
-                outs.append(self.reshard(self.env[carry.out], self.placement(carry.out), place))
+            for carry, placement in zip(loop.carries, fixed, strict=True):
+                outs.append(self.reshard(self.env[carry.out], self.placement(carry.out), placement))
             for (outer, inner), _ in zip(loop.ys, range(len(loop.ys)), strict=True):
                 stacked[outer][t] = self.env[inner]
-            for carry, value, place in zip(loop.carries, outs, fixed, strict=True):
+            for carry, value, placement in zip(loop.carries, outs, fixed, strict=True):
                 self.env[carry.inner] = self.env[carry.result] = value
-                self.placements[carry.inner] = place
+                self.placements[carry.inner] = placement
         for outer, by_step in stacked.items():
             self.env[outer] = {d: np.stack([by_step[t][d] for t in steps]) for d in self.devices}
 
@@ -256,4 +263,4 @@ def simulate(
     ends = [
         (walk.reshard(walk.env[v], walk.placement(v), out), out) for v, out in zip(program.outputs, outs, strict=True)
     ]
-    return [walk.join(shards, place) for shards, place in ends]
+    return [walk.join(shards, placement) for shards, placement in ends]

@@ -24,19 +24,19 @@ from tests.spmdrules.drawn_operators import Drawn, exchanges, operators
 from tests.spmdrules.simulate import simulate
 
 
-def few(count: int) -> settings:
+def few_examples(count: int) -> settings:
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
-def deep(count: int) -> settings:
-    return settings(few(count), derandomize=False, print_blob=True)
+def many_examples(count: int) -> settings:
+    return settings(few_examples(count), derandomize=False, print_blob=True)
 
 
-def close(got: Any, expected: Any) -> None:
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape and got.dtype == expected.dtype
+def assert_close(actual: Any, expected: Any) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
     scale = float(np.abs(expected).max()) if expected.size else 0.0
-    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * max(1.0, scale))
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * max(1.0, scale))
 
 
 def check_operator(drawn: Drawn, partitioner: bool) -> None:
@@ -47,21 +47,21 @@ def check_operator(drawn: Drawn, partitioner: bool) -> None:
 
 
 @pytest.mark.whole
-@few(15)
+@few_examples(15)
 @given(operators())
 def test_rules_hold_on_drawn_operators(drawn):
     check_operator(drawn, False)
 
 
 @pytest.mark.slow
-@deep(400)
+@many_examples(400)
 @given(operators())
 def test_rules_hold_on_many_drawn_operators(drawn):
     check_operator(drawn, False)
 
 
 @pytest.mark.slow
-@deep(60)
+@many_examples(60)
 @given(operators())
 def test_the_partitioner_agrees_on_drawn_operators(drawn):
     check_operator(drawn, True)
@@ -74,18 +74,20 @@ def check_shards(chain: Chain, data: Any) -> None:
     expected = chain(*chain.args)
     requested = [data.draw(goals(mesh, x.shape), f"result {i}") for i, x in enumerate(expected)]
     open_args = [i for i, place in enumerate(inputs) if not place.partial and data.draw(st.integers(0, 4)) == 0]
-    for got, one_device in zip(simulate(chain, chain.args, inputs, mesh, requested, open_args), expected, strict=True):
-        close(got, one_device)
+    for actual, one_device in zip(
+        simulate(chain, chain.args, inputs, mesh, requested, open_args), expected, strict=True
+    ):
+        assert_close(actual, one_device)
 
 
-@few(15)
+@few_examples(15)
 @given(chains(), st.data())
 def test_shards_of_a_chain_give_its_result(chain, data):
     check_shards(chain, data)
 
 
 @pytest.mark.slow
-@deep(500)
+@many_examples(500)
 @given(chains(10), st.data())
 def test_shards_of_many_chains_give_their_results(chain, data):
     check_shards(chain, data)
@@ -109,23 +111,23 @@ def check_under_drawn_plan(fn: Any, args: Any, data: Any, meshes: Any) -> None:
     axes = plan(fn, *args, mesh=mesh).logical_axes.values()
     names = sorted({part for dims in axes for name in dims for part in name.split("*") if part != "1"})
     assume(names)
-    some = st.lists(st.sampled_from(names), max_size=3, unique=True)
-    table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, some)), "table")
+    subsets = st.lists(st.sampled_from(names), max_size=3, unique=True)
+    table = data.draw(st.fixed_dictionaries(dict.fromkeys(mesh, subsets)), "table")
     assume(any(table.values()))
-    found = auto_shard(fn, plan=table, mesh=mesh)(*args)
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        close(got, expected)
+    results = auto_shard(fn, plan=table, mesh=mesh)(*args)
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        assert_close(actual, expected)
 
 
 @pytest.mark.whole
-@few(6)
+@few_examples(6)
 @given(chains(6, branching=True), st.data())
 def test_a_chain_under_a_drawn_plan_gives_its_result(chain, data):
     check_plan(chain, data)
 
 
 @pytest.mark.slow
-@deep(120)
+@many_examples(120)
 @given(chains(8, branching=True), st.data())
 def test_chains_under_drawn_plans_give_their_results(chain, data):
     check_plan(chain, data)
@@ -138,27 +140,27 @@ def check_exchange(fn: Any, x: np.ndarray, mesh: Any) -> None:
         loss = lambda x: (jnp.sin(fn(jnp.cos(x))) ** 2).sum()  # noqa: E731
         return fn(x * 2.0), jax.grad(loss)(x)
 
-    for got, expected in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
-        close(got, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
+    for actual, expected in zip(auto_shard(both, mesh=mesh)(x), jax.jit(both)(x), strict=True):
+        assert_close(actual, np.zeros(expected.shape, expected.dtype) if not expected.size else expected)
     assert check_rule(both, x, partitioner=False) == []
 
 
 @pytest.mark.whole
-@few(5)
+@few_examples(5)
 @given(exchanges())
 def test_an_exchange_in_a_planned_function(drawn):
     check_exchange(*drawn[1:])
 
 
 @pytest.mark.slow
-@deep(30)
+@many_examples(30)
 @given(exchanges())
 def test_exchanges_in_planned_functions(drawn):
     check_exchange(*drawn[1:])
 
 
 @pytest.mark.slow
-@deep(150)
+@many_examples(150)
 @given(networks(), st.data())
 def test_networks_under_drawn_plans_give_their_results(drawn, data):
     step, kernels, x = drawn

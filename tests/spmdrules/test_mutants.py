@@ -27,20 +27,23 @@ def first_row(primitive: str):
 @pytest.mark.whole
 @pytest.mark.parametrize("primitive", SAMPLE)
 def test_mistakes_in_common_rules_are_detected(primitive):
-    count, left = survivors(first_row(primitive))
-    assert count and not left, [m.how for m in left]
+    count, survived = survivors(first_row(primitive))
+    assert count and not survived, [m.how for m in survived]
 
 
 def test_every_kind_of_mistake_is_generated():
-    found = {m.how for m in mutants(Rule.parse("b m k, b k n -> b m n; reduce k; linear 0; linear 1"))}
+    mistakes = {m.how for m in mutants(Rule.parse("b m k, b k n -> b m n; reduce k; linear 0; linear 1"))}
     expected = {"k is whole", "k:max", "k is not reduced", "m dropped from result 0", "not linear in (0,)"}
-    assert expected <= found and "operands 1: dimensions 0 and 2 swapped" in found
+    assert expected <= mistakes and "operands 1: dimensions 0 and 2 swapped" in mistakes
 
 
 @pytest.mark.slow
 def test_nearly_every_mistake_in_any_rule_is_detected():
-    found = {name: survivors(row) for name, row in ROWS_BY_ID.items()}
-    total, alive = sum(count for count, _ in found.values()), sum(len(left) for _, left in found.values())
-    missed = [f"{name}: {m.how}" for name, (_, left) in found.items() for m in left]
+    survivors_of = {name: survivors(row) for name, row in ROWS_BY_ID.items()}
+    total, alive = (
+        sum(count for count, _ in survivors_of.values()),
+        sum(len(survived) for _, survived in survivors_of.values()),
+    )
+    missed = [f"{name}: {m.how}" for name, (_, survived) in survivors_of.items() for m in survived]
     print(f"{total - alive} of {total} mutants caught")
     assert alive <= 0.02 * total, missed

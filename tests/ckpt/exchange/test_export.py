@@ -54,13 +54,13 @@ def damage(step: Path) -> None:
 def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path) -> None:
     exported = saved.export(2, tmp_path / "out")
     assert set(exported.files) == {"model.safetensors", "config.json"}
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     want = train_state(2)["params"] | train_state(2)["frozen"]
-    assert set(found) == {"layers.w", "layers.half", "head", "table"}
-    np.testing.assert_array_equal(found["layers.w"], want["layers"]["w"])
-    assert found["layers.half"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found["layers.half"], want["layers"]["half"])
-    np.testing.assert_array_equal(found["table"], want["table"])
+    assert set(tensors) == {"layers.w", "layers.half", "head", "table"}
+    np.testing.assert_array_equal(tensors["layers.w"], want["layers"]["w"])
+    assert tensors["layers.half"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(tensors["layers.half"], want["layers"]["half"])
+    np.testing.assert_array_equal(tensors["table"], want["table"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"architectures": ["gpt"], "dtype": "float32", "width": 32}
 
@@ -68,7 +68,7 @@ def test_an_exported_model_is_the_parameters(saved: Checkpointer, tmp_path: Path
 def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -> None:
     inference: dict[str, Any] = {"model": "moe", "config": {"experts": 4}, "max_length": 64}
     inference |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": False}}
-    file, how = tmp_path / "run" / "inference.json", "generation_config.json"
+    file, settings_name = tmp_path / "run" / "inference.json", "generation_config.json"
     for number, (generation, want) in enumerate(
         [
             ({}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 64}),
@@ -78,8 +78,8 @@ def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -
     ):
         file.write_text(json.dumps(inference | {"generation": inference["generation"] | generation}))
         out = tmp_path / str(number)
-        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", how}
-        assert json.loads((out / how).read_text()) == want
+        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", settings_name}
+        assert json.loads((out / settings_name).read_text()) == want
         config = json.loads((out / "config.json").read_text())
         assert config == {"architectures": ["moe"], "dtype": "float32", "experts": 4}
     file.write_text(json.dumps(inference | {"generation": {}}))
@@ -101,20 +101,20 @@ def test_an_exported_average_is_debiased_and_has_the_saved_dtypes(saved: Checkpo
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {"layers.w", "layers.half", "head", "table"}
     assert index["metadata"]["total_size"] == 2 * 64 * 32 * 4 + 32 * 2 + 6 * 4
-    found = {}
+    tensors = {}
     for file in sorted(set(index["weight_map"].values())):
         assert file.startswith("model-0000") and file.endswith("-of-00004.safetensors")
-        found |= load_file(tmp_path / "out" / file)
+        tensors |= load_file(tmp_path / "out" / file)
     mean = train_state(2)["ema"]["mean"]
-    np.testing.assert_array_equal(found["layers.w"], mean["layers"]["w"] / 0.5)
-    assert found["layers.half"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found["head"], mean["head"] / 0.5)
+    np.testing.assert_array_equal(tensors["layers.w"], mean["layers"]["w"] / 0.5)
+    assert tensors["layers.half"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(tensors["head"], mean["head"] / 0.5)
 
 
 def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:
     saved.export(2, tmp_path / "out", dtype="bfloat16")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: str(leaf.dtype) for name, leaf in found.items()} == {
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: str(leaf.dtype) for name, leaf in tensors.items()} == {
         "layers.w": "bfloat16", "layers.half": "bfloat16", "head": "bfloat16", "table": "int32",
     }  # fmt: skip
 
@@ -166,8 +166,8 @@ def test_values_out_of_the_range_of_an_export_s_dtype(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         checkpoints.export(1, tmp_path / "wide", dtype="bfloat16")
         checkpoints.export(2, tmp_path / "out", dtype="float16")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    np.testing.assert_array_equal(found["a"], np.array([np.inf, np.nan, 65504], np.float16))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["a"], np.array([np.inf, np.nan, 65504], np.float16))
 
 
 def test_the_model_of_another_state_is_the_whole_state(tmp_path: Path) -> None:
@@ -198,11 +198,11 @@ def test_a_damaged_model_is_not_exported(saved: Checkpointer, tmp_path: Path) ->
 
 def test_a_copy_equals_the_step(saved: Checkpointer, tmp_path: Path, assert_same: Any) -> None:
     saved.copy(1, tmp_path / "kept")
-    with Checkpointer(tmp_path / "kept") as kept:
-        assert kept.steps() == [1]
-        assert_same(kept.restore(like=train_state(1)), train_state(1))
-        assert compare(saved.describe(1), kept.describe(1)).equal
-        assert kept.describe().config == {"model": {"name": "gpt", "width": 32}}
+    with Checkpointer(tmp_path / "kept") as copied:
+        assert copied.steps() == [1]
+        assert_same(copied.restore(like=train_state(1)), train_state(1))
+        assert compare(saved.describe(1), copied.describe(1)).equal
+        assert copied.describe().config == {"model": {"name": "gpt", "width": 32}}
     with pytest.raises(CheckpointError, match="kept has step 1 already"):
         saved.copy(1, tmp_path / "kept")
     saved.copy(None, tmp_path / "kept")
@@ -243,31 +243,37 @@ def test_differences_between_two_steps(saved: Checkpointer, tmp_path: Path, mesh
     del other["opt_state"]
     with Checkpointer(tmp_path / "other") as checkpoints:
         checkpoints.save(2, other, config={"model": {"name": "gpt", "width": 64}}, metrics={"loss": 1.0}, block=True)
-        found = compare(saved.describe(2), checkpoints.describe(2))
-    assert not found.equal and found.values == ()
-    assert found.same == 9
-    assert found.kinds == ("params/head: float32[64, 32] | float32[3]",)
-    assert found.only_one == ("opt_state/mu",) and found.only_other == ("params/bias",)
-    assert "config.model.width: 32 | 64" in found.settings and "metrics.loss: nothing | 1.0" in found.settings
-    again = compare(saved.describe(1), saved.describe(2))
-    assert len(again.values) == 8 and "different values: 8" in str(again)
+        differences = compare(saved.describe(2), checkpoints.describe(2))
+    assert not differences.equal and differences.values == ()
+    assert differences.same == 9
+    assert differences.kinds == ("params/head: float32[64, 32] | float32[3]",)
+    assert differences.only_one == ("opt_state/mu",) and differences.only_other == ("params/bias",)
+    assert (
+        "config.model.width: 32 | 64" in differences.settings and "metrics.loss: nothing | 1.0" in differences.settings
+    )
+    unchanged = compare(saved.describe(1), saved.describe(2))
+    assert len(unchanged.values) == 8 and "different values: 8" in str(unchanged)
 
 
 def test_a_description(tmp_path: Path, mesh8: Mesh, make_state: Any, config: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, make_state(mesh8, 0), config=config, metrics={"loss": 1.5}, plan='{"mesh": {"data": 8}}')
         checkpoints.wait()
-        found = checkpoints.describe()
-    leaves = {leaf.name: leaf for leaf in found.leaves}
+        description = checkpoints.describe()
+    leaves = {leaf.name: leaf for leaf in description.leaves}
     assert leaves["params/w"].shape == (64, 96) and leaves["params/w"].nbytes == 64 * 96 * 4
     assert leaves["params/w"].layout == "('data', 'model')" and leaves["params/half"].nbytes == 32 * 8 * 2
     assert leaves["typed_many"].dtype == "key<fry>" and leaves["typed_many"].nbytes == 8 * 2 * 4
     assert leaves["params/empty"].digest is None and leaves["params/b"].digest is not None
-    assert found.plan == {"mesh": {"data": 8}} and found.config == config and found.metrics == {"loss": 1.5}
-    assert found.meshes == (dict(mesh8.shape),) and found.written_by["devices"] == 8
-    assert found.file_bytes > found.nbytes / 2
-    text = str(found)
+    assert (
+        description.plan == {"mesh": {"data": 8}}
+        and description.config == config
+        and description.metrics == {"loss": 1.5}
+    )
+    assert description.meshes == (dict(mesh8.shape),) and description.written_by["devices"] == 8
+    assert description.file_bytes > description.nbytes / 2
+    text = str(description)
     assert "params/w: float32[64, 96], 24.0 KiB on ('data', 'model')" in text and "metrics   loss 1.5" in text
-    assert json.loads(json.dumps(found.to_json()))["step"] == 3
+    assert json.loads(json.dumps(description.to_json()))["step"] == 3
     with pytest.raises(CheckpointError, match="the plan is not JSON"):
         checkpoints.save(4, {"w": jnp.ones(1)}, plan="fsdp:8")

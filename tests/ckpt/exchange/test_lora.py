@@ -61,10 +61,10 @@ def test_a_merged_layer_equals_base_plus_adapter(tmp_path: Path, rslora: bool, f
     )  # fmt: skip
     scale = 10 / np.sqrt(RANK) if rslora else 10 / RANK
     want = x @ w.T + scale * (x @ a.T) @ b.T
-    found = merge(base, adapter, tmp_path / "out")
-    weight = found["layers.0.up.weight"]
+    merged = merge(base, adapter, tmp_path / "out")
+    weight = merged["layers.0.up.weight"]
     np.testing.assert_allclose(x @ (weight if fan_in_first else weight.T), want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found["norm.weight"], other)
+    np.testing.assert_array_equal(merged["norm.weight"], other)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"architectures": ["gpt"]}
 
 
@@ -83,15 +83,15 @@ def test_embeddings_saved_modules_and_patterns(tmp_path: Path) -> None:
         tensors | {"head.modules_to_save.weight": new_head},
         rank_pattern={"up": 2}, alpha_pattern={"b.up": 3},
     )  # fmt: skip
-    found = merge(base, adapter, tmp_path / "out")
+    merged = merge(base, adapter, tmp_path / "out")
     rows = np.array([3, 0, 29])
     a, b = tensors["embed.lora_embedding_A"], tensors["embed.lora_embedding_B"]
-    np.testing.assert_allclose(found["embed.weight"][rows], table[rows] + 10 / RANK * (a.T[rows] @ b.T), atol=1e-5)
+    np.testing.assert_allclose(merged["embed.weight"][rows], table[rows] + 10 / RANK * (a.T[rows] @ b.T), atol=1e-5)
     for name, alpha in (("a", 10), ("b", 3)):
         np.testing.assert_allclose(
-            found[f"{name}.up.weight"], w + alpha / 2 * pairs[name][1] @ pairs[name][0], atol=1e-5
+            merged[f"{name}.up.weight"], w + alpha / 2 * pairs[name][1] @ pairs[name][0], atol=1e-5
         )
-    np.testing.assert_array_equal(found["head.weight"], new_head)
+    np.testing.assert_array_equal(merged["head.weight"], new_head)
 
 
 def test_a_checkpoint_as_base(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -106,11 +106,11 @@ def test_a_checkpoint_as_base(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
     assert main(["ckpt", "merge", str(tmp_path / "run"), str(adapter), str(tmp_path / "out")]) == 0
     assert "2 of 2 tensors changed" in capsys.readouterr().out
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
     change = (10 / RANK * b @ a).T
-    np.testing.assert_allclose(found["attention.wq"], wq + change.reshape(OUT, 4, 6), atol=1e-5)
-    assert found["up"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found["up"], (up.astype(np.float32) + change).astype(ml_dtypes.bfloat16))
+    np.testing.assert_allclose(exported["attention.wq"], wq + change.reshape(OUT, 4, 6), atol=1e-5)
+    assert exported["up"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(exported["up"], (up.astype(np.float32) + change).astype(ml_dtypes.bfloat16))
 
 
 def test_a_sharded_base(tmp_path: Path, mesh8: Mesh) -> None:
@@ -125,11 +125,11 @@ def test_a_sharded_base(tmp_path: Path, mesh8: Mesh) -> None:
         tmp_path / "adapter", {f"up.lora_{side}.weight": m for side, m in pair.items()}, fan_in_fan_out=True
     )
     assert main(["ckpt", "merge", str(tmp_path / "run"), str(adapter), str(tmp_path / "one")]) == 0
-    found = [load_file(tmp_path / "one" / "model.safetensors"), merge(tmp_path / "files", adapter, tmp_path / "other")]
-    for each in found:
+    merged = [load_file(tmp_path / "one" / "model.safetensors"), merge(tmp_path / "files", adapter, tmp_path / "other")]
+    for each in merged:
         np.testing.assert_allclose(each["up"], w + 10 / RANK * (pair["B"] @ pair["A"]).T, atol=1e-5)
         np.testing.assert_array_equal(each["norm"], other)
-    np.testing.assert_array_equal(found[0]["up"], found[1]["up"])
+    np.testing.assert_array_equal(merged[0]["up"], merged[1]["up"])
 
 
 def test_an_adapter_for_another_base(tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_an_embedding_with_a_trained_table(tmp_path: Path) -> None:
     table, a, b = normal(VOCAB, OUT), normal(RANK, VOCAB), normal(OUT, RANK)
     base = write_base(tmp_path / "base", {"embed.weight": normal(VOCAB, OUT)})
     tensors = {"embed.base_layer.weight": table, "embed.lora_embedding_A": a, "embed.lora_embedding_B": b}
-    found = merge(base, write_adapter(tmp_path / "adapter", tensors), tmp_path / "out")
-    np.testing.assert_allclose(found["embed.weight"], table + 10 / RANK * (b @ a).T, atol=1e-5)
+    merged = merge(base, write_adapter(tmp_path / "adapter", tensors), tmp_path / "out")
+    np.testing.assert_allclose(merged["embed.weight"], table + 10 / RANK * (b @ a).T, atol=1e-5)
 
 
 def test_a_sum_out_of_the_range_of_the_base_s_dtype(tmp_path: Path) -> None:

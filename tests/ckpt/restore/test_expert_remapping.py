@@ -35,7 +35,7 @@ def is_expert(name: str) -> bool:
 @pytest.fixture(scope="module")
 def state() -> Any:
     """Return a train state of a MoE in which all leaves and all experts differ."""
-    made = PROGRAM.create_state(jax.random.key(0))
+    initial = PROGRAM.create_state(jax.random.key(0))
     rng = np.random.default_rng(0)
 
     def other(leaf: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def state() -> Any:
             jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
         )
 
-    return jax.tree.map(other, made)
+    return jax.tree.map(other, initial)
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +78,23 @@ def test_a_plan_gives_the_expert_dims_of_weights(plans: dict[str, Any], state: A
 
 
 def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
-    """Weights, their moments and averages, and the router's columns have a dimension of experts; nothing else has."""
-    found = dims(saved)
+    """Only weights, their moments and averages, and the router's columns have a dimension of experts."""
+    expert_dims = dims(saved)
     names = with_names(state)
     expected = {name for name in names if is_expert(name)}
-    assert set(found) == expected and len(expected) >= 4 * 4 and any(name.startswith("ema/") for name in expected)
-    assert all(names[name].shape[dim] == EXPERTS for name, dim in found.items())
+    assert set(expert_dims) == expected and len(expected) >= 4 * 4 and any(name.startswith("ema/") for name in expected)
+    assert all(names[name].shape[dim] == EXPERTS for name, dim in expert_dims.items())
     assert f"{EXPERTS} experts" in str(saved.describe())
 
 
 @pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
 def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
-    found = dims(saved)
+    expert_dims = dims(saved)
     whole = with_names(state)
     mesh = jax.tree.leaves(shardings(plans["fsdp:4 ep:2"])[0])[0].mesh
 
     def wanted(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        dim = found.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        dim = expert_dims.get(jax.tree_util.keystr(path, simple=True, separator="/"))
         shape = list(leaf.shape)
         if dim is not None:
             shape[dim] = len(numbers)
@@ -108,10 +108,10 @@ def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: An
     jax.tree.map(lambda leaf, want: leaf.sharding == want.sharding or pytest.fail(str(leaf)), restored, like)
     for name, leaf in with_names(restored).items():
         want = np.asarray(whole[name])
-        want = np.take(want, numbers, axis=found[name]) if name in found else want
+        want = np.take(want, numbers, axis=expert_dims[name]) if name in expert_dims else want
         np.testing.assert_array_equal(leaf, want, err_msg=name)
     by_path = with_names(saved.restore(experts=numbers))
-    for name, dim in found.items():
+    for name, dim in expert_dims.items():
         np.testing.assert_array_equal(by_path[name], np.take(np.asarray(whole[name]), numbers, axis=dim))
 
 
@@ -119,24 +119,24 @@ def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: An
 def test_some_experts_on_explicit_axes(tmp_path: Path, within: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("ep", "tp"), axis_types=(AxisType.Explicit,) * 2)
     weights = np.arange(8 * 4 * 2, dtype=np.float32).reshape(8, 4, 2)
-    where = NamedSharding(mesh, PartitionSpec("ep", "tp"))
+    sharding = NamedSharding(mesh, PartitionSpec("ep", "tp"))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"experts": weights, "mlp": weights[0]}, expert_dims={"experts": 0})
-        like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=where)}
-        dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=where)}
+        like: Any = {"experts": jax.ShapeDtypeStruct((4, 4, 2), np.float32, sharding=sharding)}
+        dense: Any = {"new": jax.ShapeDtypeStruct((8, 4, 2), np.float32, sharding=sharding)}
         with jax.set_mesh(mesh) if within else contextlib.nullcontext():
-            found = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
+            restored = checkpoints.restore(like=like, experts=[5, 0, 7, 0], partial=True)["experts"]
             copies = checkpoints.restore(like=dense, upcycle={"new": 0}, rename={"mlp": "new"}, partial=True)["new"]
-    assert found.sharding == where and copies.sharding == where
-    np.testing.assert_array_equal(found, weights[[5, 0, 7, 0]])
+    assert restored.sharding == sharding and copies.sharding == sharding
+    np.testing.assert_array_equal(restored, weights[[5, 0, 7, 0]])
     np.testing.assert_array_equal(copies, np.broadcast_to(weights[0], (8, 4, 2)))
 
 
 def test_all_experts_on_another_degree_of_expert_parallelism(saved: Checkpointer, state: Any, plans: Any) -> None:
-    where = shardings(plans["fsdp:4 ep:2"])[0]
-    restored = saved.restore(like=state, shardings=where)
+    shardings_of_plan = shardings(plans["fsdp:4 ep:2"])[0]
+    restored = saved.restore(like=state, shardings=shardings_of_plan)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(where)
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(shardings_of_plan)
 
 
 def test_experts_that_do_not_exist(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:
@@ -168,8 +168,8 @@ def test_upcycling_without_a_dense_layer(tmp_path: Path) -> None:
         like: Any = {"experts": jnp.zeros((3, 4, 2)), "norm": jnp.zeros(2)}
         with pytest.raises(CheckpointError, match="'experts' matches no requested leaf that was saved"):
             dense.restore(like=like, upcycle={"experts": 0}, partial=True)
-        made = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
-    np.testing.assert_array_equal(made["experts"], np.ones((3, 4, 2)))
+        upcycled = dense.restore(like=like, upcycle={"experts": 0}, partial=True, rename={"mlp": "experts"})
+    np.testing.assert_array_equal(upcycled["experts"], np.ones((3, 4, 2)))
 
 
 @pytest.mark.whole
@@ -201,9 +201,9 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
         kept = checkpoints.restored.kept
     assert all("router" in name for name in kept) and len(kept) == 4
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
-    for of in (lambda state: state.params, lambda state: averaged_params(state.ema, state.params)):
+    for part_of in (lambda state: state.params, lambda state: averaged_params(state.ema, state.params)):
         logits = [
-            program.model(of(state), state.frozen, state.variables, None)(tokens)
+            program.model(part_of(state), state.frozen, state.variables, None)(tokens)
             for program, state in ((dense, first), (moe, restored))
         ]
         np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)

@@ -35,27 +35,27 @@ def run(tmp_path: Path) -> Path:
 def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Remove steps just before a function of `orbax_storage` reads their files, and save others in their place."""
 
-    def arrange(function: str, *steps: int, saves: int | None = None) -> None:
+    def remove(function: str, *steps: int, saves: int | None = None) -> None:
         read = getattr(orbax_storage, function)
-        left = set(steps)
+        remaining = set(steps)
 
-        def beside(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def removing(path: Any, *args: Any, **kwargs: Any) -> Any:
             step = int(path.name[-8:]) if path.name.startswith("step_") else 0
-            if step in left:
-                left.remove(step)
+            if step in remaining:
+                remaining.remove(step)
                 with Checkpointer(run, keep=None) as writer:
                     if saves is not None:
                         writer.save(saves, state_of(saves), config={"model": {"step": saves}}, block=True)
                     writer._directory.remove(step)
             return read(path, *args, **kwargs)
 
-        monkeypatch.setattr(orbax_storage, function, beside)
+        monkeypatch.setattr(orbax_storage, function, removing)
 
-    return arrange
+    return remove
 
 
 @pytest.mark.parametrize("function", ["read_manifest", "read_digest_rows", "read_arrays"])
-def test_a_restore_uses_the_step_that_is_newest_then(
+def test_a_restore_uses_the_newest_remaining_step(
     run: Path, removed_at: Callable[..., None], assert_same: Any, function: str
 ) -> None:
     removed_at(function, 3, saves=7)
@@ -66,7 +66,7 @@ def test_a_restore_uses_the_step_that_is_newest_then(
 
 
 @pytest.mark.parametrize("function", READ)
-def test_readers_use_the_step_that_is_newest_then(run: Path, removed_at: Callable[..., None], function: str) -> None:
+def test_readers_use_the_newest_remaining_step(run: Path, removed_at: Callable[..., None], function: str) -> None:
     other = run.parent / "other"
     readers: dict[str, Callable[[Checkpointer], Any]] = {
         "read_manifest": lambda checkpoints: checkpoints.config()["model"]["step"],

@@ -92,22 +92,22 @@ def test_a_partial_restore(saved: Checkpointer) -> None:
 
 
 def test_kept_leaves_are_moved_to_the_requested_shardings(saved: Checkpointer, mesh8: Mesh) -> None:
-    new, there = jnp.arange(8.0), NamedSharding(mesh8, P("data"))
+    new, sharding = jnp.arange(8.0), NamedSharding(mesh8, P("data"))
     like = {"params": {"encoder": {"w": shape(8, 8)}, "adapter": new, "host": np.ones(3), "key": jax.random.key(1)}}
-    wanted = {"encoder": there, "adapter": there, "host": there, "key": NamedSharding(mesh8, P())}
+    wanted = {"encoder": sharding, "adapter": sharding, "host": sharding, "key": NamedSharding(mesh8, P())}
     params = saved.restore(like=like, partial=True, shardings={"params": wanted})["params"]
     np.testing.assert_array_equal(params["encoder"]["w"], W)
     np.testing.assert_array_equal(params["adapter"], new)
-    assert params["adapter"].sharding == there and params["key"].sharding == wanted["key"]
+    assert params["adapter"].sharding == sharding and params["key"].sharding == wanted["key"]
     assert params["host"] is like["params"]["host"] and params["key"] == like["params"]["key"]
     assert (
         saved.restore(like=like, partial=True, shardings={"params": wanted | {"adapter": None}})["params"]["adapter"]
         is new
     )
     with pytest.raises(CheckpointError, match=r"params/adapter: shape \(7,\): dim 0 of size 7 is not divisible"):
-        saved.restore(like={"params": {"adapter": jnp.ones(7)}}, partial=True, shardings=there)
+        saved.restore(like={"params": {"adapter": jnp.ones(7)}}, partial=True, shardings=sharding)
     with pytest.raises(MismatchError, match="params/adapter: not in the checkpoint, and the template has no value"):
-        saved.restore(like={"params": {"adapter": shape(8)}}, partial=True, shardings=there)
+        saved.restore(like={"params": {"adapter": shape(8)}}, partial=True, shardings=sharding)
 
 
 def test_casts_must_be_allowed(saved: Checkpointer) -> None:
@@ -211,7 +211,7 @@ def test_values_out_of_the_range_of_a_dtype(
     ],
 )
 def test_wide_host_values_out_of_the_range_of_a_dtype(tmp_path: Path, value: Any, saved: str, wanted: str) -> None:
-    """Without x64, with which JAX would not truncate them."""
+    """x64 is disabled; if it were enabled, JAX would not truncate the values."""
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"v": np.array([value], saved), "w": np.array(value, saved)[()]})
         for name, like in {"v": np.zeros(1, wanted), "w": np.zeros((), wanted)[()]}.items():
@@ -243,6 +243,6 @@ def test_values_up_to_the_limits_of_a_dtype(
     like: Any = shape(2, dtype=wanted) if on_devices else np.zeros(2, wanted)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"w": array})
-        found = checkpoints.restore(like={"w": like}, allow_cast=True)["w"]
-    assert found.dtype == wanted
-    np.testing.assert_array_equal(np.asarray(found).astype(complex), array.astype(wanted).astype(complex))
+        restored = checkpoints.restore(like={"w": like}, allow_cast=True)["w"]
+    assert restored.dtype == wanted
+    np.testing.assert_array_equal(np.asarray(restored).astype(complex), array.astype(wanted).astype(complex))

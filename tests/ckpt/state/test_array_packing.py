@@ -72,8 +72,8 @@ def test_every_kind_of_leaf(tmp_path: Path, mesh8: Mesh, many: Any, assert_same:
         restored = checkpoints.restore(like=state)
         assert checkpoints.verify() == []
     assert_same(restored, state)
-    for have, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        assert not isinstance(want, jax.Array) or have.sharding.is_equivalent_to(want.sharding, want.ndim)
+    for actual, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert not isinstance(want, jax.Array) or actual.sharding.is_equivalent_to(want.sharding, want.ndim)
     written = read_manifest(checkpoints.directory / "step_00000000", 0)
     stored = {spec.key for spec in written.leaves if spec.stored}
     narrow = {("nibbles", str(layer)) for layer in range(LAYERS)}  # less than a byte each
@@ -92,18 +92,18 @@ def test_restore_on_another_mesh(
         checkpoints.save(0, state)
         restored = checkpoints.restore(like=template)
     assert_same(restored, state)
-    for have, want in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
-        assert not isinstance(have, jax.Array) or have.sharding == want.sharding
+    for actual, want in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        assert not isinstance(actual, jax.Array) or actual.sharding == want.sharding
 
 
 def test_leaves_of_one_pack_on_several_shardings(tmp_path: Path, mesh8: Mesh, mesh_of: Any) -> None:
     """Some of the leaves are restored as NumPy arrays."""
     state = vectors(mesh8)
-    places = [NamedSharding(mesh8, jax.P(None, "model")), NamedSharding(mesh_of(x=4), jax.P("x")), None]
+    shardings = [NamedSharding(mesh8, jax.P(None, "model")), NamedSharding(mesh_of(x=4), jax.P("x")), None]
     template = {
         name: np.zeros((16, 8), np.float32)
-        if places[number % 3] is None
-        else jax.ShapeDtypeStruct((16, 8), np.float32, sharding=places[number % 3])
+        if shardings[number % 3] is None
+        else jax.ShapeDtypeStruct((16, 8), np.float32, sharding=shardings[number % 3])
         for number, name in enumerate(state)
     }
     with Checkpointer(tmp_path) as checkpoints:
@@ -144,38 +144,38 @@ def test_a_leaf_with_the_path_of_packs(tmp_path: Path, mesh8: Mesh, assert_same:
 def test_a_partial_restore_with_rename_and_cast(tmp_path: Path, mesh8: Mesh, abstract: Any) -> None:
     state = {"a": vectors(mesh8), "b": vectors(mesh8, 70)}
     template = abstract({"c": {"v003": state["a"]["v003"].astype(jnp.bfloat16)}, "b": {"v001": state["b"]["v001"]}})
-    own = {"new": jnp.full(3, 7.0)}
+    added = {"new": jnp.full(3, 7.0)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         with pytest.raises(MismatchError, match="150 of 151 leaves differ"):
-            checkpoints.restore(like={**template, **own}, rename={"a": "c"})
-        found = checkpoints.restore(like={**template, **own}, rename={"a": "c"}, partial=True, allow_cast=True)
+            checkpoints.restore(like={**template, **added}, rename={"a": "c"})
+        restored = checkpoints.restore(like={**template, **added}, rename={"a": "c"}, partial=True, allow_cast=True)
         assert checkpoints.restored is not None and len(checkpoints.restored.unread) == 148
-    np.testing.assert_array_equal(found["c"]["v003"], state["a"]["v003"].astype(jnp.bfloat16))
-    np.testing.assert_array_equal(found["b"]["v001"], state["b"]["v001"])
-    np.testing.assert_array_equal(found["new"], own["new"])
+    np.testing.assert_array_equal(restored["c"]["v003"], state["a"]["v003"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(restored["b"]["v001"], state["b"]["v001"])
+    np.testing.assert_array_equal(restored["new"], added["new"])
 
 
 def test_experts_of_packed_leaves(tmp_path: Path, mesh8: Mesh) -> None:
     state = {f"layer{i:02}": {"w": leaf} for i, leaf in enumerate(vectors(mesh8).values())}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state, expert_dims={"*/w": 0})
-        found = checkpoints.restore(experts=[3, 0, 3])
+        restored = checkpoints.restore(experts=[3, 0, 3])
     for name, layer in state.items():
-        np.testing.assert_array_equal(found[name]["w"], np.asarray(layer["w"])[[3, 0, 3]])
+        np.testing.assert_array_equal(restored[name]["w"], np.asarray(layer["w"])[[3, 0, 3]])
 
 
 def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> None:
     advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     state = vectors(mesh8)
-    wanted = jax.tree.map(np.array, state)
+    expected = jax.tree.map(np.array, state)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         for _ in range(5):
-            given, state = state, advance(state)
-            assert all(leaf.is_deleted() for leaf in given.values())
+            donated, state = state, advance(state)
+            assert all(leaf.is_deleted() for leaf in donated.values())
         restored = checkpoints.restore(like=state)
-    for name, leaf in wanted.items():
+    for name, leaf in expected.items():
         np.testing.assert_array_equal(restored[name], leaf)
 
 
@@ -183,7 +183,7 @@ def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> No
 def test_an_unpacked_step_of_the_older_format(
     tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be restored, and its digests equal those of the packed state."""
+    """The step can be restored, and its digests equal those of the packed state."""
     state = many(mesh8)
     old = unpacked(monkeypatch, tmp_path / "old", state)
     assert_same(old.restore(like=state), state)
@@ -203,9 +203,9 @@ def test_export_and_copy_of_packed_leaves(tmp_path: Path, mesh8: Mesh, assert_sa
         checkpoints.save(0, state, block=True)
         checkpoints.export(0, tmp_path / "out")
         checkpoints.copy(0, tmp_path / "kept")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == state["params"].keys()
-    for name, leaf in found.items():
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == state["params"].keys()
+    for name, leaf in tensors.items():
         np.testing.assert_array_equal(leaf, state["params"][name])
     assert_same(Checkpointer(tmp_path / "kept").restore(like=state), state)
 
@@ -240,8 +240,8 @@ def test_damage_in_a_pack_names_its_leaves(tmp_path: Path, mesh8: Mesh) -> None:
             checkpoints.restore(0, jax.tree.map(np.asarray, state))
         with pytest.raises(DamagedCheckpointError, match=caught.value.leaves[0]):
             checkpoints.export(0, tmp_path / "out")
-        rest = {name: leaf for name, leaf in state.items() if name not in caught.value.leaves}
-        checkpoints.restore(0, rest, partial=True)
+        undamaged = {name: leaf for name, leaf in state.items() if name not in caught.value.leaves}
+        checkpoints.restore(0, undamaged, partial=True)
         file.unlink()
         with pytest.raises(DamagedCheckpointError, match=r"%packs\.0/(?s:.*)in 80 leaves") as caught:
             checkpoints.restore(0, state)
@@ -270,7 +270,7 @@ def test_the_number_of_programs_does_not_grow_with_the_leaves(
 )
 @pytest.mark.parametrize("kind", ["mesh", "device", "numpy"])
 def test_every_bit_of_packed_floats(tmp_path: Path, mesh8: Mesh, assert_same: Any, dtype: str, kind: str) -> None:
-    """Including NaNs: every bit pattern of 8-bit floats, random patterns and signalling NaNs of wider ones."""
+    """Every bit pattern of 8-bit floats is tested; of wider floats, random patterns and signalling NaNs."""
     size = np.dtype(dtype).itemsize
     words = np.random.default_rng(0).integers(0, 256, (80, 32, 8 * size), np.uint8)
     if size == 1:
@@ -298,11 +298,11 @@ def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
     with jax.enable_x64(True):
         leaves = [jax.device_put(np.roll(words, i).view(np.float64), sharding) for i in range(20)]
         pack = array_packing.stack_leaves(leaves)
-        wanted = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for i, leaf in enumerate(leaves)}
-        found = array_packing.unpack_leaves(pack, wanted)
+        template = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for i, leaf in enumerate(leaves)}
+        unpacked_leaves = array_packing.unpack_leaves(pack, template)
     assert pack.shape == (20, 4) and pack.sharding == array_packing.pack_sharding(sharding)
     for i in range(20):
-        np.testing.assert_array_equal(np.asarray(found[i]).view(np.uint64), np.roll(words, i))
+        np.testing.assert_array_equal(np.asarray(unpacked_leaves[i]).view(np.uint64), np.roll(words, i))
 
 
 @pytest.mark.parametrize("dtype", ["int2", "int4", "float4_e2m1fn"])

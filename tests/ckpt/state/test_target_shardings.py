@@ -49,7 +49,7 @@ def test_shardings_that_do_not_divide(tmp_path: Path, mesh8: Mesh, files_of: Cal
 
 def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
     with Checkpointer(saved) as checkpoints:
-        for wrong, message in (
+        for shardings, message in (
             (P("data"), r"shardings:\n  P(artitionSpec)?\(.*\) needs a mesh: pass NamedSharding\(mesh, "),
             (mesh8, "a Mesh is not a sharding: pass NamedSharding"),
             ("data", "a str is not a sharding"),
@@ -58,19 +58,21 @@ def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
             (NamedSharding(mesh8, P(P.UNCONSTRAINED)), "leaves a dimension unconstrained"),
         ):
             with pytest.raises(CheckpointError, match=message):
-                checkpoints.restore(like=STATE, shardings=wrong)
+                checkpoints.restore(like=STATE, shardings=shardings)
 
 
 def test_devices_and_specs_on_the_current_mesh_as_shardings(saved: Path, mesh8: Mesh) -> None:
     device = jax.devices()[3]
     with Checkpointer(saved) as checkpoints:
-        found = checkpoints.restore(shardings=device)
-        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(found))
+        restored = checkpoints.restore(shardings=device)
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(restored))
         with jax.set_mesh(mesh8):
-            found = checkpoints.restore(shardings={"params": P("data"), "step": device, "rng": P()})
+            restored = checkpoints.restore(shardings={"params": P("data"), "step": device, "rng": P()})
             with pytest.raises(CheckpointError, match="rows"):
                 checkpoints.restore(shardings=P("rows"))
-        assert found["params"]["w"].sharding == NamedSharding(mesh8, P("data")) and found["step"].devices() == {device}
+        assert restored["params"]["w"].sharding == NamedSharding(mesh8, P("data")) and restored["step"].devices() == {
+            device
+        }
 
 
 def test_no_value_is_truncated_silently(tmp_path: Path) -> None:

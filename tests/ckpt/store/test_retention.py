@@ -40,7 +40,7 @@ def test_retention_policy(values: dict[int, float | None], last: int, best: int,
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", {4, 5, 9}), ("max", {2, 3, 9})])
 def test_the_best_steps(mode: Literal["min", "max"], kept: set[int]) -> None:
-    """Of equal values the newer step is kept."""
+    """Of steps with equal values, the newest is kept."""
     values = {1: 7.0, 2: 7.0, 3: 8.0, 4: 1.0, 5: 2.0, 6: 3.0, 9: 4.0}
     assert (
         RetentionPolicy(1, best=2, metric="score", mode=mode).of({step: {"score": v} for step, v in values.items()})
@@ -68,8 +68,8 @@ def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
         checkpoints.save(
             0, {"w": jnp.ones(2)}, metrics={"a": math.nan, "b": -math.inf, "c": jnp.float32(2)}, block=True
         )
-        found = checkpoints.describe().metrics
-        assert math.isnan(found["a"]) and found["b"] == -math.inf and found["c"] == 2.0
+        metrics = checkpoints.describe().metrics
+        assert math.isnan(metrics["a"]) and metrics["b"] == -math.inf and metrics["c"] == 2.0
         with pytest.raises(CheckpointError, match="metrics must be numbers: d='good' is not"):
             checkpoints.save(1, {"w": jnp.ones(2)}, metrics={"d": "good"})
 
@@ -111,7 +111,7 @@ def steps_of(directory: Path) -> list[int]:
 
 
 def test_new_steps_with_lower_numbers_are_kept(tmp_path: Path) -> None:
-    """After a run went back, the policy also applies to its new steps alone."""
+    """After a run resumes from an older step, the policy also applies to its new steps alone."""
     state = {"w": np.arange(4.0)}
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         for step in (10, 80, 90, 100):
@@ -138,8 +138,8 @@ def test_a_damaged_step_is_renamed_and_not_removed(tmp_path: Path) -> None:
     damage(tmp_path / "step_00000020")
     with Checkpointer(tmp_path, keep=1) as checkpoints:
         with pytest.warns(CheckpointWarning, match="Step 10 is restored instead"):
-            back = checkpoints.restore(like=state)
-        assert back["w"][0] == 0 and checkpoints.latest() == 10 and steps_of(tmp_path) == [10, 20]
+            restored = checkpoints.restore(like=state)
+        assert restored["w"][0] == 0 and checkpoints.latest() == 10 and steps_of(tmp_path) == [10, 20]
         with pytest.warns(CheckpointWarning, match="step 20 in .* is damaged: it was renamed to damaged.step_00000020"):
             checkpoints.save(15, state, block=True)
         assert checkpoints.steps() == [15]

@@ -82,8 +82,8 @@ def test_the_plan_for_a_small_memory_shards_all_state():
     step = auto_shard(adamw_step, memory_limit_bytes=limit, donate_argnums=0)
     limited = step.plan(state, batch())
     assert limited.estimate.peak_memory_bytes <= limit < unlimited.estimate.peak_memory_bytes
-    made = step.init(lambda: (mlp_state(hidden=1024), OPTIMIZER.init(mlp_state(hidden=1024))))
-    assert device_bytes(made) <= 1.02 / 8 * whole_bytes(made) + 16
+    initial = step.init(lambda: (mlp_state(hidden=1024), OPTIMIZER.init(mlp_state(hidden=1024))))
+    assert device_bytes(initial) <= 1.02 / 8 * whole_bytes(initial) + 16
 
 
 def test_it_plans_and_traces_once():
@@ -225,8 +225,8 @@ def test_nnx_objects_are_updated_in_place_as_by_nnx_jit(strategy):
 def test_plans_of_nnx_steps_name_the_parameters():
     model = nnx.eval_shape(lambda: Tied(nnx.Rngs(0)))
     step = auto_shard(lambda model, tokens: model(tokens))
-    made = step.plan(model, jax.ShapeDtypeStruct((16, 8), jnp.int32))
-    assert "0/embed/embedding" in {leaf.path for leaf in made.inputs}
+    plan = step.plan(model, jax.ShapeDtypeStruct((16, 8), jnp.int32))
+    assert "0/embed/embedding" in {leaf.path for leaf in plan.inputs}
 
 
 def test_init_creates_sharded_nnx_objects():

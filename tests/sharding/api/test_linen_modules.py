@@ -87,9 +87,9 @@ def test_linen_apply_accepts_the_usual_arguments():
         assert_close(plain.apply(variables, batch(), False), model.apply(variables, batch(), False))
         for mutable in (["batch_stats"], True, ("batch_stats", "intermediates"), linen.DenyList("params")):
             train = {"mutable": mutable, "rngs": {"dropout": KEYS["dropout"]}}
-            expected, found = (m.apply(variables, batch(), True, **train) for m in (plain, model))
-            assert jax.tree.structure(expected) == jax.tree.structure(found)
-            assert_close(expected, found)
+            expected, actual = (m.apply(variables, batch(), True, **train) for m in (plain, model))
+            assert jax.tree.structure(expected) == jax.tree.structure(actual)
+            assert_close(expected, actual)
         assert_close(batch() * 2, model.apply(variables, batch(), method="encode"))
         assert_close(plain.apply(variables, x=batch()), model.apply(variables, x=batch()))
     born = model.init(KEYS["params"], batch())
@@ -132,8 +132,8 @@ def test_linen_init_without_a_traceable_forward_pass_warns():
     expected = make()().init(KEYS["params"], batch())
     cls = auto_shard(make(), plan="fsdp:8")
     with pytest.warns(AutoshardWarning, match=r"auto_shard\(Once\): init made the .*only to be initialised"):
-        found = cls().init(KEYS["params"], batch())
-    assert_close(expected, found)
+        variables = cls().init(KEYS["params"], batch())
+    assert_close(expected, variables)
     with pytest.raises(AutoshardError, match="unknown word 'fsd:8'"):  # an invalid strategy still raises
         auto_shard(linen_class(), plan="fsd:8")().init(KEYS["params"], batch())
 

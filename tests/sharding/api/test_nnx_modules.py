@@ -50,8 +50,8 @@ def test_a_first_call_under_a_transformation_only_constrains_and_warns():
         return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
 
     with pytest.warns(AutoshardWarning, match="the first call is inside a transformed function"):
-        found = gradients(model, batch())
-    assert_close(gradients(plain, batch()), found)
+        actual = gradients(model, batch())
+    assert_close(gradients(plain, batch()), actual)
 
 
 def test_inside_a_planned_step_the_plan_of_the_step_applies():
@@ -327,9 +327,9 @@ def test_the_example_of_the_decorator_is_the_default_of_sharded():
 
 def test_the_warning_of_a_first_call_points_at_the_call():
     model = auto_shard(nnx_class(), plan="dp:8")(64, 128, rngs=nnx.Rngs(0))
-    with pytest.warns(AutoshardWarning, match="inside a transformed function") as found:
+    with pytest.warns(AutoshardWarning, match="inside a transformed function") as caught:
         nnx.jit(lambda model, x: model(x))(model, batch())
-    assert found[0].filename == __file__
+    assert caught[0].filename == __file__
 
 
 def test_other_classes_and_values_raise():

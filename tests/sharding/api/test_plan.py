@@ -101,13 +101,13 @@ def test_specs_have_the_structure_of_the_arguments():
 
 
 def test_a_plan_bound_again_computes_the_same():
-    again = Plan.from_json(planned().to_json()).bind(train_step, *shapes(), donate_argnums=0)
+    rebound = Plan.from_json(planned().to_json()).bind(train_step, *shapes(), donate_argnums=0)
     state, batch = arrays()
     expected_state, expected = jax.jit(train_step)(state, batch)
-    got_state, got = again.jit()(state, batch)
-    np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got_state, expected_state)
-    wq = got_state["params"]["attention"]["wq"]
+    actual_state, actual = rebound.jit()(state, batch)
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), actual_state, expected_state)
+    wq = actual_state["params"]["attention"]["wq"]
     assert wq.sharding.spec == P("fsdp", "tp")
     assert wq.addressable_shards[0].data.shape == (16, 2, 4)
 
@@ -206,9 +206,9 @@ def changed(data, path, part):
     """Return JSON with the part at a path replaced."""
     if not path:
         return part
-    made = copy.copy(data)
-    made[path[0]] = changed(data[path[0]], path[1:], part)
-    return made
+    edited = copy.copy(data)
+    edited[path[0]] = changed(data[path[0]], path[1:], part)
+    return edited
 
 
 def edits(part):
@@ -277,10 +277,10 @@ def test_numbers_that_json_cannot_express():
 @pytest.mark.parametrize("bound", [True, False])
 def test_copies(bound):
     plan = planned() if bound else Plan.from_json(planned().to_json())
-    for made in (copy.copy(plan), copy.deepcopy(plan), plan.where()):
-        assert fields(made) == fields(plan) and made.bound is plan.bound
-    sent = pickle.loads(pickle.dumps(plan))
-    assert fields(sent) == fields(plan) and sent.bound is None
+    for copied in (copy.copy(plan), copy.deepcopy(plan), plan.where()):
+        assert fields(copied) == fields(plan) and copied.bound is plan.bound
+    unpickled = pickle.loads(pickle.dumps(plan))
+    assert fields(unpickled) == fields(plan) and unpickled.bound is None
     assert copy.deepcopy(plan).estimate.memory_bytes is not plan.estimate.memory_bytes
 
 

@@ -1,4 +1,4 @@
-"""Failures of the compiler and of the cache. Each gives one result or one error, and the plan is unchanged."""
+"""Failures of the compiler and of the cache: each gives one result or one error, and leaves the plan unchanged."""
 
 import dataclasses
 import importlib
@@ -44,12 +44,12 @@ def replace_compiler(monkeypatch, tmp_path, code):
 
 
 def test_program_is_compiled_once(empty_cache):
-    made = planned()
-    first, second = made.verify(), made.verify()
+    plan = planned()
+    first, second = plan.verify(), plan.verify()
     assert (first.cached, second.cached) == (False, True)
     assert dataclasses.replace(second, cached=False) == first
     assert len(list(empty_cache.iterdir())) == 1
-    assert made.verify(options={"xla_cpu_enable_fast_math": "true"}).cached is False
+    assert plan.verify(options={"xla_cpu_enable_fast_math": "true"}).cached is False
 
 
 @pytest.mark.parametrize("below", ["file", "file/folder"])
@@ -124,30 +124,30 @@ def test_option_value_that_the_compiler_rejects(empty_cache):
     ("target", "platform", "extra"), [("v5e:2x4", "tpu", "aot-tpu"), ("h100:8", "cuda", "aot-cuda")]
 )
 def test_compiler_that_is_not_installed(monkeypatch, target, platform, extra):
-    made = planned(target)
+    plan = planned(target)
     monkeypatch.setattr(aot_compile, "find_spec", lambda name: None)
     with pytest.raises(AuditError, match=rf"product for {target}.*{platform} is not installed: .*autoshard\[{extra}\]"):
-        made.verify()
+        plan.verify()
     assert issubclass(AuditError, AutoshardError)
 
 
 def test_targets_that_no_compiler_supports(tmp_path):
-    made = planned()
+    plan = planned()
     with pytest.raises(AuditError, match="no compiler supports machines from files"):
         file = tmp_path / "mine.toml"
         file.write_text(
             'chip = "h100"\ndims = [{name = "gpu", size = 8, kind = "switch", bandwidth = 4e11, latency_us = 5}]'
         )
-        made.where(target=str(file)).verify()
+        plan.where(target=str(file)).verify()
     with pytest.raises(AuditError, match="v5e is a torus of 2 dimensions"):
-        made.where(target="v5e:8").verify()
+        plan.where(target="v5e:8").verify()
 
 
 @pytest.mark.tpu_compile
 def test_topology_that_the_compiler_rejects(empty_cache):
-    made = planned("v5e:3x5", "dp:15", rows=60)
+    plan = planned("v5e:3x5", "dp:15", rows=60)
     with pytest.raises(AuditError, match=r"does not support the topology 'v5e:3x5': .*3x5"):
-        made.verify()
+        plan.verify()
     assert not list(empty_cache.iterdir())
 
 
@@ -162,20 +162,20 @@ def test_function_that_cannot_be_exported():
         return jax.pure_callback(np.asarray, shape, jax.numpy.sin(x), vmap_method="sequential") + 1
 
     with pytest.warns(AutoshardWarning, match="pure_callback"):
-        made = plan(calls_python, jax.ShapeDtypeStruct((64, 8), "float32"), target="cpu:8", plan="dp:8")
-    audit = made.verify()
+        planned = plan(calls_python, jax.ShapeDtypeStruct((64, 8), "float32"), target="cpu:8", plan="dp:8")
+    audit = planned.verify()
     assert audit.kind == "error" and audit.message.startswith("JAX cannot export the program for cpu: ")
     assert "the compiler rejected the program" in str(audit)
 
 
 def test_exported_bytes_do_not_depend_on_the_callers():
-    made = planned()
+    plan = planned()
 
     def elsewhere():
-        return export_plan(bound_or_error(made.bound).executable)
+        return export_plan(bound_or_error(plan.bound).executable)
 
     assert (
-        export_plan(bound_or_error(made.bound).executable).program
+        export_plan(bound_or_error(plan.bound).executable).program
         == elsewhere().program
         == export_plan(bound_or_error(planned().bound).executable).program
     )

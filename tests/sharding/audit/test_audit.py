@@ -34,39 +34,39 @@ def planned(strategy, target="cpu:8"):
     return plan(adamw_step, state, shapes(batch(size=ROWS)), target=target, plan=strategy, donate_argnums=0)
 
 
-def with_input_spec(made, path, spec):
-    """The plan with another sharding of one input. The rest of the plan is unchanged, so it no longer matches."""
-    assert any(leaf.path == path for leaf in made.inputs)
-    inputs = (dataclasses.replace(leaf, spec=spec) if leaf.path == path else leaf for leaf in made.inputs)
-    return made.where(inputs=tuple(inputs))
+def with_input_spec(plan, path, spec):
+    """The plan with another sharding of one input. The compiled traffic then differs from the planned traffic."""
+    assert any(leaf.path == path for leaf in plan.inputs)
+    inputs = (dataclasses.replace(leaf, spec=spec) if leaf.path == path else leaf for leaf in plan.inputs)
+    return plan.where(inputs=tuple(inputs))
 
 
 @pytest.mark.parametrize("strategy", ["dp:8", "tp:8"])
 def test_compiled_traffic_equals_the_planned(strategy):
-    made = planned(strategy)
-    audit = made.verify()
+    plan = planned(strategy)
+    audit = plan.verify()
     assert audit.ok and audit.message == ""
-    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.wire_bytes == pytest.approx(plan.estimate.comm_bytes, rel=0.1)
     assert (audit.unplanned, audit.missing, audit.replicated, audit.remarks) == ((), (), (), ())
-    assert {(f.kind, f.axes) for f in audit.collectives} == {("all-reduce", tuple(made.mesh.axis_names))}
+    assert {(f.kind, f.axes) for f in audit.collectives} == {("all-reduce", tuple(plan.mesh.axis_names))}
     assert all(f.line.startswith(f"{programs.__file__}:") for f in audit.collectives)
 
 
 def test_sharded_state_is_reduced_by_all_reduces_on_a_cpu():
     """XLA:CPU has no reduce-scatters. All other traffic is as planned."""
-    made = planned("fsdp:8")
-    audit = made.verify()
+    plan = planned("fsdp:8")
+    audit = plan.verify()
     assert {u.cause for u in audit.unplanned} == {"an all-reduce instead of a reduce-scatter"}
     assert {u.kind for u in audit.unplanned} == {"all-reduce"}
     assert audit.wire_bytes is not None
-    assert audit.wire_bytes - audit.unplanned_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.wire_bytes - audit.unplanned_bytes == pytest.approx(plan.estimate.comm_bytes, rel=0.1)
     assert {f.kind for f in audit.collectives} == {"all-gather", "all-reduce"}
     assert not audit.replicated
 
 
 def test_times_and_memory_add_up():
-    made = planned("dp:8")
-    audit = made.verify()
+    plan = planned("dp:8")
+    audit = plan.verify()
     assert audit.compute_us is not None and audit.exposed_us is not None
     assert audit.step_time_us == pytest.approx(audit.compute_us + audit.exposed_us)
     assert audit.compute_us == audit.compute_us_roofline
@@ -79,7 +79,7 @@ def test_times_and_memory_add_up():
     assert kinds["alias"] > 0.9 * kinds["output"]  # the state is donated
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_state()))
     assert kinds["argument"] == pytest.approx(3 * whole + ROWS * 64 * 4 / 8, rel=0.01)
-    assert audit.predicted_peak_bytes == made.estimate.peak_memory_bytes
+    assert audit.predicted_peak_bytes == plan.estimate.peak_memory_bytes
 
 
 def test_collectives_in_loops_count_per_trip():
@@ -87,21 +87,21 @@ def test_collectives_in_loops_count_per_trip():
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w) @ v, None), x, None, length=6)[0]
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 32), (32, 128), (128, 32))]
-    made = plan(fn, *args, target="cpu:8", plan="tp:8")
-    (collective,) = made.verify().collectives
+    planned = plan(fn, *args, target="cpu:8", plan="tp:8")
+    (collective,) = planned.verify().collectives
     assert (collective.kind, collective.axes, collective.trips) == ("all-reduce", ("tp",), 6)
     assert (collective.payload_bytes, collective.wire_bytes) == (64 * 32 * 4, 2 * 7 / 8 * 64 * 32 * 4)
-    assert collective.step_bytes == pytest.approx(made.estimate.comm_bytes)
+    assert collective.step_bytes == pytest.approx(planned.estimate.comm_bytes)
 
 
 def test_unplanned_traffic_has_its_line_and_cost():
     audit = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
     gathers = [u for u in audit.unplanned if u.kind == "all-gather"]
     assert gathers and len(gathers) == len(audit.unplanned)
-    inside = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
-    assert [u.axes for u in inside] == [("dp",)]
-    assert inside[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
-    assert inside[0].us > 0 and "replicates" in inside[0].cause
+    in_the_loss = [u for u in gathers if u.line.startswith(f"{programs.__file__}:25")]
+    assert [u.axes for u in in_the_loss] == [("dp",)]
+    assert in_the_loss[0].bytes == pytest.approx(7 / 8 * 64 * 128 * 4)
+    assert in_the_loss[0].us > 0 and "replicates" in in_the_loss[0].cause
     assert audit.wire_bytes is not None and audit.predicted_wire_bytes is not None
     assert audit.unplanned_bytes == pytest.approx(audit.wire_bytes - audit.predicted_wire_bytes, rel=0.01)
     assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(audit))
@@ -151,9 +151,9 @@ FULL = {
 @pytest.mark.parametrize("kind", ["ok", "oom", "error", "crash", "timeout", "another"])
 @pytest.mark.parametrize("more", [{}, {"step_time_us": float("nan"), "compute_us": float("inf")}, FULL])
 def test_every_audit_has_a_text(kind, more):
-    made = Audit(kind, message="first\nsecond", **more)
-    assert kind in repr(made) and "audit of" in str(made)
-    assert json.loads(made.to_json())["kind"] == kind
+    audit = Audit(kind, message="first\nsecond", **more)
+    assert kind in repr(audit) and "audit of" in str(audit)
+    assert json.loads(audit.to_json())["kind"] == kind
 
 
 def test_text_of_a_failed_audit():
@@ -165,9 +165,9 @@ def test_text_of_a_failed_audit():
 def test_program_text_that_cannot_be_parsed(tmp_path):
     path = tmp_path / "program.hlo.gz"
     path.write_bytes(gzip.compress(b"something else"))
-    made, memory = planned("dp:8"), {"argument": 3, "output": 2, "alias": 1, "temp": 4}
+    plan, memory = planned("dp:8"), {"argument": 3, "output": 2, "alias": 1, "temp": 4}
     audit = verification.audit(
-        bound_or_error(made.bound).executable,
+        bound_or_error(plan.bound).executable,
         verification.compile_target("cpu:8"),
         Compiled("ok", memory=memory, path=path),
     )

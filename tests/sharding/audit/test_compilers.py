@@ -47,13 +47,13 @@ def large_collectives(audit):
 @pytest.mark.tpu_compile
 def test_tensor_parallel_layers_for_a_tpu():
     """Each layer has one all-reduce of activations in the forward and one in the backward pass, and nothing else."""
-    made = layers_planned("tp:4", "v5e:2x2")
-    audit = made.verify()
+    plan = layers_planned("tp:4", "v5e:2x2")
+    audit = plan.verify()
     sums = large_collectives(audit)
     assert {(f.kind, f.axes, f.payload_bytes) for f in sums} == {("all-reduce", ("tp",), ROWS * WIDTH * 2)}
     assert sum(f.trips for f in sums) == 2 * LAYERS
     assert all("test_compilers.py" in f.line for f in sums)
-    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.wire_bytes == pytest.approx(plan.estimate.comm_bytes, rel=0.1)
     assert audit.unplanned == audit.replicated == ()
     assert audit.cycles and audit.compute_us_cycles == pytest.approx(audit.cycles / 1.5e9 * 1e6)
     assert set(audit.versions) == {"jax", "jaxlib", "libtpu"}
@@ -61,13 +61,13 @@ def test_tensor_parallel_layers_for_a_tpu():
 
 @pytest.mark.tpu_compile
 def test_device_order_of_a_tpu_is_that_of_the_plan():
-    made = planned("fsdp:4 tp:2", "v5e:2x4")
-    target = compile_target(made.target)
-    compiled = compile_job(export_plan(bound_or_error(made.bound).executable))
+    plan = planned("fsdp:4 tp:2", "v5e:2x4")
+    target = compile_target(plan.target)
+    compiled = compile_job(export_plan(bound_or_error(plan.bound).executable))
     sizes = {d.name: d.size for d in target.topology.dims}
     numbers = [y * sizes["x"] + x for x, y, *_ in compiled.coordinates]
-    assert tuple(numbers) == made.device_order
-    assert export_plan(bound_or_error(made.bound).executable).devices == made.device_order
+    assert tuple(numbers) == plan.device_order
+    assert export_plan(bound_or_error(plan.bound).executable).devices == plan.device_order
 
 
 @pytest.mark.tpu_compile
@@ -82,12 +82,12 @@ def test_remarks_of_the_tpu_compiler():
 
 @pytest.mark.cuda_compile
 def test_tensor_parallel_layers_for_a_gpu():
-    made = layers_planned("tp:8", "h100:8")
-    audit = made.verify()
+    plan = layers_planned("tp:8", "h100:8")
+    audit = plan.verify()
     sums = large_collectives(audit)
     assert {f.kind for f in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
     assert {f.axes for f in sums} == {("tp",)}
-    assert audit.wire_bytes == pytest.approx(made.estimate.comm_bytes, rel=0.1)
+    assert audit.wire_bytes == pytest.approx(plan.estimate.comm_bytes, rel=0.1)
     assert audit.unplanned == ()
     assert (audit.cycles, audit.compute_us_cycles) == (None, None)
     assert json.loads(audit.to_json())["versions"]["jax-cuda13-pjrt"]

@@ -29,41 +29,41 @@ def referee():
         sys.path[:] = before
 
 
-def both(made, referee, referee_target=None):
+def both_estimates(plan, referee, referee_target=None):
     """The results of both parsers for a plan's compiled program."""
-    target = compile_target(made.target)
-    compiled = compile_job(export_plan(bound_or_error(made.bound).executable))
+    target = compile_target(plan.target)
+    compiled = compile_job(export_plan(bound_or_error(plan.bound).executable))
     text = compiled.text
     program = parser.read(text)
-    schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, made.device_order))
-    places = compiled.coordinates if target.platform != "cpu" else None
-    return schedule, schedule.run(), referee.estimate(text, referee_target or made.target, places)
+    schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, plan.device_order))
+    coordinates = compiled.coordinates if target.platform != "cpu" else None
+    return schedule, schedule.run(), referee.estimate(text, referee_target or plan.target, coordinates)
 
 
-def check(schedule, runs, theirs):
-    assert not schedule.unknown_loops and not theirs.unknown_loops
-    assert sum(r.trips * r.collective.wire_bytes for r in runs) == pytest.approx(theirs.wire_bytes)
-    ours = sorted((r.collective.kind, r.trips, r.collective.payload_bytes) for r in runs)
-    moved = [t for t in theirs.traffic if t.collective.wire_bytes]
-    assert ours == sorted((t.collective.kind, t.trips, t.collective.payload_bytes) for t in moved)
+def check(schedule, runs, estimated):
+    assert not schedule.unknown_loops and not estimated.unknown_loops
+    assert sum(r.trips * r.collective.wire_bytes for r in runs) == pytest.approx(estimated.wire_bytes)
+    payloads = sorted((r.collective.kind, r.trips, r.collective.payload_bytes) for r in runs)
+    sending = [t for t in estimated.traffic if t.collective.wire_bytes]
+    assert payloads == sorted((t.collective.kind, t.trips, t.collective.payload_bytes) for t in sending)
 
 
 @pytest.mark.parametrize("strategy", ["tp:4", "fsdp:4"])
 @pytest.mark.tpu_compile
 def test_tpu_program(referee, strategy):
-    schedule, runs, theirs = both(layers_planned(strategy, "v5e:2x2"), referee)
-    check(schedule, runs, theirs)
-    assert schedule.totals.compute_us == pytest.approx(theirs.compute["cycles"] * 1e6)
-    assert sum(r.exposed_us for r in runs) == pytest.approx(theirs.exposed["cycles"] * 1e6, rel=0.5)
+    schedule, runs, estimated = both_estimates(layers_planned(strategy, "v5e:2x2"), referee)
+    check(schedule, runs, estimated)
+    assert schedule.totals.compute_us == pytest.approx(estimated.compute["cycles"] * 1e6)
+    assert sum(r.exposed_us for r in runs) == pytest.approx(estimated.exposed["cycles"] * 1e6, rel=0.5)
 
 
 @pytest.mark.cuda_compile
 def test_gpu_program(referee):
-    schedule, runs, theirs = both(layers_planned("tp:8", "h100:8"), referee, "h100:1x8")
-    check(schedule, runs, theirs)
-    assert schedule.totals.compute_us == pytest.approx(theirs.compute["roofline"] * 1e6, rel=0.05)
+    schedule, runs, estimated = both_estimates(layers_planned("tp:8", "h100:8"), referee, "h100:1x8")
+    check(schedule, runs, estimated)
+    assert schedule.totals.compute_us == pytest.approx(estimated.compute["roofline"] * 1e6, rel=0.05)
 
 
 @pytest.mark.parametrize("strategy", ["dp:8", "fsdp:8"])
 def test_cpu_program(referee, strategy):
-    check(*both(planned(strategy), referee, "h100:1x8"))
+    check(*both_estimates(planned(strategy), referee, "h100:1x8"))

@@ -21,7 +21,7 @@ LINE = two_layers.__code__.co_firstlineno + 1
 
 
 @pytest.fixture(scope="module")
-def made():
+def two_layer_plan():
     """Two layers on a mesh dp 2 x tp 4, which shard the batch and the hidden units."""
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((ROWS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))]
     return plan(two_layers, *shapes, target="cpu:8", plan="dp:2 tp:4")
@@ -39,7 +39,7 @@ StackFrames
 """
 
 
-def found(made, x=f"f32[{ROWS // 2},{WIDTH}]", out=f"f32[{ROWS // 2},{WIDTH}]", more="", line=LINE):
+def replicated_in(two_layer_plan, x=f"f32[{ROWS // 2},{WIDTH}]", out=f"f32[{ROWS // 2},{WIDTH}]", more="", line=LINE):
     """The arrays that a program with these inputs and temporaries replicates."""
     entry = f"""
         %x = {x} parameter(0)
@@ -51,42 +51,44 @@ def found(made, x=f"f32[{ROWS // 2},{WIDTH}]", out=f"f32[{ROWS // 2},{WIDTH}]", 
         ROOT %o = ({out}) tuple(%r)
     """
     program = read(text_of(entry, tables=TABLES.replace("LINE", str(line))))
-    arrays = replicated(bound_or_error(made.bound).executable, program, 1e3)
+    arrays = replicated(bound_or_error(two_layer_plan.bound).executable, program, 1e3)
     return [(a.what, a.name, a.shape, a.bytes, a.planned_bytes) for a in arrays]
 
 
-def test_program_that_shards_as_planned(made):
-    assert found(made) == []
+def test_program_that_shards_as_planned(two_layer_plan):
+    assert replicated_in(two_layer_plan) == []
 
 
-def test_replicated_input(made):
+def test_replicated_input(two_layer_plan):
     size = ROWS * WIDTH * 4
-    assert found(made, x=f"f32[{ROWS},{WIDTH}]") == [("input", "0", f"f32[{ROWS},{WIDTH}]", size, size / 2)]
+    assert replicated_in(two_layer_plan, x=f"f32[{ROWS},{WIDTH}]") == [
+        ("input", "0", f"f32[{ROWS},{WIDTH}]", size, size / 2)
+    ]
 
 
-def test_replicated_result(made):
+def test_replicated_result(two_layer_plan):
     size = ROWS * WIDTH * 4
-    (one,) = [w for w in found(made, out=f"f32[{ROWS},{WIDTH}]") if w[0] == "result"]
+    (one,) = [w for w in replicated_in(two_layer_plan, out=f"f32[{ROWS},{WIDTH}]") if w[0] == "result"]
     assert one[2:] == (f"f32[{ROWS},{WIDTH}]", size, size / 2)
 
 
 META = 'metadata={op_name="jit(step)/tanh" stack_frame_id=1}'
 
 
-def test_replicated_temporary(made):
+def test_replicated_temporary(two_layer_plan):
     size = ROWS * HIDDEN * 4
     one = f"%t = f32[1,{ROWS},{HIDDEN}] all-gather(%x), {META}"
-    assert found(made, more=one) == [("temporary", "tanh", f"f32[1,{ROWS},{HIDDEN}]", size, size / 8)]
-    assert found(made, more=one, line=1) == []  # another line: the same shape by chance
+    assert replicated_in(two_layer_plan, more=one) == [("temporary", "tanh", f"f32[1,{ROWS},{HIDDEN}]", size, size / 8)]
+    assert replicated_in(two_layer_plan, more=one, line=1) == []  # another line: the same shape by chance
 
 
-def test_shards_and_views_are_not_reported(made):
-    assert found(made, more=f"%t = f32[{ROWS // 2},{HIDDEN // 4}] tanh(%x), {META}") == []
-    assert found(made, more=f"%t = f32[{ROWS},{HIDDEN}] bitcast(%x), {META}") == []
+def test_shards_and_views_are_not_reported(two_layer_plan):
+    assert replicated_in(two_layer_plan, more=f"%t = f32[{ROWS // 2},{HIDDEN // 4}] tanh(%x), {META}") == []
+    assert replicated_in(two_layer_plan, more=f"%t = f32[{ROWS},{HIDDEN}] bitcast(%x), {META}") == []
 
 
-def test_shapes_that_a_plan_shards(made):
-    shapes = sharded_shapes(bound_or_error(made.bound).executable, {"dp": 2, "tp": 4})
+def test_shapes_that_a_plan_shards(two_layer_plan):
+    shapes = sharded_shapes(bound_or_error(two_layer_plan.bound).executable, {"dp": 2, "tp": 4})
     assert {shape: entry.shard_count for shape, entry in shapes.items()} == {
         (ROWS, WIDTH): 2, (ROWS, HIDDEN): 8, (WIDTH, HIDDEN): 4, (HIDDEN, WIDTH): 4,
     }  # fmt: skip

@@ -15,13 +15,13 @@ def compiled(kind, axes, size, line="/home/me/model.py:12 (loss)", trips=1.0, op
     )
 
 
-def compared(theirs, ours, context=CONTEXT):
-    unplanned, missing = compare(theirs, ours, context)
+def compared(compiled_traffic, planned_traffic, context=CONTEXT):
+    unplanned, missing = compare(compiled_traffic, planned_traffic, context)
     return [(u.kind, u.axes, u.bytes, u.cause) for u in unplanned], [(m.kind, m.axes, m.bytes) for m in missing]
 
 
 @pytest.mark.parametrize(
-    "theirs",
+    "compiled_traffic",
     [
         [compiled("all-reduce", ("tp",), 1000)],
         [compiled("all-reduce", ("tp",), 250, trips=4.0)],
@@ -32,8 +32,8 @@ def compared(theirs, ours, context=CONTEXT):
         [compiled("collective-permute", ("tp",), 100, trips=10.0)],
     ],
 )
-def test_same_traffic_as_other_collectives(theirs):
-    assert compared(theirs, [("all-reduce", "tp", 1000.0, LINE)]) == ([], [])
+def test_same_traffic_as_other_collectives(compiled_traffic):
+    assert compared(compiled_traffic, [("all-reduce", "tp", 1000.0, LINE)]) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,16 @@ def test_same_traffic_as_other_collectives(theirs):
     ],
 )
 def test_substitute_that_sends_more(kind, planned, size, excess, cause):
-    theirs = [compiled(kind, ("tp",), size)]
-    assert compared(theirs, [(planned, "tp", 1000.0, LINE)]) == ([(kind, ("tp",), excess, cause)], [])
+    compiled_traffic = [compiled(kind, ("tp",), size)]
+    assert compared(compiled_traffic, [(planned, "tp", 1000.0, LINE)]) == ([(kind, ("tp",), excess, cause)], [])
 
 
 def test_reductions_match_before_gathers():
-    ours = [("all-gather", "tp", 1000.0, LINE), ("reduce-scatter", "tp", 1000.0, LINE)]
-    theirs = [compiled("all-reduce", ("tp",), 2000), compiled("all-gather", ("tp",), 1000)]
-    assert compared(theirs, ours)[0] == [("all-reduce", ("tp",), 1000, "an all-reduce instead of a reduce-scatter")]
+    planned_traffic = [("all-gather", "tp", 1000.0, LINE), ("reduce-scatter", "tp", 1000.0, LINE)]
+    compiled_traffic = [compiled("all-reduce", ("tp",), 2000), compiled("all-gather", ("tp",), 1000)]
+    assert compared(compiled_traffic, planned_traffic)[0] == [
+        ("all-reduce", ("tp",), 1000, "an all-reduce instead of a reduce-scatter")
+    ]
 
 
 def test_missing_traffic():
@@ -81,9 +83,12 @@ def test_causes_of_unplanned_traffic(one, cause):
 
 
 def test_more_than_planned():
-    theirs = [compiled("all-gather", ("tp",), 500, trips=4.0)]
+    compiled_traffic = [compiled("all-gather", ("tp",), 500, trips=4.0)]
     cause = "more than the planned all-gather on this line, at dot_general"
-    assert compared(theirs, [("all-gather", "tp", 500.0, LINE)]) == ([("all-gather", ("tp",), 1500, cause)], [])
+    assert compared(compiled_traffic, [("all-gather", "tp", 500.0, LINE)]) == (
+        [("all-gather", ("tp",), 1500, cause)],
+        [],
+    )
 
 
 def test_operators_without_a_rule_and_rematerializations_are_causes():
@@ -95,37 +100,43 @@ def test_operators_without_a_rule_and_rematerializations_are_causes():
 
 
 def test_overlapping_axes_match_last():
-    ours = [("all-reduce", "dp", 500.0, LINE), ("all-reduce", "tp", 500.0, OTHER)]
-    assert compared([compiled("all-reduce", ("dp", "tp"), 1000)], ours) == ([], [])
-    apart = [compiled("all-reduce", ("dp",), 500), compiled("all-reduce", ("tp",), 500)]
-    assert compared(apart, [("all-reduce", "dp tp", 1000.0, LINE)]) == ([], [])
+    planned_traffic = [("all-reduce", "dp", 500.0, LINE), ("all-reduce", "tp", 500.0, OTHER)]
+    assert compared([compiled("all-reduce", ("dp", "tp"), 1000)], planned_traffic) == ([], [])
+    separate = [compiled("all-reduce", ("dp",), 500), compiled("all-reduce", ("tp",), 500)]
+    assert compared(separate, [("all-reduce", "dp tp", 1000.0, LINE)]) == ([], [])
     assert compared([compiled("all-reduce", ("dp",), 500)], [("all-reduce", "tp", 500.0, LINE)])[0]
 
 
 def test_all_to_all_on_another_line_does_not_match_an_all_gather():
-    theirs = [compiled("all-to-all", ("tp",), 500, line="/home/me/optimizer.py:3 (update)")]
-    unplanned, missing = compared(theirs, [("all-gather", "tp", 500.0, LINE)])
+    compiled_traffic = [compiled("all-to-all", ("tp",), 500, line="/home/me/optimizer.py:3 (update)")]
+    unplanned, missing = compared(compiled_traffic, [("all-gather", "tp", 500.0, LINE)])
     assert [u[:3] for u in unplanned] == [("all-to-all", ("tp",), 500)]
     assert missing == [("all-gather", ("tp",), 500)]
 
 
 def test_widened_numbers_are_half_of_the_traffic():
-    theirs = [compiled("all-gather", ("tp",), 1000, widened=True)]
-    assert compared(theirs, [("all-gather", "tp", 500.0, LINE)]) == ([("all-gather", ("tp",), 500, WIDENED)], [])
+    compiled_traffic = [compiled("all-gather", ("tp",), 1000, widened=True)]
+    assert compared(compiled_traffic, [("all-gather", "tp", 500.0, LINE)]) == (
+        [("all-gather", ("tp",), 500, WIDENED)],
+        [],
+    )
 
 
 def test_negligible_traffic_is_not_reported():
-    theirs = [compiled("all-gather", ("tp",), 100_000), compiled("all-reduce", ("dp",), 8)]
-    assert compared(theirs, [("all-gather", "tp", 100_000.0, LINE), ("all-to-all", "dp", 8.0, LINE)]) == ([], [])
+    compiled_traffic = [compiled("all-gather", ("tp",), 100_000), compiled("all-reduce", ("dp",), 8)]
+    assert compared(compiled_traffic, [("all-gather", "tp", 100_000.0, LINE), ("all-to-all", "dp", 8.0, LINE)]) == (
+        [],
+        [],
+    )
 
 
 def test_equal_findings_are_combined():
-    theirs = [
+    compiled_traffic = [
         compiled("all-gather", ("tp",), 100),
         compiled("all-gather", ("tp",), 300),
         compiled("all-gather", ("dp",), 500),
     ]
-    unplanned, _ = compare(theirs, [], CONTEXT)
+    unplanned, _ = compare(compiled_traffic, [], CONTEXT)
     assert [(u.axes, u.bytes) for u in unplanned] == [(("dp",), 500), (("tp",), 400)]
 
 

@@ -17,8 +17,8 @@ from autoshard.sharding.planner.shortlist import without_near_duplicates
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Seconds of a step by strategy, in place of measured ones. The steps are run nevertheless."""
+def step_seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Step times in seconds, by strategy, which replace the measured ones. The steps still run."""
     seconds: dict[str, float] = {}
     turn = measured_time._turn
 
@@ -56,17 +56,17 @@ def ranked() -> list[str]:
     return [name for *_, name in without_near_duplicates([(time, peak, name) for name, time, peak in order])]
 
 
-def test_the_fastest_plan_is_chosen(slow):
+def test_the_fastest_plan_is_chosen(step_seconds):
     best, strategies = planned(), ranked()
-    slow[strategies[2]] = 0.5
-    made = planned(measure=4)
-    assert made.chosen == strategies[2] and made.inputs == planned(plan=strategies[2]).inputs
-    note = made.notes[-1]
+    step_seconds[strategies[2]] = 0.5
+    plan = planned(measure=4)
+    assert plan.chosen == strategies[2] and plan.inputs == planned(plan=strategies[2]).inputs
+    note = plan.notes[-1]
     assert note.startswith(f"the fastest of 4 run on cpu:8: {strategies[2]} 500 ms") and f"{best.chosen} 1.00 s" in note
 
 
 def test_a_measured_plan_computes_the_values_of_one_device():
-    """With the real clock. Measuring does not change the caller's state."""
+    """The real clock is used. Measuring does not change the caller's state."""
 
     def step(state, batch):
         def loss(w):
@@ -85,22 +85,22 @@ def test_a_measured_plan_computes_the_values_of_one_device():
     batch = {"x": jax.random.normal(jax.random.key(2), (64, 32)), "valid": jnp.ones((64,), bool)}
     expected, loss = jax.jit(step)(state(), batch)
     run = auto_shard(step, donate_argnums=0, measure=3)
-    found, value = run(state(), batch)
+    updated, value = run(state(), batch)
     assert "run on cpu:8" in run.plan(state(), batch).notes[-1]
     np.testing.assert_allclose(value, loss, rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(found["w"]), jax.tree.leaves(expected["w"]), strict=True):
+    for one, other in zip(jax.tree.leaves(updated["w"]), jax.tree.leaves(expected["w"]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert int(found["count"]) == int(expected["count"])
-    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected["key"]))
+    assert int(updated["count"]) == int(expected["count"])
+    np.testing.assert_array_equal(jax.random.key_data(updated["key"]), jax.random.key_data(expected["key"]))
 
 
-def test_plans_of_all_variants_are_measured(slow):
-    made = planned(variants={"twice": [False, True]}, measure=3)
-    assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", made.notes[-1])
-    assert len(made.variants) == 2
+def test_plans_of_all_variants_are_measured(step_seconds):
+    plan = planned(variants={"twice": [False, True]}, measure=3)
+    assert re.search(r"the fastest of 3 run on cpu:8: .*\(twice=\w+\) 1.00 s", plan.notes[-1])
+    assert len(plan.variants) == 2
 
 
-def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
+def test_a_plan_that_does_not_run_is_reported_and_not_chosen(step_seconds, monkeypatch):
     strategies = ranked()
     turn = measured_time._turn
 
@@ -111,27 +111,27 @@ def test_a_plan_that_does_not_run_is_reported_and_not_chosen(slow, monkeypatch):
 
     monkeypatch.setattr(measured_time, "_turn", full)
     refused = {strategies[0]}
-    made = planned(measure=2)
-    assert made.chosen == strategies[1]
-    assert made.notes[-1].endswith(f"; {strategies[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
+    plan = planned(measure=2)
+    assert plan.chosen == strategies[1]
+    assert plan.notes[-1].endswith(f"; {strategies[0]} does not run: RESOURCE_EXHAUSTED: Out of memory while trying to "
                                    "allocate 9 bytes")  # fmt: skip
     refused = set(strategies)
-    made = planned(measure=2)
-    assert made.chosen == strategies[0] and made.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
+    plan = planned(measure=2)
+    assert plan.chosen == strategies[0] and plan.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
-def test_a_slow_plan_is_run_once(slow, monkeypatch):
+def test_a_slow_plan_is_run_once(step_seconds, monkeypatch):
     strategies = ranked()
-    slow[strategies[0]], ran = 2.0, []
+    step_seconds[strategies[0]], runs = 2.0, []
     turn = measured_time._turn
-    monkeypatch.setattr(measured_time, "_turn", lambda run: ran.append(run.plan.chosen) or turn(run))
+    monkeypatch.setattr(measured_time, "_turn", lambda run: runs.append(run.plan.chosen) or turn(run))
     assert planned(measure=2).chosen == strategies[1]
-    assert ran == [*strategies[:2], strategies[1], strategies[1]]  # no final turns for a single plan
+    assert runs == [*strategies[:2], strategies[1], strategies[1]]  # no final turns for a single plan
 
 
-def test_close_plans_run_final_turns(slow, monkeypatch):
+def test_close_plans_run_final_turns(step_seconds, monkeypatch):
     strategies = ranked()
-    slow.update({strategies[0]: 1.0, strategies[1]: 1.05, strategies[2]: 1.2})
+    step_seconds.update({strategies[0]: 1.0, strategies[1]: 1.05, strategies[2]: 1.2})
     counts: dict[str, int] = {}
     turn = measured_time._turn
 
@@ -144,7 +144,7 @@ def test_close_plans_run_final_turns(slow, monkeypatch):
     assert [counts[name] for name in strategies[:3]] == [TURNS + FINAL_TURNS] * 2 + [TURNS]
 
 
-def test_machines_that_are_not_attached_are_refused():
+def test_machines_that_are_not_attached_raise():
     x = jax.ShapeDtypeStruct((64, 64), "float32")
 
     def product(a, b):
@@ -155,9 +155,9 @@ def test_machines_that_are_not_attached_are_refused():
         with pytest.raises(PlanError, match=f"devices \\(8 of cpu\\), but this plan is for {has}. Use verify=k"):
             plan(product, x, x, measure=2, **options)
     assert "run on cpu:8" in plan(product, x, x, measure=2, target="cpu:8").notes[-1]
-    for wrong in (-1, True, "all"):
+    for measure in (-1, True, "all"):
         with pytest.raises(PlanError, match="measure is .*; give the number of plans to run"):
-            plan(product, x, x, measure=wrong)  # pyright: ignore[reportArgumentType]
+            plan(product, x, x, measure=measure)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError, match="measure is .*; both choose"):
         plan(product, x, x, measure=1, verify=1)
 
@@ -184,19 +184,19 @@ def counted_within(w, x, bound):
 def test_programs_with_loops_that_may_never_end_are_not_run(loop, monkeypatch):
     monkeypatch.setattr(measured_time, "_turn", lambda run: pytest.fail("the program was run"))
     number = 3 if loop is counted_within else 0.5
-    made, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
-    assert made.chosen == best.chosen and made.inputs == best.inputs
+    planned, best = plan(loop, *arguments(), number, measure=2), plan(loop, *arguments(), number)
+    assert planned.chosen == best.chosen and planned.inputs == best.inputs
     note = rf"no plan was measured: {loop.__name__} has a loop whose trip count depends on values at .*_time.py:\d+"
-    assert re.match(note, made.notes[-1])
+    assert re.match(note, planned.notes[-1])
 
 
 def test_a_loop_inside_a_shard_map_is_found():
     mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
-    for body, found in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
+    for body, may_not_end in ((lambda y: tolerant(arguments()[0], y, 0.5), True), (jnp.tanh, False)):
         mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         eqns = jax.make_jaxpr(mapped)(arguments()[1]).eqns
-        assert any(synthetic_inputs._contains_while(eqn) for eqn in eqns) is found
+        assert any(synthetic_inputs._contains_while(eqn) for eqn in eqns) is may_not_end
 
 
 def test_programs_with_loops_that_always_end_are_run():
@@ -210,7 +210,7 @@ def test_programs_with_loops_that_always_end_are_run():
     assert "run on cpu:8" in plan(counts, jnp.ones((8, 8)), jnp.ones((32, 16)), measure=2).notes[-1]
 
 
-def test_no_scalar_and_no_first_element_is_zero():
+def test_synthetic_scalars_and_first_elements_are_not_zero():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64):
         assert synthetic_inputs._numbers((), dtype) != 0 and synthetic_inputs._numbers((3, 2), dtype)[0, 0] != 0
 
@@ -222,18 +222,18 @@ def test_programs_with_side_effects_are_not_run():
         jax.debug.callback(lambda y: seen.append(y), jnp.sum(x))
         return jnp.tanh(x @ w)
 
-    made = plan(reports, *arguments(), measure=2)
-    assert not seen and made.chosen == plan(reports, *arguments()).chosen
-    assert made.notes[-1].startswith("no plan was measured: reports has side effects (DebugEffect)")
+    planned = plan(reports, *arguments(), measure=2)
+    assert not seen and planned.chosen == plan(reports, *arguments()).chosen
+    assert planned.notes[-1].startswith("no plan was measured: reports has side effects (DebugEffect)")
 
 
 def test_synthetic_values_may_give_nan_under_debug_nans():
     with jax.debug_nans(True):
-        made = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
-    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+        planned = plan(lambda w, x: jnp.log(-jnp.square(x @ w) - 1), *arguments(), measure=2)
+    assert planned.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in planned.notes[-1]
 
 
-def test_errors_of_a_plan_are_reported(slow, monkeypatch):
+def test_errors_of_a_plan_are_reported(step_seconds, monkeypatch):
     strategies = ranked()
     turn = measured_time._turn
 
@@ -244,8 +244,8 @@ def test_errors_of_a_plan_are_reported(slow, monkeypatch):
 
     monkeypatch.setattr(measured_time, "_turn", wrong)
     raised: BaseException = ValueError("layouts disagree\nin detail")
-    made = planned(measure=2)
-    assert made.chosen == strategies[1] and made.notes[-1].endswith(f"; {strategies[0]} does not run: layouts disagree")
+    plan = planned(measure=2)
+    assert plan.chosen == strategies[1] and plan.notes[-1].endswith(f"; {strategies[0]} does not run: layouts disagree")
     for raised in (KeyboardInterrupt(), MissingProcessError("gone", processes=[1], what="it", seconds=1.0)):
         with pytest.raises(type(raised)):
             planned(measure=2)
@@ -253,18 +253,18 @@ def test_errors_of_a_plan_are_reported(slow, monkeypatch):
 
 def test_inputs_of_four_bits_raise_no_error():
     w = jnp.ones((16, 8), jnp.int4)
-    made = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
-    assert "run on cpu:8" in made.notes[-1] or made.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
+    planned = plan(lambda w, x: jnp.tanh(x @ w.astype(x.dtype)), w, arguments()[1], measure=2)
+    assert "run on cpu:8" in planned.notes[-1] or planned.notes[-1].startswith("none of 2 plans runs on cpu:8; ")
 
 
 @pytest.mark.parametrize("number", [0.5, 2, True])
 def test_python_numbers_are_accepted_as_arguments(number):
-    made = plan(scaled, *arguments(), number, measure=2)
-    assert made.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in made.notes[-1]
+    planned = plan(scaled, *arguments(), number, measure=2)
+    assert planned.notes[-1].startswith("the fastest of 2 run on cpu:8: ") and "does not run" not in planned.notes[-1]
     assert auto_shard(scaled).lower(*arguments(), number).compile() is not None
 
 
-def test_a_requested_plan_is_measured_once(slow):
+def test_a_requested_plan_is_measured_once(step_seconds):
     assert planned(plan="fsdp:8", measure=3).notes[-1] == "the fastest of 1 run on cpu:8: fsdp:8 1.00 s"
 
 
@@ -273,5 +273,5 @@ def test_variants_of_a_program_that_cannot_be_sharded():
         return jnp.mean(jnp.square(jnp.tanh(x @ w))) + k
 
     with pytest.warns(AutoshardWarning, match="nothing is sharded"):
-        made = plan(odd, jnp.ones((7, 11)), jnp.ones((9, 7)), variants={"k": [0, 1]}, measure=2)
-    assert "run on cpu:8" in made.notes[-1] and len(made.variants) == 2
+        planned = plan(odd, jnp.ones((7, 11)), jnp.ones((9, 7)), variants={"k": [0, 1]}, measure=2)
+    assert "run on cpu:8" in planned.notes[-1] and len(planned.variants) == 2

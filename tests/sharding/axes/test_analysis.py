@@ -12,9 +12,9 @@ from tests.sharding.programs import batch, mlp_state, sgd_step
 
 def test_a_training_step_has_state_roles_and_names():
     traced = trace(sgd_step, (mlp_state(), batch()), {})
-    found = analyse(traced)
-    program, axes, roles = traced.program, found.axes, found.roles
-    assert found.state == list(zip(program.inputs[:3], program.outputs[:3], strict=True))
+    analysis = analyse(traced)
+    program, axes, roles = traced.program, analysis.axes, analysis.roles
+    assert analysis.state == list(zip(program.inputs[:3], program.outputs[:3], strict=True))
     assert [roles.inputs[v] for v in program.inputs] == ["parameter"] * 3 + ["data"]
     assert axes.of_value[program.inputs[-1]][0] == (roles.batch,)
     assert [axes.names.get(c) for c in (roles.batch, roles.residual) if c is not None] == ["batch", "embed"]
@@ -32,22 +32,22 @@ def test_generated_rows_join_the_batch_before_roles_are_found():
 
     params = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
     traced = trace(step, (params, jnp.ones((64, 16)), jax.random.key(0)), {})
-    found = analyse(traced)
-    assert [found.roles.inputs[v] for v in traced.program.inputs[:2]] == ["parameter", "parameter"]
-    assert [c for c, size in enumerate(found.axes.sizes) if size == 64 and found.axes.names.get(c)] == [
-        found.roles.batch
+    analysis = analyse(traced)
+    assert [analysis.roles.inputs[v] for v in traced.program.inputs[:2]] == ["parameter", "parameter"]
+    assert [c for c, size in enumerate(analysis.axes.sizes) if size == 64 and analysis.axes.names.get(c)] == [
+        analysis.roles.batch
     ]
 
 
 def test_the_axis_that_is_split_from_the_experts_is_named_too():
     step, *args = workload_step(workload("moe-tiny"))
     traced = trace(step, tuple(args), {})
-    found = analyse(traced)
-    (experts,) = found.roles.experts
+    analysis = analyse(traced)
+    (experts,) = analysis.roles.experts
     (router,) = (
-        found.axes.of_value[v][-1]
+        analysis.axes.of_value[v][-1]
         for v, path in zip(traced.program.inputs, traced.in_paths, strict=True)
         if path.endswith("experts/router") and "opt_state" not in path
     )
-    assert found.axes.name(experts) == "experts" and router != (experts,)
-    assert all(c in found.axes.names for c in router)
+    assert analysis.axes.name(experts) == "experts" and router != (experts,)
+    assert all(c in analysis.axes.names for c in router)

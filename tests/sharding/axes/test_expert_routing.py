@@ -7,17 +7,17 @@ from autoshard.train.program.build import workload_step
 TINY = workload("moe-tiny")
 
 
-def axes_of(made, end):
+def axes_and_spec(plan, end):
     """The logical axes and the spec of the only parameter whose path ends with `end`."""
-    (leaf,) = [leaf for leaf in made.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
+    (leaf,) = [leaf for leaf in plan.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
     return leaf.axes, tuple(leaf.spec)
 
 
 def test_experts_and_their_router_are_two_axes():
-    made = plan(*workload_step(TINY), target="cpu:8", plan="ep:8", donate_argnums=0)
-    axes, spec = axes_of(made, "experts/w_up")
+    planned = plan(*workload_step(TINY), target="cpu:8", plan="ep:8", donate_argnums=0)
+    axes, spec = axes_and_spec(planned, "experts/w_up")
     assert axes[1:] == ("experts", "embed", "ffn") and spec[1] == "ep"
-    axes, spec = axes_of(made, "experts/router")
+    axes, spec = axes_and_spec(planned, "experts/router")
     assert axes[1] == "embed" and axes[2] != "experts" and "ep" not in spec
 
 
@@ -25,7 +25,7 @@ def test_the_batch_is_sharded_over_the_axis_of_the_experts():
     by_batch, by_experts = (
         plan(*workload_step(TINY), target="cpu:8", plan=strategy, donate_argnums=0) for strategy in ("dp:8", "ep:8")
     )
-    assert axes_of(by_experts, "inputs")[1] == ("ep",)
+    assert axes_and_spec(by_experts, "inputs")[1] == ("ep",)
     assert by_experts.estimate.compute_us < 1.2 * by_batch.estimate.compute_us  # nothing is computed eight times
     kinds = {(kind, line.rpartition("(")[2].rstrip(")")) for kind, _, _, line in by_experts.traffic}
     assert {kind for kind, where in kinds if where == "Experts._by_capacity"} == {"all-to-all"}
@@ -33,16 +33,16 @@ def test_the_batch_is_sharded_over_the_axis_of_the_experts():
 
 
 def test_a_program_without_a_router_keeps_its_axes():
-    made = plan(*workload_step(workload("gpt-tiny")), target="cpu:8", donate_argnums=0)
-    assert "experts" not in made.axis_sizes
+    planned = plan(*workload_step(workload("gpt-tiny")), target="cpu:8", donate_argnums=0)
+    assert "experts" not in planned.axis_sizes
 
 
 def test_ep_is_chosen_where_experts_are_most_of_the_weights():
     work = workload("moe-10b")
-    made = plan(*workload_step(work), target="v5e:4x4", donate_argnums=0)
-    axes, spec = axes_of(made, "experts/w_up")
-    assert made.fits and axes[1] == "experts" and spec[1] is not None
-    assert axes_of(made, "inputs")[1][0] is not None  # over the mesh axes of the batch
+    planned = plan(*workload_step(work), target="v5e:4x4", donate_argnums=0)
+    axes, spec = axes_and_spec(planned, "experts/w_up")
+    assert planned.fits and axes[1] == "experts" and spec[1] is not None
+    assert axes_and_spec(planned, "inputs")[1][0] is not None  # over the mesh axes of the batch
     sharded = {axis for entry in (spec[1],) for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    batch = axes_of(made, "inputs")[1][0]
+    batch = axes_and_spec(planned, "inputs")[1][0]
     assert sharded <= set(batch if isinstance(batch, tuple) else (batch,))

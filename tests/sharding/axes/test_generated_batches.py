@@ -8,7 +8,7 @@ from autoshard import plan
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.programs import assert_close
 
-ROWS = 1024  # many compared with the weights, so that a plan which shards them saves most of the work
+ROWS = 1024  # many compared with the weights, so that sharding the rows saves most of the work
 
 
 def weights(*sizes):
@@ -33,18 +33,18 @@ def adversarial_step(noise_rows):
     def step(state, x, key):
         first, second = jax.random.split(key)
 
-        def judge_loss(judge):
-            made = perceptron(state["maker"], jax.random.normal(first, (noise_rows, 16)))
-            return jnp.mean(perceptron(judge, x) ** 2) - jnp.mean(perceptron(judge, made) ** 2)
+        def discriminator_loss(judge):
+            generated = perceptron(state["maker"], jax.random.normal(first, (noise_rows, 16)))
+            return jnp.mean(perceptron(judge, x) ** 2) - jnp.mean(perceptron(judge, generated) ** 2)
 
-        loss, grads = jax.value_and_grad(judge_loss)(state["judge"])
+        loss, grads = jax.value_and_grad(discriminator_loss)(state["judge"])
         judge = descent(state["judge"], grads)
 
-        def maker_loss(maker):
-            made = perceptron(maker, jax.random.normal(second, (noise_rows, 16)))
-            return jnp.mean(perceptron(judge, made) ** 2)
+        def generator_loss(maker):
+            generated = perceptron(maker, jax.random.normal(second, (noise_rows, 16)))
+            return jnp.mean(perceptron(judge, generated) ** 2)
 
-        return {"judge": judge, "maker": descent(state["maker"], jax.grad(maker_loss)(state["maker"]))}, loss
+        return {"judge": judge, "maker": descent(state["maker"], jax.grad(generator_loss)(state["maker"]))}, loss
 
     state = {"judge": weights(64, 128, 8), "maker": weights(16, 128, 64)}
     return step, (state, jnp.ones((ROWS, 64)), jax.random.key(1))
@@ -65,10 +65,10 @@ def generating_step():
 @pytest.mark.parametrize("strategy", ["dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2"])
 def test_generated_rows_are_sharded_like_the_batch(make, strategy):
     step, args = make()
-    made = plan(step, *args, target="cpu:8", plan=strategy)
+    planned = plan(step, *args, target="cpu:8", plan=strategy)
     single = plan(step, *args, target="cpu:1")
-    assert made.estimate.compute_us < single.estimate.compute_us / 4
-    assert_close(jax.jit(step)(*args), made.jit()(*args))
+    assert planned.estimate.compute_us < single.estimate.compute_us / 4
+    assert_close(jax.jit(step)(*args), planned.jit()(*args))
 
 
 def test_rows_that_are_multiplied_by_the_batch_stay_another_axis():
@@ -81,15 +81,15 @@ def test_rows_that_are_multiplied_by_the_batch_stay_another_axis():
         return descent(params, grads), value
 
     args = weights(16, 64, 8), jnp.ones((ROWS, 16)), jax.random.key(1)
-    made = plan(step, *args, target="cpu:8", plan="dp:8")
-    axes, batch = bound_or_error(made.bound).problem.axes, bound_or_error(made.bound).problem.roles.batch
+    planned = plan(step, *args, target="cpu:8", plan="dp:8")
+    axes, batch = bound_or_error(planned.bound).problem.axes, bound_or_error(planned.bound).problem.roles.batch
     assert not [leaves for leaves in axes.of_value if sum(batch in dim for dim in leaves) > 1]
-    assert_close(jax.jit(step)(*args), made.jit()(*args))
+    assert_close(jax.jit(step)(*args), planned.jit()(*args))
 
 
 def test_rows_of_another_number_stay_another_axis():
     step, args = adversarial_step(2 * ROWS)
-    made = plan(step, *args, target="cpu:8", plan="dp:8")
-    problem = bound_or_error(made.bound).problem
+    planned = plan(step, *args, target="cpu:8", plan="dp:8")
+    problem = bound_or_error(planned.bound).problem
     assert problem.roles.batch is not None and problem.axes.sizes[problem.roles.batch] == ROWS
-    assert_close(jax.jit(step)(*args), made.jit()(*args))
+    assert_close(jax.jit(step)(*args), planned.jit()(*args))

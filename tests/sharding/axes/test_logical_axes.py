@@ -15,13 +15,13 @@ from tests.sharding.programs import batch, mlp_state
 def axes_of(fn, *shapes):
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     program = build(jax.make_jaxpr(fn)(*args))
-    found = find_axes(program)
-    return program, found
+    axes = find_axes(program)
+    return program, axes
 
 
 def leaves(fn, *shapes):
-    program, found = axes_of(fn, *shapes)
-    return [found.of_value[v] for v in (*program.inputs, *program.outputs)]
+    program, axes = axes_of(fn, *shapes)
+    return [axes.of_value[v] for v in (*program.inputs, *program.outputs)]
 
 
 def test_a_contraction_unifies_both_operands():
@@ -45,9 +45,9 @@ def test_a_scan_unifies_its_carry_and_marks_the_loop_axis():
     def fn(x, ws):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0]
 
-    program, found = axes_of(fn, (8, 16), (3, 16, 16))
-    x, ws = (found.of_value[v] for v in program.inputs)
-    assert x[1] == ws[1] == ws[2] and set(ws[0]) <= found.stacked and not set(x[0]) & found.stacked
+    program, axes = axes_of(fn, (8, 16), (3, 16, 16))
+    x, ws = (axes.of_value[v] for v in program.inputs)
+    assert x[1] == ws[1] == ws[2] and set(ws[0]) <= axes.stacked and not set(x[0]) & axes.stacked
 
 
 def test_unrolled_layers_have_the_axes_of_one_layer():
@@ -56,13 +56,13 @@ def test_unrolled_layers_have_the_axes_of_one_layer():
             x = x + jnp.tanh(x @ up) @ down
         return x
 
-    _, found = axes_of(fn, (8, 16), *[(16, 32), (32, 16)] * 6)
-    assert len(found.sizes) == 3  # batch, residual stream, one hidden axis
+    _, axes = axes_of(fn, (8, 16), *[(16, 32), (32, 16)] * 6)
+    assert len(axes.sizes) == 3  # batch, residual stream, one hidden axis
 
 
 def test_axes_of_one_value_are_not_merged():
-    program, found = axes_of(lambda x: jnp.tanh(x), (8, 16, 16))
-    x = found.of_value[program.inputs[0]]
+    program, axes = axes_of(lambda x: jnp.tanh(x), (8, 16, 16))
+    x = axes.of_value[program.inputs[0]]
     assert x[1] != x[2]
 
 
@@ -87,10 +87,10 @@ def _gpt_plan(rename: bool, scan: bool = True, **options):
         value, grads = jax.value_and_grad(loss)(named, tokens)
         return jax.tree.map(lambda p, g: p - g, named, grads), value
 
-    made = plan(step, named, jax.ShapeDtypeStruct((16, 16), jnp.int32), target="cpu:8", **options)
-    specs = {leaf.path.rpartition("/")[2]: leaf for leaf in made.inputs}
+    planned = plan(step, named, jax.ShapeDtypeStruct((16, 16), jnp.int32), target="cpu:8", **options)
+    specs = {leaf.path.rpartition("/")[2]: leaf for leaf in planned.inputs}
     by_leaf = {i: specs[name] for name, i in zip(sorted(named), order, strict=True)}
-    return made, [by_leaf[i] for i in range(len(flat))]
+    return planned, [by_leaf[i] for i in range(len(flat))]
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp:4 tp:2", "tp:4 dp:2 seq"])
@@ -104,16 +104,16 @@ def test_planning_never_reads_names(strategy):
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_transformer_has_the_axes_that_people_name(scan):
-    made, specs = _gpt_plan(rename=False, scan=scan, plan="fsdp:2 tp:4 seq")
-    names = {name for leaf in made.inputs for dim in leaf.axes for name in dim.split("*")}
+    plan, specs = _gpt_plan(rename=False, scan=scan, plan="fsdp:2 tp:4 seq")
+    names = {name for leaf in plan.inputs for dim in leaf.axes for name in dim.split("*")}
     assert {"batch", "seq", "embed", "vocab", "heads", "ffn"} <= names
     sharded = [leaf for leaf in specs if any("tp" in str(e) for e in leaf.spec)]
     assert len(sharded) >= (8 if scan else 14)
 
 
 def test_an_axis_that_two_activations_contract_is_never_sharded():
-    made, _ = _gpt_plan(rename=False, scan=False, plan="tp:8")
-    heads = [leaf for leaf in made.inputs if leaf.shape in ((32, 4, 8), (32, 2, 8))]  # [embed, heads, head_dim]
+    plan, _ = _gpt_plan(rename=False, scan=False, plan="tp:8")
+    heads = [leaf for leaf in plan.inputs if leaf.shape in ((32, 4, 8), (32, 2, 8))]  # [embed, heads, head_dim]
     assert len(heads) == 2 * 3 and all(leaf.spec[1] and len(leaf.spec) == 2 for leaf in heads)
 
 
@@ -124,7 +124,7 @@ def test_the_batch_of_a_function_without_state_is_an_axis_that_no_weight_contrac
 
     fn = apply if parameters_first else lambda x, params: apply(params, x)
     args = (mlp_state(), batch(size=64)) if parameters_first else (batch(size=64), mlp_state())
-    made = plan(fn, *args, plan="dp:8")
-    specs = {leaf.path: leaf.spec for leaf in made.inputs}
+    planned = plan(fn, *args, plan="dp:8")
+    specs = {leaf.path: leaf.spec for leaf in planned.inputs}
     assert {path: spec for path, spec in specs.items() if any(spec)} == {"1" if parameters_first else "0": P("dp")}
-    assert not made.traffic
+    assert not planned.traffic

@@ -44,7 +44,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("donate", [(), 0])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_state_with_one_changed_leaf_is_refused(change, donate):
+def test_state_with_one_changed_leaf_raises(change, donate):
     what = "is donated, but" if donate == 0 else "is state that"
     with pytest.raises(StateChangedError, match=f"argument 0 {what} comes back changed: {CHANGES[change]}"):
         plan(lambda p, x: trained(p, x, change), mlp_state(), batch(), donate_argnums=donate)
@@ -88,11 +88,11 @@ def halve(p):
     ],
     ids=["every leaf changed", "half of the leaves missing", "at another index", "a new cache"],
 )
-def test_likely_state_that_changes_is_warned_of(fn, change):
+def test_likely_state_that_changes_warns(fn, change):
     params = {"w": mlp_state()["w"], "v": mlp_state()["v"]} if "missing" in change else mlp_state()
     with pytest.warns(AutoshardWarning, match=f"argument 0 looks like state that comes back changed: {change}"):
-        made = plan(fn, params, batch())
-    assert made.jit()(params, batch()) is not None
+        planned = plan(fn, params, batch())
+    assert planned.jit()(params, batch()) is not None
 
 
 def cast_and_use(p, x):
@@ -151,13 +151,13 @@ IMAGES = {"image": jnp.ones((32, 8)), "mask": jnp.ones((32, 8)), "label": jnp.on
         (lambda p, x: (p[0] - x.T @ x, (x @ p[0]).mean()), (jnp.ones((64, 64)), jax.random.key(0))),
     ],
 )
-def test_functions_that_are_no_steps_do_not_warn(fn, first):
+def test_functions_that_are_not_steps_do_not_warn(fn, first):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "auto_shard.*nothing is sharded")
         plan(fn, first, batch())
 
 
-def test_donated_data_may_come_back_with_more_leaves():
+def test_donated_data_may_be_returned_with_more_leaves():
     plan(with_mask, IMAGES, batch(), donate_argnums=0)
 
 

@@ -44,73 +44,84 @@ def test_more_layers_do_not_make_more_classes():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_the_size_of_each_value_is_that_of_its_own_shard(strategy, is_fixed):
-    """Even though the layout is queried for one value of each class."""
+    """The layout is queried for one value of each class only."""
     model, chosen = problem().memory, problem()._requested(strategy)
     if is_fixed:  # one layer's weight is replicated, the others are not
         paths = problem().traced.in_paths
-        some = [v for v, path in zip(problem().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
-        chosen.fixed = {some[0]: ((), ())}
+        weights = [v for v, path in zip(problem().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
+        chosen.fixed = {weights[0]: ((), ())}
     local = model._local(chosen)
     for v in model.sized:
-        ways = chosen.shard_count(a for dim in operand_spec(chosen, v) for a in dim)
+        shard_count = chosen.shard_count(a for dim in operand_spec(chosen, v) for a in dim)
         size = nbytes(problem().program.avals[v]) * problem().cost.fusion.narrow.get(v, 1.0)
         assert local[v] == pytest.approx(size * model._fraction(chosen, v), rel=1e-12)
-        assert local[v] >= size / ways * (1 - 1e-12)  # more if tiles pad it
+        assert local[v] >= size / shard_count * (1 - 1e-12)  # more if tiles pad it
 
 
 def test_one_fixed_layer_is_priced_by_itself():
     """A replicated weight is not gathered under `fsdp:8`; the same weight of other layers is."""
-    made = problem(layers=5)
-    some = [v for v, path in zip(made.program.inputs, made.traced.in_paths, strict=True) if path.endswith("mlp/w_up")]
-    weights = [v for v in some if made.roles.inputs[v] == "parameter"]
+    planning = problem(layers=5)
+    inputs = [
+        v
+        for v, path in zip(planning.program.inputs, planning.traced.in_paths, strict=True)
+        if path.endswith("mlp/w_up")
+    ]
+    weights = [v for v in inputs if planning.roles.inputs[v] == "parameter"]
 
-    def sent(fixed):
-        chosen = made._requested("fsdp:8")
-        chosen.fixed = dict.fromkeys(fixed, ((), ()))
-        return made.cost(chosen).comm_bytes
+    def comm_bytes(fixed):
+        chosen_layout = planning._requested("fsdp:8")
+        chosen_layout.fixed = dict.fromkeys(fixed, ((), ()))
+        return planning.cost(chosen_layout).comm_bytes
 
-    free, each = sent([]), [sent([v]) for v in weights]
-    assert len(weights) == 5 and free != each[0]
+    without_fixed, each = comm_bytes([]), [comm_bytes([v]) for v in weights]
+    assert len(weights) == 5 and without_fixed != each[0]
     assert each == pytest.approx([each[0]] * 5)
-    assert sent(weights) - free == pytest.approx(5 * (each[0] - free))
+    assert comm_bytes(weights) - without_fixed == pytest.approx(5 * (each[0] - without_fixed))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_operators_that_are_not_priced_move_nothing(strategy):
-    made, chosen = problem(), layout(strategy)
-    priced = {number for each in made.cost.classes for number in each.numbers}
-    left = [op for number, op in enumerate(made.program.ops()) if op.rule is not None and number not in priced]
-    assert len(left) > 50
-    for op in left:
-        assert id(op) not in made.cost.fusion.kernels
+    planning, chosen_layout = problem(), layout(strategy)
+    priced = {number for each in planning.cost.classes for number in each.numbers}
+    not_priced = [
+        op for number, op in enumerate(planning.program.ops()) if op.rule is not None and number not in priced
+    ]
+    assert len(not_priced) > 50
+    for op in not_priced:
+        assert id(op) not in planning.cost.fusion.kernels
         assert not is_decision_point(op)
-        specs = [operand_spec(chosen, v) if v >= 0 else () for v in op.operands]
-        assert made.cost._plain_moves(op, chosen.mesh, specs, [result_spec(chosen, op, v) for v in op.results]) == ()
+        specs = [operand_spec(chosen_layout, v) if v >= 0 else () for v in op.operands]
+        assert (
+            planning.cost._plain_moves(
+                op, chosen_layout.mesh, specs, [result_spec(chosen_layout, op, v) for v in op.results]
+            )
+            == ()
+        )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
     """The live ranges of classes are those of each value in each loop."""
-    made, chosen = problem(), layout(strategy)
-    class_of = {number: (n, each) for n, each in enumerate(made.cost.classes) for number in each.numbers}
-    canonical = CanonicalLayout(chosen, made.cost.queries)
+    planning, chosen_layout = problem(), layout(strategy)
+    class_of = {number: (n, each) for n, each in enumerate(planning.cost.classes) for number in each.numbers}
+    canonical = CanonicalLayout(chosen_layout, planning.cost.queries)
     expected: dict[Any, list[float]] = {}
-    for number, (op, loop) in enumerate(ops_with_scopes(made.program.block)):
-        price, names = made.cost._price(*class_of[number], canonical) if number in class_of else (None, {})
+    for number, (op, loop) in enumerate(ops_with_scopes(planning.program.block)):
+        price, names = planning.cost._price(*class_of[number], canonical) if number in class_of else (None, {})
         for move in price.moves if price else ():
             if move.kind == "all-gather" and move.array >= 0:
                 value, axes = op.operands[move.array], tuple(names[name] for name in move.axes)
                 key, size = (
-                    (axes, made.axes.parameter_aliases.get(value, value), loop),
+                    (axes, planning.axes.parameter_aliases.get(value, value), loop),
                     move.local_bytes + move.wire_bytes,
                 )
                 expected.setdefault(key, [size, number, number])[2] = number
             elif move.kind == "reduce-scatter":
                 expected[op, move.array] = [move.local_bytes, number, number]
-    found = [
+    actual = [
         (some.nbytes, first, last)
-        for some in made.cost(chosen).live_buffers if some.nbytes
+        for some in planning.cost(chosen_layout).live_buffers if some.nbytes
         for first, last in zip(some.first.tolist(), some.last.tolist(), strict=True)
     ]  # fmt: skip
-    assert sorted(found) == sorted(map(tuple, expected.values()))
-    assert found
+    assert sorted(actual) == sorted(map(tuple, expected.values()))
+    assert actual

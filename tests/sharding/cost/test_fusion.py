@@ -10,15 +10,15 @@ B, D, F = 64, 32, 128
 X, W, V = (jax.ShapeDtypeStruct(s, "float32") for s in ((B, D), (D, F), (F, D)))
 
 
-def traffic(fn, *args, tpu=True):
+def kernel_traffic(fn, *args, tpu=True):
     """(operator, shapes read, shapes written) of each kernel, in program order."""
     program = build(jax.make_jaxpr(fn)(*args))
-    found = fuse(program, fuses_operands=tpu).kernels
+    kernels = fuse(program, fuses_operands=tpu).kernels
 
     def shapes(values):
         return sorted(tuple(program.avals[v].shape) for v in values)
 
-    ordered = [found[id(op)] for op in program.ops() if id(op) in found]
+    ordered = [kernels[id(op)] for op in program.ops() if id(op) in kernels]
     return [(k.op.name, shapes(k.reads), shapes(k.writes)) for k in ordered]
 
 
@@ -27,13 +27,13 @@ def test_a_chain_of_elementwise_operators_is_fused_with_its_user():
         return jax.nn.gelu(jnp.sin(x) @ w * 2.0 + 1.0) @ v
 
     first = ("dot_general", [(D, F), (B, D)], [(B, F)])
-    assert traffic(fn, X, W, V) == [first, ("dot_general", [(B, F), (F, D)], [(B, D)])]
-    apart = [name for name, *_ in traffic(fn, X, W, V, tpu=False)]
+    assert kernel_traffic(fn, X, W, V) == [first, ("dot_general", [(B, F), (F, D)], [(B, D)])]
+    apart = [name for name, *_ in kernel_traffic(fn, X, W, V, tpu=False)]
     assert apart == ["sin", "dot_general", "mul", "dot_general"]  # off TPU, operands of products are written
 
 
 def test_softmax_reads_its_scores_once_for_each_reduction_and_once_for_its_result():
-    assert traffic(jax.nn.softmax, X) == [
+    assert kernel_traffic(jax.nn.softmax, X) == [
         ("reduce_max", [(B, D)], [(B,)]),
         ("reduce_sum", [(B,), (B, D)], [(B,)]),
         ("div", [(B,), (B,), (B, D)], [(B, D)]),
@@ -45,8 +45,8 @@ def test_an_optimizer_update_of_one_parameter_is_one_kernel():
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         return p - m / (jnp.sqrt(v) + 1e-8), m, v
 
-    ((_, read, written),) = traffic(update, *[W] * 4)
-    assert read == [(D, F)] * 4 and written == [(D, F)] * 3
+    ((_, reads, writes),) = kernel_traffic(update, *[W] * 4)
+    assert reads == [(D, F)] * 4 and writes == [(D, F)] * 3
 
 
 def test_a_loop_reads_one_slice_per_iteration_and_writes_its_carry():
@@ -54,8 +54,8 @@ def test_a_loop_reads_one_slice_per_iteration_and_writes_its_carry():
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, ws)
 
     stack = jax.ShapeDtypeStruct((6, D, D), "float32")
-    found = traffic(fn, X, stack)
-    assert found == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # the product computes tanh before it writes
+    kernels = kernel_traffic(fn, X, stack)
+    assert kernels == [("dot_general", [(D, D), (B, D)], [(B, D)])]  # the product computes tanh before it writes
 
 
 def test_a_mask_is_computed_again_in_the_loop_that_uses_it():
@@ -63,50 +63,50 @@ def test_a_mask_is_computed_again_in_the_loop_that_uses_it():
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((D, D))), (B, D, D))
         return jax.lax.scan(lambda c, x: (c + jnp.sum(x * mask), None), 0.0, xs)[0]
 
-    found = traffic(fn, jax.ShapeDtypeStruct((3, B, D, D), "float32"))
-    assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in found]
+    kernels = kernel_traffic(fn, jax.ShapeDtypeStruct((3, B, D, D), "float32"))
+    assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in kernels]
 
 
 def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     table, ids = jax.ShapeDtypeStruct((1000, D), "float32"), jax.ShapeDtypeStruct((B,), "int32")
-    found = dict((name, (read, written)) for name, read, written in traffic(lambda t, i: t[i], table, ids))
-    assert found["gather"][1] == [(B, D)] and (1000, D) not in found["gather"][0]
+    kernels = dict((name, (reads, writes)) for name, reads, writes in kernel_traffic(lambda t, i: t[i], table, ids))
+    assert kernels["gather"][1] == [(B, D)] and (1000, D) not in kernels["gather"][0]
 
     def put(buffer, x):
         return jax.lax.dynamic_update_slice(buffer, x, (0, 0))
 
-    (only,) = traffic(put, table, X)
+    (only,) = kernel_traffic(put, table, X)
     assert only == ("dynamic_update_slice", [(B, D)], [(B, D)])
-    (sliced,) = traffic(lambda t: jnp.sum(t[:7]), table)
+    (sliced,) = kernel_traffic(lambda t: jnp.sum(t[:7]), table)
     assert sliced == ("reduce_sum", [(7, D)], [()])
 
 
-def written(fn, *args):
+def values_in_memory(fn, *args):
     """(shape, written bytes per element) of values in memory on TPU, without the program's inputs."""
     program = build(jax.make_jaxpr(fn)(*args))
-    found = fuse(program, fuses_operands=True)
-    ours = sorted(found.written - set(program.inputs))
-    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * found.narrow.get(v, 1)) for v in ours]
+    fusion = fuse(program, fuses_operands=True)
+    written = sorted(fusion.written - set(program.inputs))
+    return [(program.avals[v].shape, program.avals[v].dtype.itemsize * fusion.narrow.get(v, 1)) for v in written]
 
 
 def test_a_product_is_written_at_the_end_of_its_elementwise_chain():
-    assert written(lambda x, w: jnp.sin((x @ w).astype("bfloat16")), X, W) == [((B, F), 2)]
+    assert values_in_memory(lambda x, w: jnp.sin((x @ w).astype("bfloat16")), X, W) == [((B, F), 2)]
 
     def loss(x, w):
         logits = (x @ w).astype("bfloat16")
         return jnp.sum(logits) + jnp.max(logits)
 
-    assert written(loss, X, W)[0] == ((B, F), 2)  # several users: in their dtype
+    assert values_in_memory(loss, X, W)[0] == ((B, F), 2)  # several users: in their dtype
 
 
 def test_an_operand_of_several_products_is_written_once_in_16_bits():
-    assert written(lambda x, w: (jnp.sin(x) @ w, jnp.sin(x) * 2.0), X, W) == [((B, F), 4), ((B, D), 4)]
+    assert values_in_memory(lambda x, w: (jnp.sin(x) @ w, jnp.sin(x) * 2.0), X, W) == [((B, F), 4), ((B, D), 4)]
 
     def fn(x, w, u):
         y = jnp.sin(x)
         return y @ w, y @ u
 
-    assert written(fn, X, W, W) == [((B, D), 2), ((B, F), 4), ((B, F), 4)]
+    assert values_in_memory(fn, X, W, W) == [((B, D), 2), ((B, F), 4), ((B, F), 4)]
 
 
 def test_a_residual_stream_is_written_once_per_layer():
@@ -117,5 +117,5 @@ def test_a_residual_stream_is_written_once_per_layer():
             x = x + jnp.tanh(x / jnp.sum(x, -1, keepdims=True)) @ w @ v
         return x
 
-    reads = [read for name, read, _ in traffic(fn, X, W, V) if name == "reduce_sum"]
+    reads = [read for name, read, _ in kernel_traffic(fn, X, W, V) if name == "reduce_sum"]
     assert reads == [[(B, D)]] * 6

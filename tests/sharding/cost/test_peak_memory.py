@@ -15,23 +15,23 @@ from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd
     ("strategy", "parameter", "optimizer"),
     [("dp:8", 1, 1), ("zero1:8", 1, 8), ("fsdp:8", 8, 8), ("dp:2 fsdp:4", 4, 4), ("dp:8 state", 8, 8), ("tp:8", 8, 8)],
 )
-def test_state_counts_by_its_shards(strategy, parameter, optimizer):
+def test_state_takes_the_memory_of_its_shards(strategy, parameter, optimizer):
     params = mlp_state()
     state = params, OPTIMIZER.init(params)
-    found = plan(adamw_step, state, batch(), plan=strategy, donate_argnums=0).estimate.memory_bytes
-    assert found["parameter"] == whole_bytes(params) / parameter
-    assert found["optimizer"] == 2 * whole_bytes(params) / optimizer
-    assert found["data"] == batch().nbytes / (1 if strategy == "tp:8" else 8)
-    assert found["other"] == 4
+    memory_bytes = plan(adamw_step, state, batch(), plan=strategy, donate_argnums=0).estimate.memory_bytes
+    assert memory_bytes["parameter"] == whole_bytes(params) / parameter
+    assert memory_bytes["optimizer"] == 2 * whole_bytes(params) / optimizer
+    assert memory_bytes["data"] == batch().nbytes / (1 if strategy == "tp:8" else 8)
+    assert memory_bytes["other"] == 4
 
 
 def test_donated_state_is_not_held_twice():
     params = mlp_state(hidden=1024)
-    kept, donated = (
+    undonated, donated = (
         plan(sgd_step, params, batch(), plan="dp:8", target="v5e:2x4", donate_argnums=d).estimate for d in ((), 0)
     )
-    assert kept.memory_bytes["temporary"] >= whole_bytes(params)
-    assert donated.peak_memory_bytes <= kept.peak_memory_bytes - 0.4 * whole_bytes(params)
+    assert undonated.memory_bytes["temporary"] >= whole_bytes(params)
+    assert donated.peak_memory_bytes <= undonated.peak_memory_bytes - 0.4 * whole_bytes(params)
     assert donated.peak_memory_bytes == sum(donated.memory_bytes.values())
 
 
@@ -48,11 +48,11 @@ def test_copies_of_parameters_that_a_loop_keeps_are_sharded_like_them():
         return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
 
     shapes = jax.ShapeDtypeStruct((16, 1024, 1024), "float32"), jax.ShapeDtypeStruct((65_536, 1024), "bfloat16")
-    found = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
+    planned = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
     cast = 2.0 * 16 * 1024**2
-    problem, layout = bound_or_error(found.bound).problem, bound_or_error(found.bound).layout
+    problem, layout = bound_or_error(planned.bound).problem, bound_or_error(planned.bound).layout
     assert problem.memory.kinds_at_peak(layout, problem.cost(layout).live_buffers)["temporary"] < cast / 2
-    gathered = sum(size for kind, _, size, _ in found.traffic if kind == "all-gather")
+    gathered = sum(size for kind, _, size, _ in planned.traffic if kind == "all-gather")
     assert gathered == pytest.approx(2 * 7 / 8 * cast, rel=0.01)
 
 
@@ -64,8 +64,8 @@ def test_values_are_freed_after_their_last_use(times):
         return jnp.sum(x)
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
-    found = plan(fn, *shapes, plan="dp:8", target="h100:8").estimate
-    assert found.memory_bytes["temporary"] == pytest.approx(4096 * (512 + 1024) * 4 / 8, rel=1e-3)
+    estimate = plan(fn, *shapes, plan="dp:8", target="h100:8").estimate
+    assert estimate.memory_bytes["temporary"] == pytest.approx(4096 * (512 + 1024) * 4 / 8, rel=1e-3)
 
 
 def test_values_that_the_backward_pass_needs_are_kept_until_then():
@@ -75,8 +75,8 @@ def test_values_that_the_backward_pass_needs_are_kept_until_then():
         return jnp.sum(x)
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
-    found = plan(jax.grad(fn, (1, 2)), *shapes, plan="dp:8", target="h100:8").estimate
-    assert found.memory_bytes["temporary"] >= 4 * 4096 * 1024 * 4 / 8
+    estimate = plan(jax.grad(fn, (1, 2)), *shapes, plan="dp:8", target="h100:8").estimate
+    assert estimate.memory_bytes["temporary"] >= 4 * 4096 * 1024 * 4 / 8
 
 
 def test_temporaries_of_a_loop_body_are_held_once():
@@ -87,8 +87,8 @@ def test_temporaries_of_a_loop_body_are_held_once():
         shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
         return plan(fn, *shapes, plan="dp:8", target="h100:8").estimate.memory_bytes["temporary"]
 
-    carry, inside = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
-    assert run(2) == run(9) >= 2 * carry + inside
+    carry, temporary = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
+    assert run(2) == run(9) >= 2 * carry + temporary
 
 
 def test_a_call_does_not_change_memory():
@@ -154,8 +154,8 @@ def residual_peak(blocks, channels):
 
     weight = jax.ShapeDtypeStruct((3, 3, channels, channels), "bfloat16")
     images = jax.ShapeDtypeStruct((64, 28, 28, channels), "bfloat16")
-    found = plan(jax.grad(loss), [(weight, weight)] * blocks, images, plan="dp:8", target="v5e:2x4").estimate
-    return found.memory_bytes["temporary"]
+    estimate = plan(jax.grad(loss), [(weight, weight)] * blocks, images, plan="dp:8", target="v5e:2x4").estimate
+    return estimate.memory_bytes["temporary"]
 
 
 def test_a_residual_block_keeps_the_results_of_its_convolutions_and_its_sum_once():

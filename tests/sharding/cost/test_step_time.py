@@ -31,15 +31,15 @@ def product(w, x):
 
 @pytest.mark.parametrize(("dtype", "peak"), [("float32", H100.flops_f32), ("bfloat16", H100.flops)])
 def test_a_product_takes_the_time_of_its_flops(dtype, peak):
-    found = estimate(product, (4096, 4096), (4096, 4096), dtype=dtype, target="h100:8", plan="dp:8")
-    assert found.compute_us == pytest.approx(2 * 4096**3 / (PEAK_REACHED * peak) / 8 * 1e6)
-    assert (found.comm_us, found.comm_bytes, found.step_time_us) == (0, 0, found.compute_us)
+    estimated = estimate(product, (4096, 4096), (4096, 4096), dtype=dtype, target="h100:8", plan="dp:8")
+    assert estimated.compute_us == pytest.approx(2 * 4096**3 / (PEAK_REACHED * peak) / 8 * 1e6)
+    assert (estimated.comm_us, estimated.comm_bytes, estimated.step_time_us) == (0, 0, estimated.compute_us)
 
 
 def test_a_thin_product_takes_the_time_of_its_bytes():
-    found = estimate(product, (4096, 4096), (8, 4096), target="h100:1", plan="dp:1")
+    estimated = estimate(product, (4096, 4096), (8, 4096), target="h100:1", plan="dp:1")
     moved = 4 * (4096 * 4096 + 2 * 8 * 4096)
-    assert found.compute_us == pytest.approx(moved / READ * 1e6)
+    assert estimated.compute_us == pytest.approx(moved / READ * 1e6)
 
 
 @pytest.mark.parametrize(("target", "plan"), [("h100:8", "dp:8"), ("h100:2x4", "dp:8"), ("v5e:4x4", "dp:16")])
@@ -47,14 +47,14 @@ def test_a_gradient_is_reduced_over_the_links_that_it_crosses(target, plan):
     def gradient(w, x):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
-    found = estimate(gradient, (512, 1024), (4096, 512), target=target, plan=plan)
+    estimated = estimate(gradient, (512, 1024), (4096, 512), target=target, plan=plan)
     machine = find_target(target)
     n, size = machine.devices, 512 * 1024 * 4
-    assert found.comm_bytes == pytest.approx(2 * (n - 1) / n * size)  # one all-reduce over all axes
+    assert estimated.comm_bytes == pytest.approx(2 * (n - 1) / n * size)  # one all-reduce over all axes
     assignment = machine.assign(parse_request(plan).sizes)
-    assert found.comm_us == pytest.approx(assignment.time_us("all-reduce", assignment.pieces, size))
-    hidden = min(found.comm_us if "all-reduce" in machine.chip.hides else 0.0, HIDING_SHARE * found.compute_us)
-    assert found.step_time_us == pytest.approx(found.compute_us + found.comm_us - hidden)
+    assert estimated.comm_us == pytest.approx(assignment.time_us("all-reduce", assignment.pieces, size))
+    hidden = min(estimated.comm_us if "all-reduce" in machine.chip.hides else 0.0, HIDING_SHARE * estimated.compute_us)
+    assert estimated.step_time_us == pytest.approx(estimated.compute_us + estimated.comm_us - hidden)
 
 
 def test_a_loop_body_counts_once_per_iteration():
@@ -71,19 +71,19 @@ def test_a_loop_body_counts_once_per_iteration():
     assert often.comm_us == pytest.approx(5 * once.comm_us)
 
 
-def of_no_line(made):
+def of_no_line(plan):
     """The traffic without a source line of the user."""
-    return [(kind, size) for kind, _, size, line in made.traffic if ".py:" not in line]
+    return [(kind, size) for kind, _, size, line in plan.traffic if ".py:" not in line]
 
 
 def test_updated_parameters_are_gathered_where_they_are_stored_whole():
     params = mlp_state()
-    made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
-    sent = [size for kind, axis, size, line in made.traffic if line == "parameters, after the update"]
-    assert sent == [pytest.approx(7 / 8 * whole_bytes(params))]
+    planned = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan="zero1:8")
+    gathered_bytes = [size for kind, axis, size, line in planned.traffic if line == "parameters, after the update"]
+    assert gathered_bytes == [pytest.approx(7 / 8 * whole_bytes(params))]
     for strategy in ("dp:8", "fsdp:8"):
-        made = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
-        assert not [line for *_, line in made.traffic if line == "parameters, after the update"]
+        planned = plan(adamw_step, (params, OPTIMIZER.init(params)), batch(), target="h100:8", plan=strategy)
+        assert not [line for *_, line in planned.traffic if line == "parameters, after the update"]
 
 
 def test_one_gather_serves_all_products_that_use_its_result():
@@ -106,15 +106,15 @@ def test_an_activation_that_is_no_longer_sharded_is_gathered():
         return h[:, :3], h @ v
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 512), (512, 1024), (1024, 512))]
-    made = plan(fn, *shapes, target="h100:8", plan="tp:8")
-    found = {kind: size for kind, _, size, _ in made.traffic}
+    planned = plan(fn, *shapes, target="h100:8", plan="tp:8")
+    sent_bytes = {kind: size for kind, _, size, _ in planned.traffic}
     expected = {"all-gather": 7 / 8 * 4 * 4096 * 1024, "all-reduce": 2 * 7 / 8 * 4 * 4096 * 512}
-    assert found == pytest.approx(expected)
+    assert sent_bytes == pytest.approx(expected)
 
 
 def test_every_device_reads_all_of_a_replicated_weight():
-    found = estimate(product, (4096, 4096), (8, 4096), target="h100:8", plan="dp:8")
-    assert found.compute_us == pytest.approx(4 * (4096 * 4096 + 2 * 4096) / READ * 1e6)
+    estimated = estimate(product, (4096, 4096), (8, 4096), target="h100:8", plan="dp:8")
+    assert estimated.compute_us == pytest.approx(4 * (4096 * 4096 + 2 * 4096) / READ * 1e6)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_small_values_that_are_read_soon_stay_in_on_chip_memory():
         def fn(*xs):
             return jnp.cumsum(functools.reduce(jnp.multiply, [jnp.sort(x, axis=1) for x in xs]), axis=1)
 
-        given = [jax.ShapeDtypeStruct((rows, 1024), "float32")] * arrays
-        return plan(fn, *given, target=target).estimate.compute_us
+        inputs = [jax.ShapeDtypeStruct((rows, 1024), "float32")] * arrays
+        return plan(fn, *inputs, target=target).estimate.compute_us
 
     assert compute_us(32_768, "v5e:1x1") == pytest.approx(2 * 32 * compute_us(1024, "v5e:1x1"))
     assert compute_us(16_384, "h100:1") == pytest.approx(16 * compute_us(1024, "h100:1"))

@@ -151,10 +151,10 @@ FAST = {"matmul", "layer norm", "softmax", "embedding", "argmax", "merged", "spl
     [pytest.param(*row, id=name, marks=[pytest.mark.slow] * (name not in FAST)) for name, row in FOUND.items()],
 )
 def test_found_rules(fn, args, text):
-    found = discover(fn, *args)
-    assert found.text == text
-    assert found.rule.where(body=None).text.split("; where")[0] == text.split("; where")[0]
-    assert {e.factor for e in found.evidence} == {f.name for f in found.rule.factors if f.shardable}
+    discovery = discover(fn, *args)
+    assert discovery.text == text
+    assert discovery.rule.where(body=None).text.split("; where")[0] == text.split("; where")[0]
+    assert {e.factor for e in discovery.evidence} == {f.name for f in discovery.rule.factors if f.shardable}
 
 
 # Functions for which wrong rules pass on some values, sizes or splits.
@@ -197,11 +197,11 @@ TRAPS = {
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("fn", "args", "text"), TRAPS.values(), ids=TRAPS.keys())
-def test_wrong_guesses_are_refused(fn, args, text):
+def test_wrong_rules_are_not_proposed(fn, args, text):
     assert discover(fn, *args).text == text
 
 
-def shaped(x):
+def doubled_4_by_6(x):
     assert x.shape == (4, 6), "only (4, 6) is known here"
     return x * 2
 
@@ -210,7 +210,7 @@ def shaped(x):
     ("fn", "args", "why"),
     [
         (
-            shaped,
+            doubled_4_by_6,
             (f32(4, 6),),
             "operand 0 dim 0 split into 2: it does not accept the pieces: AssertionError: only (4, 6) is",
         ),
@@ -226,11 +226,11 @@ def shaped(x):
         (lambda x: x * 2, (f32(11),), "11 cannot be split into 2, 3, 5 or 7 equal pieces"),
     ],
 )
-def test_refusals_give_the_reason(fn, args, why):
-    found = discover(fn, *args)
-    assert why in str(found)
-    assert any(why in reason for refusal in found.refused for _, reason in refusal.tried) or why in str(
-        found.refused[0]
+def test_refused_factors_have_a_reason(fn, args, why):
+    discovery = discover(fn, *args)
+    assert why in str(discovery)
+    assert any(why in reason for refusal in discovery.refused for _, reason in refusal.tried) or why in str(
+        discovery.refused[0]
     )
 
 
@@ -266,36 +266,37 @@ def test_not_a_function():
 def test_values_that_the_function_rejects_are_skipped():
     table = np.arange(7, dtype=np.float32) ** 2
 
-    def looked_up(at):
-        assert at.min() >= 0, "a negative position"
-        return table[at]
+    def looked_up(index):
+        assert index.min() >= 0, "a negative position"
+        return table[index]
 
-    found = discover(
-        lambda at: jax.pure_callback(looked_up, jax.ShapeDtypeStruct(at.shape, np.float32), at), np.array([1, 2, 3, 6])
+    discovery = discover(
+        lambda index: jax.pure_callback(looked_up, jax.ShapeDtypeStruct(index.shape, np.float32), index),
+        np.array([1, 2, 3, 6]),
     )
-    assert found.text == "a -> a" and found.evidence[0].sets < 16
+    assert discovery.text == "a -> a" and discovery.evidence[0].sets < 16
 
 
 def test_evidence():
-    found = discover(jnp.matmul, f32(4, 6), f32(6, 8))
-    assert isinstance(found, Discovery) and isinstance(found.rule, Rule)
-    assert [(e.factor, e.size, e.pieces, e.operands, e.joins) for e in found.evidence] == [
+    discovery = discover(jnp.matmul, f32(4, 6), f32(6, 8))
+    assert isinstance(discovery, Discovery) and isinstance(discovery.rule, Rule)
+    assert [(e.factor, e.size, e.pieces, e.operands, e.joins) for e in discovery.evidence] == [
         ("a", 4, (2, 4), ("0 dim 0",), ("concatenated along dim 0",)),
         ("b", 6, (2, 6), ("0 dim 1", "1 dim 0"), ("reduced by sum",)),
         ("c", 8, (2, 8), ("1 dim 1",), ("concatenated along dim 1",)),
     ]
-    assert all(e.sets == 16 and e.error < 1e-5 for e in found.evidence) and not found.refused
-    text = str(found)
-    assert text.startswith(found.text) and "by sum; 16 sets" in text
+    assert all(e.sets == 16 and e.error < 1e-5 for e in discovery.evidence) and not discovery.refused
+    text = str(discovery)
+    assert text.startswith(discovery.text) and "by sum; 16 sets" in text
     assert "not proof. @autoshard.operator(text) applies the rule." in text
 
 
 def test_nothing_is_applied_and_the_oracle_agrees(own_registry):
     before = dict(registry._RULES)
     args = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32), np.ones(8, np.float32)
-    found = discover(kernel, *args)
+    discovery = discover(kernel, *args)
     assert registry._RULES == before
-    norm = operator(found.text)(kernel)
+    norm = operator(discovery.text)(kernel)
     assert [f for f in check_rule(norm, *args, partitioner=False) if f.kind == "wrong"] == []
     step = autoshard.auto_shard(lambda x, scale: norm(jnp.sin(x), scale), mesh={"data": 4})
     np.testing.assert_allclose(step(*args), kernel(jnp.sin(args[0]), args[1]), rtol=1e-5)
@@ -309,9 +310,9 @@ def test_factors_that_only_the_oracle_finds_wrong_are_withdrawn():
             raise ValueError("at least 8 elements")
         return x + 1
 
-    found = discover(large, f32(4, 6))
-    assert found.text == "(a b) c -> (a d) c; whole b c d; where b=2 d=2"
-    assert "cannot run on these shards: ValueError: at least 8" in str(found.refused[-1])
+    discovery = discover(large, f32(4, 6))
+    assert discovery.text == "(a b) c -> (a d) c; whole b c d; where b=2 d=2"
+    assert "cannot run on these shards: ValueError: at least 8" in str(discovery.refused[-1])
 
 
 # Against derived rules --------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ META = 'metadata={op_name="jit(step)/dot_general" stack_frame_id=1}'
 
 def events(entry, *computations, cross_slice_groups=()):
     program = read(text_of(entry, *computations))
-    found = Collectives(program, cross_slice_groups)
-    return [(i.name, event) for i in program.entry.instructions for event in found.events(program.entry, i)]
+    collectives = Collectives(program, cross_slice_groups)
+    return [(i.name, event) for i in program.entry.instructions for event in collectives.events(program.entry, i)]
 
 
-def only(entry, *computations, cross_slice_groups=()):
+def only_collective(entry, *computations, cross_slice_groups=()):
     """The only collective that starts in an entry computation."""
     started = [
         e.collective for _, e in events(entry, *computations, cross_slice_groups=cross_slice_groups) if e.collective
@@ -40,25 +40,27 @@ def only(entry, *computations, cross_slice_groups=()):
     ],
 )  # fmt: skip
 def test_synchronous_collectives(line, kind, payload, wire):
-    found = only(f"%a = f32[16,32] parameter(0)\n%b = f32[8] parameter(1)\n{line}\nROOT %r = f32[] constant(0)")
-    assert (found.kind, found.payload_bytes, found.wire_bytes) == (kind, payload, wire)
+    collective = only_collective(
+        f"%a = f32[16,32] parameter(0)\n%b = f32[8] parameter(1)\n{line}\nROOT %r = f32[] constant(0)"
+    )
+    assert (collective.kind, collective.payload_bytes, collective.wire_bytes) == (kind, payload, wire)
 
 
 def test_a_permute_of_a_slice_of_a_buffer_sends_the_slice():
-    found = only("""
+    collective = only_collective("""
         %a = f32[16,32] parameter(0)
         %b = f32[16,32] parameter(1)
         %i = s32[] constant(0)
         %at = (s32[], s32[]) tuple(%i, %i)
         %c = f32[16,32] collective-permute(%a, %b, %at, %at), source_target_pairs={{0,1},{1,0}}, slice_sizes={{4,32}}
     """)
-    assert found.wire_bytes == 4 * 32 * 4
+    assert collective.wire_bytes == 4 * 32 * 4
 
 
 def test_a_group_of_one_device_sends_nothing():
     for line in ("all-reduce(%a), replica_groups={{0},{1}}, to_apply=%add",
                  "collective-permute(%a), source_target_pairs={{0,0},{1,1}}"):  # fmt: skip
-        assert only(f"%a = f32[16,32] parameter(0)\nROOT %c = f32[16,32] {line}").wire_bytes == 0
+        assert only_collective(f"%a = f32[16,32] parameter(0)\nROOT %c = f32[16,32] {line}").wire_bytes == 0
 
 
 def roles(entry, *computations):
@@ -71,10 +73,10 @@ def test_a_start_and_its_end():
         %s = (f32[16,32], f32[64,32]) all-gather-start(%a), {GROUPS}, dimensions={{0}}
         ROOT %d = f32[64,32] all-gather-done(%s)
     """
-    found = events(entry)
-    assert [(n, e.role) for n, e in found] == [("s", "start"), ("d", "done")]
-    assert found[0][1].key == found[1][1].key
-    assert only(entry).wire_bytes == 6144
+    collectives = events(entry)
+    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
+    assert collectives[0][1].key == collectives[1][1].key
+    assert only_collective(entry).wire_bytes == 6144
 
 
 def test_a_start_that_is_marked_as_synchronous():
@@ -107,15 +109,15 @@ def test_an_asynchronous_computation_with_a_collective(start, end):
         %u = ((f32[16,32]), f32[4,32], u32[]) async-update(%s)
         ROOT %d = f32[4,32] {end}
     """
-    found = events(entry, wrapped)
-    assert [(n, e.role) for n, e in found] == [("s", "start"), ("d", "done")]
-    assert found[0][1].key == found[1][1].key
-    collective = only(entry, wrapped)
+    collectives = events(entry, wrapped)
+    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
+    assert collectives[0][1].key == collectives[1][1].key
+    collective = only_collective(entry, wrapped)
     assert (collective.kind, collective.wire_bytes) == ("reduce-scatter", 1536)
     assert collective.line == "/home/me/model.py:12 (loss)"  # of its operand: it has no line itself
 
 
-def test_asynchronous_copies_are_no_collectives():
+def test_asynchronous_copies_are_not_collectives():
     assert not events("""
         %a = f32[16,32] parameter(0)
         %s = (f32[16,32]{1,0:S(1)}, f32[16,32], u32[]) copy-start(%a)
@@ -139,10 +141,10 @@ def test_a_collective_in_several_asynchronous_fusions_counts_once():
         %w = f32[16,32] fusion(%a), kind=kOutput, calls=%carry
         ROOT %d = f32[64,32] fusion(%a), kind=kCustom, calls=%finish
     """
-    found = events(entry, begin, carry, finish)
-    assert [(n, e.role) for n, e in found] == [("s", "start"), ("d", "done")]
-    assert found[0][1].key == found[1][1].key
-    collective = only(entry, begin, carry, finish)
+    collectives = events(entry, begin, carry, finish)
+    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
+    assert collectives[0][1].key == collectives[1][1].key
+    collective = only_collective(entry, begin, carry, finish)
     assert (collective.kind, collective.wire_bytes, collective.name) == ("all-gather", 6144, "s")
     assert collective.line == "/home/me/model.py:12 (loss)"
 
@@ -157,14 +159,14 @@ def test_a_fusion_of_an_all_reduce_that_is_a_reduce_scatter():
 }}
 """
     entry = f"%a = f32[16,32] parameter(0)\nROOT %f = f32[4,32] fusion(%a), calls=%all-reduce-scatter.3, {META}"
-    collective = only(entry, hidden)
+    collective = only_collective(entry, hidden)
     assert (collective.kind, collective.payload_bytes, collective.wire_bytes) == ("reduce-scatter", 2048, 1536)
     assert roles(entry, hidden) == [("f", "whole")]
 
 
 def test_send_and_recv_are_a_permute():
     pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}'
-    found = events(f"""
+    collectives = events(f"""
         %a = f32[16,32] parameter(0)
         %t = token[] after-all()
         %r = (f32[16,32], u32[], token[]) recv(%t), channel_id=3, {pairs}
@@ -172,9 +174,9 @@ def test_send_and_recv_are_a_permute():
         %sd = token[] send-done(%s), channel_id=3
         ROOT %rd = (f32[16,32], token[]) recv-done(%r), channel_id=3
     """)
-    assert [(n, e.role) for n, e in found] == [("s", "start"), ("sd", "done"), ("rd", "done")]
-    assert len({e.key for _, e in found}) == 1
-    collective = found[0][1].collective
+    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("sd", "done"), ("rd", "done")]
+    assert len({e.key for _, e in collectives}) == 1
+    collective = collectives[0][1].collective
     assert collective is not None
     assert (collective.kind, collective.wire_bytes, collective.groups) == ("collective-permute", 2048, ((0, 1), (1, 2)))
 
@@ -192,16 +194,16 @@ def test_a_collective_between_slices():
     """
     cross_slice_groups = ((0, 4), (1, 5), (2, 6), (3, 7))
     program = read(text_of(entry))
-    found = [
+    collectives = [
         e for i in program.entry.instructions for e in Collectives(program, cross_slice_groups).events(program.entry, i)
     ]
-    assert [e.role for e in found] == ["start", "done"]  # it ends at the recv
-    assert found[0].key == found[1].key
-    collective = only(entry, cross_slice_groups=cross_slice_groups)
+    assert [e.role for e in collectives] == ["start", "done"]  # it ends at the recv
+    assert collectives[0].key == collectives[1].key
+    collective = only_collective(entry, cross_slice_groups=cross_slice_groups)
     assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)
 
 
-def test_a_transfer_to_the_host_is_no_collective():
+def test_a_transfer_to_the_host_is_not_a_collective():
     assert not events("""
         %a = f32[16,32] parameter(0)
         %t = token[] after-all()
@@ -215,10 +217,10 @@ def test_a_transfer_to_the_host_is_no_collective():
     [("bf16[16,32]", "add", True), ("f32[16,32]", "add", False), ("f32[16,32]", "add.clone_promoted", True)],
 )
 def test_16_bit_operands_that_are_sent_as_32_bit_numbers(source, sums, widened):
-    found = only(f"""
+    collective = only_collective(f"""
         %n = {source} parameter(0)
         %a = f32[16,32] convert(%n)
         %b = f32[512] bitcast(%a)
         ROOT %c = f32[512] all-reduce(%b), {GROUPS}, to_apply=%{sums}
     """)
-    assert found.widened == widened
+    assert collective.widened == widened

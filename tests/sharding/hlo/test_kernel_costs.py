@@ -9,7 +9,7 @@ from autoshard.sharding.machines.chips import CHIPS
 from tests.sharding.hlo.texts import text_of
 
 
-def priced(entry, *computations, chip="v5e"):
+def price(entry, *computations, chip="v5e"):
     """The entry computation, its instruction `%i`, and the prices of the program."""
     program = read(text_of(entry, *computations))
     return program.entry, program.entry.by_name["i"], Kernels(program, CHIPS[chip])
@@ -32,7 +32,7 @@ CUBLAS = (
     ],
 )  # fmt: skip
 def test_flops_of_products(line, flops):
-    where, i, _ = priced(f"%a = f32[16,32] parameter(0)\n%b = f32[32,64] parameter(1)\nROOT %i = {line}")
+    where, i, _ = price(f"%a = f32[16,32] parameter(0)\n%b = f32[32,64] parameter(1)\nROOT %i = {line}")
     assert flops_of(where, i) == flops
 
 
@@ -55,7 +55,7 @@ def test_flops_of_convolutions_exclude_padding_and_holes(size, taps, stride, pad
     out = (len(padded) - reach) // stride + 1
     pairs = sum(padded[o * stride + t * gap] for o in range(out) for t in range(taps))
     window = f"size={taps} stride={stride} pad={pad}_{pad} lhs_dilate={spread} rhs_dilate={gap}"
-    where, i, _ = priced(f"""
+    where, i, _ = price(f"""
         %a = f32[2,{size},3] parameter(0)
         %b = f32[{taps},3,5] parameter(1)
         ROOT %i = f32[2,{out},5] convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f
@@ -76,10 +76,10 @@ def test_a_product_inside_a_fusion_and_its_precision():
         %b = bf16[32,64]{1,0:S(1)} parameter(1)
         ROOT %i = bf16[16,64]{1,0:S(1)} fusion(%a, %b), kind=kOutput, calls=%inner
     """
-    where, i, kernels = priced(entry, inner.replace("PRECISION", ""))
+    where, i, kernels = price(entry, inner.replace("PRECISION", ""))
     once = 2 * 16 * 64 * 32 / (197e12 * 0.95) * 1e6
     assert kernels.times_us(where, i) == (pytest.approx(once), 0)  # on-chip memory costs nothing
-    where, i, kernels = priced(entry, inner.replace("PRECISION", ", operand_precision={highest,highest}"))
+    where, i, kernels = price(entry, inner.replace("PRECISION", ", operand_precision={highest,highest}"))
     assert kernels.times_us(where, i)[0] == pytest.approx(6 * once)
 
 
@@ -102,7 +102,7 @@ MOVED = [
 @pytest.mark.parametrize(("lines", "nbytes"), MOVED)
 def test_bytes_of_instructions(lines, nbytes):
     entry = f"%a = f32[1024] parameter(0)\n%b = f32[4,64] parameter(1)\n%n = s32[] parameter(2)\n{lines}"
-    where, i, kernels = priced(entry)
+    where, i, kernels = price(entry)
     assert kernels.moved_bytes(where, i) == nbytes
 
 
@@ -124,7 +124,7 @@ FUSED = """
 
 
 def test_bytes_of_a_fusion_that_slices_and_updates_in_place():
-    where, i, kernels = priced(
+    where, i, kernels = price(
         """
         %a = f32[8,64] parameter(0)
         %n = s32[] parameter(1)
@@ -139,9 +139,9 @@ def test_bytes_of_a_fusion_that_slices_and_updates_in_place():
 
 
 def test_cycle_estimates():
-    where, i, _ = priced('ROOT %i = f32[] add(%a), backend_config={"window_config":{"estimated_cycles":"1234"}}')
+    where, i, _ = price('ROOT %i = f32[] add(%a), backend_config={"window_config":{"estimated_cycles":"1234"}}')
     assert cycles_of(i) == 1234
-    where, i, _ = priced(f'ROOT %i = f32[] add(%a), backend_config={{"estimated_cycles":"{2**63 - 1}"}}')
+    where, i, _ = price(f'ROOT %i = f32[] add(%a), backend_config={{"estimated_cycles":"{2**63 - 1}"}}')
     assert cycles_of(i) is None
-    where, i, _ = priced("ROOT %i = f32[] add(%a)")
+    where, i, _ = price("ROOT %i = f32[] add(%a)")
     assert cycles_of(i) is None

@@ -11,18 +11,18 @@ from autoshard.sharding.machines.targets import find_target
 SIZE = 1 << 24
 
 
-def wires(name, order=None):
+def links_of(name, order=None):
     target = find_target(name)
     return ProgramLinks(target.topology, tuple(order or range(target.devices)))
 
 
-def along(target, mesh, axis):
+def groups_along(target, mesh, axis):
     """The groups of a mesh axis."""
-    places = list(product(*(range(n) for n in mesh.values())))
-    at = list(mesh).index(axis)
+    coordinates = list(product(*(range(n) for n in mesh.values())))
+    dim = list(mesh).index(axis)
     groups = {}
-    for number, place in enumerate(places):
-        groups.setdefault(place[:at] + place[at + 1 :], []).append(number)
+    for number, place in enumerate(coordinates):
+        groups.setdefault(place[:dim] + place[dim + 1 :], []).append(number)
     return tuple(map(tuple, groups.values()))
 
 
@@ -35,26 +35,26 @@ def test_groups_of_mesh_axes_take_the_time_that_plans_predict(target, kind):
     links = ProgramLinks(machine.topology, assignment.order)
     for axis, n in mesh.items():
         payload = SIZE * n if kind == "all-gather" else SIZE
-        found = links.time_us(Collective(kind, along(machine, mesh, axis), payload))
-        assert found == pytest.approx(assignment.time_us(kind, [axis], SIZE))
+        time_us = links.time_us(Collective(kind, groups_along(machine, mesh, axis), payload))
+        assert time_us == pytest.approx(assignment.time_us(kind, [axis], SIZE))
 
 
 def test_one_device_sends_nothing():
-    assert wires("v5e:4x4").time_us(Collective("all-reduce", ((0,), (1,)), SIZE)) == 0
+    assert links_of("v5e:4x4").time_us(Collective("all-reduce", ((0,), (1,)), SIZE)) == 0
 
 
 def test_the_device_order_determines_the_links_of_a_group():
     machine = find_target("v5p:4x4x4")
     transposed = [z * 16 + y * 4 + x for x, y, z in product(range(4), repeat=3)]
     column = Collective("all-gather", ((0, 1, 2, 3),), SIZE)
-    assert wires("v5p:4x4x4", transposed).pieces((0, 1, 2, 3))[0].dim == 0
-    assert wires("v5p:4x4x4").pieces((0, 1, 2, 3))[0].dim == 2
-    assert wires("v5p:4x4x4", transposed).links(column) == {(0, 1), (0, -1)}
+    assert links_of("v5p:4x4x4", transposed).pieces((0, 1, 2, 3))[0].dim == 0
+    assert links_of("v5p:4x4x4").pieces((0, 1, 2, 3))[0].dim == 2
+    assert links_of("v5p:4x4x4", transposed).links(column) == {(0, 1), (0, -1)}
     assert machine.topology.dims[0].name == "z"
 
 
-def test_a_group_that_is_no_box_counts_as_the_box_around_it():
-    links = wires("v5e:4x4")
+def test_a_group_that_is_not_a_box_counts_as_its_bounding_box():
+    links = links_of("v5e:4x4")
     boxed = links.time_us(Collective("all-reduce", ((0, 1, 2, 3),), SIZE))
     assert links.time_us(Collective("all-reduce", ((0, 1, 3),), SIZE)) == pytest.approx(boxed)
 
@@ -72,15 +72,15 @@ LINK = 45e9  # bytes per second, v5e
     ],
 )
 def test_permutes_on_a_line(pairs, on_a_link, hops):
-    links = wires("v5e:4x4")
-    found = links.time_us(Collective("collective-permute", pairs, SIZE))
+    links = links_of("v5e:4x4")
+    time_us = links.time_us(Collective("collective-permute", pairs, SIZE))
     latency = links.topology.dims[0].latency_us
-    assert found == pytest.approx(hops * latency + on_a_link * SIZE / LINK * 1e6)
+    assert time_us == pytest.approx(hops * latency + on_a_link * SIZE / LINK * 1e6)
 
 
 def test_permutes_around_a_ring_take_the_shorter_way():
     ring = tuple((x, (x + 1) % 4) for x in range(4))
-    links = wires("v5p:4x4x4")
+    links = links_of("v5p:4x4x4")
     assert links.time_us(Collective("collective-permute", ring, SIZE)) == pytest.approx(1 + SIZE / 90e9 * 1e6)
     assert links.links(Collective("collective-permute", ring, SIZE)) == {(2, 1)}
     other = tuple((b, a) for a, b in ring)
@@ -88,7 +88,7 @@ def test_permutes_around_a_ring_take_the_shorter_way():
 
 
 def test_permutes_between_hosts_go_over_the_network():
-    links = wires("h100:2x8")
+    links = links_of("h100:2x8")
     near = links.time_us(Collective("collective-permute", ((0, 1), (8, 9)), SIZE))
     far = links.time_us(Collective("collective-permute", ((0, 8), (1, 9)), SIZE))
     assert near == pytest.approx(5 + SIZE / 450e9 * 1e6)
@@ -98,4 +98,4 @@ def test_permutes_between_hosts_go_over_the_network():
 def test_partitions_with_the_same_coordinates_in_all_slices():
     machine = find_target("v5p:2x2x1*2")
     assert ProgramLinks(machine.topology, tuple(range(8))).cross_slice_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert wires("v5e:4x4").cross_slice_groups == ()
+    assert links_of("v5e:4x4").cross_slice_groups == ()

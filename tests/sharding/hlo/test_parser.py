@@ -54,7 +54,7 @@ def test_the_computations_that_an_instruction_runs():
 
 
 @pytest.mark.parametrize("line", ["  %a = f32[4]", "  no instruction", "  %a = (f32[4] add(%b)"])
-def test_a_line_that_is_no_instruction_is_refused(line):
+def test_a_line_that_is_not_an_instruction_raises(line):
     with pytest.raises(ValueError):
         instruction(line)
 
@@ -66,7 +66,7 @@ def test_a_program():
     assert [i.name for i in program.entry.users["a"]] == ["b"]
 
 
-def test_a_text_that_is_no_program_is_refused():
+def test_a_text_that_is_not_a_program_raises():
     with pytest.raises(ValueError, match="no ENTRY"):
         read("not a program")
 

@@ -78,7 +78,7 @@ STATE = f"(s32[], f32[8], f32[{SENT // 8}])"
 def five_times(*body, name="body", condition="condition"):
     """A loop of five iterations over a counter, `%a` and `%w`; its body computes `%x` from `%a`."""
     lines = "\n".join(line for text in body for line in text.strip().splitlines())
-    made = loop(
+    computations = loop(
         "%limit = s32[] constant(5)\n%i = s32[] get-tuple-element(%p), index=0\n"
         "ROOT %go = pred[] compare(%i, %limit), direction=LT",
         f"""
@@ -92,7 +92,7 @@ def five_times(*body, name="body", condition="condition"):
         """,
         STATE.strip("()"),
     )
-    return made.replace("%body (", f"%{name} (").replace("%condition (", f"%{condition} (")
+    return computations.replace("%body (", f"%{name} (").replace("%condition (", f"%{condition} (")
 
 
 AROUND = f"""

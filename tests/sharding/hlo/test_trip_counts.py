@@ -33,13 +33,13 @@ def trips(text):
     return [loops.trips(c, i) for c in program.computations.values() for i in c.instructions if i.opcode == "while"]
 
 
-def counted(start=0, limit=24, step=1, direction="LT", how="add", more=""):
-    made = loop(LESS.format(limit=limit, direction=direction), STEP.format(step=step, how=how))
-    return trips(text_of(ENTRY.format(start=start, more=more), made))[0]
+def trips_of_counter(start=0, limit=24, step=1, direction="LT", how="add", more=""):
+    computations = loop(LESS.format(limit=limit, direction=direction), STEP.format(step=step, how=how))
+    return trips(text_of(ENTRY.format(start=start, more=more), computations))[0]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("loop_settings", "expected"),
     [
         ({}, 24),
         ({"start": 3, "limit": 10, "step": 2}, 4),
@@ -54,8 +54,8 @@ def counted(start=0, limit=24, step=1, direction="LT", how="add", more=""):
         ({"more": ', backend_config={"known_trip_count":{"n":"7"}}'}, 7),
     ],
 )
-def test_a_loop_over_a_counter(given, expected):
-    assert counted(**given) == expected
+def test_a_loop_over_a_counter(loop_settings, expected):
+    assert trips_of_counter(**loop_settings) == expected
 
 
 def test_a_comparison_with_swapped_operands():

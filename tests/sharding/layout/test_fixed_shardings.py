@@ -21,15 +21,15 @@ from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sg
 MESH = {"data": 2, "model": 4}
 
 
-def specs(made):
-    return {leaf.path: leaf.spec for leaf in made.inputs}
+def spec_of_each_input(plan):
+    return {leaf.path: leaf.spec for leaf in plan.inputs}
 
 
-def test_fixed_specs_hold():
+def test_fixed_specs_are_kept():
     fixed = {"0/w": P("model"), "1": P("data")}
     step = auto_shard(sgd_step, mesh=MESH, fixed=fixed)
-    found = specs(step.plan(mlp_state(), batch()))
-    assert found["0/w"] == P("model") and found["1"] == P("data")
+    planned_specs = spec_of_each_input(step.plan(mlp_state(), batch()))
+    assert planned_specs["0/w"] == P("model") and planned_specs["1"] == P("data")
     params, _ = step(mlp_state(), batch())
     assert params["w"].sharding.spec == P("model")
     assert_close(sgd_step(mlp_state(), batch())[0], params)
@@ -37,16 +37,18 @@ def test_fixed_specs_hold():
 
 def test_fixed_by_logical_axes():
     table = {"tp": ["ffn"]}
-    free = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
+    free = spec_of_each_input(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
     assert free["0/w"] == P(None, "tp") and free["0/v"] == P("tp")
-    fixed = specs(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}, fixed={"0/w": (None, None)}))
+    fixed = spec_of_each_input(
+        plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}, fixed={"0/w": (None, None)})
+    )
     assert fixed["0/w"] == P() and fixed["0/v"] == P("tp")
 
 
 def test_a_given_mesh_is_never_split_and_tables_name_its_axes():
-    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan={"data": ["batch"], "model": ["ffn"]})
-    assert dict(zip(made.mesh.axis_names, made.mesh.axis_sizes, strict=True)) == MESH
-    assert specs(made)["0/w"] == P(None, "model") and specs(made)["1"] == P("data")
+    planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan={"data": ["batch"], "model": ["ffn"]})
+    assert dict(zip(planned.mesh.axis_names, planned.mesh.axis_sizes, strict=True)) == MESH
+    assert spec_of_each_input(planned)["0/w"] == P(None, "model") and spec_of_each_input(planned)["1"] == P("data")
     assert plan(sgd_step, mlp_state(), batch(), mesh=MESH, plan="data=fsdp:2 model=tp:4").storage == {
         "parameter": ("data",),
         "optimizer": ("data",),
@@ -75,8 +77,8 @@ def test_partitioned_boxes_of_linen_are_fixed():
     def forward(variables, x):
         return dense.apply(variables, x)
 
-    found = specs(plan(forward, variables, batch(), mesh=MESH))
-    assert found["0/params/kernel"] == P(None, "model")
+    planned_specs = spec_of_each_input(plan(forward, variables, batch(), mesh=MESH))
+    assert planned_specs["0/params/kernel"] == P(None, "model")
     with pytest.raises(AutoshardError, match="annotated '0/params/kernel'.*'model'"):
         plan(forward, variables, batch(), mesh={"data": 8})
 
@@ -85,8 +87,8 @@ def test_fixed_takes_precedence_over_an_annotation():
     init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "model"))
     dense = linen.Dense(16, kernel_init=init)
     variables = dense.init(jax.random.key(0), batch())
-    made = plan(dense.apply, variables, batch(), mesh=MESH, fixed={"0/params/kernel": P("data")})
-    assert specs(made)["0/params/kernel"] == P("data")
+    planned = plan(dense.apply, variables, batch(), mesh=MESH, fixed={"0/params/kernel": P("data")})
+    assert spec_of_each_input(planned)["0/params/kernel"] == P("data")
 
 
 def test_metadata_of_nnx_variables_are_fixed(mesh8):
@@ -95,7 +97,7 @@ def test_metadata_of_nnx_variables_are_fixed(mesh8):
         layer = nnx.Linear(64, 16, kernel_init=init, rngs=nnx.Rngs(0))
     sharded = auto_shard(lambda layer, x: layer(x))
     assert_close(layer(batch()), sharded(layer, batch()))
-    assert specs(sharded.plan(layer, batch()))["0/kernel"] == P(None, "model")
+    assert spec_of_each_input(sharded.plan(layer, batch()))["0/kernel"] == P(None, "model")
 
 
 def test_meshes_with_explicit_axes_are_accepted():
@@ -104,31 +106,31 @@ def test_meshes_with_explicit_axes_are_accepted():
     step = auto_shard(sgd_step)
     for _ in range(2):
         np.testing.assert_allclose(step(mlp_state(), x)[1], sgd_step(mlp_state(), batch())[1], rtol=1e-5)
-    assert specs(step.plan(mlp_state(), x))["1"] == P("data")
+    assert spec_of_each_input(step.plan(mlp_state(), x))["1"] == P("data")
 
 
 def test_a_plan_goes_through_json():
-    made = plan(sgd_step, mlp_state(), batch(), plan="fsdp:4 tp:2")
-    read = Plan.from_json(made.to_json())
-    assert read.to_json() == made.to_json()
+    planned = plan(sgd_step, mlp_state(), batch(), plan="fsdp:4 tp:2")
+    reread = Plan.from_json(planned.to_json())
+    assert reread.to_json() == planned.to_json()
     with pytest.raises(AutoshardError, match="plan.bind"):
-        read.jit()
-    bound = read.bind(sgd_step, mlp_state(), batch())
+        reread.jit()
+    bound = reread.bind(sgd_step, mlp_state(), batch())
     assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
-    used = auto_shard(sgd_step, plan=read)
-    assert specs(used.plan(mlp_state(), batch())) == specs(made)
+    used = auto_shard(sgd_step, plan=reread)
+    assert spec_of_each_input(used.plan(mlp_state(), batch())) == spec_of_each_input(planned)
     with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
-        read.bind(sgd_step, mlp_state(hidden=256), batch())
+        reread.bind(sgd_step, mlp_state(hidden=256), batch())
 
 
 def test_a_plan_from_json_keeps_what_was_fixed():
     fixed = {"0/w": P("model"), "1": P("data")}
-    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
-    bound = Plan.from_json(made.to_json()).bind(sgd_step, mlp_state(), batch())
+    planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
+    bound = Plan.from_json(planned.to_json()).bind(sgd_step, mlp_state(), batch())
     values = bound_or_error(bound.bound).traced.program.inputs
     assert {leaf.path: to_partition_spec(bound_or_error(bound.bound).layout.stored_spec(v))
-            for v, leaf in zip(values, made.inputs, strict=True)} == specs(made)  # fmt: skip
-    assert specs(made)["0/w"] == P("model")
+            for v, leaf in zip(values, planned.inputs, strict=True)} == spec_of_each_input(planned)  # fmt: skip
+    assert spec_of_each_input(planned)["0/w"] == P("model")
 
 
 BAD = {
@@ -167,7 +169,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_requests_get_one_clear_error(name):
+def test_each_invalid_request_raises_one_clear_error(name):
     options, message = BAD[name]
     with pytest.raises(AutoshardError, match=message):
         plan(sgd_step, mlp_state(), batch(), **options)
@@ -213,51 +215,51 @@ def test_specs_that_contradict_each_other_or_the_mesh(name):
 
 def test_an_exact_path_takes_precedence_over_patterns():
     for fixed in ({"0/w": P("data"), "0/*": P()}, {"0/*": P(), "0/w": P("data")}):
-        found = specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
-        assert found["0/w"] == P("data") and found["0/v"] == P() == found["0/b"]
+        planned_specs = spec_of_each_input(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=fixed))
+        assert planned_specs["0/w"] == P("data") and planned_specs["0/v"] == P() == planned_specs["0/b"]
     same = {"0/*": P("data"), "*/w": P("data", None)}  # written in two ways, but equal
-    assert specs(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
+    assert spec_of_each_input(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
 
 
 def test_a_note_names_fixed_specs_that_shard_one_logical_axis_differently():
-    apart = {"0/w": P(None, "model"), "0/v": P("data")}  # both shard ffn, over different mesh axes
-    made = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=apart)
-    assert specs(made)["0/w"] == P(None, "model") and specs(made)["0/v"] == P("data")
-    note = next(note for note in made.notes if "resharded" in note)
+    fixed = {"0/w": P(None, "model"), "0/v": P("data")}  # both shard ffn, over different mesh axes
+    planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
+    assert spec_of_each_input(planned)["0/w"] == P(None, "model") and spec_of_each_input(planned)["0/v"] == P("data")
+    note = next(note for note in planned.notes if "resharded" in note)
     assert "fixed '0/v' shards ffn over data, but fixed '0/w' shards it over model" in note and "in every step" in note
-    assert_close(sgd_step(mlp_state(), batch())[0], made.jit()(mlp_state(), batch())[0])
+    assert_close(sgd_step(mlp_state(), batch())[0], planned.jit()(mlp_state(), batch())[0])
     same = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed={"0/w": P(None, "model"), "0/v": P("model")})
     assert not [note for note in same.notes if "resharded" in note]
 
 
 def test_without_a_mesh_only_plans_with_the_axes_of_the_spec_are_searched():
-    made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P(None, "tp")})
-    assert "tp" in made.mesh.axis_names and specs(made)["0/w"] == P(None, "tp")
-    assert all("tp" in words for words, _, _ in made.candidates)
+    planned = plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P(None, "tp")})
+    assert "tp" in planned.mesh.axis_names and spec_of_each_input(planned)["0/w"] == P(None, "tp")
+    assert all("tp" in words for words, _, _ in planned.candidates)
     with pytest.raises(FixedError, match="names mesh axis 'model'.*No mesh was given, .* tried have axes dp, z"):
         plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P("model")})
 
 
 def test_a_plan_and_fixed_specs_at_once():
-    made = plan(sgd_step, mlp_state(), batch(), target="cpu:8", plan="fsdp:8")
+    planned = plan(sgd_step, mlp_state(), batch(), target="cpu:8", plan="fsdp:8")
     with pytest.raises(
         AutoshardError, match="plan is a Plan.* and fixed is given too. Drop one of them, or .*: plan='fsdp:8'"
     ):
-        auto_shard(sgd_step, plan=made, fixed={"0/w": P()})
+        auto_shard(sgd_step, plan=planned, fixed={"0/w": P()})
 
 
 def test_a_dimension_that_does_not_divide():
     params = mlp_state(hidden=100)
     with pytest.raises(AutoshardError, match=r"dim 1 has size 100, not divisible.*\(8\). Pad it to 104"):
         plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
-    made = plan(sgd_step, params, batch(), plan="tp:8")  # requested: sharded where possible, and a note has the rest
-    assert any("(100) is not divisible by" in note and "104" in note for note in made.notes)
+    planned = plan(sgd_step, params, batch(), plan="tp:8")  # requested: sharded where possible, and a note has the rest
+    assert any("(100) is not divisible by" in note and "104" in note for note in planned.notes)
     odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
     assert (
         "ffn (101) is not divisible by mesh axes tp (4): it stays whole; a size of 104 would be sharded 4 ways"
         in odd.notes
     )
-    assert_close(sgd_step(params, batch())[0], made.jit()(params, batch())[0])
+    assert_close(sgd_step(params, batch())[0], planned.jit()(params, batch())[0])
 
 
 @pytest.mark.parametrize(("words", "axis"), [("dp:8", "dp"), ("data=dp:8", "data")])
@@ -268,14 +270,14 @@ def test_a_requested_strategy_that_shards_nothing_is_an_error(words, axis):
     ):
         plan(sgd_step, mlp_state(), batch(size=7), plan=words, mesh=mesh)
     with pytest.warns(AutoshardWarning, match=r"nothing is computed in shards: .* \(batch 7 is not .* fsdp 8"):
-        made = plan(sgd_step, mlp_state(), batch(size=7), plan="fsdp:8")  # at least the state is stored in shards
-    assert made.estimate.memory_bytes["parameter"] < 9000
+        planned = plan(sgd_step, mlp_state(), batch(size=7), plan="fsdp:8")  # at least the state is stored in shards
+    assert planned.estimate.memory_bytes["parameter"] < 9000
 
 
 def test_a_searched_plan_that_shards_nothing_is_a_warning():
     with pytest.warns(AutoshardWarning, match=r"nothing is sharded: each of the 7 .* \(.* is not divisible by data 7"):
-        made = plan(sgd_step, mlp_state(), batch(), mesh={"data": 7})
-    assert_close(sgd_step(mlp_state(), batch())[0], made.jit()(mlp_state(), batch())[0])
+        planned = plan(sgd_step, mlp_state(), batch(), mesh={"data": 7})
+    assert_close(sgd_step(mlp_state(), batch())[0], planned.jit()(mlp_state(), batch())[0])
 
 
 def test_arguments_of_a_function_that_takes_any_number_can_be_donated():
@@ -289,10 +291,10 @@ def test_a_mesh_with_more_devices_than_there_are():
 
 
 def test_a_leaked_tracer_is_named():
-    kept = []
-    jax.jit(lambda x: kept.append(x) or x)(batch())
+    leaked = []
+    jax.jit(lambda x: leaked.append(x) or x)(batch())
     with pytest.raises(AutoshardError, match="argument '1' is a leaked tracer"):
-        auto_shard(sgd_step)(mlp_state(), kept[0])
+        auto_shard(sgd_step)(mlp_state(), leaked[0])
 
 
 def test_a_state_that_changes_through_the_step_is_named():
@@ -313,8 +315,8 @@ def test_a_primitive_without_a_rule_is_named():
         pytest.warns(AutoshardWarning, match="nothing is sharded: each of the 8 devices"),
         pytest.warns(AutoshardWarning, match="no rule for 'opaque_kernel' at .*test_fixed_shardings.py"),
     ):
-        made = plan(lambda x: opaque.bind(x) * 2, batch())
-    assert "opaque_kernel" in made.unknown
+        planned = plan(lambda x: opaque.bind(x) * 2, batch())
+    assert "opaque_kernel" in planned.unknown
     with pytest.raises(AutoshardError, match="no rule for 'opaque_kernel'"):
         plan(lambda x: opaque.bind(x) * 2, batch(), strict=True)
 

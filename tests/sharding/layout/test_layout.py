@@ -23,7 +23,7 @@ from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
         ({"a": 2, "b": 4}, "major major", "a", ((), ("a",), ())),  # their product does not divide it
     ],
 )
-def test_a_minor_part_is_sharded_only_after_single_elements(mesh, table, merged, split):
+def test_a_minor_part_is_sharded_only_if_the_major_part_is_fully_sharded(mesh, table, merged, split):
     program = build(jax.make_jaxpr(lambda x: x.reshape(8, 4, 16))(jax.ShapeDtypeStruct((8, 64), "float32")))
     axes = find_axes(program)
     classes = dict(zip(("major", "minor"), axes.of_value[program.inputs[0]][1], strict=True))
@@ -42,8 +42,8 @@ def test_a_dimension_that_a_loop_runs_over_is_never_sharded():
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
     weights = {"w": jax.ShapeDtypeStruct((512, 16, 64), "float32"), "v": jax.ShapeDtypeStruct((512, 64, 16), "float32")}
-    found = plan(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), plan="fsdp:8", target="h100:8")
-    assert {leaf.path: leaf.spec for leaf in found.inputs} == {
+    planned = plan(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), plan="fsdp:8", target="h100:8")
+    assert {leaf.path: leaf.spec for leaf in planned.inputs} == {
         "0/w": P(None, None, "fsdp"), "0/v": P(None, "fsdp"), "1": P("fsdp")
     }  # fmt: skip
 
@@ -55,8 +55,8 @@ def test_a_gradient_is_reduce_scattered_to_its_state_even_if_it_is_transposed(tr
         gradient = (h.T @ x).T if transposed else x.T @ h
         return {**params, "w": params["w"] - gradient}, jnp.sum(h @ params["v"])
 
-    made = plan(step, mlp_state(), batch(size=4096), plan="fsdp:8", target="h100:8")
-    kinds = {(kind, round(size)) for kind, _, size, _ in made.traffic if size > 1000}
+    planned = plan(step, mlp_state(), batch(size=4096), plan="fsdp:8", target="h100:8")
+    kinds = {(kind, round(size)) for kind, _, size, _ in planned.traffic if size > 1000}
     assert ("reduce-scatter", 7 / 8 * 4 * 64 * 128) in kinds
     assert "all-reduce" not in {kind for kind, _ in kinds}
 
@@ -65,10 +65,10 @@ def test_a_gradient_is_sharded_as_its_own_state_not_as_a_weight_with_transposed_
     """JAX returns gradients transposed, and the other weight of a perceptron has these axes in this order."""
     params = jax.eval_shape(lambda: mlp_state(hidden=128))
     step = auto_shard(adamw_step, plan="fsdp:4 tp:2", donate_argnums=0)
-    given = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
-    stored = {leaf.path: leaf.spec for leaf in step.plan(*given).inputs}
+    state = (params, jax.eval_shape(OPTIMIZER.init, params)), batch(size=256)
+    stored = {leaf.path: leaf.spec for leaf in step.plan(*state).inputs}
     assert stored["0/0/w"] == P("fsdp", "tp") and stored["0/0/v"] == P(("tp", "fsdp"))
-    assert "all-to-all" not in step.lower(*given).compile().as_text()
+    assert "all-to-all" not in step.lower(*state).compile().as_text()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,10 @@ def test_a_gradient_is_sharded_as_its_own_state_not_as_a_weight_with_transposed_
     ],
 )
 def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
-    """So is its momentum. XLA:TPU reduce-scatters gradients along input features, and all-reduces some along output."""
+    """The momentum of the kernel is stored in the same way.
+
+    XLA:TPU reduce-scatters gradients along input features, and all-reduces some of those along output features.
+    """
 
     def step(state, x):
         w, m = state
@@ -95,5 +98,5 @@ def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
 
     w = jax.ShapeDtypeStruct(kernel, jnp.float32)
     x = jax.ShapeDtypeStruct((64, 8, 8, kernel[2]), jnp.float32)
-    made = plan(step, (w, w), x, target="v5e:4x2", plan="fsdp:8")
-    assert [leaf.spec for leaf in made.inputs[:2]] == [spec, spec]
+    planned = plan(step, (w, w), x, target="v5e:4x2", plan="fsdp:8")
+    assert [leaf.spec for leaf in planned.inputs[:2]] == [spec, spec]

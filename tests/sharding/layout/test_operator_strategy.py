@@ -22,7 +22,7 @@ def convolution(groups, stride, padding):
     return fn
 
 
-def of_weights(fn, *shapes):
+def weight_gradient(fn, *shapes):
     """The gradient of `fn` with respect to its second argument, at ones."""
     arrays = [jnp.ones(shape) for shape in shapes]
     return jax.make_jaxpr(lambda x, w: jax.grad(lambda w: jnp.sum(fn(x, w) ** 2))(w))(*arrays)
@@ -44,9 +44,9 @@ def contractions(closed):
     ids=["convolution", "patches", "depthwise", "batched", "ragged"],
 )
 def test_the_flops_of_a_contraction_and_of_its_gradient(fn, shapes, flops):
-    found = [flops_of(op) for op in contractions(of_weights(fn, *shapes))]
+    counted = [flops_of(op) for op in contractions(weight_gradient(fn, *shapes))]
     ragged = fn(*map(jnp.ones, shapes)).shape == (64, 32)  # its gradient multiplies all rows for each of 4 groups
-    assert found == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
+    assert counted == [flops, 4 * flops if ragged else flops]  # forward, and the gradient of the weights
 
 
 def test_a_mesh_axis_is_assigned_to_the_part_of_a_dimension_that_it_shards():
@@ -55,8 +55,8 @@ def test_a_mesh_axis_is_assigned_to_the_part_of_a_dimension_that_it_shards():
     assert op.rule is not None
     merged = op.rule.operands[0][0]
     assert len(merged) == 2
-    places = OperandSpecs(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).factors_of_axes
-    assert places == [{"a": merged[0], "b": merged[1]}]
+    factors_of_axes = OperandSpecs(op.rule.operands, [128], [(("a", "b"),)], op.rule, mesh).factors_of_axes
+    assert factors_of_axes == [{"a": merged[0], "b": merged[1]}]
     assert OperandSpecs(op.rule.operands, [128], [(("a", "c"),)], op.rule, mesh).factors_of_axes == [
         {"a": merged[0], "c": ""}
     ]
@@ -81,9 +81,9 @@ def strategy(shapes, specs, want, mesh, flops_per_byte):
     [(10, None, 0, 7 / 8 * 4 * 4096 * 8), (1, "m", -1, 7 / 8 * 4 * 4096 * 64)],
 )
 def test_work_is_repeated_where_communication_would_cost_more(flops_per_byte, factor, array, sent):
-    found = strategy([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
-    assert found.factors == {"a": factor}
-    assert [(m.kind, m.array, m.wire_bytes) for m in found.moves] == [("all-gather", array, sent)]
+    sharded = strategy([(4096, 8), (8, 64)], [(("a",), ()), WHOLE], WHOLE, {"a": 8}, flops_per_byte)
+    assert sharded.factors == {"a": factor}
+    assert [(m.kind, m.array, m.wire_bytes) for m in sharded.moves] == [("all-gather", array, sent)]
 
 
 def test_a_partial_is_reduce_scattered_to_the_wanted_sharding_or_all_reduced():
@@ -103,7 +103,7 @@ def test_a_factor_is_sharded_only_as_far_as_all_axes_divide_it():
 
 
 @pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
-def test_a_factor_is_sharded_only_after_single_elements_of_earlier_factors(size, behind):
+def test_a_factor_is_sharded_only_if_earlier_factors_are_fully_sharded(size, behind):
     """Shards of a merged dimension are contiguous: `n` may be sharded if each shard has one `m`, not two."""
     rule = Rule.parse(f"m n -> (m n); where m={size} n=4")
     mesh = {"a": 2, "b": 2}
@@ -131,5 +131,5 @@ def test_a_gradient_is_reduce_scattered_before_it_is_all_reduced():
     operands = OperandSpecs(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
     results = OperandSpecs(rule.results, [1600], [((), ("b",))], rule, mesh)
     plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
-    wanted = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
-    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == wanted
+    expected = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
+    assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == expected

@@ -10,8 +10,8 @@ from autoshard.sharding.layout.plan_request import may_name
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
-def sizes(made):
-    return dict(zip(made.mesh.axis_names, made.mesh.axis_sizes, strict=True))
+def mesh_sizes(plan):
+    return dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,13 @@ def sizes(made):
 )
 def test_how_strategies_store_state_and_shard_data(words, parameter, moment, data):
     state = mlp_state(), OPTIMIZER.init(mlp_state())
-    made = plan(adamw_step, state, batch(), plan=words)
-    found = {leaf.path: leaf.spec for leaf in made.inputs}
-    assert found["0/0/w"] == parameter and found["0/1/0/mu/w"] == found["0/1/0/nu/w"] == moment
-    assert found["1"] == data
+    planned = plan(adamw_step, state, batch(), plan=words)
+    specs = {leaf.path: leaf.spec for leaf in planned.inputs}
+    assert specs["0/0/w"] == parameter and specs["0/1/0/mu/w"] == specs["0/1/0/nu/w"] == moment
+    assert specs["1"] == data
+    # The kind of parallelism that communicates most is innermost.
     kinds = ["dp", "zero1", "fsdp", "tp"]
-    assert list(sizes(made)) == sorted(sizes(made), key=kinds.index)  # the kind that communicates most is innermost
+    assert list(mesh_sizes(planned)) == sorted(mesh_sizes(planned), key=kinds.index)
 
 
 def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
@@ -41,12 +42,12 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
         return jnp.tanh(x @ a) @ b + jnp.tanh(x @ c) @ d
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((32, 64), (64, 4), (4, 64), (64, 256), (256, 64))]
-    made = plan(fn, *shapes, plan="tp:8")
-    found = {leaf.path: leaf.spec for leaf in made.inputs}
-    assert sizes(made) == {"tp": 4, "tp_1": 2}
-    assert found["1"] == P(None, "tp") and found["3"] == P(None, ("tp", "tp_1"))
-    given = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
-    assert sizes(given) == {"tp": 8}  # a given mesh is never split
+    planned = plan(fn, *shapes, plan="tp:8")
+    specs = {leaf.path: leaf.spec for leaf in planned.inputs}
+    assert mesh_sizes(planned) == {"tp": 4, "tp_1": 2}
+    assert specs["1"] == P(None, "tp") and specs["3"] == P(None, ("tp", "tp_1"))
+    on_given_mesh = plan(fn, *shapes, plan="tp=tp:8", mesh={"tp": 8})
+    assert mesh_sizes(on_given_mesh) == {"tp": 8}  # a given mesh is never split
 
 
 @pytest.mark.parametrize(

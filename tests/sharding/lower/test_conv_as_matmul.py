@@ -25,8 +25,8 @@ def conv(x: jax.Array, w: jax.Array, stride: int = 1, layout: str = "NHWC", kern
     return lax.conv_general_dilated(x, w, (stride,) * len(spatial), "SAME", dimension_numbers=numbers, **more)
 
 
-def kernel_gradient(x: jax.Array, w: jax.Array, **how: Any) -> Callable[..., jax.Array]:
-    return lambda x, w: jax.grad(lambda w: (jnp.sin(conv(x, w, **how)) ** 2).sum())(w)
+def kernel_gradient(x: jax.Array, w: jax.Array, **options: Any) -> Callable[..., jax.Array]:
+    return lambda x, w: jax.grad(lambda w: (jnp.sin(conv(x, w, **options)) ** 2).sum())(w)
 
 
 CASES = {
@@ -43,21 +43,21 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
-    shape, kernel, how = CASES[name]
+    shape, kernel, options = CASES[name]
     x, w = jax.random.normal(jax.random.key(0), shape), jax.random.normal(jax.random.key(1), kernel)
-    *_, op = convolutions(kernel_gradient(x, w, **how), x, w)
+    *_, op = convolutions(kernel_gradient(x, w, **options), x, w)
     assert is_matmul(op)
     lhs, rhs = (jax.random.normal(jax.random.key(i), v.aval.shape) for i, v in enumerate(op.eqn.invars))
     want = op.eqn.primitive.bind(lhs, rhs, **op.eqn.params)
-    found = matmul(op, lhs, rhs)
+    match = matmul(op, lhs, rhs)
     spec = tuple((f"axis{dim}",) for dim in range(want.ndim))
-    kept = [axes for axes, size in zip(spec, want.shape, strict=True) if size > 1]
-    assert list(drop_window_dims(op, spec)) == kept
-    np.testing.assert_allclose(add_window_dims(op, found), want, rtol=1e-5, atol=1e-5)
+    sharded_dims = [axes for axes, size in zip(spec, want.shape, strict=True) if size > 1]
+    assert list(drop_window_dims(op, spec)) == sharded_dims
+    np.testing.assert_allclose(add_window_dims(op, match), want, rtol=1e-5, atol=1e-5)
 
 
-def test_other_convolutions_are_no_matmuls() -> None:
-    """Those with a moving window, padding, groups or dilation, even if the result is a single pixel."""
+def test_other_convolutions_are_not_matmuls() -> None:
+    """Convolutions with a moving window, padding, groups or dilation are not, even if the result is a single pixel."""
     x, w = jnp.ones((4, 6, 6, 4)), jnp.ones((1, 1, 4, 8))
     forward, *_ = convolutions(conv, x, w)
     assert not is_matmul(forward)
@@ -110,6 +110,6 @@ def test_values_and_gradients_equal_one_device(strategy: str) -> None:
 def test_a_kernel_is_gathered_once_and_its_gradient_is_reduce_scattered() -> None:
     """One gather serves the reversed kernel, too. A 1 x 1 kernel's gradient is reduced like that of a matrix."""
     x = jax.ShapeDtypeStruct((1024, 16, 16, 512), jnp.float32)
-    found = autoshard.plan(step, WEIGHTS, x, plan="fsdp:8", target="v5e:4x2").verify()
-    assert {c.kind for c in found.collectives if c.wire_bytes > 1000} == {"all-gather", "reduce-scatter"}
-    assert found.unplanned_bytes < 1000 and found.wire_bytes == pytest.approx(found.predicted_wire_bytes, rel=0.02)
+    audit = autoshard.plan(step, WEIGHTS, x, plan="fsdp:8", target="v5e:4x2").verify()
+    assert {c.kind for c in audit.collectives if c.wire_bytes > 1000} == {"all-gather", "reduce-scatter"}
+    assert audit.unplanned_bytes < 1000 and audit.wire_bytes == pytest.approx(audit.predicted_wire_bytes, rel=0.02)

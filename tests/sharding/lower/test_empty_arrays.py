@@ -58,9 +58,9 @@ def test_an_expert_without_tokens_gets_no_gradient(plan, counts):
     loss, gradients = auto_shard(expert_step, plan=plan)(params, tokens, np.asarray(counts, np.int32))
     expected, plain = jax.jit(expert_step)(params, tokens, np.asarray(counts, np.int32))
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for got, whole in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(got, whole, rtol=1e-4, atol=1e-5)
-        assert all(np.asarray(got[e]).any() == (n > 0) for e, n in enumerate(counts))
+    for actual, whole in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(actual, whole, rtol=1e-4, atol=1e-5)
+        assert all(np.asarray(actual[e]).any() == (n > 0) for e, n in enumerate(counts))
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 0), (4, 0, 3), (0, 8, 3)], ids=str)
@@ -82,7 +82,7 @@ def test_operators_on_empty_arrays(fn):
     x = np.zeros((8, 0), np.float32)
     expected = fn(x)
     assert propagate(fn, x, in_specs=P("d"), mesh={"d": 2}).out_specs is not None
-    found = auto_shard(fn)(x)
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    actual = auto_shard(fn)(x)
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
     assert check_rule(fn, x) == []

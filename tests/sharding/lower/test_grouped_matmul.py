@@ -31,9 +31,9 @@ def experts_of(x, layer):
     sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), EXPERTS, dtype=jnp.int32), 0)
     rows = x[order // CHOICES]
     hidden = jax.nn.silu(lax.ragged_dot(rows, layer["gate"], sizes)) * lax.ragged_dot(rows, layer["up"], sizes)
-    made = lax.ragged_dot(hidden, layer["down"], sizes)
-    back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
-    return jnp.sum(back.reshape(-1, CHOICES, EMBED) * weights[..., None], 1)
+    results = lax.ragged_dot(hidden, layer["down"], sizes)
+    by_choice = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+    return jnp.sum(by_choice.reshape(-1, CHOICES, EMBED) * weights[..., None], 1)
 
 
 def loss_fn(params, tokens):
@@ -67,10 +67,10 @@ PLANS = ["ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2", "dp:8", None]
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
 def test_a_train_step_equals_one_device(plan, tokens, expected):
     step = autoshard.auto_shard(train_step, plan=plan)
-    found = step(parameters(), tokens)
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    updated = step(parameters(), tokens)
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(updated), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    idle = {name: np.asarray(found[0][name] - parameters()[name])[:, 5] for name in ("gate", "up", "down")}
+    idle = {name: np.asarray(updated[0][name] - parameters()[name])[:, 5] for name in ("gate", "up", "down")}
     assert all(not moved.any() for moved in idle.values())  # no token: the gradient is exactly zero
 
 

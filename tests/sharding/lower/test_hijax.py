@@ -37,7 +37,7 @@ class Tripled(BASE):
 
 
 class TripledForward(Tripled):
-    """The same with a forward-mode derivative."""
+    """`Tripled` with a forward-mode derivative."""
 
     def jvp(self, primals, tangents):
         return self(*primals), tangents[0] * 100.0
@@ -72,8 +72,8 @@ def test_an_operator_is_expanded():
     assert not program.unknown and "sin" in [op.name for op in program.ops()]
     assert derive(tripled(Tripled), X).text == "a b -> a b"
     assert check_rule(tripled(Tripled), X[:4], partitioner=False) == []
-    found = propagate(lambda x: searched(x)[0], X, in_specs=P("a"), mesh={"a": 2})
-    assert found.out_specs == P("a") and not found.reshards and not found.unknown
+    propagation = propagate(lambda x: searched(x)[0], X, in_specs=P("a"), mesh={"a": 2})
+    assert propagation.out_specs == P("a") and not propagation.reshards and not propagation.unknown
 
 
 def test_an_operator_without_expansion_is_unknown():
@@ -83,9 +83,9 @@ def test_an_operator_without_expansion_is_unknown():
 
 def test_values_and_gradients_of_planned_operators():
     step = auto_shard(searched, mesh={"data": 8})
-    for got, expected in zip(step(X), searched(X), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-6)
-        assert not got.sharding.is_fully_replicated
+    for actual, expected in zip(step(X), searched(X), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        assert not actual.sharding.is_fully_replicated
     np.testing.assert_allclose(auto_shard(jax.grad(total), mesh={"data": 8})(X), jax.grad(total)(X), rtol=1e-5)
 
 

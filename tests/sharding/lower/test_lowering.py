@@ -95,8 +95,8 @@ def test_loops_and_branches_keep_their_types(mesh_of, mesh_in_force):
     assert types(_compat.open_jaxpr(before).outvars) == types(_compat.open_jaxpr(after).outvars)
     for name in ("while", "scan", "cond"):
         assert loops(before, name)
-        for ours, theirs in zip(loops(after, name), loops(before, name), strict=True):
-            assert types(ours.outvars) == types(theirs.outvars)
+        for lowered, original in zip(loops(after, name), loops(before, name), strict=True):
+            assert types(lowered.outvars) == types(original.outvars)
 
 
 def test_a_scan_keeps_its_parameters_and_the_types_of_its_carry():
@@ -111,11 +111,11 @@ def test_a_scan_keeps_its_parameters_and_the_types_of_its_carry():
 
     args = batch(1, 64) * 0.1, batch(size=4 * 16).reshape(4, 16, 64)
     before, after = jaxpr_before_and_after(run, *args, plan="dp:8")
-    (theirs,), (ours,) = loops(before, "scan"), loops(after, "scan")
-    assert types(ours.outvars) == types(theirs.outvars)
-    assert ours.params.keys() == theirs.params.keys()
-    assert [ours.params.get(k) for k in SCAN] == [theirs.params.get(k) for k in SCAN]
-    assert ours.params["reverse"] and ours.params["unroll"] == 2
+    (original,), (lowered,) = loops(before, "scan"), loops(after, "scan")
+    assert types(lowered.outvars) == types(original.outvars)
+    assert lowered.params.keys() == original.params.keys()
+    assert [lowered.params.get(k) for k in SCAN] == [original.params.get(k) for k in SCAN]
+    assert lowered.params["reverse"] and lowered.params["unroll"] == 2
     assert_close(run(*args), auto_shard(run, plan="dp:8")(*args))
 
 
@@ -127,9 +127,9 @@ def test_rematerialisation_is_kept_with_its_policy():
         return jnp.sum(layer(layer(x)))
 
     before, after = jaxpr_before_and_after(jax.grad(loss), batch(1, 64) * 0.1, batch(), plan="dp:8")
-    theirs, ours = ([op.eqn for op in build(c).ops() if "policy" in op.eqn.params] for c in (before, after))
-    assert len(theirs) == len(ours) == 2
-    for one, other in zip(theirs, ours, strict=True):
+    original, lowered = ([op.eqn for op in build(c).ops() if "policy" in op.eqn.params] for c in (before, after))
+    assert len(original) == len(lowered) == 2
+    for one, other in zip(original, lowered, strict=True):
         assert one.primitive is other.primitive and other.params["policy"] is policy
         assert [one.params[k] for k in ("prevent_cse", "differentiated")] == [
             other.params[k] for k in ("prevent_cse", "differentiated")
@@ -215,18 +215,18 @@ def test_a_planned_solve_can_be_differentiated():
 
 
 def test_a_host_callback_runs_once_with_the_whole_array():
-    seen = []
+    received = []
 
     def run(w, x):
-        jax.debug.callback(lambda h: seen.append(np.asarray(h)), x @ w)
+        jax.debug.callback(lambda h: received.append(np.asarray(h)), x @ w)
         return (x @ w).sum()
 
     x = batch(size=32)
     planned = auto_shard(run, plan="dp:8")
     assert_close(run(W, x), planned(W, x))
     jax.effects_barrier()
-    assert [h.shape for h in seen] == [(32, 64)] * 2 and not planned.plan(W, x).unknown
-    assert_close(*seen)
+    assert [h.shape for h in received] == [(32, 64)] * 2 and not planned.plan(W, x).unknown
+    assert_close(*received)
 
 
 def test_the_shard_map_of_a_user_runs_in_a_planned_program(mesh_of):
@@ -252,8 +252,8 @@ def test_shardings_of_a_nested_jit_are_kept(mesh_of):
         x, w = batch(size=16), batch(1, 64) * 0.1
         assert_close(plain(x, w), sharded(x, w))
         assert constraint.search(sharded.lower(x, w).as_text())
-    free = auto_shard(lambda x, w: jax.jit(lambda h: h * 2)(jnp.tanh(x @ w)), mesh=mesh).lower(x, w).as_text()
-    assert not constraint.search(free)
+    unconstrained = auto_shard(lambda x, w: jax.jit(lambda h: h * 2)(jnp.tanh(x @ w)), mesh=mesh).lower(x, w).as_text()
+    assert not constraint.search(unconstrained)
 
 
 def test_own_specs_returns_every_sharding_in_a_program(mesh_of):
@@ -265,8 +265,8 @@ def test_own_specs_returns_every_sharding_in_a_program(mesh_of):
         x = jax.jit(lambda a, b: (a + b, a), in_shardings=(columns, None), out_shardings=(None, both))(x, x * 2)
         return jax.jit(lambda a, b: a - b)(*x)
 
-    found = [s.spec for op in trace(run, (batch(),), {}).program.ops() for s in program_shardings(op)]
-    assert found == [P("i"), P(None, "j"), P("i", "j")]
+    specs = [s.spec for op in trace(run, (batch(),), {}).program.ops() for s in program_shardings(op)]
+    assert specs == [P("i"), P(None, "j"), P("i", "j")]
 
 
 # --- gathers ---
@@ -294,8 +294,8 @@ def test_small_stacks_are_gathered_once_before_the_loop():
     assert "f32[4,256]" in gathers.findall(entry)
     assert not [shape for shape in gathers.findall(bodies) if shape.endswith("[256]") or shape.endswith("[1,256]")]
     assert "f32[1,256,256]" in gathers.findall(bodies)  # a weight is gathered inside the loop
-    made = sharded.plan(params, x)
-    assert {(kind, line) for kind, _, _, line in made.traffic} >= {("all-gather", "parameters, before a loop")}
+    plan = sharded.plan(params, x)
+    assert {(kind, line) for kind, _, _, line in plan.traffic} >= {("all-gather", "parameters, before a loop")}
     assert_close(step(params, x), sharded(params, x))
 
 
@@ -319,5 +319,5 @@ def test_the_dimension_of_a_fourier_transform_is_gathered_first():
     """XLA does not gather it by itself, and its program fails at run time."""
     fn = lambda x: jnp.fft.fft(x * 2.0).real  # noqa: E731
     x = np.arange(32, dtype=np.float32).reshape(4, 8)
-    found = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)
-    np.testing.assert_allclose(found, fn(x), rtol=1e-5, atol=1e-4)
+    actual = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)
+    np.testing.assert_allclose(actual, fn(x), rtol=1e-5, atol=1e-4)

@@ -41,12 +41,12 @@ class Sower(nnx.Module):
 
 def test_variables_with_trees_or_without_a_value(mesh8):
     with jax.set_mesh(mesh8):
-        theirs, ours = Cache(), Cache()
+        reference, planned_model = Cache(), Cache()
     call = auto_shard(lambda m, x: m(x))
     for _ in range(2):
-        assert_close(nnx.jit(lambda m, x: m(x))(theirs, batch()), call(ours, batch()))
-    assert_close(theirs.cache.get_value(), ours.cache.get_value())
-    leaves = {leaf.path: leaf for leaf in call.plan(ours, batch()).inputs}
+        assert_close(nnx.jit(lambda m, x: m(x))(reference, batch()), call(planned_model, batch()))
+    assert_close(reference.cache.get_value(), planned_model.cache.get_value())
+    leaves = {leaf.path: leaf for leaf in call.plan(planned_model, batch()).inputs}
     shapes = {path: leaf.shape for path, leaf in leaves.items() if "many" not in path}
     assert shapes == {"0/cache/k": (16, 64), "0/cache/v": (8, 64), "0/layer/bias": (64,),
                       "0/layer/kernel": (64, 64), "1": (32, 64)}  # fmt: skip
@@ -55,11 +55,11 @@ def test_variables_with_trees_or_without_a_value(mesh8):
 
 
 def test_a_module_that_sows():
-    theirs, ours = Sower(), Sower()
+    reference, planned_model = Sower(), Sower()
     call = auto_shard(lambda m, x: m(x), plan="dp:8")
     for _ in range(3):
-        assert_close(nnx.jit(lambda m, x: m(x))(theirs, batch()), call(ours, batch()))
-    assert_close(jax.tree.leaves(nnx.state(theirs)), jax.tree.leaves(nnx.state(ours)))
+        assert_close(nnx.jit(lambda m, x: m(x))(reference, batch()), call(planned_model, batch()))
+    assert_close(jax.tree.leaves(nnx.state(reference)), jax.tree.leaves(nnx.state(planned_model)))
 
 
 def test_a_variable_as_an_argument_is_updated_in_place():

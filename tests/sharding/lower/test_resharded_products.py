@@ -51,7 +51,7 @@ def test_the_partitioner_still_computes_wrong_products(mesh_of, left, right, wan
 
 
 def test_the_partitioner_still_computes_wrong_batched_products_if_the_batch_is_sharded_further(mesh_of):
-    """If this fails, XLA is fixed; see above."""
+    """If this fails, XLA is fixed; see the test above."""
     mesh = mesh_of(dp=2, fsdp=2, tp=2)
     place = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
     h, w = whole_numbers(0, 8, 8, 8), whole_numbers(1, 8, 8, 8)
@@ -105,8 +105,8 @@ def test_products_are_correct_under_every_computed_and_requested_sharding(mesh_o
         constrained = [p if s else place(p, computed) for s, p in zip(straight, products, strict=True)]
         return [place(p, want) for p, want in zip(constrained, wants, strict=True)]
 
-    for want, got in zip(wants, jax.jit(run)(x, y), strict=True):
-        np.testing.assert_array_equal(got, x @ y, err_msg=f"{text} {factors} -> {want}")
+    for want, actual in zip(wants, jax.jit(run)(x, y), strict=True):
+        np.testing.assert_array_equal(actual, x @ y, err_msg=f"{text} {factors} -> {want}")
 
 
 def test_a_product_is_constrained_as_computed_before_it_is_resharded(mesh_of, monkeypatch):

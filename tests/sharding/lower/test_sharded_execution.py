@@ -19,9 +19,11 @@ def normal(*shape, seed=0):
 
 
 def check(fn, *args, **options):
-    found = auto_shard(fn, **options)(*args)
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5)
+    results = auto_shard(fn, **options)(*args)
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5
+        )
 
 
 def grouped(x, kernel, groups=2, stride=2):
@@ -115,18 +117,20 @@ def test_an_initial_value_of_windows_counts_once():
 def test_a_sharded_cache_is_written_and_read_without_a_gather():
     """Decoding: each row writes at its own position into a cache that is sharded by position."""
 
-    def decode(cache, new, at):
-        write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new[None], (at, jnp.int32(0))))
-        cache = write(cache, new, at)
+    def decode(cache, new, positions):
+        write = jax.vmap(
+            lambda row, new, positions: lax.dynamic_update_slice(row, new[None], (positions, jnp.int32(0)))
+        )
+        cache = write(cache, new, positions)
         scores = jnp.einsum("bd,bsd->bs", new, cache)
         return cache, jnp.einsum("bs,bsd->bd", jax.nn.softmax(scores), cache)
 
-    cache, new, at = normal(4, 32, 16), normal(4, 16, seed=1), jnp.array([0, 7, 31, 8])
-    check(decode, cache, new, at, mesh=MESH, fixed={"0": P("x", "y")})
+    cache, new, positions = normal(4, 32, 16), normal(4, 16, seed=1), jnp.array([0, 7, 31, 8])
+    check(decode, cache, new, positions, mesh=MESH, fixed={"0": P("x", "y")})
     options = {"plan": {"x": ["batch"], "y": ["seq"]}, "mesh": MESH}
-    check(decode, cache, new, at, **options)
-    plan = auto_shard(decode, **options).plan(cache, new, at)
+    check(decode, cache, new, positions, **options)
+    plan = auto_shard(decode, **options).plan(cache, new, positions)
     assert plan.inputs[0].spec == P("x", "y")
-    text = plan.jit().lower(cache, new, at).compile().as_text() or ""
+    text = plan.jit().lower(cache, new, positions).compile().as_text() or ""
     assert "all-reduce" in text
     assert not [whole for whole in ("f32[4,32,16]", "f32[2,32,16]", "f32[4,8,16]") if whole in text]  # of the cache

@@ -49,16 +49,16 @@ def arguments(stored):
         ("float32", "bfloat16", 2),
         ("bfloat16", "float32", 2),
         ("float16", "bfloat16", 2),
-        ("float8_e4m3fn", "bfloat16", 2),  # JAX does not promote this pair
+        ("float8_e4m3fn", "bfloat16", 2),  # JAX does not promote this pair of dtypes
         ("float32", "float8_e5m2", 1),
     ],
 )
 def test_each_layer_is_gathered_in_the_narrower_dtype(stored, compute, bytes_each, unrolled, monkeypatch):
     """A stack is never gathered as a whole for one of its layers."""
     monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
-    made = autoshard.plan(train_step(compute, unrolled), *arguments(stored), donate_argnums=0, plan="fsdp:8")
-    assert made.axis_rules["fsdp"] == ("batch",)
-    gathered = sum(nbytes for kind, *_, nbytes, _ in made.traffic if kind == "all-gather")
+    plan = autoshard.plan(train_step(compute, unrolled), *arguments(stored), donate_argnums=0, plan="fsdp:8")
+    assert plan.axis_rules["fsdp"] == ("batch",)
+    gathered = sum(nbytes for kind, *_, nbytes, _ in plan.traffic if kind == "all-gather")
     times = 1 if unrolled else 2  # one gather serves both passes unless they are two loops
     assert gathered == times * 7 / 8 * LAYERS * 2 * WIDTH * HIDDEN * bytes_each
 
@@ -70,9 +70,9 @@ def test_a_train_step_equals_one_device(stored, tolerance, unrolled, plan, monke
     monkeypatch.setattr("autoshard.sharding.layout.layout.EARLY_GATHER_SLICE_BYTES", 0)
     step, (stacks, x) = train_step(jnp.float32, unrolled), arguments(stored)
     expected, expected_loss = jax.jit(step)(stacks, x)
-    found, loss = autoshard.auto_shard(step, plan=plan)(stacks, x)
+    updated, loss = autoshard.auto_shard(step, plan=plan)(stacks, x)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for name, stack in found.items():
+    for name, stack in updated.items():
         assert stack.sharding.shard_shape(stack.shape) != stack.shape or "zero1" in plan
         np.testing.assert_allclose(
             stack.astype(jnp.float32), expected[name].astype(jnp.float32), rtol=tolerance, atol=tolerance / 10

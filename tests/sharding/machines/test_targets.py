@@ -65,7 +65,7 @@ def test_the_dimensions_of_a_target(name, dims):
         (5, "target is 5; write its name as text, such as 'v5p:4x4x4'"),
     ],
 )
-def test_a_target_that_does_not_exist_is_refused(name, match):
+def test_a_target_that_does_not_exist_raises(name, match):
     with pytest.raises(TargetError, match=match):
         find_target(name)
 
@@ -74,19 +74,19 @@ def test_a_written_target_is_read_back(tmp_path):
     for name in ("h100:4x8", "v5e:8x16", "tpu7x:2x2x4", "cpu:8"):
         target = find_target(name)
         write_target(target, tmp_path / "mine.toml")
-        found = find_target(str(tmp_path / "mine.toml"))
-        assert found.topology == target.topology and found.platform == target.platform
-        assert found.chip.peak(2) == target.chip.peak(2) and found.chip.memory_bytes == target.chip.memory_bytes
-        assert found.assign({"a": 2, "b": found.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
+        reread = find_target(str(tmp_path / "mine.toml"))
+        assert reread.topology == target.topology and reread.platform == target.platform
+        assert reread.chip.peak(2) == target.chip.peak(2) and reread.chip.memory_bytes == target.chip.memory_bytes
+        assert reread.assign({"a": 2, "b": reread.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
 
 
 def test_figures_that_a_file_omits_are_those_of_its_chip(tmp_path):
     path = tmp_path / "lab.toml"
     path.write_text('chip = "h100"\nmemory_bytes = 9e10\n'
                     'dims = [{name="gpu", size=4, kind="switch", bandwidth=1e11, latency_us=9}]')  # fmt: skip
-    found = find_target(str(path))
-    assert (found.devices, found.chip.memory_bytes, found.chip.link_bandwidth) == (4, 9e10, 1e11)
-    assert found.chip.flops == CHIPS["h100"].flops
+    target = find_target(str(path))
+    assert (target.devices, target.chip.memory_bytes, target.chip.link_bandwidth) == (4, 9e10, 1e11)
+    assert target.chip.flops == CHIPS["h100"].flops
 
 
 @pytest.mark.parametrize("name", ["v4:16x16x16", "v5e:16x16", "v5p:16x20x28", "v6e:16x16*3", "tpu7x:16x24x24"])
@@ -178,13 +178,13 @@ def test_the_chip_of_a_device_kind(kind, name):
 
 def test_a_calibrated_target_can_be_planned_for(tmp_path):
     small = Effort(matrix=128, array_bytes=1 << 20, shard_bytes=1 << 16, runs=2)
-    found = calibrate(effort=small)
-    assert (found.devices, found.platform) == (8, "cpu") and found.name == "cpu:8"
-    chip = found.chip
+    target = calibrate(effort=small)
+    assert (target.devices, target.platform) == (8, "cpu") and target.name == "cpu:8"
+    chip = target.chip
     assert chip.flops >= chip.flops_f32 > 1e8 and chip.memory_bandwidth > 1e7 and chip.link_bandwidth > 1e5
-    write_target(found, tmp_path / "here.toml")
+    write_target(target, tmp_path / "here.toml")
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (512, 64))]
-    made = autoshard.plan(lambda w, x: x @ w, *shapes, target=str(tmp_path / "here.toml"))
-    assert made.mesh.size == 8 and made.estimate.compute_us > 0
-    alone = calibrate(jax.devices()[:1], small)
-    assert alone.devices == 1 and alone.chip.link_bandwidth == CHIPS["cpu"].link_bandwidth
+    plan = autoshard.plan(lambda w, x: x @ w, *shapes, target=str(tmp_path / "here.toml"))
+    assert plan.mesh.size == 8 and plan.estimate.compute_us > 0
+    one_device = calibrate(jax.devices()[:1], small)
+    assert one_device.devices == 1 and one_device.chip.link_bandwidth == CHIPS["cpu"].link_bandwidth

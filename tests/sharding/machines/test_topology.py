@@ -15,11 +15,11 @@ NETWORK = Dim("host", 4, "switch", 2.0, 7.0)
 SWITCH = Dim("gpu", 8, "switch", 40.0, 3.0)
 
 
-def time(dims, kind, *pieces, local=160.0):
+def collective_us(dims, kind, *pieces, local=160.0):
     return Topology(dims).time_us(kind, tuple(Piece(*p) for p in pieces), local)
 
 
-def us(size, bandwidth, latency=0.0):
+def expected_us(size, bandwidth, latency=0.0):
     return pytest.approx(latency + size / bandwidth * 1e6)
 
 
@@ -29,38 +29,38 @@ def us(size, bandwidth, latency=0.0):
 )
 def test_a_closed_ring_sends_both_ways(kind, sent):
     rounds = 2 if kind == "all-reduce" else 1
-    assert time((RING,), kind, (0, 16, 1)) == us(sent, 20, latency=8.0 * rounds)
+    assert collective_us((RING,), kind, (0, 16, 1)) == expected_us(sent, 20, latency=8.0 * rounds)
 
 
 def test_an_open_line_uses_one_link_per_device():
-    assert time((LINE,), "all-gather", (0, 4, 1)) == us(3 * 160, 10, latency=3)
+    assert collective_us((LINE,), "all-gather", (0, 4, 1)) == expected_us(3 * 160, 10, latency=3)
 
 
 def test_dimensions_of_a_torus_work_in_parallel():
-    assert time((RING, LINE), "all-gather", (0, 16, 1), (1, 4, 1)) == us(63 * 160, 30, latency=8)
+    assert collective_us((RING, LINE), "all-gather", (0, 16, 1), (1, 4, 1)) == expected_us(63 * 160, 30, latency=8)
 
 
 def test_part_of_a_ring_is_a_line_and_interleaved_groups_share_its_links():
-    assert time((RING,), "all-gather", (0, 4, 1)) == us(3 * 160, 10, latency=3)
-    assert time((RING,), "all-gather", (0, 4, 4)) == us(3 * 160, 20 / 4, latency=2 * 4)
-    both = time((RING,), "all-gather", (0, 4, 4), (0, 4, 1))
-    assert both == time((RING,), "all-gather", (0, 16, 1))
+    assert collective_us((RING,), "all-gather", (0, 4, 1)) == expected_us(3 * 160, 10, latency=3)
+    assert collective_us((RING,), "all-gather", (0, 4, 4)) == expected_us(3 * 160, 20 / 4, latency=2 * 4)
+    both = collective_us((RING,), "all-gather", (0, 4, 4), (0, 4, 1))
+    assert both == collective_us((RING,), "all-gather", (0, 16, 1))
 
 
 def test_the_outer_network_carries_one_share_of_the_inner_group():
     """On 4 hosts of 8 GPUs, a device receives 3/4 of 1/8 over the network, then 7/8 of all bytes within its host."""
     whole = 32 * 160
-    found = time((NETWORK, SWITCH), "all-gather", (0, 4, 1), (1, 8, 1))
-    assert found == us(3 / 4 * whole / 8, 2, latency=7 + 3 + 7 / 8 * whole / 40 * 1e6)
+    time_us = collective_us((NETWORK, SWITCH), "all-gather", (0, 4, 1), (1, 8, 1))
+    assert time_us == expected_us(3 / 4 * whole / 8, 2, latency=7 + 3 + 7 / 8 * whole / 40 * 1e6)
 
 
 def test_an_all_to_all_crosses_the_middle_of_the_longest_dimension():
-    assert time((RING, LINE), "all-to-all", (0, 16, 1), (1, 4, 1)) == us(16 / 4 * 160, 20, latency=8)
-    assert time((SWITCH,), "all-to-all", (0, 8, 1)) == us(7 / 8 * 160, 40, latency=3)
+    assert collective_us((RING, LINE), "all-to-all", (0, 16, 1), (1, 4, 1)) == expected_us(16 / 4 * 160, 20, latency=8)
+    assert collective_us((SWITCH,), "all-to-all", (0, 8, 1)) == expected_us(7 / 8 * 160, 40, latency=3)
 
 
-def test_nothing_takes_no_time():
-    assert time((RING,), "all-gather") == 0 == time((RING,), "all-gather", (0, 1, 1))
+def test_a_collective_of_no_bytes_takes_no_time():
+    assert collective_us((RING,), "all-gather") == 0 == collective_us((RING,), "all-gather", (0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_nothing_takes_no_time():
         ("v5p:4x4x4*2", {"dp": 2, "fsdp": 64}, {"dp": "slice:2", "fsdp": "z:4 y:4 x:4"}),
     ],
 )
-def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
+def test_the_last_mesh_axis_spans_the_nearest_devices(target, mesh, places):
     assert find_target(target).assign(mesh).text() == places
 
 
@@ -82,9 +82,9 @@ def test_the_last_mesh_axis_lies_on_the_nearest_devices(target, mesh, places):
 def test_every_assignment_uses_each_device_once(mesh):
     topology = find_target("v5e:4x4").topology
     for first in itertools.permutations(mesh):
-        found = list(assignments(topology, mesh, first))
-        assert found
-        assert all(sorted(one.order) == list(range(16)) for one in found)
+        every_assignment = list(assignments(topology, mesh, first))
+        assert every_assignment
+        assert all(sorted(one.order) == list(range(16)) for one in every_assignment)
 
 
 def test_the_order_of_devices_follows_the_pieces():
@@ -131,8 +131,8 @@ def test_latency_grows_with_the_devices_of_one_process():
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
     ],
 )
-def test_what_the_compiler_makes_of_a_collective(target, mesh, axes, scatter, gather):
-    """As in programs that XLA compiled for these machines."""
+def test_collectives_have_the_form_that_xla_compiles(target, mesh, axes, scatter, gather):
+    """The expected forms are those in programs that XLA compiled for these machines."""
     assignment = find_target(target).assign(mesh)
     n = mesh[axes[0]]
     assert assignment.topology.compiled("reduce-scatter", assignment.pieces_of(axes), 64.0) == (scatter, 64.0)

@@ -18,8 +18,8 @@ def case_of(fn, *args) -> Case:
 
 def test_collectives_that_the_rule_does_not_account_for():
     case = case_of(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), A)
-    free = Rule.parse("a b -> a", A)
-    faults = partitioner_check.check_partitioner(case, free, [{"a": 2}, {"b": 2}, {"a": 2, "b": 2}], [A])
+    without_reduction = Rule.parse("a b -> a", A)
+    faults = partitioner_check.check_partitioner(case, without_reduction, [{"a": 2}, {"b": 2}, {"a": 2, "b": 2}], [A])
     assert [factors for factors, _ in faults] == [("b",), ("a", "b")]
     assert "1 x all-reduce" in faults[0][1]
 

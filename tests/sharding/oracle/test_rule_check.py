@@ -19,7 +19,7 @@ SQUARE = np.arange(36, dtype=np.float32).reshape(6, 6) % 7 - 3.1
 
 
 @pytest.fixture
-def ruled(monkeypatch):
+def replace_rule(monkeypatch):
     """Replaces the rule of a primitive for one test: `ruled("sin", "a b -> a b")` or with a rule function."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     monkeypatch.setattr(registry, "_CACHE", {})
@@ -34,11 +34,11 @@ def ruled(monkeypatch):
     return override
 
 
-def kinds(findings: list[Finding]) -> set[tuple[str, tuple[str, ...]]]:
+def kinds_and_factors(findings: list[Finding]) -> set[tuple[str, tuple[str, ...]]]:
     return {(f.kind, f.factors) for f in findings}
 
 
-def shards(fn, *args) -> list[Finding]:
+def check_on_shards(fn, *args) -> list[Finding]:
     return check_rule(fn, *args, partitioner=False)
 
 
@@ -47,8 +47,8 @@ def shards(fn, *args) -> list[Finding]:
 DOT = "m k, k n -> m n; reduce k; linear 0; linear 1"
 
 
-def test_right_rule_has_no_findings(ruled):
-    ruled("dot_general", DOT)
+def test_right_rule_has_no_findings(replace_rule):
+    replace_rule("dot_general", DOT)
     assert check_rule(lambda a, b: a @ b, A, B) == []
 
 
@@ -66,39 +66,41 @@ def test_right_rule_has_no_findings(ruled):
         (DOT.replace("-> m n", "-> n m"), ("wrong", ())),  # shapes disagree
     ],
 )
-def test_broken_contraction(ruled, text, expected):
-    ruled("dot_general", text)
-    assert expected in kinds(shards(lambda a, b: a @ b, A, B))
+def test_broken_contraction(replace_rule, text, expected):
+    replace_rule("dot_general", text)
+    assert expected in kinds_and_factors(check_on_shards(lambda a, b: a @ b, A, B))
 
 
-def test_swapped_dimensions_of_one_size(ruled):
-    ruled("dot_general", DOT.replace("-> m n", "-> n m"))
-    found = kinds(shards(lambda a, b: a @ b, SQUARE, SQUARE))
-    assert {("wrong", ("m",)), ("wrong", ("n",))} <= found
+def test_swapped_dimensions_of_one_size(replace_rule):
+    replace_rule("dot_general", DOT.replace("-> m n", "-> n m"))
+    findings = kinds_and_factors(check_on_shards(lambda a, b: a @ b, SQUARE, SQUARE))
+    assert {("wrong", ("m",)), ("wrong", ("n",))} <= findings
 
 
 # Recorded values do not hide errors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -np.inf])
-def test_uninformative_values_are_replaced(ruled, value):
-    ruled("reduce_max", "a b -> a; reduce b:min")
-    assert ("wrong", ("b",)) in kinds(shards(lambda x: x.max(1), np.full((4, 6), value, np.float32)))
+def test_uninformative_values_are_replaced(replace_rule, value):
+    replace_rule("reduce_max", "a b -> a; reduce b:min")
+    assert ("wrong", ("b",)) in kinds_and_factors(
+        check_on_shards(lambda x: x.max(1), np.full((4, 6), value, np.float32))
+    )
 
 
 @pytest.mark.parametrize(("right", "wrong"), [("and", "or"), ("or", "and"), ("or", "xor"), ("and", "max")])
-def test_reductions_of_booleans(ruled, right, wrong):
+def test_reductions_of_booleans(replace_rule, right, wrong):
     fn = {"and": jnp.all, "or": jnp.any}[right]
-    ruled(f"reduce_{right}", f"a b -> a; reduce b:{right}")
-    assert shards(lambda x: fn(x, axis=1), np.ones((4, 6), bool)) == []
-    ruled(f"reduce_{right}", f"a b -> a; reduce b:{wrong}")
-    assert ("wrong", ("b",)) in kinds(shards(lambda x: fn(x, axis=1), np.ones((4, 6), bool)))
+    replace_rule(f"reduce_{right}", f"a b -> a; reduce b:{right}")
+    assert check_on_shards(lambda x: fn(x, axis=1), np.ones((4, 6), bool)) == []
+    replace_rule(f"reduce_{right}", f"a b -> a; reduce b:{wrong}")
+    assert ("wrong", ("b",)) in kinds_and_factors(check_on_shards(lambda x: fn(x, axis=1), np.ones((4, 6), bool)))
 
 
-def test_low_precision_sums_are_allowed_their_rounding(ruled):
-    ruled("reduce_sum", "a b -> a; reduce b; linear 0")
+def test_low_precision_sums_are_allowed_their_rounding(replace_rule):
+    replace_rule("reduce_sum", "a b -> a; reduce b; linear 0")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
-    assert shards(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), x) == []
+    assert check_on_shards(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), x) == []
 
 
 # Rules with `local` or `body` -------------------------------------------------------------------------------------
@@ -108,21 +110,21 @@ def reshaped(params, shard):
     return {**params, "new_sizes": shard.shape(shard.rule.results[0])}
 
 
-def test_compound_dimensions(ruled):
+def test_compound_dimensions(replace_rule):
     x = np.arange(32, dtype=np.float32).reshape(2, 16)
     good = "b (h d) -> b h d; linear 0; moves 0; where h=4 d=4"
-    ruled("reshape", good, local=reshaped)
+    replace_rule("reshape", good, local=reshaped)
     assert check_rule(lambda x: x.reshape(2, 4, 4), x) == []
-    ruled("reshape", good.replace("(h d)", "(d h)"), local=reshaped)
-    found = kinds(shards(lambda x: x.reshape(2, 4, 4), x))
-    assert {("wrong", ("h",)), ("wrong", ("d",))} <= found
+    replace_rule("reshape", good.replace("(h d)", "(d h)"), local=reshaped)
+    findings = kinds_and_factors(check_on_shards(lambda x: x.reshape(2, 4, 4), x))
+    assert {("wrong", ("h",)), ("wrong", ("d",))} <= findings
 
 
-def test_forgotten_local(ruled):
-    ruled("reshape", "b (h d) -> b h d; linear 0; moves 0; where h=4 d=4")
-    found = shards(lambda x: x.reshape(2, 4, 4), np.ones((2, 16), np.float32))
-    assert ("wrong", ("b",)) in kinds(found)
-    assert "cannot run on these shards" in str(found[0])
+def test_forgotten_local(replace_rule):
+    replace_rule("reshape", "b (h d) -> b h d; linear 0; moves 0; where h=4 d=4")
+    findings = check_on_shards(lambda x: x.reshape(2, 4, 4), np.ones((2, 16), np.float32))
+    assert ("wrong", ("b",)) in kinds_and_factors(findings)
+    assert "cannot run on these shards" in str(findings[0])
 
 
 def iota_rule(right):
@@ -136,14 +138,14 @@ def iota_rule(right):
     return rule
 
 
-def test_offset(ruled):
+def test_offset(replace_rule):
     def fn():
         return lax.iota(np.int32, 12)
 
-    ruled("iota", iota_rule(right=True))
+    replace_rule("iota", iota_rule(right=True))
     assert check_rule(fn) == []
-    ruled("iota", iota_rule(right=False))
-    assert ("wrong", ("n",)) in kinds(check_rule(fn))
+    replace_rule("iota", iota_rule(right=False))
+    assert ("wrong", ("n",)) in kinds_and_factors(check_rule(fn))
 
 
 def lookup_rule(masked):
@@ -159,7 +161,7 @@ def lookup_rule(masked):
     return rule
 
 
-def test_index(ruled):
+def test_index(replace_rule):
     def fn(table, at):
         return table.at[at].get(mode="promise_in_bounds")
 
@@ -168,10 +170,10 @@ def test_index(ruled):
         return lax.gather(table, at, numbers, (1, 4), mode="promise_in_bounds")
 
     table, at = np.zeros((8, 4), np.float32), np.zeros((6, 1), np.int32)
-    ruled("gather", lookup_rule(masked=True))
+    replace_rule("gather", lookup_rule(masked=True))
     assert check_rule(gathered, table, at) == []
-    ruled("gather", lookup_rule(masked=False))
-    assert ("wrong", ("v",)) in kinds(shards(gathered, table, at))
+    replace_rule("gather", lookup_rule(masked=False))
+    assert ("wrong", ("v",)) in kinds_and_factors(check_on_shards(gathered, table, at))
 
 
 def cumsum_rule(right):
@@ -189,12 +191,12 @@ def cumsum_rule(right):
     return rule
 
 
-def test_bodies_that_communicate_run_on_devices(ruled):
+def test_bodies_that_communicate_run_on_devices(replace_rule):
     x = np.ones((8, 6), np.float32)
-    ruled("cumsum", cumsum_rule(right=True))
-    assert shards(lambda x: lax.cumsum(x), x) == []
-    ruled("cumsum", cumsum_rule(right=False))
-    assert ("wrong", ("s",)) in kinds(shards(lambda x: lax.cumsum(x), x))
+    replace_rule("cumsum", cumsum_rule(right=True))
+    assert check_on_shards(lambda x: lax.cumsum(x), x) == []
+    replace_rule("cumsum", cumsum_rule(right=False))
+    assert ("wrong", ("s",)) in kinds_and_factors(check_on_shards(lambda x: lax.cumsum(x), x))
 
 
 def argmax_rule(right):
@@ -207,45 +209,45 @@ def argmax_rule(right):
     return rule
 
 
-def test_argmax(ruled):
+def test_argmax(replace_rule):
     def fn(x):
         return lax.argmax(x, 1, np.int32)
 
-    ruled("argmax", argmax_rule(right=True))
-    assert shards(fn, A) == []
-    ruled("argmax", argmax_rule(right=False))
-    assert ("wrong", ("k",)) in kinds(shards(fn, A))
+    replace_rule("argmax", argmax_rule(right=True))
+    assert check_on_shards(fn, A) == []
+    replace_rule("argmax", argmax_rule(right=False))
+    assert ("wrong", ("k",)) in kinds_and_factors(check_on_shards(fn, A))
 
 
-def test_random_keys_are_operands(ruled):
+def test_random_keys_are_operands(replace_rule):
     factors = (Factor("b", 4), Factor("w", 2, "whole"))
     keys = jax.random.split(jax.random.key(0), 4)
-    ruled("random_unwrap", lambda x: Rule(((("b",),),), ((("b",), ("w",)),), factors))
+    replace_rule("random_unwrap", lambda x: Rule(((("b",),),), ((("b",), ("w",)),), factors))
     assert check_rule(jax.random.key_data, keys) == []
-    ruled("random_unwrap", lambda x: Rule(((),), (((), ("w",)),), factors[1:]))
-    (found,) = shards(jax.random.key_data, keys)
-    assert "operand 0 has" in found.message
+    replace_rule("random_unwrap", lambda x: Rule(((),), (((), ("w",)),), factors[1:]))
+    (finding,) = check_on_shards(jax.random.key_data, keys)
+    assert "operand 0 has" in finding.message
 
 
 # Linearity -------------------------------------------------------------------------------------------------------
 
 
-def test_wrongly_declared_linearity(ruled):
-    ruled("exp", "a b -> a b; linear 0")
-    (found,) = shards(jnp.exp, A)
-    assert found.kind == "wrong" and "not linear in operands 0" in found.message
+def test_wrongly_declared_linearity(replace_rule):
+    replace_rule("exp", "a b -> a b; linear 0")
+    (finding,) = check_on_shards(jnp.exp, A)
+    assert finding.kind == "wrong" and "not linear in operands 0" in finding.message
 
 
-def test_undeclared_linearity(ruled):
-    ruled("neg", "a b -> a b")
-    (found,) = shards(lambda x: -x, A)
-    assert found.kind == "missing" and "linear in operands 0" in found.message
+def test_undeclared_linearity(replace_rule):
+    replace_rule("neg", "a b -> a b")
+    (finding,) = check_on_shards(lambda x: -x, A)
+    assert finding.kind == "missing" and "linear in operands 0" in finding.message
 
 
-def test_wrongly_declared_moves(ruled):
-    ruled("neg", "a b -> a b; linear 0; moves 0")
-    (found,) = shards(lambda x: -x, A)
-    assert found.kind == "wrong" and "partial maxima" in found.message
+def test_wrongly_declared_moves(replace_rule):
+    replace_rule("neg", "a b -> a b; linear 0; moves 0")
+    (finding,) = check_on_shards(lambda x: -x, A)
+    assert finding.kind == "wrong" and "partial maxima" in finding.message
 
 
 # Missing ---------------------------------------------------------------------------------------------------------
@@ -262,11 +264,11 @@ def test_wrongly_declared_moves(ruled):
         ("sin", jnp.sin, "a b -> c d; whole a b c d; where c=4 d=6", "concatenated along dimension 1"),
     ],
 )
-def test_missing_strategy(ruled, name, fn, rule, joined):
-    ruled(name, lambda *avals, **params: _with_sizes(rule, avals))
-    found = [f for f in shards(fn, A) if f.factors == ("b",)]
-    assert [f.kind for f in found] == ["missing"]
-    assert found[0].message.endswith(joined)
+def test_missing_strategy(replace_rule, name, fn, rule, joined):
+    replace_rule(name, lambda *avals, **params: _with_sizes(rule, avals))
+    findings = [f for f in check_on_shards(fn, A) if f.factors == ("b",)]
+    assert [f.kind for f in findings] == ["missing"]
+    assert findings[0].message.endswith(joined)
 
 
 def _with_sizes(text, avals):
@@ -277,25 +279,25 @@ def _with_sizes(text, avals):
     return rule.where(factors=factors)
 
 
-def test_factors_that_are_rightly_whole_are_not_missing(ruled):
-    ruled("cumsum", "a b -> a b; whole b; linear 0")
-    assert shards(lambda x: lax.cumsum(x, axis=1), A) == []
+def test_factors_that_are_rightly_whole_are_not_missing(replace_rule):
+    replace_rule("cumsum", "a b -> a b; whole b; linear 0")
+    assert check_on_shards(lambda x: lax.cumsum(x, axis=1), A) == []
 
 
 def test_unknown(monkeypatch):
     monkeypatch.setattr(registry, "_RULES", {})
-    (found,) = check_rule(lambda x: lax.sin(lax.sin(x)), A)
-    assert (found.kind, found.primitive) == ("unknown", "sin")
-    assert "Register one with @rule" in str(found)
+    (finding,) = check_rule(lambda x: lax.sin(lax.sin(x)), A)
+    assert (finding.kind, finding.primitive) == ("unknown", "sin")
+    assert "Register one with @rule" in str(finding)
 
 
-def test_rule_that_raises(ruled):
+def test_rule_that_raises(replace_rule):
     def broken(*_, **__):
         raise KeyError("axes")
 
-    ruled("sin", broken)
-    (found,) = check_rule(jnp.sin, A)
-    assert found.kind == "wrong" and "KeyError" in found.message
+    replace_rule("sin", broken)
+    (finding,) = check_rule(jnp.sin, A)
+    assert finding.kind == "wrong" and "KeyError" in finding.message
 
 
 # Nested equations ------------------------------------------------------------------------------------------------
@@ -337,14 +339,14 @@ with_jvp.defjvp(lambda p, t: (with_jvp(p[0]), t[0]))
     ],
     ids=["jit", "remat", "custom_vjp", "custom_jvp", "scan", "carry", "while", "while cond", "cond", "nested"],
 )
-def test_nested_equations_are_found(ruled, fn):
+def test_nested_equations_are_found(replace_rule, fn):
     def half(x, **_):
         dims = " ".join("ab"[: len(x.shape)])
         return Rule.parse(f"{dims} -> {dims}; linear 0", x)
 
-    ruled("sin", half)
-    (found,) = [f for f in shards(fn, A) if f.primitive == "sin"]
-    assert found.kind == "wrong" and "test_rule_check.py" in found.source
+    replace_rule("sin", half)
+    (finding,) = [f for f in check_on_shards(fn, A) if f.primitive == "sin"]
+    assert finding.kind == "wrong" and "test_rule_check.py" in finding.source
 
 
 def test_equal_equations_are_checked_once():
@@ -352,9 +354,9 @@ def test_equal_equations_are_checked_once():
     assert [c.avals[0].shape for c in cases if c.name == "sin"] == [(4, 6), (2, 6)]
 
 
-def test_shapes_are_accepted_in_place_of_values(ruled):
-    ruled("sin", "a b -> a b")
-    assert shards(sine, jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)) == []
+def test_shapes_are_accepted_in_place_of_values(replace_rule):
+    replace_rule("sin", "a b -> a b")
+    assert check_on_shards(sine, jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)) == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
@@ -370,10 +372,10 @@ def test_too_few_devices(monkeypatch):
         check_rule(jnp.sin, A)
 
 
-def test_finding_reads_as_a_sentence(ruled):
-    ruled("reduce_sum", "a b -> a; reduce b:max; linear 0")
-    (found,) = shards(lambda x: x.sum(1), A)
-    text = str(found)
+def test_finding_reads_as_a_sentence(replace_rule):
+    replace_rule("reduce_sum", "a b -> a; reduce b:max; linear 0")
+    (finding,) = check_on_shards(lambda x: x.sum(1), A)
+    text = str(finding)
     assert text.startswith("wrong: reduce_sum at ")
     for part in ("b split 2 ways", "test_rule_check.py", "a b -> a; reduce b:max", "Correct the rule"):
         assert part in text

@@ -23,16 +23,16 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_devices_along_a_replicated_axis_hold_the_same(spec: PartitionSpec) -> None:
-    """And devices along any other do not."""
+    """Devices along any other axis hold different data."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), MESH)
     array = jax.device_put(np.arange(512.0).reshape(8, 8, 8), NamedSharding(mesh, spec))
-    held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
-    found = replicated_axes(MESH, spec)
+    shard_of = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    axes = replicated_axes(MESH, spec)
     for axis, name in enumerate(MESH):
         others = [range(2) if i != axis else (0,) for i in range(3)]
         pairs = [
-            tuple(held[mesh.devices[tuple(at if i == axis else where[i] for i in range(3))]] for at in (0, 1))
+            tuple(shard_of[mesh.devices[tuple(at if i == axis else where[i] for i in range(3))]] for at in (0, 1))
             for where in itertools.product(*others)
         ]
         same = all(np.array_equal(one, other) for one, other in pairs)
-        assert same == (name in found), name
+        assert same == (name in axes), name

@@ -37,8 +37,8 @@ dims = [
 @cache
 def peaks(target: str, plan: Any = None) -> float:
     """The least memory of any plan on a target."""
-    made = autoshard.plan(train_step, *shapes(), target=target, plan=plan, donate_argnums=0)
-    return min(peak for _, _, peak in made.candidates)
+    planned = autoshard.plan(train_step, *shapes(), target=target, plan=plan, donate_argnums=0)
+    return min(peak for _, _, peak in planned.candidates)
 
 
 def refused(**options: Any) -> str:
@@ -61,8 +61,8 @@ def test_the_error_names_the_smallest_machine_that_fits():
     assert re.search(r"The smallest v5e that it fits is v5e:2x4 \(\S.*: .* a device\)", text)
     named = re.search(r"v5e:2x4 \((.*): (.*) a device\)", text)
     assert named is not None
-    made = autoshard.plan(train_step, *shapes(), target="v5e:2x4", memory_limit_bytes=limit, donate_argnums=0)
-    assert named[1] == made.chosen and named[2] == bytes_text(made.estimate.peak_memory_bytes)
+    plan = autoshard.plan(train_step, *shapes(), target="v5e:2x4", memory_limit_bytes=limit, donate_argnums=0)
+    assert named[1] == plan.chosen and named[2] == bytes_text(plan.estimate.peak_memory_bytes)
     assert text == refused(target="v5e:1x1", memory_limit_bytes=limit)  # deterministic
 
 
@@ -82,28 +82,28 @@ def test_the_error_names_the_least_memory_and_what_takes_it():
 
 
 def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
-    def held(batch: int, width: int) -> dict[str, float]:
-        made = autoshard.plan(
+    def bytes_by_kind(batch: int, width: int) -> dict[str, float]:
+        plan = autoshard.plan(
             train_step, *shapes(batch=batch, width=width), target="cpu:8", plan="dp:8", donate_argnums=0
         )
-        planner, layout = bound_or_error(made.bound).problem, bound_or_error(made.bound).layout
-        found = planner.memory.kinds_at_peak(layout, planner.cost(layout).live_buffers)
-        assert sum(found.values()) == pytest.approx(made.estimate.memory_bytes["temporary"])
-        return found
+        planner, layout = bound_or_error(plan.bound).problem, bound_or_error(plan.bound).layout
+        kinds = planner.memory.kinds_at_peak(layout, planner.cost(layout).live_buffers)
+        assert sum(kinds.values()) == pytest.approx(plan.estimate.memory_bytes["temporary"])
+        return kinds
 
-    small, large, wide = held(64, 32), held(256, 32), held(8, 1024)
+    small, large, wide = bytes_by_kind(64, 32), bytes_by_kind(256, 32), bytes_by_kind(8, 1024)
     assert small["activation"] > small["gradient"]
     assert large["activation"] == pytest.approx(4 * small["activation"], rel=0.05)  # activations scale with the batch
     assert large["gradient"] == small["gradient"]
     assert wide["gradient"] > wide["activation"]
 
 
-def test_machines_of_as_many_devices_with_more_memory(monkeypatch):
-    made = autoshard.plan(train_step, *shapes(), target="v5e:2x2", donate_argnums=0)
-    need = min(peak for _, _, peak in made.candidates)
+def test_machines_with_equal_device_count_and_more_memory(monkeypatch):
+    plan = autoshard.plan(train_step, *shapes(), target="v5e:2x2", donate_argnums=0)
+    need = min(peak for _, _, peak in plan.candidates)
     limits = {"v4:2x2x1": 0.6 * need, "v6e:2x2": 1.1 * need, "v5p:2x2x1": 5 * need}
     monkeypatch.setattr(infeasible, "_limit", lambda planner, target: limits.get(target.name, 1e-6 * need))
-    text = infeasible._ways_out([({}, bound_or_error(made.bound))])
+    text = infeasible._ways_out([({}, bound_or_error(plan.bound))])
     assert re.search(r"; of other machines with 4 devices, it fits v6e:2x2 \(.* a device\)\. Or", text)
 
 
@@ -129,17 +129,17 @@ def test_the_named_limit_is_enough():
     text = refused(target="v5e:2x2", memory_limit_bytes=1000)
     limit = re.search(r"memory_limit_bytes=(\S+) plans", text)
     assert limit is not None
-    made = autoshard.plan(
+    plan = autoshard.plan(
         train_step, *shapes(), target="v5e:2x2", memory_limit_bytes=float(limit[1]), donate_argnums=0
     )  # fmt: skip
-    assert made.fits
+    assert plan.fits
 
 
 def test_without_a_limit_a_requested_plan_that_does_not_fit_is_a_warning(tmp_path):
     target = machine(tmp_path, 1000.0, hosts=4)
     with pytest.warns(AutoshardWarning, match="the requested plan does not fit 1000 B .*(fsdp:8).* needs .* Use "):
-        made = autoshard.plan(train_step, *shapes(), target=target, plan="fsdp:8", donate_argnums=0)
-    assert not made.fits
+        plan = autoshard.plan(train_step, *shapes(), target=target, plan="fsdp:8", donate_argnums=0)
+    assert not plan.fits
     assert "the requested plan does not fit" in refused(target="cpu:8", plan="fsdp:8", memory_limit_bytes=1000)
     assert "no plan fits" in refused(target=target)
 
@@ -165,15 +165,15 @@ def test_the_command_prints_one_line_and_fails(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("key", CHIPS)
-def test_machines_come_in_order_of_size_and_exist(key):
-    found = [find_target(name) for name in sizes(key, CHIPS[key])]
-    counts = [t.devices for t in found]
+def test_larger_machines_exist_and_are_sorted_by_size(key):
+    targets = [find_target(name) for name in sizes(key, CHIPS[key])]
+    counts = [t.devices for t in targets]
     assert counts == sorted(set(counts)) and counts[-1] >= 256
-    again = larger_machines(found[2])
-    assert [t.name for t in again] == [t.name for t in found[3:]]
+    larger = larger_machines(targets[2])
+    assert [t.name for t in larger] == [t.name for t in targets[3:]]
     assert all(
-        t.devices == found[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes
-        for t in machines_with_more_memory(found[2])
+        t.devices == targets[2].devices and t.chip.memory_bytes > CHIPS[key].memory_bytes
+        for t in machines_with_more_memory(targets[2])
     )
 
 

@@ -27,39 +27,39 @@ def planned(**options) -> Plan:
 
 
 def test_every_proposed_plan_is_counted():
-    (found,) = planned().history
-    known = [t for t in found.tried if not t.changed]
-    assert found.proposed == len(known) + found.alike + found.idle and found.alike > 0
-    tried = {(t.words, t.step_time_us, t.peak_bytes) for t in found.tried}
+    (record,) = planned().history
+    known = [t for t in record.tried if not t.changed]
+    assert record.proposed == len(known) + record.alike + record.idle and record.alike > 0
+    tried = {(t.words, t.step_time_us, t.peak_bytes) for t in record.tried}
     assert tried >= set(planned().candidates) >= {(t.words, t.step_time_us, t.peak_bytes) for t in known}
-    assert [t.step_time_us for t in found.tried] == sorted(t.step_time_us for t in found.tried)
+    assert [t.step_time_us for t in record.tried] == sorted(t.step_time_us for t in record.tried)
     assert len(planned(plan="fsdp:8").history[0].tried) == 1
 
 
 def test_plans_that_leave_devices_idle_are_counted():
     state, batch = shapes(batch=2, seq=3)  # eight devices for two rows of the batch
     plan = autoshard.plan(train_step, state, batch, target="cpu:8", donate_argnums=0)
-    (found,) = plan.history
-    assert found.idle > 0 and found.proposed == sum(not t.changed for t in found.tried) + found.alike + found.idle
+    (record,) = plan.history
+    assert record.idle > 0 and record.proposed == sum(not t.changed for t in record.tried) + record.alike + record.idle
 
 
 def test_changed_plans_are_recorded_too():
-    (found,) = planned().history
-    changed = [t for t in found.tried if t.changed]
+    (record,) = planned().history
+    changed = [t for t in record.tried if t.changed]
     assert changed and all("+" in t.words or "-" in t.words for t in changed)
-    assert len({t.words for t in found.tried}) == len(found.tried)  # no duplicates
+    assert len({t.words for t in record.tried}) == len(record.tried)  # no duplicates
     faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
     assert all(why_not_chosen(planned(), t).startswith("faster, but repeats work") for t in faster)
 
 
 def test_a_page_does_not_call_a_plan_the_fastest_if_a_faster_one_is_listed():
     plan = planned()
-    (found,) = plan.history
-    slower = tuple(t for t in found.tried if t.step_time_us >= plan.estimate.step_time_us)
-    assert "is the fastest of those" in search_section(replace(plan, history=(replace(found, tried=slower),)))
-    quicker = replace(found.tried[0], words="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
-    told = search_section(replace(plan, history=(replace(found, tried=(quicker, *found.tried)),)))
-    assert "fastest" not in told.split("</p>")[0] and "the table says why" in told
+    (record,) = plan.history
+    slower = tuple(t for t in record.tried if t.step_time_us >= plan.estimate.step_time_us)
+    assert "is the fastest of those" in search_section(replace(plan, history=(replace(record, tried=slower),)))
+    quicker = replace(record.tried[0], words="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
+    section = search_section(replace(plan, history=(replace(record, tried=(quicker, *record.tried)),)))
+    assert "fastest" not in section.split("</p>")[0] and "the table says why" in section
 
 
 def test_each_variant_has_its_own_record():
@@ -93,32 +93,36 @@ def test_times_of_collectives_sum_to_the_communication_time_of_the_step(words):
     plan = planned(plan=words)
     assert len(plan.traffic_us) == len(plan.traffic) > 1
     assert sum(us for us, _ in plan.traffic_us) == pytest.approx(plan.estimate.comm_us)
-    assert sum(waits for _, waits in plan.traffic_us) == pytest.approx(exposed_us(plan))
-    assert all(0 <= waits <= us * (1 + 1e-9) for us, waits in plan.traffic_us)
+    assert sum(exposed for _, exposed in plan.traffic_us) == pytest.approx(exposed_us(plan))
+    assert all(0 <= exposed <= us * (1 + 1e-9) for us, exposed in plan.traffic_us)
     tried = plan.history[0].tried[0]
     assert tried.compute_us == plan.estimate.compute_us and 0 < tried.waits_us <= exposed_us(plan) * (1 + 1e-9)
 
 
 def test_only_asynchronous_collectives_are_hidden():
     plan = autoshard.plan(train_step, *shapes(batch=4096), target="v5e:2x4", plan="fsdp:8", donate_argnums=0)
-    hidden = {kind for (kind, *_), (us, waits) in zip(plan.traffic, plan.traffic_us, strict=True) if us > waits * 1.001}
+    hidden = {
+        kind
+        for (kind, *_), (us, exposed_us) in zip(plan.traffic, plan.traffic_us, strict=True)
+        if us > exposed_us * 1.001
+    }
     assert hidden == {"all-gather"}  # the only collective of data parallelism that v5e's compiler makes asynchronous
 
 
 def test_activations_are_listed_with_axes_and_shardings():
     plan = planned(plan="fsdp:2 tp:4 seq")
-    found = {one.axes: one for one in plan.activations if one.role == "activation"}
-    inner = found["batch", "seq", "ffn"]
+    by_axes = {one.axes: one for one in plan.activations if one.role == "activation"}
+    inner = by_axes["batch", "seq", "ffn"]
     assert inner.shape == (16, 16, 128) and tuple(inner.spec) == ("fsdp", None, "tp")
     assert inner.line.startswith("/") and "example_step.py" in inner.line and inner.path == "dot_general"
-    assert all("batch" in "*".join(one.axes) for one in found.values())
+    assert all("batch" in "*".join(one.axes) for one in by_axes.values())
     gradients = [one for one in plan.activations if one.role == "gradient"]
     assert any(one.axes == ("vocab", "embed") and tuple(one.spec) == ("tp", "fsdp") for one in gradients)
-    held = sum(one.held_bytes for one in plan.activations)
-    assert 0 < held <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
+    held_bytes = sum(one.held_bytes for one in plan.activations)
+    assert 0 < held_bytes <= plan.estimate.memory_bytes["temporary"] * (1 + 1e-9)
     sizes = mesh_sizes(plan)
     tiles = 128 / 16  # upper bound: the sequence has size 16
-    assert all(one.held_bytes <= one.count * local_bytes(one, sizes) * tiles for one in found.values())
+    assert all(one.held_bytes <= one.count * local_bytes(one, sizes) * tiles for one in by_axes.values())
 
 
 def test_links_give_kind_and_bandwidth():

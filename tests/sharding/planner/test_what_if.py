@@ -28,8 +28,8 @@ def planned(words: Any = "fsdp:2 tp:4 seq", **options: Any) -> Plan:
 
 
 def with_fixed(words: Any, fixed: Any, **options: Any) -> Plan:
-    given: dict[str, Any] = {"plan": words, "target": "cpu:8", "donate_argnums": 0, "fixed": fixed} | options
-    return autoshard.plan(train_step, *shapes(), **given)
+    settings: dict[str, Any] = {"plan": words, "target": "cpu:8", "donate_argnums": 0, "fixed": fixed} | options
+    return autoshard.plan(train_step, *shapes(), **settings)
 
 
 def leaf(plan: Plan, path: str) -> Any:
@@ -42,12 +42,14 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize(("words", "path"), [("zero1:8", WQ), ("fsdp:8", "0/params/embed"), ("fsdp:2 tp:4 seq", "1/x")])
 def test_an_alternative_costs_what_its_plan_costs(words, path):
-    found = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
-    assert len({tuple(c.fixed.items()) for c in found}) == len(found) >= 2
-    for choice in found:
-        made = with_fixed(words, choice.fixed).estimate
-        assert (choice.step_time_us, choice.peak_bytes) == pytest.approx((made.step_time_us, made.peak_memory_bytes))
-    assert [c.step_time_us for c in found] == sorted(c.step_time_us for c in found)
+    alternatives = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
+    assert len({tuple(c.fixed.items()) for c in alternatives}) == len(alternatives) >= 2
+    for choice in alternatives:
+        estimate = with_fixed(words, choice.fixed).estimate
+        assert (choice.step_time_us, choice.peak_bytes) == pytest.approx(
+            (estimate.step_time_us, estimate.peak_memory_bytes)
+        )
+    assert [c.step_time_us for c in alternatives] == sorted(c.step_time_us for c in alternatives)
 
 
 def test_explain_shows_the_next_best_alternative_with_its_cost():
@@ -72,8 +74,8 @@ def test_an_alternative_that_does_not_fit_is_infeasible():
         if not any(x.fixed["0/params/embed"])
     )
     assert table.peak_bytes > limit
-    over = bytes_text(table.peak_bytes - limit)
-    assert re.search(rf"P\(\) infeasible: .*{over} over the limit of", flat(plan.explain("params/embed")))
+    excess = bytes_text(table.peak_bytes - limit)
+    assert re.search(rf"P\(\) infeasible: .*{excess} over the limit of", flat(plan.explain("params/embed")))
 
 
 def test_tensors_that_cannot_be_sharded_have_no_alternatives():
@@ -90,10 +92,13 @@ def test_a_wish_costs_what_its_plan_costs():
     text = flat(plan.explain(WQ, P()))
     # The parameter is gathered after its update instead of before its use.
     assert text.startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time under this plan (fsdp:8): step ")
-    alone, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
-    assert alone.step_time_us < both.step_time_us  # so the moment keeps its sharding
-    change = change_text(alone.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
-    assert f"step {time_text(alone.step_time_us)}, {change}; memory {bytes_text(alone.peak_memory_bytes)}" in text
+    weight_only, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
+    assert weight_only.step_time_us < both.step_time_us  # so the moment keeps its sharding
+    change = change_text(weight_only.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
+    assert (
+        f"step {time_text(weight_only.step_time_us)}, {change}; memory {bytes_text(weight_only.peak_memory_bytes)}"
+        in text
+    )
     change = change_text(both.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
     assert f"alone; with its moment sharded the same way: step {change}" in text
     assert f"to get it: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
@@ -101,12 +106,12 @@ def test_a_wish_costs_what_its_plan_costs():
 
 def test_a_search_around_the_wish_is_priced_too():
     spec = P(None, None, "tp")
-    asked = flat(planned("dp:2 tp:4").explain(WQ, spec))
+    explanation = flat(planned("dp:2 tp:4").explain(WQ, spec))
     around = min(with_fixed(None, dict.fromkeys(f, spec)).estimate.step_time_us for f in ([WQ], [WQ, MOMENT]))
     # compared with the best plan without the wish, not with the requested plan
     best = planned(None)
     change = change_text(around, best.estimate.step_time_us, time_text, 1e-3)
-    assert f"; without it {best.chosen}): step {time_text(around)}, {change};" in asked
+    assert f"; without it {best.chosen}): step {time_text(around)}, {change};" in explanation
 
 
 def test_a_wish_that_ties_or_is_already_planned():
@@ -159,7 +164,7 @@ def test_a_wish_for_several_tensors():
         ("wz", P(), "no input or result is called 'wz'"),
     ],
 )
-def test_invalid_wishes_are_refused(path, wish, message):
+def test_invalid_wishes_raise(path, wish, message):
     with pytest.raises(PlanError, match=message):
         planned().explain(path, wish)
 
@@ -171,21 +176,21 @@ def test_a_wish_needs_the_function():
 
 def test_a_plan_read_from_json_prices_wishes_alike():
     plan = planned("fsdp:8")
-    again = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
-    ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, again))
+    reread = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
+    ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, reread))
     assert (ours.step_time_us, ours.peak_bytes) == pytest.approx((theirs.step_time_us, theirs.peak_bytes))
-    assert flat(again.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
+    assert flat(reread.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
 
 
 def test_the_moments_of_a_parameter():
     state = jax.eval_shape(lambda: (mlp_state(), __import__("optax").adamw(1e-2).init(mlp_state())))
     plan = autoshard.plan(adamw_step, state, jax.ShapeDtypeStruct((32, 64), "float32"), target="cpu:8")
-    found = {x.path for x in moments_of(plan, [leaf(plan, "0/0/w")])}
-    assert len(found) == 2 and all(path.endswith(("mu/w", "nu/w")) for path in found)
+    paths = {x.path for x in moments_of(plan, [leaf(plan, "0/0/w")])}
+    assert len(paths) == 2 and all(path.endswith(("mu/w", "nu/w")) for path in paths)
     assert "the 2 moments" in plan.explain("0/0/w", P(None, plan.mesh.axis_names[0])) + plan.explain("0/0/w", P())
 
 
-def test_moments_of_equal_layers_are_told_apart():
+def test_moments_of_equal_layers_are_distinguished():
     def step(state, x):
         params, moments = state
         grads = jax.grad(lambda ps: sum(jnp.mean(jnp.tanh(x @ p["w"]) ** 2) for p in ps))(params)
@@ -236,9 +241,9 @@ def test_a_stack_with_a_fixed_sharding_is_gathered_for_its_loop(words, dim):
 def test_fix_plan_again_and_compare():
     searched = planned(None)
     spec = P() if leaf(searched, WQ).spec != P() else P(searched.mesh.axis_names[0])
-    again = with_fixed(searched.chosen, {WQ: spec, MOMENT: spec})
-    text = flat(searched.diff(again))
+    replanned = with_fixed(searched.chosen, {WQ: spec, MOMENT: spec})
+    text = flat(searched.diff(replanned))
     assert "input attention/wq x2: " in text and text.count("input ") == 1
-    assert f"{time_text(searched.estimate.step_time_us)} -> {time_text(again.estimate.step_time_us)}" in text
-    assert again.estimate.step_time_us > searched.estimate.step_time_us
-    assert "fixed by the user" in flat(again.explain(WQ)) or spec == P()
+    assert f"{time_text(searched.estimate.step_time_us)} -> {time_text(replanned.estimate.step_time_us)}" in text
+    assert replanned.estimate.step_time_us > searched.estimate.step_time_us
+    assert "fixed by the user" in flat(replanned.explain(WQ)) or spec == P()

@@ -125,8 +125,8 @@ def test_fault_is_still_there(name, effect, fn, args, factors):
     fault = known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect)
     assert fault is not None
     counts, operands = [dict.fromkeys(factors, 2)], trials(case)[1]
-    found = check_partitioner(case, rule, counts, operands, known=False)
-    assert any(MESSAGES[effect] in text for _, text in found), f"XLA has fixed this fault. Remove it: {fault}"
+    findings = check_partitioner(case, rule, counts, operands, known=False)
+    assert any(MESSAGES[effect] in text for _, text in findings), f"XLA has fixed this fault. Remove it: {fault}"
     assert check_partitioner(case, rule, counts, operands) == []
 
 
@@ -147,8 +147,8 @@ def test_operator_runs_correctly_on_shards_without_gathers(name, effect, fn, arg
         )
     )
     operands = trials(case)[1]
-    for found, expected in zip(run(*operands), case.run(operands), strict=True):
-        assert difference(expected, to_numpy(found)) is None
+    for actual, expected in zip(run(*operands), case.run(operands), strict=True):
+        assert difference(expected, to_numpy(actual)) is None
     specs = [tuple(tuple(a for f in dim for a, g in axes.items() if g == f) for dim in dims) for dims in rule.operands]
     placed = [
         jax.device_put(x, NamedSharding(mesh, to_partition_spec(s))) for x, s in zip(operands, specs, strict=True)
@@ -188,9 +188,9 @@ def test_batch_groups_are_a_known_crash():
 
 
 def test_every_fault_is_checked():
-    found = set()
+    checked = set()
     for name, effect, fn, args, factors in filter(lambda row: fault_exists(*row), FAULTS):
         case, rule = case_of(name, fn, args)
-        found.add(known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect))
+        checked.add(known_fault(name, ShardedOperator(case.avals, case.eqn.params, rule, factors), effect))
     known = [f for f in KNOWN_PARTITIONER_FAULTS if any(fault_exists(name, f.effect) for name in f.primitives)]
-    assert [f for f in known if f not in found and f.effect != "crash"] == []
+    assert [f for f in known if f not in checked and f.effect != "crash"] == []

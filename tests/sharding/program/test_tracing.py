@@ -17,16 +17,16 @@ def test_a_subtree_of_the_results_is_the_state_of_one_argument():
     def add(params, others, x):
         return jax.tree.map(jnp.add, params, others), x.sum()
 
-    found = state_of(add, mlp_state(), mlp_state(), batch())
-    assert found == [("0/b", "0/b"), ("0/v", "0/v"), ("0/w", "0/w")]
+    pairs = state_of(add, mlp_state(), mlp_state(), batch())
+    assert pairs == [("0/b", "0/b"), ("0/v", "0/v"), ("0/w", "0/w")]
 
 
 def test_two_arguments_of_the_same_structure_are_both_state():
     def swap(params, moments, x):
         return moments, params
 
-    found = state_of(swap, mlp_state(), mlp_state(), batch())
-    assert len(found) == 6 and len({o for _, o in found}) == 6
+    pairs = state_of(swap, mlp_state(), mlp_state(), batch())
+    assert len(pairs) == 6 and len({o for _, o in pairs}) == 6
 
 
 def test_arrays_that_change_their_dtype_are_not_state():

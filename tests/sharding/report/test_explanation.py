@@ -57,7 +57,7 @@ def test_explain_names_fixed_shardings():
     assert "a: shards dimension 0 (embed) 8 ways: fixed by the user, or as the array was already sharded" in flat
 
 
-def test_explain_takes_ends_of_paths_and_globs():
+def test_explain_accepts_ends_of_paths_and_globs():
     plan = planned()
     assert plan.explain("wq").startswith("0/params/attention/wq\n")  # the parameter takes precedence
     assert plan.explain("/moments/attention/wq").startswith("0/moments/attention/wq\n")
@@ -100,9 +100,9 @@ def test_explain_shows_traffic_if_the_function_is_known():
 def test_traffic_of_parameters_sums_to_the_traffic_of_the_plan(words):
     """Under data parallelism, nearly all traffic is of parameters and gradients, each counted once."""
     plan = planned(words)
-    own = sum(
+    of_parameters = sum(
         sum(traffic_of(bound_or_error(plan.bound), i).values())
         for i, x in enumerate(plan.inputs)
         if x.role == "parameter"
     )
-    assert 0.97 * plan.estimate.comm_bytes <= own <= plan.estimate.comm_bytes * 1.0001
+    assert 0.97 * plan.estimate.comm_bytes <= of_parameters <= plan.estimate.comm_bytes * 1.0001

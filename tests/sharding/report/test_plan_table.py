@@ -77,8 +77,8 @@ def test_table_lists_traffic_with_source_lines():
     text = str(plan)
     assert f"each device sends {bytes_text(plan.estimate.comm_bytes)}" in text
     assert "sharding/example_step.py:" in text and "(loss_of)" in text and "/tests/" not in text
-    shown = text[text.index("traffic per step:") :].splitlines()[1:]
-    assert len(shown) <= 9 and re.match(r" +and \d+ smaller ones", shown[-1])
+    table = text[text.index("traffic per step:") :].splitlines()[1:]
+    assert len(table) <= 9 and re.match(r" +and \d+ smaller ones", table[-1])
     assert "traffic: none" in str(autoshard.plan(train_step, *shapes(), target="cpu:1"))
 
 

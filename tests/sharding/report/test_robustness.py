@@ -22,8 +22,8 @@ def all_of(plan):
     texts += [half_built().diff(plan), plan.to_json()]
     texts += [plan.explain(leaf.path) for leaf in (*plan.inputs, *plan.outputs) if leaf.path.strip("/")]
     assert all(isinstance(text, str) and text for text in texts)
-    for made in (copy.copy(plan), copy.deepcopy(plan)):
-        assert str(made) == str(plan)
+    for copied in (copy.copy(plan), copy.deepcopy(plan)):
+        assert str(copied) == str(plan)
 
 
 @pytest.mark.parametrize("words", REQUESTS)
@@ -72,12 +72,15 @@ def estimates(draw):
 @st.composite
 def histories(draw):
     tried = st.builds(PricedPlan, st.sampled_from(["dp:8", "tp:8"]), BYTES, BYTES, BYTES, st.just("all-gather"), BYTES)
-    some = st.lists(tried, max_size=3).map(tuple)
-    return tuple(SearchRecord({"remat": "none"}, 4, 1, 1, found) for found in draw(st.lists(some, max_size=2)))
+    candidate_lists = st.lists(tried, max_size=3).map(tuple)
+    return tuple(
+        SearchRecord({"remat": "none"}, 4, 1, 1, candidates)
+        for candidates in draw(st.lists(candidate_lists, max_size=2))
+    )
 
 
 @st.composite
-def odd_plans(draw):
+def random_plans(draw):
     axes = draw(st.dictionaries(AXES, st.integers(1, 40)))
     return half_built(
         mesh=abstract_mesh(axes),
@@ -105,7 +108,7 @@ def odd_plans(draw):
     )
 
 
-@given(odd_plans())
+@given(random_plans())
 def test_all_reports_of_random_plans(plan):
     all_of(plan)
     read(page(plan))

@@ -25,9 +25,9 @@ def test_dtypes_are_part_of_a_signature():
 
     sharded, x = auto_shard(fn, plan="dp:8"), batch() * 9
     for dtype in (np.float32, np.int32, np.float32):  # the second call finds one plan, the third two
-        found = sharded(x.astype(dtype))
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, fn(x.astype(dtype)))
+        actual = sharded(x.astype(dtype))
+        assert actual.dtype == dtype
+        np.testing.assert_array_equal(actual, fn(x.astype(dtype)))
     assert len(sharded._plain.entries) == 2
 
 
@@ -155,10 +155,10 @@ def test_results_computed_from_state_keep_its_sharding():
     train = auto_shard(sgd_step, plan="fsdp:8")
     params, _ = train(mlp_state(), batch())
     eighth = whole_bytes(params) / 8
-    taken = auto_shard(lambda s, x: (s["p"], x.sum()))({"p": params, "o": params}, batch())[0]
+    returned = auto_shard(lambda s, x: (s["p"], x.sum()))({"p": params, "o": params}, batch())[0]
     moments = auto_shard(optax.adam(1e-3).init)(params)
     narrow = auto_shard(lambda p: jax.tree.map(lambda a: a.astype(jnp.bfloat16), p))(params)
-    assert device_bytes(taken) == eighth
+    assert device_bytes(returned) == eighth
     assert device_bytes(moments) <= 2 * eighth + 8
     assert device_bytes(narrow) <= eighth / 2
 
@@ -180,8 +180,10 @@ def test_a_variant_that_does_not_fit_is_not_chosen():
         plan(fn, mlp_state(), big, variants={"half": [h]}, plan="dp:8").estimate.peak_memory_bytes
         for h in (False, True)
     ]
-    made = plan(fn, mlp_state(), big, variants={"half": [False, True]}, plan="dp:8", memory_limit_bytes=sum(peaks) / 2)
-    assert made.variant == {"half": peaks[1] < peaks[0]}
+    planned = plan(
+        fn, mlp_state(), big, variants={"half": [False, True]}, plan="dp:8", memory_limit_bytes=sum(peaks) / 2
+    )
+    assert planned.variant == {"half": peaks[1] < peaks[0]}
 
 
 def test_a_path_with_brackets_can_be_fixed():
@@ -190,8 +192,8 @@ def test_a_path_with_brackets_can_be_fixed():
     def loss(params, x):
         return mlp_loss({k[0]: v for k, v in params.items()}, x)
 
-    made = plan(loss, params, batch(), mesh={"data": 8}, fixed={"0/w[0]": P("data")})
-    assert {leaf.path: leaf.spec for leaf in made.inputs}["0/w[0]"] == P("data")
+    planned = plan(loss, params, batch(), mesh={"data": 8}, fixed={"0/w[0]": P("data")})
+    assert {leaf.path: leaf.spec for leaf in planned.inputs}["0/w[0]"] == P("data")
 
 
 def test_init_accepts_settings_and_keywords():
@@ -231,8 +233,8 @@ def test_a_plan_for_nnx_objects_runs_on_them():
 
 def test_memory_includes_arrays_that_a_function_closes_over():
     weight = jnp.ones((1024, 512))
-    made = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")
-    assert made.estimate.memory_bytes["constant"] == weight.nbytes
-    assert any("closes over 2.00 MiB" in note for note in made.notes)
+    planned = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")
+    assert planned.estimate.memory_bytes["constant"] == weight.nbytes
+    assert any("closes over 2.00 MiB" in note for note in planned.notes)
     with pytest.raises(PlanError, match="constant 2.00 MiB"):
         plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), memory_limit_bytes=2**20)

@@ -25,14 +25,14 @@ def train_step():
 
 def test_the_fastest_candidate_that_fits_is_chosen():
     options: Any = dict(target="h100:8", donate_argnums=0)
-    free = plan(*train_step(), **options)
-    peaks = {name: peak for name, _, peak in free.candidates}
-    assert min(peaks.values()) < peaks[free.chosen]
-    for limit in (min(peaks.values()), peaks[free.chosen] - 1, peaks[free.chosen]):
-        made = plan(*train_step(), memory_limit_bytes=limit, **options)
-        fastest = min(us for _, us, peak in free.candidates if peak <= limit)
-        assert made.estimate.peak_memory_bytes <= limit
-        assert made.estimate.step_time_us == pytest.approx(fastest, abs=1e-3)
+    unlimited = plan(*train_step(), **options)
+    peaks = {name: peak for name, _, peak in unlimited.candidates}
+    assert min(peaks.values()) < peaks[unlimited.chosen]
+    for limit in (min(peaks.values()), peaks[unlimited.chosen] - 1, peaks[unlimited.chosen]):
+        planned = plan(*train_step(), memory_limit_bytes=limit, **options)
+        fastest = min(us for _, us, peak in unlimited.candidates if peak <= limit)
+        assert planned.estimate.peak_memory_bytes <= limit
+        assert planned.estimate.step_time_us == pytest.approx(fastest, abs=1e-3)
     with pytest.raises(PlanError, match="no plan fits"):
         plan(*train_step(), memory_limit_bytes=min(peaks.values()) - 1, **options)
 
@@ -40,8 +40,8 @@ def test_the_fastest_candidate_that_fits_is_chosen():
 def test_a_candidate_has_the_same_price_when_it_is_requested():
     options: Any = dict(target="h100:8", donate_argnums=0)
     for name, step_time_us, peak in plan(*train_step(), **options).candidates:
-        alone = plan(*train_step(), plan=name, **options).estimate
-        assert (step_time_us, peak) == pytest.approx((alone.step_time_us, alone.peak_memory_bytes)), name
+        requested = plan(*train_step(), plan=name, **options).estimate
+        assert (step_time_us, peak) == pytest.approx((requested.step_time_us, requested.peak_memory_bytes)), name
 
 
 def test_a_slow_variant_that_fits_is_preferred_to_a_fast_one_that_does_not():
@@ -57,10 +57,10 @@ def test_a_slow_variant_that_fits_is_preferred_to_a_fast_one_that_does_not():
     x, w = jax.ShapeDtypeStruct((2**15, 512), "float32"), jax.ShapeDtypeStruct((64, 512, 4096), "float32")
     with pytest.warns(AutoshardWarning, match="does not fit 4.00 GiB"):
         fast = plan(fn, x, w, target="cpu:8", plan="dp:8", variants={"careful": [False]})
-        made = plan(fn, x, w, target="cpu:8", plan="dp:8", variants={"careful": [False, True]})
-    assert made.fits and not fast.fits and made.variant == {"careful": True}
-    assert made.function == "fn"
-    assert made.estimate.step_time_us > fast.estimate.step_time_us
+        planned = plan(fn, x, w, target="cpu:8", plan="dp:8", variants={"careful": [False, True]})
+    assert planned.fits and not fast.fits and planned.variant == {"careful": True}
+    assert planned.function == "fn"
+    assert planned.estimate.step_time_us > fast.estimate.step_time_us
 
 
 def test_no_mesh_axis_is_idle_without_gain():
@@ -73,6 +73,6 @@ def test_no_mesh_axis_is_idle_without_gain():
 
     shapes = {"table": (512, 64), "w": (64, 256), "v": (256, 64)}
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-    made = plan(step, params, jax.ShapeDtypeStruct((256, 9), "int32"), target="h100:8")
-    assert not bound_or_error(made.bound).layout.idle_axes()
-    assert all(time >= made.estimate.step_time_us for _, time, _ in made.candidates)
+    planned = plan(step, params, jax.ShapeDtypeStruct((256, 9), "int32"), target="h100:8")
+    assert not bound_or_error(planned.bound).layout.idle_axes()
+    assert all(time >= planned.estimate.step_time_us for _, time, _ in planned.candidates)

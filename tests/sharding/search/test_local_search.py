@@ -68,20 +68,23 @@ def test_a_changed_plan_can_be_requested(monkeypatch):
     assert "+" not in named.chosen and "-" not in named.chosen  # a changed plan gains less than the threshold
     for module in (local_search, layout_search):
         monkeypatch.setattr(module, "LEAST_GAIN_OVER_KNOWN", 0.05)
-    made = with_few_rows()
-    assert "+" in made.chosen or "-" in made.chosen
-    assert made.estimate.step_time_us < 0.95 * named.estimate.step_time_us
-    again = with_few_rows(made.chosen)
-    assert again.estimate == made.estimate
-    assert [leaf.spec for leaf in again.inputs] == [leaf.spec for leaf in made.inputs]
+    plan = with_few_rows()
+    assert "+" in plan.chosen or "-" in plan.chosen
+    assert plan.estimate.step_time_us < 0.95 * named.estimate.step_time_us
+    requested = with_few_rows(plan.chosen)
+    assert requested.estimate == plan.estimate
+    assert [leaf.spec for leaf in requested.inputs] == [leaf.spec for leaf in plan.inputs]
 
 
 @pytest.mark.parametrize(("name", "target"), [("gpt-tiny", "h100:8"), ("mixtral-tiny", "v5e:2x4")])
 def test_no_work_is_repeated_to_save_communication(name, target):
-    made = plan(*workload_step(workload(name).with_(batch_size=4)), target=target, donate_argnums=0)
-    assert "-" not in made.chosen  # for a model this small, repeated work would be faster
+    planned = plan(*workload_step(workload(name).with_(batch_size=4)), target=target, donate_argnums=0)
+    assert "-" not in planned.chosen  # for a model this small, repeated work would be faster
 
 
 def test_the_result_is_never_slower_than_a_known_plan():
-    made = plan(*train_step(), target="h100:8", donate_argnums=0)
-    assert made.estimate.step_time_us <= min(us for _, us, peak in made.candidates if peak <= made.limit_bytes) + 1e-3
+    planned = plan(*train_step(), target="h100:8", donate_argnums=0)
+    assert (
+        planned.estimate.step_time_us
+        <= min(us for _, us, peak in planned.candidates if peak <= planned.limit_bytes) + 1e-3
+    )

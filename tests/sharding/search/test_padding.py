@@ -21,25 +21,25 @@ def planned(vocab: int, words: str, **options) -> Plan:
 
 
 def test_the_padded_price_is_that_of_the_padded_program():
-    found, padded = planned(50257, "tp:8"), planned(50264, "tp:8")
-    (padding,) = found.padding
+    unpadded, padded = planned(50257, "tp:8"), planned(50264, "tp:8")
+    (padding,) = unpadded.padding
     assert (padding.axis, padding.size, padding.padded) == ("vocab", 50257, 50264)
     assert (padding.ways, padding.words) == (8, "tp:8")
     assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)
     assert padding.peak_memory_bytes == pytest.approx(padded.estimate.peak_memory_bytes, rel=0.02)
-    assert padding.step_time_us < 0.95 * found.estimate.step_time_us
+    assert padding.step_time_us < 0.95 * unpadded.estimate.step_time_us
     assert not padded.padding
 
 
 def test_every_report_has_it():
-    found = planned(50257, "tp:8")
+    original = planned(50257, "tp:8")
     gain = r"\d+ ms \(-\d+\.\d %\) and [\d.]+ GiB less"
     words = rf"vocab 50257 is not divisible by 8. Padded to 50264, a step would take {gain}"
-    again = Plan.from_json(found.to_json())
-    assert again.padding == found.padding
-    for text in (str(found), found.explain("embed"), str(again)):
+    reread = Plan.from_json(original.to_json())
+    assert reread.padding == original.padding
+    for text in (str(original), original.explain("embed"), str(reread)):
         assert re.search(words, " ".join(text.split())), text
-    assert "Padded to" not in found.explain("wq")
+    assert "Padded to" not in original.explain("wq")
 
 
 def test_the_page_has_it(tmp_path):
@@ -76,10 +76,10 @@ def test_another_plan_that_is_the_best_with_padding():
     """The plan shards the batch. With a slightly larger hidden size, sharding that would be faster."""
     array = jax.ShapeDtypeStruct
     weights = {"up": array((1024, 65535), "float32"), "down": array((65535, 1024), "float32")}
-    found = plan(train, weights, array((64, 1024), "float32"), target="h100:1x8", donate_argnums=0)
-    (padding,) = found.padding
+    planned = plan(train, weights, array((64, 1024), "float32"), target="h100:1x8", donate_argnums=0)
+    (padding,) = planned.padding
     assert (padding.size, padding.padded) == (65535, 65536)
-    assert padding.words != found.chosen and "tp" in padding.words
+    assert padding.words != planned.chosen and "tp" in padding.words
     weights = {"up": array((1024, 65536), "float32"), "down": array((65536, 1024), "float32")}
     padded = plan(train, weights, array((64, 1024), "float32"), target="h100:1x8", donate_argnums=0)
     assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.1)
@@ -87,11 +87,13 @@ def test_another_plan_that_is_the_best_with_padding():
 
 def test_state_without_a_divisible_dimension():
     """With fsdp:8 and no size divisible by 8, the state is replicated. With one dimension padded, it is sharded."""
-    found = plan(train, *shapes(20001), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
+    unpadded = plan(train, *shapes(20001), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
     padded = plan(train, *shapes(20008), target="h100:1x8", plan="fsdp:8", donate_argnums=0)
-    whole, parts = (sum(p.estimate.memory_bytes["parameter"] for p in [each]) for each in (found, padded))
-    assert whole == pytest.approx(8 * parts, rel=0.01)
-    limit = (found.estimate.peak_memory_bytes + padded.estimate.peak_memory_bytes) / 2
+    unpadded_bytes, padded_bytes = (
+        sum(p.estimate.memory_bytes["parameter"] for p in [each]) for each in (unpadded, padded)
+    )
+    assert unpadded_bytes == pytest.approx(8 * padded_bytes, rel=0.01)
+    limit = (unpadded.estimate.peak_memory_bytes + padded.estimate.peak_memory_bytes) / 2
     with pytest.raises(PlanError, match="padded from 20001 to 20008"):
         plan(train, *shapes(20001), target="h100:1x8", plan="fsdp:8", memory_limit_bytes=limit, donate_argnums=0)
 
@@ -111,8 +113,8 @@ def attention(heads: int) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDty
 def test_padding_of_key_value_heads():
     """Seven key-value heads with three query groups each, over four devices, padded to eight heads."""
     gradient = jax.grad(grouped)
-    found = plan(gradient, *attention(7), target="h100:1x8", plan="dp:2 tp:4")
+    planned = plan(gradient, *attention(7), target="h100:1x8", plan="dp:2 tp:4")
     padded = plan(gradient, *attention(8), target="h100:1x8", plan="dp:2 tp:4")
-    (padding,) = [p for p in found.padding if p.size == 7]
+    (padding,) = [p for p in planned.padding if p.size == 7]
     assert padding.padded == 8
     assert padding.step_time_us == pytest.approx(padded.estimate.step_time_us, rel=0.02)

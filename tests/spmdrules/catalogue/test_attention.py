@@ -15,7 +15,7 @@ Q, K, V = (jnp.asarray(RNG.normal(size=(2, 12, 4, 8)), jnp.float32) for _ in ran
 BEFORE = np.tril(np.ones((12, 12), bool))
 
 
-def close(a, b, tolerance=2e-5):
+def assert_close(a, b, tolerance=2e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
@@ -27,17 +27,21 @@ def reference(q, k, v, visible=None, change=lambda scores: scores):
 
 
 def test_masks():
-    close(attention.attention(Q, K, V), reference(Q, K, V))
+    assert_close(attention.attention(Q, K, V), reference(Q, K, V))
     visible = jnp.asarray(BEFORE)[None, None]
-    close(attention.causal_attention(Q, K, V), reference(Q, K, V, visible))
+    assert_close(attention.causal_attention(Q, K, V), reference(Q, K, V, visible))
     near = visible & ~jnp.asarray(np.tril(np.ones((12, 12), bool), -5))[None, None]
-    close(attention.sliding_window_attention(Q, K, V, window=4), reference(Q, K, V, near))
+    assert_close(attention.sliding_window_attention(Q, K, V, window=4), reference(Q, K, V, near))
     lengths = jnp.asarray([3, 12], jnp.int32)
     short = (jnp.arange(12)[None] < lengths[:, None])[:, None, None]
-    close(attention.padded_attention(Q, K, V, lengths), reference(Q, K, V, short))
-    close(attention.soft_capped_attention(Q, K, V, cap=2.0), reference(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2)))
+    assert_close(attention.padded_attention(Q, K, V, lengths), reference(Q, K, V, short))
+    assert_close(
+        attention.soft_capped_attention(Q, K, V, cap=2.0), reference(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2))
+    )
     bias = jnp.asarray(RNG.normal(size=(1, 4, 12, 12)), jnp.float32)
-    close(attention.attention(Q, K, V, bias), reference(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape)))
+    assert_close(
+        attention.attention(Q, K, V, bias), reference(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape))
+    )
 
 
 def test_blockwise_attention_equals_causal_attention_with_its_gradient():
@@ -45,12 +49,14 @@ def test_blockwise_attention_equals_causal_attention_with_its_gradient():
         out, pull = jax.vjp(fn, Q, K, V)
         return out, pull(V)
 
-    close(run(lambda *x: attention.blockwise_attention(*x, block=4)), run(attention.causal_attention), 1e-4)
+    assert_close(run(lambda *x: attention.blockwise_attention(*x, block=4)), run(attention.causal_attention), 1e-4)
 
 
 def test_groups_of_queries_share_keys():
     k, v = K[:, :, :2], V[:, :, :2]
-    close(attention.causal_attention(Q, k, v), attention.causal_attention(Q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)))
+    assert_close(
+        attention.causal_attention(Q, k, v), attention.causal_attention(Q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2))
+    )
 
 
 def test_a_sink_is_a_key_whose_value_is_zero():
@@ -58,64 +64,70 @@ def test_a_sink_is_a_key_whose_value_is_zero():
     extra = jnp.broadcast_to(sinks.reshape(1, 4, 1, 1), (2, 4, 12, 1))
     scores = jnp.concatenate([jnp.einsum("bshd,bthd->bhst", Q, K) / np.float32(np.sqrt(8)), extra], -1)
     expected = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, -1)[..., :-1], V)
-    close(attention.attention_with_sinks(Q, K, V, sinks), expected)
+    assert_close(attention.attention_with_sinks(Q, K, V, sinks), expected)
 
 
 def test_linear_attention_equals_its_quadratic_form():
     q, k = jax.nn.elu(Q) + 1, jax.nn.elu(K) + 1
     scores = jnp.einsum("bshd,bthd->bhst", q, k)
     expected = jnp.einsum("bhst,bthd->bshd", scores / scores.sum(-1, keepdims=True), V)
-    close(attention.linear_attention(Q, K, V), expected)
+    assert_close(attention.linear_attention(Q, K, V), expected)
 
 
 def test_decoding_with_a_cache_gives_the_last_row():
     caches = attention.kv_cache_update(jnp.zeros_like(K), jnp.zeros_like(V), K[:, :11], V[:, :11], jnp.int32(0))
-    at = jnp.asarray([11, 11], jnp.int32)
-    k, v = (attention.ragged_cache_update(c, x[:, 11], at) for c, x in zip(caches, (K, V), strict=True))
-    close(attention.decode_attention(Q[:, 11], k, v, at + 1), attention.causal_attention(Q, K, V)[:, 11])
+    positions = jnp.asarray([11, 11], jnp.int32)
+    k, v = (attention.ragged_cache_update(c, x[:, 11], positions) for c, x in zip(caches, (K, V), strict=True))
+    assert_close(attention.decode_attention(Q[:, 11], k, v, positions + 1), attention.causal_attention(Q, K, V)[:, 11])
     table = jnp.asarray([[4, 1, 3], [0, 5, 2]], jnp.int32)
     k, v = (jnp.zeros((6, 4, 4, 8)).at[table].set(x.reshape(2, 3, 4, 4, 8)) for x in (K, V))
-    close(attention.paged_attention(Q[:, 11], k, v, table, at + 1), attention.causal_attention(Q, K, V)[:, 11])
+    assert_close(
+        attention.paged_attention(Q[:, 11], k, v, table, positions + 1), attention.causal_attention(Q, K, V)[:, 11]
+    )
 
 
 @pytest.mark.parametrize("rope", [attention.rope, attention.rope_interleaved])
 def test_rotated_scores_depend_only_on_distance(rope):
-    places = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
-    scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (places, places + 100)]
-    close(scores[0], scores[1], 1e-3)
-    close(jnp.linalg.norm(rope(Q, places), axis=-1), jnp.linalg.norm(Q, axis=-1))
+    positions = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
+    scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (positions, positions + 100)]
+    assert_close(scores[0], scores[1], 1e-3)
+    assert_close(jnp.linalg.norm(rope(Q, positions), axis=-1), jnp.linalg.norm(Q, axis=-1))
 
 
 def test_the_two_rope_conventions_differ_in_the_order_of_pairs():
-    places = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
     order = np.arange(8).reshape(4, 2).T.reshape(-1)  # even indices first
-    close(attention.rope(Q[..., order], places), attention.rope_interleaved(Q, places)[..., order])
+    assert_close(attention.rope(Q[..., order], positions), attention.rope_interleaved(Q, positions)[..., order])
     pair = jnp.asarray([[[[1.0, 0.0]]]])
     angle = np.float32(3.0)
-    close(attention.rope(pair, jnp.full((1, 1), 3, jnp.int32))[0, 0, 0], np.asarray([np.cos(angle), np.sin(angle)]))
+    assert_close(
+        attention.rope(pair, jnp.full((1, 1), 3, jnp.int32))[0, 0, 0], np.asarray([np.cos(angle), np.sin(angle)])
+    )
 
 
 def test_alibi_has_the_slopes_of_the_paper():
-    found = attention.alibi(jnp.zeros((1, 8, 4, 4)))
-    close(found[0, :, 3, 2], -(2.0 ** -np.arange(1, 9, dtype=np.float32)))
-    close(found[0, 0, 3, 0], np.float32(-1.5))
+    bias = attention.alibi(jnp.zeros((1, 8, 4, 4)))
+    assert_close(bias[0, :, 3, 2], -(2.0 ** -np.arange(1, 9, dtype=np.float32)))
+    assert_close(bias[0, 0, 3, 0], np.float32(-1.5))
 
 
 def test_relative_buckets_are_those_of_t5():
     table = jnp.broadcast_to(jnp.arange(16, dtype=jnp.float32)[:, None], (16, 1))
-    found = attention.relative_position_bias(table, seq=40, farthest=16)[0, 0]
+    bias = attention.relative_position_bias(table, seq=40, farthest=16)[0, 0]
     # Distances 0 to 3 have one bucket each. Distances from 4 share four buckets, whose ranges grow by sqrt(2).
-    close(found[39, 39 - np.arange(20)], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7])
-    close(found[0, 1:5], [9, 10, 11, 12])
+    assert_close(bias[39, 39 - np.arange(20)], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7])
+    assert_close(bias[0, 1:5], [9, 10, 11, 12])
 
 
 def test_sharded_batch_and_heads_move_nothing_and_a_sharded_sequence_gathers_keys():
     for spec in (P("data"), P(None, None, "data")):
-        found = propagate(attention.causal_attention, Q, K, V, in_specs=spec, mesh={"data": 2})
-        assert not found.reshards and found.out_specs == spec
-    found = propagate(attention.causal_attention, Q, K, V, in_specs=P(None, "data"), mesh={"data": 2})
-    assert found.out_specs == P(None, "data")
-    assert found.bytes_moved == 0.5 * (K.nbytes + V.nbytes) and {r.kind for r in found.reshards} == {"all-gather"}
+        propagation = propagate(attention.causal_attention, Q, K, V, in_specs=spec, mesh={"data": 2})
+        assert not propagation.reshards and propagation.out_specs == spec
+    propagation = propagate(attention.causal_attention, Q, K, V, in_specs=P(None, "data"), mesh={"data": 2})
+    assert propagation.out_specs == P(None, "data")
+    assert propagation.bytes_moved == 0.5 * (K.nbytes + V.nbytes) and {r.kind for r in propagation.reshards} == {
+        "all-gather"
+    }
 
 
 @pytest.mark.parametrize("name, specs", [
@@ -124,9 +136,13 @@ def test_sharded_batch_and_heads_move_nothing_and_a_sharded_sequence_gathers_key
 ])  # fmt: skip
 def test_one_reduction_per_tensor_parallel_layer(name, specs):
     operator = next(op for op in attention.OPERATORS if op.name == name)
-    found = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"tp": 4})
-    assert not found.reshards and found.out_partial == {"tp": "sum"}
+    propagation = propagate(operator.fn, *operator.args, in_specs=specs, mesh={"tp": 4})
+    assert not propagation.reshards and propagation.out_partial == {"tp": "sum"}
     gradient = operator.gradient
     assert gradient is not None
-    found = propagate(gradient.fn, *gradient.args, in_specs=(*specs, P()), mesh={"tp": 4})
-    assert not found.reshards and found.out_partial[0] == {"tp": "sum"} and found.out_specs[1:] == specs[1:]
+    propagation = propagate(gradient.fn, *gradient.args, in_specs=(*specs, P()), mesh={"tp": 4})
+    assert (
+        not propagation.reshards
+        and propagation.out_partial[0] == {"tp": "sum"}
+        and propagation.out_specs[1:] == specs[1:]
+    )

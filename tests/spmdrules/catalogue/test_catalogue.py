@@ -145,7 +145,7 @@ def case_signature(case: Case, exact: bool) -> Any:
     return signature(case.eqn.primitive, case.avals, case.eqn.params, rule, exact)
 
 
-def listed(findings: list[Finding]) -> str:
+def findings_text(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
@@ -171,7 +171,7 @@ def examine(chosen: Operator) -> None:
                 FINDINGS[key] = check_case(case, partitioner=False)
             keys.add(key)
     findings = [finding for key in keys for finding in FINDINGS.get(key, [])]
-    assert not findings, listed(findings)
+    assert not findings, findings_text(findings)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_equations_with_the_partitioner(op, gradient):
         key = ("partitioner", case_signature(case, exact=True))
         if key not in FINDINGS:
             FINDINGS[key] = check_case(case, partitioner=True)
-        assert not FINDINGS[key], listed(FINDINGS[key])
+        assert not FINDINGS[key], findings_text(FINDINGS[key])
 
 
 # Forward derivatives consist of the equations of operators and gradients, and of a few others.
@@ -193,8 +193,8 @@ FORWARD_SAMPLE = [param for param in FORWARD if param.id in ("layer_norm", "max_
 def with_random_floats(case: Case) -> Case:
     """A case with random floats. Those of a derivative may cancel, as in products of an inverse with its matrix."""
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in case.operands]
-    drawn = [values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
-    return Case(case.eqn, tuple(r if f else x for f, r, x in zip(floats, drawn, case.operands, strict=True)))
+    random = [sample_values(100 + k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in enumerate(case.operands)]
+    return Case(case.eqn, tuple(r if f else x for f, r, x in zip(floats, random, case.operands, strict=True)))
 
 
 @pytest.mark.whole
@@ -217,12 +217,12 @@ def test_equations_of_tangents(op):
             continue
         if key not in FINDINGS:
             FINDINGS[key] = check_case(with_random_floats(case), partitioner=True)
-        assert not FINDINGS[key], listed(FINDINGS[key])
+        assert not FINDINGS[key], findings_text(FINDINGS[key])
 
 
 def test_tangents_are_those_of_the_operator():
     op = next(op for _, op in CATALOGUE if op.name == "layer_norm")
-    args, tangents = ([values(k + n, x) for k, x in enumerate(op.args)] for n in (0, 10))
+    args, tangents = ([sample_values(k + n, x) for k, x in enumerate(op.args)] for n in (0, 10))
     expected = jax.jvp(op.fn, args, tangents)[1]
     assert op.wrt == (0, 1, 2) and op.forward is not None
     assert difference(to_numpy(expected), to_numpy(op.forward.fn(*args, *tangents)[0])) is None
@@ -231,7 +231,7 @@ def test_tangents_are_those_of_the_operator():
 # The whole operator on devices ---------------------------------------------------------------------------------
 
 
-def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], list[PartitionSpec]] | None:
+def mesh_and_specs(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], list[PartitionSpec]] | None:
     """A mesh and specs that shard a factor and fully split the factors major to it; None without enough devices."""
     arrays = (*rule.operands, *rule.results)
     majors, pending = [], [f.name]
@@ -241,8 +241,8 @@ def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], l
         new = [g for g in before if g not in (*majors, f.name)]
         majors, pending = majors + new, pending + new
     sizes = {g.name: g.size for g in rule.factors}
-    ways = [f.fewest_shards, *(sizes[g] for g in majors)]
-    mesh = device_mesh(ways) if math.prod(ways) <= 8 else None
+    shard_counts = [f.fewest_shards, *(sizes[g] for g in majors)]
+    mesh = device_mesh(shard_counts) if math.prod(shard_counts) <= 8 else None
     if mesh is None:
         return None
     axes = dict(zip((f.name, *majors), "abcd", strict=False))
@@ -250,7 +250,7 @@ def placed(rule: Derived, f: DerivedFactor) -> tuple[Any, list[PartitionSpec], l
     return mesh, specs[: len(rule.operands)], specs[len(rule.operands) :]
 
 
-def faults(op: Operator, *effects: Any) -> bool:
+def has_known_fault(op: Operator, *effects: Any) -> bool:
     """Whether one of an operator's equations has a known fault of the partitioner with one of these effects."""
     return any(
         known_fault(
@@ -287,49 +287,56 @@ COSTLY = {
 }
 
 
-def values(number: int, x: Any) -> jax.Array:
+def sample_values(number: int, x: Any) -> jax.Array:
     """A sample argument. Its floats differ from those of other arguments, since gradients might cancel otherwise."""
     if isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating):
         return jax.random.normal(jax.random.key(number), x.shape, x.dtype)
     return example(x) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
-def excess(f: DerivedFactor, rule: Derived, leaves: list[Any], text: str) -> list[str]:
+def undeclared_collectives(f: DerivedFactor, rule: Derived, leaves: list[Any], text: str) -> list[str]:
     """Collectives in a compiled program that the rule does not account for."""
-    found = [(m["op"], m["type"]) for m in _COLLECTIVE.finditer(text)]
+    collectives = [(m["op"], m["type"]) for m in _COLLECTIVE.finditer(text)]
     if f.kind == "index":
         sizes = [x.size for x, dims in zip(leaves, rule.operands, strict=True) if any(f.name in dim for dim in dims)]
-        return [f"{op} {kind}" for op, kind in found if op == "all-gather" and _elements(kind) >= min(sizes, default=1)]
+        return [
+            f"{op} {kind}"
+            for op, kind in collectives
+            if op == "all-gather" and _elements(kind) >= min(sizes, default=1)
+        ]
     reduced = ("all-reduce", "reduce-scatter") if f.kind in ("reduce", "inside") else ()
-    return [f"{op} {kind}" for op, kind in found if op not in reduced]
+    return [f"{op} {kind}" for op, kind in collectives if op not in reduced]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "gradient"), EVERY)
 def test_compiled_for_devices(op, gradient):
     chosen, rule = selected(op, gradient), rows_of(op.name)[gradient].rule
-    if faults(chosen, "wrong", "crash", "fail"):
+    if has_known_fault(chosen, "wrong", "crash", "fail"):
         return  # a plan avoids these, and the compiler may end the process
-    costly = faults(chosen, "costly")
+    costly = has_known_fault(chosen, "costly")
     shapes, tree = jax.tree.flatten(chosen.args)
-    leaves = [values(number, x) for number, x in enumerate(shapes)]
+    leaves = [sample_values(number, x) for number, x in enumerate(shapes)]
 
     def run(*xs: Any) -> list[Any]:
         return jax.tree.leaves(chosen.fn(*tree.unflatten(xs)))
 
     expected = [to_numpy(x) for x in jax.jit(run, compiler_options=FAST_COMPILE)(*leaves)]
-    wrong = []
+    errors = []
     for f in rule.cuttable:
-        if (where := placed(rule, f)) is None:
+        if (where := mesh_and_specs(rule, f)) is None:
             continue
         mesh, inputs, outputs = where
         sharded = functools.partial(NamedSharding, mesh)
         jitted = jax.jit(run, in_shardings=tuple(map(sharded, inputs)), out_shardings=list(map(sharded, outputs)))
         compiled = jitted.lower(*leaves).compile(compiler_options=FAST_COMPILE)
-        got = compiled(*(jax.device_put(x, sharded(spec)) for x, spec in zip(leaves, inputs, strict=True)))
-        for r, (a, b) in enumerate(zip(expected, got, strict=True)):
+        actual = compiled(*(jax.device_put(x, sharded(spec)) for x, spec in zip(leaves, inputs, strict=True)))
+        for r, (a, b) in enumerate(zip(expected, actual, strict=True)):
             if text := difference(a, to_numpy(b), ROUNDING.get(str(a.dtype))):
-                wrong.append(f"{f.name}: result {r}: {text}")
+                errors.append(f"{f.name}: result {r}: {text}")
         if not costly and (chosen.name, f.name) not in COSTLY:
-            wrong += [f"{f.name} ({f.kind}): {each}" for each in excess(f, rule, leaves, compiled.as_text() or "")]
-    assert not wrong, f"{rule}\n" + "\n".join(wrong)
+            errors += [
+                f"{f.name} ({f.kind}): {each}"
+                for each in undeclared_collectives(f, rule, leaves, compiled.as_text() or "")
+            ]
+    assert not errors, f"{rule}\n" + "\n".join(errors)

@@ -30,8 +30,8 @@ def correlated(x, kernel):
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 def test_convolution(spatial):
     x, kernel = RNG.normal(size=(2, 6, 5, 4)[: 1 + spatial] + (3,)), RNG.normal(size=(3,) * spatial + (3, 2))
-    found = ops.convolution(x.astype(np.float32), kernel.astype(np.float32))
-    np.testing.assert_allclose(found, correlated(x, kernel), **CLOSE)
+    actual = ops.convolution(x.astype(np.float32), kernel.astype(np.float32))
+    np.testing.assert_allclose(actual, correlated(x, kernel), **CLOSE)
 
 
 def test_strides_dilation_and_groups():
@@ -56,11 +56,11 @@ def test_depthwise_and_separable():
 
 def test_transposed_convolution_adds_the_kernel_at_each_element():
     x, kernel = RNG.normal(size=(1, 5, 3)).astype(np.float32), RNG.normal(size=(2, 3, 4)).astype(np.float32)
-    found = np.asarray(ops.transposed_convolution(x, kernel))
+    actual = np.asarray(ops.transposed_convolution(x, kernel))
     expected = np.zeros((1, 10, 4))
     for t, k in itertools.product(range(5), range(2)):
         expected[:, 2 * t + k] += x[:, t] @ kernel[1 - k]
-    np.testing.assert_allclose(found, expected, **CLOSE)
+    np.testing.assert_allclose(actual, expected, **CLOSE)
 
 
 def test_causal_convolution_reads_no_later_position():
@@ -72,10 +72,10 @@ def test_causal_convolution_reads_no_later_position():
 
 def test_local_convolution_has_a_kernel_for_each_position():
     x, kernel = RNG.normal(size=(2, 7, 4)).astype(np.float32), RNG.normal(size=(5, 12, 3)).astype(np.float32)
-    found = np.asarray(ops.local_convolution(x, kernel, 3))
+    actual = np.asarray(ops.local_convolution(x, kernel, 3))
     for t in range(5):
         values = x[:, t : t + 3].swapaxes(1, 2).reshape(2, 12)  # channel-major, then the window
-        np.testing.assert_allclose(found[:, t], values @ kernel[t], **CLOSE)
+        np.testing.assert_allclose(actual[:, t], values @ kernel[t], **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_pooling(pool, fold):
     np.testing.assert_allclose(pool(X), fold(blocks, axis=(2, 4)), **CLOSE)
 
 
-def test_padding_does_not_count():
-    found = ops.avg_pool(X, 3, 2, "SAME")
+def test_padding_does_not_change_means_and_maxima():
+    actual = ops.avg_pool(X, 3, 2, "SAME")
     h, w = 4, 6  # the last window extends beyond both borders
-    np.testing.assert_allclose(found[:, 2, 3], X[:, h:, w:].mean((1, 2)), **CLOSE)
-    found = ops.max_pool(-np.abs(X), 3, 2, [(1, 1), (1, 1)])
-    np.testing.assert_array_equal(found[:, 0, 0], (-np.abs(X))[:, :2, :2].max((1, 2)))
+    np.testing.assert_allclose(actual[:, 2, 3], X[:, h:, w:].mean((1, 2)), **CLOSE)
+    actual = ops.max_pool(-np.abs(X), 3, 2, [(1, 1), (1, 1)])
+    np.testing.assert_array_equal(actual[:, 0, 0], (-np.abs(X))[:, :2, :2].max((1, 2)))
 
 
 def test_adaptive_pool():
@@ -114,19 +114,19 @@ def test_resize():
 
 
 def test_unfold_and_its_transpose():
-    found = np.asarray(ops.unfold(X, 3))
+    actual = np.asarray(ops.unfold(X, 3))
     around = np.pad(X, ((0, 0), (1, 1), (1, 1), (0, 0)))
     for h, w in itertools.product(range(6), range(8)):
         window = around[:, h : h + 3, w : w + 3]
-        np.testing.assert_array_equal(found[:, h, w], np.moveaxis(window, -1, 1).reshape(2, 36))
-    windows = RNG.normal(size=found.shape).astype(np.float32)
-    product = np.vdot(windows, found)
+        np.testing.assert_array_equal(actual[:, h, w], np.moveaxis(window, -1, 1).reshape(2, 36))
+    windows = RNG.normal(size=actual.shape).astype(np.float32)
+    product = np.vdot(windows, actual)
     np.testing.assert_allclose(np.vdot(ops.fold(windows, 3), X), product, rtol=1e-3)
 
 
 def test_grid_sample():
     rows, columns = RNG.uniform(0, 5, (2, 7)).astype(np.float32), RNG.uniform(0, 7, (2, 7)).astype(np.float32)
-    found = np.asarray(ops.grid_sample(X, rows, columns))
+    actual = np.asarray(ops.grid_sample(X, rows, columns))
     for b, c in itertools.product(range(2), range(4)):
         expected = ndimage.map_coordinates(X[b, ..., c], [rows[b], columns[b]], order=1)
-        np.testing.assert_allclose(found[b, :, c], expected, **CLOSE)
+        np.testing.assert_allclose(actual[b, :, c], expected, **CLOSE)

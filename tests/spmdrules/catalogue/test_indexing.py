@@ -19,15 +19,15 @@ ARRAY = jnp.asarray(X)
 
 
 def put(x, index, values):
-    found = x.copy()
-    found[index] = values
-    return found
+    updated = x.copy()
+    updated[index] = values
+    return updated
 
 
 def ufunc_at(ufunc, x, index, values):
-    found = x.copy()
-    ufunc.at(found, index, values)
-    return found
+    updated = x.copy()
+    ufunc.at(updated, index, values)
+    return updated
 
 
 def test_embeddings():
@@ -105,11 +105,11 @@ def test_segments_without_rows_are_zero():
 
 def test_segment_softmax_sums_to_one_in_each_segment():
     segments = np.array([0, 2, 2, 0, 2, 4])
-    found = np.asarray(ops.segment_softmax(100 * ARRAY, segments, 5))
+    actual = np.asarray(ops.segment_softmax(100 * ARRAY, segments, 5))
     for i in (0, 2, 4):
         rows = 100 * X[segments == i].astype(np.float64)
         weights = np.exp(rows - rows.max(0))
-        np.testing.assert_allclose(found[segments == i], weights / weights.sum(0), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(actual[segments == i], weights / weights.sum(0), rtol=1e-4, atol=1e-7)
 
 
 def test_windows_with_one_start_per_row():

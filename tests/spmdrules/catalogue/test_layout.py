@@ -14,11 +14,11 @@ X = np.arange(2 * 4 * 6 * 8, dtype=np.float32).reshape(2, 4, 6, 8)
 
 
 def test_pixel_shuffle_and_its_inverse(strict_numerics):
-    found = np.asarray(ops.pixel_shuffle(X, 2))
-    assert found.shape == (2, 8, 12, 2)
+    actual = np.asarray(ops.pixel_shuffle(X, 2))
+    assert actual.shape == (2, 8, 12, 2)
     for h, w, i, j in itertools.product(range(4), range(6), range(2), range(2)):
-        np.testing.assert_array_equal(found[:, 2 * h + i, 2 * w + j], X[:, h, w, 4 * i + 2 * j : 4 * i + 2 * j + 2])
-    np.testing.assert_array_equal(ops.pixel_unshuffle(found, 2), X)
+        np.testing.assert_array_equal(actual[:, 2 * h + i, 2 * w + j], X[:, h, w, 4 * i + 2 * j : 4 * i + 2 * j + 2])
+    np.testing.assert_array_equal(ops.pixel_unshuffle(actual, 2), X)
 
 
 def test_channel_shuffle(strict_numerics):
@@ -37,18 +37,18 @@ def test_patches_and_windows(strict_numerics):
 
 def test_heads(strict_numerics):
     x = X.reshape(2, 24, 8)
-    found = np.asarray(ops.split_heads(x, 4))
-    assert found.shape == (2, 4, 24, 2)
+    actual = np.asarray(ops.split_heads(x, 4))
+    assert actual.shape == (2, 4, 24, 2)
     for head in range(4):
-        np.testing.assert_array_equal(found[:, head], x[..., 2 * head : 2 * head + 2])
-    np.testing.assert_array_equal(ops.merge_heads(found), x)
+        np.testing.assert_array_equal(actual[:, head], x[..., 2 * head : 2 * head + 2])
+    np.testing.assert_array_equal(ops.merge_heads(actual), x)
 
 
 def test_token_shift(strict_numerics):
     x = X.reshape(2, 24, 8)
-    found = np.asarray(ops.token_shift(x))
-    np.testing.assert_array_equal(found[:, 1:], x[:, :-1])
-    np.testing.assert_array_equal(found[:, 0], 0)
+    actual = np.asarray(ops.token_shift(x))
+    np.testing.assert_array_equal(actual[:, 1:], x[:, :-1])
+    np.testing.assert_array_equal(actual[:, 0], 0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ROUTER = jnp.asarray(RNG.normal(size=(12, 4)), jnp.float32)
 GATE, UP, DOWN = (jnp.asarray(RNG.normal(size=s) * 0.3, jnp.float32) for s in ((4, 12, 16), (4, 12, 16), (4, 16, 12)))
 
 
-def close(a, b, tolerance=1e-5):
+def assert_close(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
@@ -31,8 +31,8 @@ def mixed(x, weights, chosen):
 
 def test_nothing_is_dropped_with_enough_capacity():
     weights, chosen, *_ = moe.top_k_gate(X, ROUTER)
-    found, _ = moe.moe_layer(X, ROUTER, GATE, UP, DOWN, capacity=8)
-    close(found, mixed(X, weights, chosen))
+    actual, _ = moe.moe_layer(X, ROUTER, GATE, UP, DOWN, capacity=8)
+    assert_close(actual, mixed(X, weights, chosen))
 
 
 def test_dropless_moe_equals_the_reference_with_its_gradients():
@@ -43,8 +43,8 @@ def test_dropless_moe_equals_the_reference_with_its_gradients():
         return moe.dropless_moe(x.reshape(32, 12), gates.reshape(32, 2), flat[1], GATE, UP, DOWN).reshape(X.shape)
 
     runs = [jax.vjp(fn, X, weights) for fn in (dropless, lambda x, gates: mixed(x, gates, chosen))]
-    close(runs[0][0], runs[1][0])
-    close(runs[0][1](X), runs[1][1](X), 1e-4)
+    assert_close(runs[0][0], runs[1][0])
+    assert_close(runs[0][1](X), runs[1][1](X), 1e-4)
 
 
 def test_choices_past_the_capacity_are_dropped_first_choices_first():
@@ -53,32 +53,32 @@ def test_choices_past_the_capacity_are_dropped_first_choices_first():
     dispatch, combine = moe.capacity_masks(weights, chosen, experts=2, capacity=2)
     # Expert 0 gets tokens 0 and 1. Expert 1 gets token 2 (its first choice), then token 0. Token 1 is dropped there.
     expected = np.zeros((1, 3, 2, 2), np.float32)
-    for token, expert, place, weight in ((0, 0, 0, 0.6), (1, 0, 1, 0.7), (2, 1, 0, 0.8), (0, 1, 1, 0.4)):
-        expected[0, token, expert, place] = weight
-    close(combine, expected)
-    close(dispatch, (expected > 0).astype(np.float32))
+    for token, expert, slot, weight in ((0, 0, 0, 0.6), (1, 0, 1, 0.7), (2, 1, 0, 0.8), (0, 1, 1, 0.4)):
+        expected[0, token, expert, slot] = weight
+    assert_close(combine, expected)
+    assert_close(dispatch, (expected > 0).astype(np.float32))
 
 
 def test_losses_of_the_gate():
     even = jnp.full((1, 8, 4), 0.25)
-    close(moe.load_balancing_loss(even, (jnp.arange(8, dtype=jnp.int32) % 4).reshape(1, 8, 1)), [1.0])
+    assert_close(moe.load_balancing_loss(even, (jnp.arange(8, dtype=jnp.int32) % 4).reshape(1, 8, 1)), [1.0])
     certain = jax.nn.one_hot(jnp.zeros((1, 8), jnp.int32), 4)
-    close(moe.load_balancing_loss(certain, jnp.zeros((1, 8, 1), jnp.int32)), [4.0])
-    close(moe.router_z_loss(jnp.zeros((1, 8, 4))), [np.log(4.0) ** 2])
+    assert_close(moe.load_balancing_loss(certain, jnp.zeros((1, 8, 1), jnp.int32)), [4.0])
+    assert_close(moe.router_z_loss(jnp.zeros((1, 8, 4))), [np.log(4.0) ** 2])
 
 
 def test_gates_are_float32_and_choose_the_largest():
     weights, chosen, *_ = moe.top_k_gate(X.astype(jnp.bfloat16), ROUTER.astype(jnp.bfloat16))
     assert weights.dtype == jnp.float32
-    close(weights.sum(-1), jnp.ones((4, 8)))
+    assert_close(weights.sum(-1), jnp.ones((4, 8)))
     first = moe.switch_gate(X, ROUTER)
-    close(first[1], moe.top_k_gate(X, ROUTER)[1][..., :1])
+    assert_close(first[1], moe.top_k_gate(X, ROUTER)[1][..., :1])
     bias = jnp.asarray([0.0, 0, 9, 0])
     weights, chosen = moe.sigmoid_gate(X, ROUTER, bias)
     assert (chosen[..., 0] == 2).all()  # the bias affects the choice but not the weights
     scores = jax.nn.sigmoid(jnp.einsum("gtm,me->gte", X, ROUTER))
     selected = jnp.take_along_axis(scores, chosen, -1)
-    close(weights, selected / selected.sum(-1, keepdims=True))
+    assert_close(weights, selected / selected.sum(-1, keepdims=True))
 
 
 def test_an_expert_without_tokens_has_gradients_of_zero():
@@ -91,8 +91,8 @@ def test_an_expert_without_tokens_has_gradients_of_zero():
 
 def test_sharded_groups_and_sharded_experts_move_nothing():
     weights = (GATE, UP, DOWN)
-    found = propagate(moe.moe_layer, X, ROUTER, *weights, in_specs=(P("dp"), *(P(),) * 4), mesh={"dp": 4})
-    assert not found.reshards and found.out_specs == (P("dp"), P("dp"))
-    places = jnp.zeros((4, 4, 8, 12))
-    found = propagate(moe.expert_feed_forward, places, *weights, in_specs=P("ep"), mesh={"ep": 4})
-    assert not found.reshards and found.out_specs == P("ep")
+    propagation = propagate(moe.moe_layer, X, ROUTER, *weights, in_specs=(P("dp"), *(P(),) * 4), mesh={"dp": 4})
+    assert not propagation.reshards and propagation.out_specs == (P("dp"), P("dp"))
+    slots = jnp.zeros((4, 4, 8, 12))
+    propagation = propagate(moe.expert_feed_forward, slots, *weights, in_specs=P("ep"), mesh={"ep": 4})
+    assert not propagation.reshards and propagation.out_specs == P("ep")

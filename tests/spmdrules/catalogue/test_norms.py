@@ -21,7 +21,7 @@ PARAMS = {"params": {"scale": SCALE, "bias": BIAS}, "batch_stats": {"mean": MEAN
 STATE = (SCALE, BIAS, MEAN, VARIANCE)
 
 
-def close(a, b, tolerance=2e-5):
+def assert_close(a, b, tolerance=2e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
@@ -37,44 +37,44 @@ def flax(module, x):
 ])  # fmt: skip
 def test_norms_equal_flax(name, module):
     keywords = {"groups": 4} if name == "group_norm" else {}
-    close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
+    assert_close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
 
 
 def test_rms_norm_equals_flax():
-    close(norms.rms_norm(X, SCALE), flax(nn.RMSNorm(epsilon=1e-5), X)[0])
+    assert_close(norms.rms_norm(X, SCALE), flax(nn.RMSNorm(epsilon=1e-5), X)[0])
 
 
 def test_training_batch_norm_equals_flax_with_its_gradient_and_running_statistics():
     module = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
     expected, pull = jax.vjp(lambda x: flax(module, x)[0], X)
-    found, pull_found = jax.vjp(lambda x: norms.batch_norm(x, *STATE)[0], X)
-    close((found, pull_found(COTANGENT)), (expected, pull(COTANGENT)))
+    actual, actual_pull = jax.vjp(lambda x: norms.batch_norm(x, *STATE)[0], X)
+    assert_close((actual, actual_pull(COTANGENT)), (expected, pull(COTANGENT)))
     state = flax(module, X)[1]["batch_stats"]
-    close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
+    assert_close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
 
 
 COTANGENT = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
 
 
 def test_batch_norm_at_inference_equals_flax():
-    close(norms.batch_norm_inference(X, *STATE), flax(nn.BatchNorm(use_running_average=True), X)[0])
+    assert_close(norms.batch_norm_inference(X, *STATE), flax(nn.BatchNorm(use_running_average=True), X)[0])
 
 
 def test_ghost_batch_norm_is_batch_norm_of_each_part():
-    found, mean, _ = norms.ghost_batch_norm(X, *STATE, groups=4)
+    actual, mean, _ = norms.ghost_batch_norm(X, *STATE, groups=4)
     parts = [norms.batch_norm(part, *STATE) for part in jnp.split(X, 4)]
-    close(found, jnp.concatenate([part[0] for part in parts]))
-    close(mean, sum(part[1] for part in parts) / 4)
-    assert not np.allclose(found, norms.batch_norm(X, *STATE)[0], atol=1e-2)
+    assert_close(actual, jnp.concatenate([part[0] for part in parts]))
+    assert_close(mean, sum(part[1] for part in parts) / 4)
+    assert not np.allclose(actual, norms.batch_norm(X, *STATE)[0], atol=1e-2)
 
 
 def test_batch_renorm_without_correction_equals_batch_norm():
-    close(norms.batch_renorm(X, *STATE, max_ratio=1.0, max_shift=0.0, epsilon=1e-5), norms.batch_norm(X, *STATE))
+    assert_close(norms.batch_renorm(X, *STATE, max_ratio=1.0, max_shift=0.0, epsilon=1e-5), norms.batch_norm(X, *STATE))
 
 
 def test_batch_renorm_with_unlimited_correction_uses_running_statistics():
-    found = norms.batch_renorm(X, *STATE, max_ratio=1e6, max_shift=1e6, epsilon=1e-5)[0]
-    close(found, norms.batch_norm_inference(X, *STATE), 1e-3)
+    actual = norms.batch_renorm(X, *STATE, max_ratio=1e6, max_shift=1e6, epsilon=1e-5)[0]
+    assert_close(actual, norms.batch_norm_inference(X, *STATE), 1e-3)
 
 
 def test_statistics_of_bfloat16_are_float32():
@@ -82,30 +82,30 @@ def test_statistics_of_bfloat16_are_float32():
     ones, zeros = jnp.ones(1024), jnp.zeros(1024)
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
-    found = norms.layer_norm(x, ones, zeros)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2, atol=1e-2)
+    actual = norms.layer_norm(x, ones, zeros)
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=1e-2, atol=1e-2)
 
 
 def test_local_response_norm_sums_adjacent_channels():
     padded = np.pad(np.square(X), [(0, 0)] * 3 + [(2, 2)])
     total = sum(padded[..., i : i + CHANNELS] for i in range(5))
-    close(norms.local_response_norm(X, alpha=0.1), X / (1 + 0.1 * total) ** 0.75)
+    assert_close(norms.local_response_norm(X, alpha=0.1), X / (1 + 0.1 * total) ** 0.75)
 
 
 def test_weights():
     kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
-    close(jnp.linalg.norm(norms.weight_norm(kernel, SCALE), axis=0), jnp.abs(SCALE))
+    assert_close(jnp.linalg.norm(norms.weight_norm(kernel, SCALE), axis=0), jnp.abs(SCALE))
     whole = norms.weight_standardization(kernel, epsilon=0.0)
-    close((whole.mean(0), whole.std(0)), (jnp.zeros(CHANNELS), jnp.ones(CHANNELS)))
+    assert_close((whole.mean(0), whole.std(0)), (jnp.zeros(CHANNELS), jnp.ones(CHANNELS)))
 
 
 def test_spectral_norm_reaches_the_largest_singular_value():
     kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
-    left = jnp.ones(6)
+    vector = jnp.ones(6)
     for _ in range(200):
-        normal, left = norms.spectral_norm(kernel, left)
-    close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
+        normal, vector = norms.spectral_norm(kernel, vector)
+    assert_close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
 
 
 def test_l2_normalize_of_zeros_has_a_finite_gradient():
@@ -114,27 +114,27 @@ def test_l2_normalize_of_zeros_has_a_finite_gradient():
 
 
 def test_a_sharded_batch_reduces_only_statistics():
-    found = propagate(norms.batch_norm, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
-    assert found.out_specs == (P("data"), P(), P())
-    assert {r.kind for r in found.reshards} == {"all-reduce"}
-    assert found.bytes_moved == 2 * (
+    propagation = propagate(norms.batch_norm, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
+    assert propagation.out_specs == (P("data"), P(), P())
+    assert {r.kind for r in propagation.reshards} == {"all-reduce"}
+    assert propagation.bytes_moved == 2 * (
         2 * 3 / 4 * 4 * CHANNELS
     )  # all-reduces of a mean and a variance, each 1.5 times its bytes
 
     def gradient(x, scale, bias, d_y):
         return jax.vjp(lambda x, s, b: norms.batch_norm(x, s, b, MEAN, VARIANCE)[0], x, scale, bias)[1](d_y)
 
-    found = propagate(gradient, X, SCALE, BIAS, X, in_specs=(P("data"), P(), P(), P("data")), mesh={"data": 4})
-    assert found.out_specs[0] == P("data")
-    assert found.out_partial[1:] == ({"data": "sum"}, {"data": "sum"})
-    assert "all-gather" not in {r.kind for r in found.reshards}
+    propagation = propagate(gradient, X, SCALE, BIAS, X, in_specs=(P("data"), P(), P(), P("data")), mesh={"data": 4})
+    assert propagation.out_specs[0] == P("data")
+    assert propagation.out_partial[1:] == ({"data": "sum"}, {"data": "sum"})
+    assert "all-gather" not in {r.kind for r in propagation.reshards}
 
 
 def test_ghost_batch_norm_with_whole_groups_per_device_reduces_only_running_statistics():
     fn = lambda *args: norms.ghost_batch_norm(*args, groups=4)  # noqa: E731
-    found = propagate(fn, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
-    assert found.out_specs == (P("data"), P(), P())
-    assert found.bytes_moved == 2 * (2 * 3 / 4 * 4 * CHANNELS)
+    propagation = propagate(fn, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
+    assert propagation.out_specs == (P("data"), P(), P())
+    assert propagation.bytes_moved == 2 * (2 * 3 / 4 * 4 * CHANNELS)
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "ghost_batch_norm"])
@@ -146,6 +146,6 @@ def test_every_mesh_gives_the_same_result(name, mesh_of):
         return y, pull(d_y)
 
     expected = run(X, COTANGENT)
-    for ways in (2, 8):
-        sharding = NamedSharding(mesh_of(data=ways), P("data"))
-        close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)
+    for devices in (2, 8):
+        sharding = NamedSharding(mesh_of(data=devices), P("data"))
+        assert_close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)

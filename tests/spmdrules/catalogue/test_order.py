@@ -15,8 +15,8 @@ X = RNG.normal(size=(4, 9)).astype(np.float32)
 
 def test_sort_pairs_breaks_ties_by_the_second_key():
     order = np.lexsort([MORE, TIES], axis=1)
-    for found, x in zip(ops.sort_pairs(TIES, MORE, X), (TIES, MORE, X), strict=True):
-        np.testing.assert_array_equal(found, np.take_along_axis(x, order, 1))
+    for actual, x in zip(ops.sort_pairs(TIES, MORE, X), (TIES, MORE, X), strict=True):
+        np.testing.assert_array_equal(actual, np.take_along_axis(x, order, 1))
 
 
 def test_lex_order():
@@ -30,7 +30,7 @@ def test_kth_value_counts_from_one():
 
 def test_linear_recurrence():
     decay, state = RNG.uniform(0.2, 1.0, X.shape).astype(np.float32), np.zeros(4, np.float32)
-    found = np.asarray(ops.linear_recurrence(decay, X))
+    actual = np.asarray(ops.linear_recurrence(decay, X))
     for t in range(9):
         state = decay[:, t] * state + X[:, t]
-        np.testing.assert_allclose(found[:, t], state, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual[:, t], state, rtol=1e-5, atol=1e-6)

@@ -55,10 +55,10 @@ def test_the_mask_is_the_same_under_remat():
     rematerialized = gradient(jax.checkpoint(plain))
     recomputed = [e for e in jax.make_jaxpr(rematerialized)(X, RESIDUAL).eqns if "policy" in e.params]
     assert recomputed and all("random_bits" in str(e.params["jaxpr"]) for e in recomputed)  # it is drawn twice
-    found = np.asarray(jax.jit(rematerialized)(X, RESIDUAL))
-    assert np.array_equal(found != 0, mask_of(KEY))
+    actual = np.asarray(jax.jit(rematerialized)(X, RESIDUAL))
+    assert np.array_equal(actual != 0, mask_of(KEY))
     expected = jax.jit(gradient(plain))(X, RESIDUAL)
-    np.testing.assert_allclose(found.astype(np.float32), np.asarray(expected, np.float32), rtol=0.02)
+    np.testing.assert_allclose(actual.astype(np.float32), np.asarray(expected, np.float32), rtol=0.02)
 
 
 @pytest.mark.parametrize("axes, spec", SPECS)
@@ -72,8 +72,8 @@ def test_the_mask_is_the_same_on_every_mesh(axes, spec, mesh_of):
 
 @pytest.mark.parametrize("axes, spec", SPECS)
 def test_masks_need_no_communication(axes, spec):
-    found = propagate(run, X, RESIDUAL, in_specs=spec, mesh=axes)
-    assert not found.reshards and found.out_specs == (spec, spec, spec)
+    propagation = propagate(run, X, RESIDUAL, in_specs=spec, mesh=axes)
+    assert not propagation.reshards and propagation.out_specs == (spec, spec, spec)
 
 
 def test_another_key_gives_another_mask():
@@ -83,22 +83,22 @@ def test_another_key_gives_another_mask():
 def test_whole_examples_and_channels_are_dropped():
     ones = jnp.ones((64, 5, 16))
     for fn, axes in ((random.drop_path, (1, 2)), (random.spatial_dropout, (1,))):
-        found = np.asarray(fn(KEY, ones))
-        assert (found.max(axes) == found.min(axes)).all() and 0 < (found == 0).mean() < 0.5
+        dropped = np.asarray(fn(KEY, ones))
+        assert (dropped.max(axes) == dropped.min(axes)).all() and 0 < (dropped == 0).mean() < 0.5
 
 
 def test_alpha_dropout_keeps_mean_and_variance():
-    found = random.alpha_dropout(KEY, jnp.asarray(RNG.normal(size=200_000), jnp.float32))
-    np.testing.assert_allclose((found.mean(), found.var()), (0, 1), atol=0.02)
+    actual = random.alpha_dropout(KEY, jnp.asarray(RNG.normal(size=200_000), jnp.float32))
+    np.testing.assert_allclose((actual.mean(), actual.var()), (0, 1), atol=0.02)
 
 
 def test_stochastic_rounding_keeps_the_mean():
     x = jnp.full(200_000, 1 + 2**-10, jnp.float32)  # an eighth of the way to the next bfloat16
-    found = random.stochastic_rounding(KEY, x).astype(jnp.float32)
-    assert set(np.unique(found)) == {1, 1 + 2**-7}
-    np.testing.assert_allclose((found - 1).mean(), 2**-10, rtol=0.05)
-    ends = jnp.asarray([jnp.inf, -jnp.inf, 1.0, -0.0])
-    assert np.array_equal(random.stochastic_rounding(KEY, ends).astype(jnp.float32), ends)
+    actual = random.stochastic_rounding(KEY, x).astype(jnp.float32)
+    assert set(np.unique(actual)) == {1, 1 + 2**-7}
+    np.testing.assert_allclose((actual - 1).mean(), 2**-10, rtol=0.05)
+    exact = jnp.asarray([jnp.inf, -jnp.inf, 1.0, -0.0])
+    assert np.array_equal(random.stochastic_rounding(KEY, exact).astype(jnp.float32), exact)
 
 
 def test_samples_come_from_the_allowed_classes():

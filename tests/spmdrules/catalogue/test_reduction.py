@@ -29,8 +29,8 @@ def test_standardized_moment(order, expected):
 
 
 def test_var_mean():
-    for found, expected in zip(ops.var_mean(X, 1), (X.var(1), X.mean(1)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for actual, expected in zip(ops.var_mean(X, 1), (X.var(1), X.mean(1)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("order", [1, 3, np.inf])

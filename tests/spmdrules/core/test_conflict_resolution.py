@@ -20,8 +20,8 @@ def test_a_value_that_is_used_twice_moves_once():
             Operand(ROWS, 100, False, same_as),
             Operand(COLUMNS, 150, False, 2),
         ]
-        found = resolve(rule, operands, [0], [None], MESH)
-        assert found.operands == (where,) * 3 and found.results == (where,)
+        actual = resolve(rule, operands, [0], [None], MESH)
+        assert actual.operands == (where,) * 3 and actual.results == (where,)
 
 
 @pytest.mark.parametrize(("requested", "where"), [(None, ROWS), (ROWS.spec, ROWS), (COLUMNS.spec, COLUMNS)])

@@ -85,14 +85,14 @@ def test_the_documented_forms_are_printed_as_they_were_read(text):
         ("a -> a; linear 1", "names operand 1"),
     ],
 )
-def test_what_cannot_be_read_says_why(text, message):
+def test_texts_that_do_not_parse_raise_with_the_reason(text, message):
     with pytest.raises(RuleError, match=message.replace("?", r"\?")):
         Rule.parse(text)
 
 
 def test_sizes_are_taken_from_the_operands():
-    made = Rule.parse("b (h d) -> b h d; where h=4", f32(8, 12))
-    assert {f.name: f.size for f in made.factors} == {"b": 8, "h": 4, "d": 3}
+    rule = Rule.parse("b (h d) -> b h d; where h=4", f32(8, 12))
+    assert {f.name: f.size for f in rule.factors} == {"b": 8, "h": 4, "d": 3}
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_a_factor_has_an_operation_exactly_if_it_reduces():
 
 
 def test_where_a_result_is_partial():
-    made = Rule.parse("v d, b k -> b d; index v; reduce k:max")
-    assert [made.partial(name, 0) for name in "vdbk"] == ["sum", None, None, "max"]
+    rule = Rule.parse("v d, b k -> b d; index v; reduce k:max")
+    assert [rule.partial(name, 0) for name in "vdbk"] == ["sum", None, None, "max"]
 
 
 def test_a_shard_knows_its_shape_and_where_it_starts():
-    made = Rule.parse("(a b) c -> a b c; where a=4", f32(24, 8))
-    shard = Shard(made, {"a": 2, "c": 4}, {"a": 1, "c": 3})
-    assert shard.shape(made.operands[0]) == (12, 2)
+    rule = Rule.parse("(a b) c -> a b c; where a=4", f32(24, 8))
+    shard = Shard(rule, {"a": 2, "c": 4}, {"a": 1, "c": 3})
+    assert shard.shape(rule.operands[0]) == (12, 2)
     assert (shard.offset("a"), shard.offset("b"), shard.offset("c")) == (2, 0, 6)
     assert (shard.count("b"), shard.size("b")) == (1, 6)
 
@@ -155,7 +155,7 @@ def test_every_rule_function_documents_a_map_that_one_of_its_rows_has():
     expected = {text: set() for text in documented.values()}
     for row in all_rows():
         expected[documented[row.primitive]].add(_in_short(row.expected))
-    without_row = {text: sorted(found) for text, found in expected.items() if found and text not in found}
+    without_row = {text: sorted(maps) for text, maps in expected.items() if maps and text not in maps}
     assert not without_row
 
 

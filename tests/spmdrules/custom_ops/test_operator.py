@@ -75,8 +75,8 @@ def equations(fn, *args):
     return [e for e in jax.make_jaxpr(fn)(*args).eqns]
 
 
-def close(got, expected):
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+def assert_close(actual, expected):
+    for g, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-5)
 
 
@@ -87,29 +87,29 @@ def test_an_operator_is_one_equation_and_the_function():
     assert eqn.primitive.name == "norm"
     assert is_operator(eqn.primitive) and not is_operator(lax.add_p)
     assert norm.__wrapped__ is plain_norm and norm.__name__ == "plain_norm"
-    close(norm(*args), plain_norm(*args))
-    close(jax.jit(norm)(*args), plain_norm(*args))
+    assert_close(norm(*args), plain_norm(*args))
+    assert_close(jax.jit(norm)(*args), plain_norm(*args))
 
 
 def test_several_results_and_options():
     both = operator("b d, e -> b d, e")(doubling)
-    close(both(jnp.ones((2, 4)), jnp.ones(3)), doubling(jnp.ones((2, 4)), jnp.ones(3)))
+    assert_close(both(jnp.ones((2, 4)), jnp.ones(3)), doubling(jnp.ones((2, 4)), jnp.ones(3)))
 
     @operator("b -> b")
     def shifted(x, *, by=0.0):
         return x + by
 
-    close(shifted(jnp.zeros(4), by=2.0), jnp.full(4, 2.0))
-    close(shifted(jnp.zeros(4)), jnp.zeros(4))
+    assert_close(shifted(jnp.zeros(4), by=2.0), jnp.full(4, 2.0))
+    assert_close(shifted(jnp.zeros(4)), jnp.zeros(4))
 
 
 def test_derivatives_are_those_of_the_function():
     norm = norm_operator()
     args = normal(0, 4, 4, 8), normal(1, 8)
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.grad(loss(norm), (0, 1))(*args), jax.grad(loss(plain_norm), (0, 1))(*args))
-    close(jax.jvp(norm, args, args), jax.jvp(plain_norm, args, args))
-    close(jax.hessian(loss(norm), 1)(*args), jax.hessian(loss(plain_norm), 1)(*args))
+    assert_close(jax.grad(loss(norm), (0, 1))(*args), jax.grad(loss(plain_norm), (0, 1))(*args))
+    assert_close(jax.jvp(norm, args, args), jax.jvp(plain_norm, args, args))
+    assert_close(jax.hessian(loss(norm), 1)(*args), jax.hessian(loss(plain_norm), 1)(*args))
     assert "norm" in [e.primitive.name for e in equations(jax.grad(loss(norm)), *args)]
 
 
@@ -120,24 +120,24 @@ def test_integers_have_no_derivative():
 
     table, tokens = normal(0, 8, 4), jnp.arange(4)
     loss = lambda f: lambda t: (f(t, tokens)[0] ** 2).sum()  # noqa: E731
-    close(jax.grad(loss(rows))(table), jax.grad(loss(rows.__wrapped__))(table))
+    assert_close(jax.grad(loss(rows))(table), jax.grad(loss(rows.__wrapped__))(table))
 
 
 def test_a_declared_vjp_is_used():
     scaled = operator("b -> b", vjp=(lambda x: (x * 2.0, x), lambda x, ct: (ct * 100.0 + 0.0 * x,)))(lambda x: x * 2.0)
-    close(jax.grad(lambda x: scaled(x).sum())(jnp.ones(4)), jnp.full(4, 100.0))
+    assert_close(jax.grad(lambda x: scaled(x).sum())(jnp.ones(4)), jnp.full(4, 100.0))
     kept = operator("b -> b", vjp=(None, lambda xs, ct: xs[0] * ct))(lambda x: x * x / 2)
-    close(jax.grad(lambda x: kept(x).sum())(jnp.arange(4.0)), jnp.arange(4.0))
+    assert_close(jax.grad(lambda x: kept(x).sum())(jnp.arange(4.0)), jnp.arange(4.0))
 
 
 def test_vmap_keeps_the_operator_and_gives_it_a_dimension():
     mapped = jax.vmap(norm_operator(), in_axes=(1, None))
     args = normal(0, 4, 6, 4, 8), normal(1, 8)
-    close(mapped(*args), jax.vmap(plain_norm, in_axes=(1, None))(*args))
+    assert_close(mapped(*args), jax.vmap(plain_norm, in_axes=(1, None))(*args))
     eqn = equations(mapped, *args)[-1]
     assert eqn.primitive.name == "norm" and eqn.params["text"] == "b0 b s d, d -> b0 b s d; whole d"
-    found = propagate(mapped, *args, in_specs=(P(None, "a"), None), mesh={"a": 2})
-    assert found.out_specs == P("a") and not found.reshards
+    propagation = propagate(mapped, *args, in_specs=(P(None, "a"), None), mesh={"a": 2})
+    assert propagation.out_specs == P("a") and not propagation.reshards
 
 
 def test_batched_text():
@@ -148,8 +148,8 @@ def test_batched_text():
 def test_propagation_follows_the_declaration():
     norm = norm_operator()
     avals = jax.ShapeDtypeStruct((4, 4, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
-    free = propagate(norm, *avals, in_specs=(P("a", "b"), P()), mesh={"a": 2, "b": 2})
-    assert free.out_specs == P("a", "b") and not free.reshards and not free.unknown
+    propagation = propagate(norm, *avals, in_specs=(P("a", "b"), P()), mesh={"a": 2, "b": 2})
+    assert propagation.out_specs == P("a", "b") and not propagation.reshards and not propagation.unknown
     whole = propagate(norm, *avals, in_specs=(P(None, None, "a"), P("a")), mesh={"a": 2})
     assert whole.out_specs == P() and [r.kind for r in whole.reshards] == ["all-gather", "all-gather"]
     product = operator("b k, k n -> b n; reduce k")(plain_matmul)
@@ -163,8 +163,8 @@ def test_the_oracle_finds_a_wrong_declaration():
     wrong = operator("b s d, d -> b s d", name="wrong")(plain_norm)
     assert ("wrong", ("d",)) in [(f.kind, f.factors) for f in check_rule(wrong, *args, partitioner=False)]
     product = operator("b k, k n -> b n; reduce k:max", name="wrong_product")(plain_matmul)
-    found = check_rule(product, normal(0, 4, 4), normal(1, 4, 4), partitioner=False)
-    assert ("wrong", ("k",)) in [(f.kind, f.factors) for f in found]
+    findings = check_rule(product, normal(0, 4, 4), normal(1, 4, 4), partitioner=False)
+    assert ("wrong", ("k",)) in [(f.kind, f.factors) for f in findings]
 
 
 @pytest.mark.parametrize("name", ["gather", "scatter_mine", "dynamic_slice"])
@@ -178,7 +178,7 @@ def test_an_operator_may_have_the_name_of_a_jax_primitive(name):
 
 
 @pytest.mark.parametrize("specs", [(P("data", "model"), P()), (P("model"), P()), (P(None, ("data", "model")), P())])
-def test_run_sharded_is_the_function_in_value_and_gradient(specs, mesh8):
+def test_run_sharded_equals_the_function_with_its_gradient(specs, mesh8):
     args = normal(0, 4, 8, 8), normal(1, 8)
     (eqn,) = equations(norm_operator(), *args)
 
@@ -186,11 +186,11 @@ def test_run_sharded_is_the_function_in_value_and_gradient(specs, mesh8):
         (out,) = run_sharded(eqn.params, mesh8, specs, (specs[0],), *xs)
         return out
 
-    cut = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
-    close(jax.jit(sharded)(*cut), plain_norm(*args))
+    sharded_args = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
+    assert_close(jax.jit(sharded)(*sharded_args), plain_norm(*args))
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*cut), jax.grad(loss(plain_norm), (0, 1))(*args))
-    assert not COLLECTIVE.findall(compiled(sharded, *cut))
+    assert_close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*sharded_args), jax.grad(loss(plain_norm), (0, 1))(*args))
+    assert not COLLECTIVE.findall(compiled(sharded, *sharded_args))
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,11 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     def sharded(*xs):
         return run_sharded(eqn.params, mesh8, specs, (goal,), *xs)[0]
 
-    cut = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
-    close(jax.jit(sharded)(*cut), plain_matmul(*args))
+    sharded_args = [jax.device_put(x, NamedSharding(mesh8, s)) for x, s in zip(args, specs, strict=True)]
+    assert_close(jax.jit(sharded)(*sharded_args), plain_matmul(*args))
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*cut), jax.grad(loss(plain_matmul), (0, 1))(*args))
-    assert COLLECTIVE.findall(compiled(sharded, *cut)) == [collective]
+    assert_close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*sharded_args), jax.grad(loss(plain_matmul), (0, 1))(*args))
+    assert COLLECTIVE.findall(compiled(sharded, *sharded_args)) == [collective]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     + [(op, jax.random.randint(jax.random.key(1), (4, 8), 0, 255)) for op in ("and", "or", "xor")]
     + [("xor", normal(2, 4, 8) > 0)],
 )
-def test_run_sharded_folds_what_no_collective_reduces(mesh8, op, x):
+def test_run_sharded_reduces_by_operations_without_a_collective(mesh8, op, x):
     fold = {"mul": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}[op]
     folded = operator(f"b k -> b; reduce k:{op}")(lambda x: functools.reduce(fold, list(x.T)))
     (eqn,) = equations(folded, x)
@@ -233,23 +233,23 @@ def test_run_sharded_reductions_sizes_and_copies(mesh8):
     largest = operator("b k -> b; reduce k:max")(lambda x: x.max(1))
     x = normal(0, 4, 8)
     (eqn,) = equations(largest, x)
-    close(run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x), [x.max(1)])
+    assert_close(run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x), [x.max(1)])
     anything = operator("b k -> b; reduce k:or")(lambda x: x.any(1))
     (eqn,) = equations(anything, x > 0)
-    close(run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x > 0), [(x > 0).any(1)])
+    assert_close(run_sharded(eqn.params, mesh8, [P("data", "model")], [P("data")], x > 0), [(x > 0).any(1)])
     heads = operator("b (h d) -> b h d; where h=4")(lambda x: x.reshape(x.shape[0], -1, 2))
     (eqn,) = equations(heads, x)
-    close(run_sharded(eqn.params, mesh8, [P("data", "model")], [None], x), [x.reshape(4, 4, 2)])
+    assert_close(run_sharded(eqn.params, mesh8, [P("data", "model")], [None], x), [x.reshape(4, 4, 2)])
     both = operator("b d, e -> b d, e")(doubling)
     (eqn,) = equations(both, x, x[0])
-    close(run_sharded(eqn.params, mesh8, [P("data"), P()], [P("data"), P("model")], x, x[0]), doubling(x, x[0]))
+    assert_close(run_sharded(eqn.params, mesh8, [P("data"), P()], [P("data"), P("model")], x, x[0]), doubling(x, x[0]))
 
 
 def test_a_pallas_kernel_runs_plain_and_on_shards(mesh8):
     triple = kernel_operator()
     x = normal(0, 8, 8)
-    close(triple(x), 3 * x)
-    close(jax.jit(jax.grad(lambda x: (triple(x) ** 2).sum()))(x), 18 * x)
+    assert_close(triple(x), 3 * x)
+    assert_close(jax.jit(jax.grad(lambda x: (triple(x) ** 2).sum()))(x), 18 * x)
     assert [e.primitive.name for e in equations(tripled, x)] == ["pallas_call"]
     assert propagate(triple, x, in_specs=P("data", "model"), mesh=mesh8).out_specs == P("data", "model")
     (params,) = [op.eqn.params for op in build(jax.make_jaxpr(triple)(x)).ops() if op.name == "triple"]
@@ -257,10 +257,10 @@ def test_a_pallas_kernel_runs_plain_and_on_shards(mesh8):
     def sharded(x):
         return run_sharded(params, mesh8, [P("data", "model")], [P("data", "model")], x)[0]
 
-    cut = jax.device_put(x, NamedSharding(mesh8, P("data", "model")))
-    close(jax.jit(sharded)(cut), 3 * x)
-    close(jax.jit(jax.grad(lambda x: (sharded(x) ** 2).sum()))(cut), 18 * x)
-    assert not COLLECTIVE.findall(compiled(sharded, cut))
+    sharded_x = jax.device_put(x, NamedSharding(mesh8, P("data", "model")))
+    assert_close(jax.jit(sharded)(sharded_x), 3 * x)
+    assert_close(jax.jit(jax.grad(lambda x: (sharded(x) ** 2).sum()))(sharded_x), 18 * x)
+    assert not COLLECTIVE.findall(compiled(sharded, sharded_x))
 
 
 def lapack_factor(x):
@@ -283,7 +283,7 @@ def test_an_ffi_call_is_planned_and_runs_on_shards(mesh8):
     x = positive(8, 4)
     expected = jnp.linalg.cholesky(x)  # this also registers the FFI targets of LAPACK
     factor = operator("b i j -> b i j, b; whole i j", vjp=(lambda x: (factor(x), x), factor_gradient))(lapack_factor)
-    close(factor(x)[0], expected)
+    assert_close(factor(x)[0], expected)
     assert check_rule(factor, x) == []
 
     def loss(x):
@@ -292,12 +292,12 @@ def test_an_ffi_call_is_planned_and_runs_on_shards(mesh8):
     def loss_in_jax(x):
         return (jnp.linalg.cholesky(2.0 * x) ** 3).sum()
 
-    cut = jax.device_put(x, NamedSharding(mesh8, P(("data", "model"))))
+    sharded_x = jax.device_put(x, NamedSharding(mesh8, P(("data", "model"))))
     step = autoshard.auto_shard(jax.value_and_grad(loss), mesh=mesh8, fixed={"0": P(("data", "model"))})
-    (plan,) = [step.plan(cut)]
+    (plan,) = [step.plan(sharded_x)]
     assert plan.unknown == {} and [line for line in plan.traffic if line[0] != "all-reduce"] == []
-    close(step(cut), jax.value_and_grad(loss_in_jax)(x))
-    text = plan.jit().lower(cut).compile().as_text() or ""
+    assert_close(step(sharded_x), jax.value_and_grad(loss_in_jax)(x))
+    text = plan.jit().lower(sharded_x).compile().as_text() or ""
     assert "lapack_spotrf_ffi" in text and set(COLLECTIVE.findall(text)) == {"all-reduce"}
 
 
@@ -315,25 +315,27 @@ def test_source_lines_are_the_users():
 
     norm = operator("b s d, d -> b s d; whole d", name="norm")(plain_norm)
     x, scale = normal(0, 4, 4, 8), jnp.ones(8)
-    (moved,) = propagate(model, x, scale, in_specs=(P(None, None, "model"), P()), mesh={"data": 2, "model": 4}).reshards
-    assert moved.operator == "norm" and moved.source.endswith("model)")
+    (reshard,) = propagate(
+        model, x, scale, in_specs=(P(None, None, "model"), P()), mesh={"data": 2, "model": 4}
+    ).reshards
+    assert reshard.operator == "norm" and reshard.source.endswith("model)")
     wrong = operator("b s d, d -> b s d", name="norm")(plain_norm)
-    found = check_rule(lambda *xs: wrong(*xs), x, scale, partitioner=False)
-    assert {f.kind for f in found} == {"wrong", "missing"}
-    assert all(f.source.endswith("<lambda>)") for f in found)
+    findings = check_rule(lambda *xs: wrong(*xs), x, scale, partitioner=False)
+    assert {f.kind for f in findings} == {"wrong", "missing"}
+    assert all(f.source.endswith("<lambda>)") for f in findings)
 
 
 def test_an_operator_inside_the_users_own_shard_map(mesh8):
     triple, norm = kernel_operator(), norm_operator()
     x, scale = normal(0, 4, 8, 8), normal(1, 8)
-    own = jax.shard_map(
+    users_map = jax.shard_map(
         lambda x, s: norm(triple(x.reshape(-1, 8)).reshape(x.shape), s),
         mesh=mesh8, in_specs=(P("data", "model"), P()), out_specs=P("data", "model"), check_vma=True,
     )  # fmt: skip
     same = lambda x, s: plain_norm(3 * x, s)  # noqa: E731
-    close(jax.jit(own)(x, scale), same(x, scale))
+    assert_close(jax.jit(users_map)(x, scale), same(x, scale))
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(own), (0, 1)))(x, scale), jax.grad(loss(same), (0, 1))(x, scale))
+    assert_close(jax.jit(jax.grad(loss(users_map), (0, 1)))(x, scale), jax.grad(loss(same), (0, 1))(x, scale))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +384,7 @@ def test_a_declared_cotangent_is_summed_over_shards_that_share_the_operand(mesh8
         return run_sharded(params, mesh8, [P("data", "model"), P("model")], [None], *xs)[0]
 
     loss = lambda f: lambda *xs: (f(*xs) ** 3).sum()  # noqa: E731
-    close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*args), jax.grad(loss(lambda x, s: x * s), (0, 1))(*args))
+    assert_close(jax.jit(jax.grad(loss(sharded), (0, 1)))(*args), jax.grad(loss(lambda x, s: x * s), (0, 1))(*args))
 
 
 def test_an_operator_that_rejects_some_shard_shapes_can_still_be_planned():
@@ -397,8 +399,8 @@ def test_an_operator_that_rejects_some_shard_shapes_can_still_be_planned():
         return jnp.sum(of_128_rows(x, *weights))
 
     weights = jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
-    made = autoshard.plan(loss, weights, jax.ShapeDtypeStruct((256, 64), "float32"), target="cpu:8")
-    assert len(made.candidates) > 1
+    plan = autoshard.plan(loss, weights, jax.ShapeDtypeStruct((256, 64), "float32"), target="cpu:8")
+    assert len(plan.candidates) > 1
 
 
 def test_tables_that_an_operator_reads_are_not_weights():
@@ -417,5 +419,5 @@ def test_tables_that_an_operator_reads_are_not_weights():
     params = {"up": jax.ShapeDtypeStruct((32, 64), "float32"), "down": jax.ShapeDtypeStruct((64, 32), "float32")}
     tables = [jax.ShapeDtypeStruct((16, 64), "float32")] * 2
     x = jax.ShapeDtypeStruct((8, 16, 32), "float32")
-    made = autoshard.plan(step, params, x, *tables, target="cpu:8", plan="dp:4 cp:2", donate_argnums=0)
-    assert made.axis_rules["cp"] == ("seq",)
+    plan = autoshard.plan(step, params, x, *tables, target="cpu:8", plan="dp:4 cp:2", donate_argnums=0)
+    assert plan.axis_rules["cp"] == ("seq",)

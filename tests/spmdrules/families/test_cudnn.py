@@ -28,17 +28,17 @@ def scores(q, k, bias):
     """The scaled scores, with the bias if there is one; shape (batch, heads, queries, keys)."""
     batch, length, _, depth = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, depth)
-    found = jnp.einsum("bthgd,bshd->bhgts", grouped, k) * 0.5
-    found = found.reshape(batch, q.shape[2], length, k.shape[1])
-    return found + bias if bias.ndim == 4 else found
+    scaled_scores = jnp.einsum("bthgd,bshd->bhgts", grouped, k) * 0.5
+    scaled_scores = scaled_scores.reshape(batch, q.shape[2], length, k.shape[1])
+    return scaled_scores + bias if bias.ndim == 4 else scaled_scores
 
 
 def attention(q, k, v, bias):
     """What cuDNN's kernel computes: attention, and the log-sum-exp of each row of scores."""
-    found = scores(q, k, bias)
-    grouped = jax.nn.softmax(found).reshape(q.shape[0], k.shape[2], -1, *found.shape[2:])
+    row_scores = scores(q, k, bias)
+    grouped = jax.nn.softmax(row_scores).reshape(q.shape[0], k.shape[2], -1, *row_scores.shape[2:])
     out = jnp.einsum("bhgts,bshd->bthgd", grouped, v)
-    return out.reshape(*q.shape[:3], v.shape[3]), jax.nn.logsumexp(found, -1)
+    return out.reshape(*q.shape[:3], v.shape[3]), jax.nn.logsumexp(row_scores, -1)
 
 
 def forward(q, k, v, bias, *rows):
@@ -156,15 +156,15 @@ def test_expected_map(row):
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k[4] is not None], ids=lambda k: f"{k[0]}-{k[5]}")
 def test_the_map_holds_for_what_the_kernel_computes(kernel):
     _, _, args, text, computes, _ = kernel
-    wrong = [str(f) for f in check_rule(operator(text)(computes), *args, partitioner=False) if f.kind == "wrong"]
-    assert not wrong, "\n".join(wrong)
+    errors = [str(f) for f in check_rule(operator(text)(computes), *args, partitioner=False) if f.kind == "wrong"]
+    assert not errors, "\n".join(errors)
 
 
 def test_a_wrong_map_is_found():
     _, _, args, text, computes, _ = KERNELS[0]
     wrong = text.replace("whole t g d s d1", "whole t g d d1")
-    found = check_rule(operator(wrong)(computes), *args, partitioner=False)
-    assert {f.factors[0] for f in found if f.kind == "wrong"} == {"s"}
+    findings = check_rule(operator(wrong)(computes), *args, partitioner=False)
+    assert {f.factors[0] for f in findings if f.kind == "wrong"} == {"s"}
 
 
 def test_kernel_flops_equal_those_of_the_jax_function():

@@ -26,8 +26,8 @@ def _reshape(*shape):
 
 
 def _bind(name):
-    found = _compat.primitive(name)
-    return lambda *operands, **params: found.bind(*operands, **params)  # type: ignore[union-attr]
+    primitive = _compat.primitive(name)
+    return lambda *operands, **params: primitive.bind(*operands, **params)  # type: ignore[union-attr]
 
 
 def _iota(dtype, dimension=1):

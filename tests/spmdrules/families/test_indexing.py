@@ -143,8 +143,8 @@ def test_positions_out_of_bounds_are_filled_or_clipped_once(mode):
     x = np.arange(32, dtype=np.float32).reshape(8, 4) - 7.5
     expected = row.fn(x, _OUTSIDE)
     positions = np.where(_OUTSIDE < 0, _OUTSIDE + 8, _OUTSIDE) if mode == "fill" else _OUTSIDE
-    found = sum(_shard_results(row, [x, positions[:, None]], "v", 4, 0))
-    np.testing.assert_array_equal(found, expected)
+    actual = sum(_shard_results(row, [x, positions[:, None]], "v", 4, 0))
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("mode", ["drop", "clip"])
@@ -153,5 +153,5 @@ def test_updates_out_of_bounds_are_dropped_or_clipped(mode):
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     updates = np.arange(32, dtype=np.float32).reshape(8, 4) ** 2
     positions = np.where(_OUTSIDE < 0, _OUTSIDE + 8, _OUTSIDE)  # `at` counts negative ones from the end
-    found = np.concatenate(list(_shard_results(row, [x, positions[:, None], updates], "v", 2, 0)))
-    np.testing.assert_array_equal(found, row.fn(jnp.asarray(x), _OUTSIDE, updates))
+    actual = np.concatenate(list(_shard_results(row, [x, positions[:, None], updates], "v", 2, 0)))
+    np.testing.assert_array_equal(actual, row.fn(jnp.asarray(x), _OUTSIDE, updates))

@@ -15,8 +15,8 @@ TALL = f32(4, 5, 3)
 
 
 def _bind(name, **params):
-    found = _compat.primitive(name)
-    return lambda *operands: found.bind(*operands, **params)  # type: ignore[union-attr]
+    primitive = _compat.primitive(name)
+    return lambda *operands: primitive.bind(*operands, **params)  # type: ignore[union-attr]
 
 
 def _whole(count):

@@ -84,9 +84,9 @@ def test_on_its_own_mesh_a_shard_map_has_the_placements_of_its_specs():
         return _mapped(lambda x, y: lax.psum(jnp.tanh(x @ y), "j"), (P("i", "j"), P("j")), P("i"))(x, y) * 2
 
     args = f32(8, 16), f32(16, 4)
-    found = propagate(fn, *args, in_specs=(P(), P("i")), mesh=MESH)
-    assert found.out_specs == P("i") and not found.unknown
-    assert [(r.operand, r.kind, r.axis) for r in found.reshards if r.kind != "slice"] == [(1, "all-gather", "i")]
+    propagation = propagate(fn, *args, in_specs=(P(), P("i")), mesh=MESH)
+    assert propagation.out_specs == P("i") and not propagation.unknown
+    assert [(r.operand, r.kind, r.axis) for r in propagation.reshards if r.kind != "slice"] == [(1, "all-gather", "i")]
     assert propagate(fn, *args, in_specs=None, mesh=MESH).in_specs == (P("i", "j"), P("j"))
     other = propagate(fn, *args, in_specs=(P("data"), P()), mesh={"data": 2, "model": 4})
     assert other.out_specs == P("data") and not other.reshards  # `i` is not an axis of this mesh
@@ -96,8 +96,8 @@ def test_axes_that_a_shard_map_leaves_to_the_compiler_are_not_gathered():
     def fn(x):
         return _mapped(lambda x: lax.psum(x, "j"), P(None, "j"), P(), axis_names={"j"})(x)
 
-    found = propagate(fn, f32(8, 16), in_specs=P("i", "j"), mesh=MESH)
-    assert "all-to-all" not in {r.kind for r in found.reshards} and not found.unknown
+    propagation = propagate(fn, f32(8, 16), in_specs=P("i", "j"), mesh=MESH)
+    assert "all-to-all" not in {r.kind for r in propagation.reshards} and not propagation.unknown
 
 
 def test_a_rule_that_cannot_be_read_is_replicated():

@@ -97,18 +97,18 @@ def _operators(fn, *args):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.note.replace(" ", "_"))
-def test_a_component_that_counts_becomes_a_batching_dimension(case):
-    found = [op.eqn.params["dimension_numbers"] for op in _operators(case.fn, X, PICKED)]
+def test_an_index_component_that_is_an_iota_becomes_a_batching_dimension(case):
+    numbers = [op.eqn.params["dimension_numbers"] for op in _operators(case.fn, X, PICKED)]
     along = [getattr(n, "start_indices_batching_dims", None) or getattr(n, "scatter_indices_batching_dims", ())
-             for n in found]  # fmt: skip
-    assert tuple(zip((n.operand_batching_dims for n in found), along, strict=True)) == case.batches
+             for n in numbers]  # fmt: skip
+    assert tuple(zip((n.operand_batching_dims for n in numbers), along, strict=True)) == case.batches
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in COMMON], ids=lambda case: case.note.replace(" ", "_"))
 def test_values_are_kept(case):
-    places = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
-    (found,) = simulate(case.fn, (X, PICKED), places, {"data": 2})
-    np.testing.assert_allclose(found, case.fn(jnp.asarray(X), PICKED), 1e-5)
+    placements = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
+    (actual,) = simulate(case.fn, (X, PICKED), placements, {"data": 2})
+    np.testing.assert_allclose(actual, case.fn(jnp.asarray(X), PICKED), 1e-5)
 
 
 @pytest.mark.parametrize("case", COMMON, ids=lambda case: case.note.replace(" ", "_"))
@@ -120,7 +120,7 @@ def test_a_sharded_batch_moves_nothing(case):
     assert not [m["op"] for m in _COLLECTIVE.finditer(text or "")]
 
 
-def test_which_promises_about_the_indices_still_hold():
+def test_index_flags_that_remain_valid_are_kept():
     (op,) = _operators(lambda x, i: x.at[jnp.arange(BATCH), i].set(1.0, unique_indices=True, indices_are_sorted=True),
                        jnp.asarray(X), PICKED[:, 0])  # fmt: skip
     assert op.eqn.params["unique_indices"] and not op.eqn.params["indices_are_sorted"]

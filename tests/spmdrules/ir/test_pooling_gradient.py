@@ -18,8 +18,8 @@ def _pool(window, stride, padding="VALID"):
     return lambda x: lax.reduce_window(x, 0.0, lax.add, (1, window, 1), (1, stride, 1), padding)
 
 
-def _gradient(*how):
-    pool = _pool(*how)
+def _gradient(*options):
+    pool = _pool(*options)
     return lambda x, g: jax.vjp(pool, x)[1](g)[0]
 
 
@@ -41,9 +41,9 @@ def test_padding_is_fused_into_the_window_sum_that_alone_uses_it():
 def test_values_are_kept(window, stride, count, sharded):
     fn, g = _gradient(window, stride), WINDOWS[:, :1].repeat(count, 1) * np.arange(1, count + 1)[:, None]
     spec = tuple(("data",) if d == sharded else () for d in range(3))
-    places = [Placement(spec if x.shape[sharded] % 2 == 0 else ((), (), ())) for x in (X, g)]
-    (found,) = simulate(fn, (X, g), places, {"data": 2})
-    np.testing.assert_allclose(found, fn(X, g), 1e-5)
+    placements = [Placement(spec if x.shape[sharded] % 2 == 0 else ((), (), ())) for x in (X, g)]
+    (actual,) = simulate(fn, (X, g), placements, {"data": 2})
+    np.testing.assert_allclose(actual, fn(X, g), 1e-5)
 
 
 def _used_twice(x):
@@ -61,7 +61,7 @@ NOT_FUSED = {
 
 
 @pytest.mark.parametrize("fn", NOT_FUSED.values(), ids=NOT_FUSED)
-def test_other_padding_stays(fn):
+def test_other_padding_is_not_fused(fn):
     assert [op.name for op in _operators(fn, f32(4, 8, 3))] == ["pad", "reduce_window_sum"]
 
 

@@ -350,11 +350,15 @@ def test_a_rejected_registration_changes_nothing():
 
 
 def test_sizes_of_a_rule_may_be_left_to_the_operands():
-    found = primitive(lambda x: Rule.parse("a -> a"))
-    assert found.out_specs == P("data") and not found.reshards
+    propagation = primitive(lambda x: Rule.parse("a -> a"))
+    assert propagation.out_specs == P("data") and not propagation.reshards
 
 
 def test_a_spec_may_have_unreduced_axes():
     spec = P("data", unreduced=frozenset({"model"}))
-    found = propagate(lambda x: x * 2, f32(8, 4), in_specs=spec, mesh=MESH)
-    assert found.in_specs == (spec,) and found.out_specs == P("data") and found.out_partial == {"model": "sum"}
+    propagation = propagate(lambda x: x * 2, f32(8, 4), in_specs=spec, mesh=MESH)
+    assert (
+        propagation.in_specs == (spec,)
+        and propagation.out_specs == P("data")
+        and propagation.out_partial == {"model": "sum"}
+    )

@@ -145,16 +145,16 @@ def case_of(name: str) -> Case:
     return (CASES | GRADIENTS)[name]
 
 
-def close(got: Any, expected: Any) -> None:
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+def close(actual: Any, expected: Any) -> None:
+    for g, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(g, e, rtol=2e-4, atol=2e-4 * max(1.0, float(np.abs(np.asarray(e)).max())))
 
 
-def compiled(fn: Callable[..., Any], found: Propagation, args: Any, mesh: jax.sharding.Mesh) -> Any:
+def compiled(fn: Callable[..., Any], propagation: Propagation, args: Any, mesh: jax.sharding.Mesh) -> Any:
     place = lambda specs: jax.tree.map(  # noqa: E731
         lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P)
     )
-    jitted = jax.jit(fn, in_shardings=place(found.in_specs), out_shardings=place(found.out_specs))
+    jitted = jax.jit(fn, in_shardings=place(propagation.in_specs), out_shardings=place(propagation.out_specs))
     return jitted.lower(*args).compile()
 
 
@@ -165,21 +165,21 @@ def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     args = values(*case.args)
     errors = InputErrors("test")
     specs = propagate(case.fn, *args, in_specs=case.specs[k], mesh=SMALL).in_specs
-    places = [placement_of(s, None, a, SMALL, "", errors) for s, a in zip(specs, args, strict=True)]
-    close(simulate(case.fn, args, places, SMALL), case.fn(*args))
+    placements = [placement_of(s, None, a, SMALL, "", errors) for s, a in zip(specs, args, strict=True)]
+    close(simulate(case.fn, args, placements, SMALL), case.fn(*args))
 
 
 @pytest.mark.parametrize("name,k", ALL)
 def test_compiled_program_equals_one_device_and_is_free_where_nothing_is_recorded(name: str, k: int, mesh8):
     case = case_of(name)
     args = values(*case.args)
-    found = propagate(case.fn, *args, in_specs=case.specs[k], mesh=mesh8)
-    program = compiled(case.fn, found, args, mesh8)
+    propagation = propagate(case.fn, *args, in_specs=case.specs[k], mesh=mesh8)
+    program = compiled(case.fn, propagation, args, mesh8)
     close(program(*jax.device_put(tuple(args), program.input_shardings[0])), case.fn(*args))
-    paid = [r for r in found.reshards if r.kind != "slice"]
-    if not paid and not any(jax.tree.leaves(found.out_partial)):
+    communicating = [r for r in propagation.reshards if r.kind != "slice"]
+    if not communicating and not any(jax.tree.leaves(propagation.out_partial)):
         assert COLLECTIVE.findall(program.as_text()) == []
-    assert not set(found.unknown) - {"empty2"}  # a scalar, in the gradient of a cond
+    assert not set(propagation.unknown) - {"empty2"}  # a scalar, in the gradient of a cond
 
 
 def test_some_cases_are_free_and_some_are_not(mesh8):
@@ -187,8 +187,8 @@ def test_some_cases_are_free_and_some_are_not(mesh8):
     free = 0
     for name, k in ALL:
         case = case_of(name)
-        found = propagate(case.fn, *case.args, in_specs=case.specs[k], mesh=mesh8)
-        free += found.bytes_moved == 0 and not any(jax.tree.leaves(found.out_partial))
+        propagation = propagate(case.fn, *case.args, in_specs=case.specs[k], mesh=mesh8)
+        free += propagation.bytes_moved == 0 and not any(jax.tree.leaves(propagation.out_partial))
     assert 5 <= free <= len(ALL) - 5
 
 
@@ -196,61 +196,69 @@ def test_some_cases_are_free_and_some_are_not(mesh8):
 
 
 def test_row_parallel_matrix_product_is_partial():
-    found = propagate(jnp.matmul, f32(8, 16), f32(16, 4), in_specs=(P("data", "model"), P("model", None)), mesh=MESH)
-    assert found.out_specs == P("data")
-    assert found.out_partial == {"model": "sum"}
-    assert found.reshards == ()
-    assert found.in_specs == (P("data", "model"), P("model", None))
+    propagation = propagate(
+        jnp.matmul, f32(8, 16), f32(16, 4), in_specs=(P("data", "model"), P("model", None)), mesh=MESH
+    )
+    assert propagation.out_specs == P("data")
+    assert propagation.out_partial == {"model": "sum"}
+    assert propagation.reshards == ()
+    assert propagation.in_specs == (P("data", "model"), P("model", None))
 
 
-def test_an_open_argument_follows_its_use():
-    found = propagate(jnp.matmul, f32(8, 16), f32(16, 4), in_specs=(P("data", "model"), None), mesh=MESH)
-    assert found.in_specs[1] == P("model")
+def test_an_unspecified_argument_gets_the_spec_of_its_use():
+    propagation = propagate(jnp.matmul, f32(8, 16), f32(16, 4), in_specs=(P("data", "model"), None), mesh=MESH)
+    assert propagation.in_specs[1] == P("model")
 
 
-def test_open_arguments_follow_the_results():
-    found = propagate(mlp, f32(8, 8), f32(8, 16), f32(16, 8), in_specs=None, mesh=MESH, out_specs=P("data", "model"))
-    assert found.in_specs == (P("data"), P(), P(None, "model"))
-    assert found.reshards == ()
+def test_unspecified_arguments_get_their_specs_from_out_specs():
+    propagation = propagate(
+        mlp, f32(8, 8), f32(8, 16), f32(16, 8), in_specs=None, mesh=MESH, out_specs=P("data", "model")
+    )
+    assert propagation.in_specs == (P("data"), P(), P(None, "model"))
+    assert propagation.reshards == ()
 
 
-def test_replicated_is_not_a_choice():
-    found = propagate(jnp.sin, f32(8, 8), in_specs=P(), mesh=MESH, out_specs=P("data"))
-    assert found.in_specs == (P(),)
-    assert [(r.operator, r.kind, r.axis, r.bytes_moved) for r in found.reshards] == [("output", "slice", "data", 0)]
+def test_an_input_that_is_specified_as_replicated_stays_replicated():
+    propagation = propagate(jnp.sin, f32(8, 8), in_specs=P(), mesh=MESH, out_specs=P("data"))
+    assert propagation.in_specs == (P(),)
+    assert [(r.operator, r.kind, r.axis, r.bytes_moved) for r in propagation.reshards] == [
+        ("output", "slice", "data", 0)
+    ]
 
 
 def test_an_input_that_every_use_needs_more_sharded_gets_that_spec():
-    found = propagate(lambda x, b: x + b, f32(8, 8), f32(8, 8), in_specs=(P("data"), P()), mesh=MESH)
-    assert found.in_specs == (P("data"), P("data"))
-    assert [r.kind for r in found.reshards] == ["slice"]
+    propagation = propagate(lambda x, b: x + b, f32(8, 8), f32(8, 8), in_specs=(P("data"), P()), mesh=MESH)
+    assert propagation.in_specs == (P("data"), P("data"))
+    assert [r.kind for r in propagation.reshards] == ["slice"]
 
 
 def test_an_input_that_every_use_gathers_gets_the_gathered_spec():
-    found = propagate(lambda x: jnp.sort(x, 1), f32(8, 8), in_specs=P("data", "model"), mesh=MESH)
-    assert found.in_specs == (P("data"),)
-    assert [(r.kind, r.axis, r.bytes_moved) for r in found.reshards] == [("all-gather", "model", 8 * 8 * 4 / 8 * 3)]
+    propagation = propagate(lambda x: jnp.sort(x, 1), f32(8, 8), in_specs=P("data", "model"), mesh=MESH)
+    assert propagation.in_specs == (P("data"),)
+    assert [(r.kind, r.axis, r.bytes_moved) for r in propagation.reshards] == [
+        ("all-gather", "model", 8 * 8 * 4 / 8 * 3)
+    ]
 
 
 def test_an_axis_that_does_not_divide_is_left_out():
-    found = propagate(jnp.sin, f32(6, 8), in_specs=P("model", "data"), mesh=MESH)
-    assert found.in_specs == (P(None, "data"),)
-    assert found.out_specs == P(None, "data")
+    propagation = propagate(jnp.sin, f32(6, 8), in_specs=P("model", "data"), mesh=MESH)
+    assert propagation.in_specs == (P(None, "data"),)
+    assert propagation.out_specs == P(None, "data")
 
 
 def test_out_specs_reduce_partials():
-    given = {"in_specs": (P("data"), *_WIDE), "mesh": MESH}
+    inputs = {"in_specs": (P("data"), *_WIDE), "mesh": MESH}
     for goal, kind in ((P("data"), "all-reduce"), (P("data", "model"), "reduce-scatter")):
-        found = propagate(mlp, f32(8, 8), f32(8, 16), f32(16, 8), out_specs=goal, **given)
-        assert (found.out_specs, found.out_partial) == (goal, {})
-        assert [(r.operator, r.kind, r.axis) for r in found.reshards] == [("output", kind, "model")]
+        propagation = propagate(mlp, f32(8, 8), f32(8, 16), f32(16, 8), out_specs=goal, **inputs)
+        assert (propagation.out_specs, propagation.out_partial) == (goal, {})
+        assert [(r.operator, r.kind, r.axis) for r in propagation.reshards] == [("output", kind, "model")]
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "mul", "and", "or"])
 def test_any_partial_passes_where_elements_only_move(op):
     x = jax.ShapeDtypeStruct((8, 8), jnp.int32)
-    found = propagate(lambda x: x.T.reshape(4, 2, 8), x, in_specs=P("data"), in_partial={"model": op}, mesh=MESH)
-    assert (found.out_specs, found.out_partial) == (P(None, None, "data"), {"model": op})
+    propagation = propagate(lambda x: x.T.reshape(4, 2, 8), x, in_specs=P("data"), in_partial={"model": op}, mesh=MESH)
+    assert (propagation.out_specs, propagation.out_partial) == (P(None, None, "data"), {"model": op})
 
 
 def test_sums_pass_through_linear_operators_only():
@@ -264,13 +272,13 @@ def test_sums_pass_through_linear_operators_only():
     assert largest.out_partial == {} and [r.kind for r in largest.reshards] == ["all-reduce"]
 
 
-def test_a_partial_that_one_use_needs_reduced_is_reduced_once():
+def test_a_partial_that_one_use_needs_reduced_is_all_reduced_once():
     def moments(g, m, v):
         return 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
 
     args = (f32(8),) * 3
-    found = propagate(moments, *args, in_specs=P(), in_partial=({"data": "sum"}, None, None), mesh=MESH)
-    assert [(r.kind, r.bytes_moved) for r in found.reshards] == [("all-reduce", 32)]
+    propagation = propagate(moments, *args, in_specs=P(), in_partial=({"data": "sum"}, None, None), mesh=MESH)
+    assert [(r.kind, r.bytes_moved) for r in propagation.reshards] == [("all-reduce", 32)]
     stored = propagate(
         moments, *args, in_specs=(P(), P("data"), P("data")), in_partial=({"data": "sum"}, None, None), mesh=MESH
     )
@@ -286,10 +294,10 @@ def test_reductions_give_partials_of_their_kind():
     assert propagate(jnp.any, flags, in_specs=P("data"), mesh=MESH).out_partial == {"data": "or"}
 
 
-def test_positions_are_reduced_at_once():
-    found = propagate(lambda x: jnp.argmax(x, 1), f32(8, 8), in_specs=P(None, "model"), mesh=MESH)
-    assert found.out_partial == {}
-    assert [(r.operator, r.kind) for r in found.reshards] == [("argmax", "all-reduce")]
+def test_positions_are_reduced_immediately():
+    propagation = propagate(lambda x: jnp.argmax(x, 1), f32(8, 8), in_specs=P(None, "model"), mesh=MESH)
+    assert propagation.out_partial == {}
+    assert [(r.operator, r.kind) for r in propagation.reshards] == [("argmax", "all-reduce")]
 
 
 def test_conflicts_move_the_smaller_operand():
@@ -301,8 +309,8 @@ def test_conflicts_move_the_smaller_operand():
 
 def test_the_larger_operand_keeps_the_order_of_its_axes():
     specs = (P(("data", "model")), P(("model", "data")))
-    found = propagate(lambda x, y: x[:, None] * y, f32(8), f32(8, 64), in_specs=specs, mesh=MESH)
-    assert found.out_specs == P(("model", "data")) and {r.operand for r in found.reshards} == {0}
+    propagation = propagate(lambda x, y: x[:, None] * y, f32(8), f32(8, 64), in_specs=specs, mesh=MESH)
+    assert propagation.out_specs == P(("model", "data")) and {r.operand for r in propagation.reshards} == {0}
     swapped = propagate(lambda x, y: y[:, None] * x, f32(8, 64), f32(8), in_specs=specs, mesh=MESH)
     assert swapped.out_specs == P(("data", "model")) and {(r.operator, r.kind) for r in swapped.reshards} == {
         ("mul", "collective-permute")
@@ -321,47 +329,49 @@ def test_compound_dimensions_are_sharded_from_the_major_factor():
 
 
 def test_a_carry_is_a_fixed_point():
-    found = propagate(recurrence, f32(8, 8), f32(3, 8, 8), f32(8, 8), in_specs=(P(), P(None, "data"), P()), mesh=MESH)
-    assert found.out_specs == (P("data"), P(None, "data"))
-    assert found.in_specs[0] == P("data")
-    assert [r.kind for r in found.reshards] == ["slice"]
+    propagation = propagate(
+        recurrence, f32(8, 8), f32(3, 8, 8), f32(8, 8), in_specs=(P(), P(None, "data"), P()), mesh=MESH
+    )
+    assert propagation.out_specs == (P("data"), P(None, "data"))
+    assert propagation.in_specs[0] == P("data")
+    assert [r.kind for r in propagation.reshards] == ["slice"]
 
 
 def test_a_sum_over_iterations_stays_partial_to_its_end():
     def loss(w, xs):
         return lax.scan(lambda c, x: (c + jnp.tanh(x @ w).sum(), None), 0.0, xs)[0]
 
-    found = propagate(jax.grad(loss), f32(8, 4), f32(3, 8, 8), in_specs=(P(), P(None, "data")), mesh=MESH)
-    assert (found.out_partial, found.reshards) == ({"data": "sum"}, ())
+    propagation = propagate(jax.grad(loss), f32(8, 4), f32(3, 8, 8), in_specs=(P(), P(None, "data")), mesh=MESH)
+    assert (propagation.out_partial, propagation.reshards) == ({"data": "sum"}, ())
 
 
 def test_the_leading_dimension_of_a_scan_is_gathered():
-    found = propagate(recurrence, f32(8, 8), f32(4, 8, 8), f32(8, 8), in_specs=(P(), P("model"), P()), mesh=MESH)
-    assert [(r.operator, r.operand, r.kind) for r in found.reshards] == [("scan", 2, "all-gather")]
+    propagation = propagate(recurrence, f32(8, 8), f32(4, 8, 8), f32(8, 8), in_specs=(P(), P("model"), P()), mesh=MESH)
+    assert [(r.operator, r.operand, r.kind) for r in propagation.reshards] == [("scan", 2, "all-gather")]
 
 
 def test_a_reshard_inside_a_loop_counts_its_iterations():
-    found = propagate(recurrence, f32(8, 8), f32(5, 8, 8), f32(8, 8), in_specs=(P(), P(), P("model")), mesh=MESH)
-    assert {r.times for r in found.reshards if r.kind == "all-reduce"} == {5.0}
+    propagation = propagate(recurrence, f32(8, 8), f32(5, 8, 8), f32(8, 8), in_specs=(P(), P(), P("model")), mesh=MESH)
+    assert {r.times for r in propagation.reshards if r.kind == "all-reduce"} == {5.0}
 
 
 def test_a_carry_that_an_iteration_leaves_partial_is_reduced_in_every_iteration():
     fn = lambda c, xs, w: lax.scan(lambda c, x: (x @ w, None), c, xs)[0]  # noqa: E731
     specs = (P(), P(None, None, "data"), P("data"))
-    found = propagate(fn, f32(8, 8), f32(5, 8, 16), f32(16, 8), in_specs=specs, mesh=MESH)
-    assert [(r.operator, r.kind, r.times) for r in found.reshards] == [("scan", "all-reduce", 5.0)]
+    propagation = propagate(fn, f32(8, 8), f32(5, 8, 16), f32(16, 8), in_specs=specs, mesh=MESH)
+    assert [(r.operator, r.kind, r.times) for r in propagation.reshards] == [("scan", "all-reduce", 5.0)]
 
 
 def test_while_and_cond():
     assert propagate(countdown, f32(8, 8), in_specs=P("data"), mesh=MESH).out_specs == P("data")
-    found = propagate(branch, f32(8, 8), f32(8, 8), in_specs=(P("data"), P()), mesh=MESH)
-    assert found.out_specs == P("data")
+    propagation = propagate(branch, f32(8, 8), f32(8, 8), in_specs=(P("data"), P()), mesh=MESH)
+    assert propagation.out_specs == P("data")
 
 
-def test_branches_meet_where_it_costs_least():
+def test_results_of_a_cond_have_the_cheapest_common_spec():
     pick = lambda i, x, y: lax.cond(i > 0, lambda: x, lambda: y)  # noqa: E731
-    found = propagate(pick, i32(), f32(8), f32(8), in_specs=(P(), P("data"), P()), mesh=MESH)
-    assert found.out_specs == P("data") and [r.kind for r in found.reshards] == ["slice"]
+    propagation = propagate(pick, i32(), f32(8), f32(8), in_specs=(P(), P("data"), P()), mesh=MESH)
+    assert propagation.out_specs == P("data") and [r.kind for r in propagation.reshards] == ["slice"]
 
 
 @pytest.mark.parametrize(
@@ -373,17 +383,19 @@ def test_branches_meet_where_it_costs_least():
         (lambda i, y: lax.cond(i > 0, lambda: -y, lambda: y) + 2 * y, [], {"data": "sum"}),
     ],
 )
-def test_what_one_branch_reduces_is_reduced_in_that_branch_only(fn, moved, partial):
-    found = propagate(fn, i32(), f32(8), in_specs=P(), in_partial=(None, {"data": "sum"}), mesh=MESH)
-    assert [r.times for r in found.reshards] == moved and {r.kind for r in found.reshards} <= {"all-reduce"}
-    assert found.out_partial == partial
+def test_a_partial_that_one_branch_reduces_is_reduced_in_that_branch_only(fn, moved, partial):
+    propagation = propagate(fn, i32(), f32(8), in_specs=P(), in_partial=(None, {"data": "sum"}), mesh=MESH)
+    assert [r.times for r in propagation.reshards] == moved and {r.kind for r in propagation.reshards} <= {"all-reduce"}
+    assert propagation.out_partial == partial
 
 
-def test_branches_of_which_one_is_partial_meet_reduced():
+def test_a_cond_with_one_partial_branch_has_a_reduced_result():
     fn = lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: y)  # noqa: E731
     args, specs = (i32(), f32(8, 16), f32(16, 8), f32(8, 8)), (P(), P(None, "data"), P("data"), P())
-    found = propagate(fn, *args, in_specs=specs, mesh=MESH)
-    assert found.out_partial == {} and [(r.kind, r.axis) for r in found.reshards] == [("all-reduce", "data")]
+    propagation = propagate(fn, *args, in_specs=specs, mesh=MESH)
+    assert propagation.out_partial == {} and [(r.kind, r.axis) for r in propagation.reshards] == [
+        ("all-reduce", "data")
+    ]
     both = propagate(
         lambda i, x, w, y: lax.cond(i > 0, lambda: x @ w, lambda: -(x @ w)), *args, in_specs=specs, mesh=MESH
     )
@@ -393,18 +405,18 @@ def test_branches_of_which_one_is_partial_meet_reduced():
     assert zeros.out_partial == {"data": "sum"} and not zeros.reshards  # zeros are a partial sum already
 
 
-def test_partials_of_two_operations_do_not_pass_together():
+def test_partials_of_different_operations_are_not_combined():
     join = lambda x, y: jnp.concatenate([x, y])  # noqa: E731
     args = {"in_specs": P(), "mesh": MESH}
     mixed = propagate(join, f32(8), f32(8), in_partial=({"data": "sum"}, {"data": "max"}), **args)
     assert mixed.out_partial == {} and [r.kind for r in mixed.reshards] == ["all-reduce"] * 2
     flags, bits = jax.ShapeDtypeStruct((8,), jnp.bool_), jax.ShapeDtypeStruct((8,), jnp.int32)
     for op, kept in (("and", {"data": "and"}), ("or", {"data": "or"}), ("sum", {})):  # `and` of copies is the copy
-        found = propagate(jax.lax.select, flags, bits, bits, in_partial=(None, {"data": op}, None), **args)
-        assert found.out_partial == kept
+        propagation = propagate(jax.lax.select, flags, bits, bits, in_partial=(None, {"data": op}, None), **args)
+        assert propagation.out_partial == kept
 
 
-def test_a_partial_is_reduced_before_it_grows():
+def test_a_partial_is_reduced_before_it_is_broadcast():
     """The statistics of a batch norm are reduced, forwards and backwards, and not the larger arrays made of them."""
 
     def norm(x, scale):
@@ -415,9 +427,11 @@ def test_a_partial_is_reduced_before_it_grows():
         y, back = jax.vjp(norm, x, scale)
         return y, *back(cotangent)
 
-    found = propagate(both, f32(64, 8), f32(8), f32(64, 8), in_specs=(P("data"), P(), P("data")), mesh=MESH)
-    assert found.out_specs == (P("data"), P("data"), P()) and found.out_partial == ({}, {}, {"data": "sum"})
-    assert found.reshards and all(r.kind == "all-reduce" and r.bytes_moved <= 2 * 8 * 4 for r in found.reshards)
+    propagation = propagate(both, f32(64, 8), f32(8), f32(64, 8), in_specs=(P("data"), P(), P("data")), mesh=MESH)
+    assert propagation.out_specs == (P("data"), P("data"), P()) and propagation.out_partial == ({}, {}, {"data": "sum"})
+    assert propagation.reshards and all(
+        r.kind == "all-reduce" and r.bytes_moved <= 2 * 8 * 4 for r in propagation.reshards
+    )
 
 
 def test_unused_results_require_no_reshard():
@@ -425,49 +439,54 @@ def test_unused_results_require_no_reshard():
         jnp.sort(x)
         return x + 1
 
-    found = propagate(fn, f32(8), in_specs=P("data"), mesh=MESH)
-    assert found.out_specs == P("data") and found.reshards == ()
+    propagation = propagate(fn, f32(8), in_specs=P("data"), mesh=MESH)
+    assert propagation.out_specs == P("data") and propagation.reshards == ()
 
 
 def test_a_partial_that_every_iteration_needs_reduced_is_reduced_in_every_iteration():
     def fn(x, terms):
         return lax.scan(lambda h, t: (jnp.tanh(h + t[:, None]), h.sum()), x, terms)
 
-    found = propagate(fn, f32(8, 8), f32(3, 8), in_specs=(P(), P()), in_partial=(None, {"data": "sum"}), mesh=MESH)
-    (reshard,) = found.reshards
-    assert (reshard.kind, reshard.times) == ("all-reduce", 3) and found.out_partial == ({}, {})
+    propagation = propagate(
+        fn, f32(8, 8), f32(3, 8), in_specs=(P(), P()), in_partial=(None, {"data": "sum"}), mesh=MESH
+    )
+    (reshard,) = propagation.reshards
+    assert (reshard.kind, reshard.times) == ("all-reduce", 3) and propagation.out_partial == ({}, {})
 
 
 def test_constraints_of_the_user_hold(mesh8):
     def fn(x):
         return lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh8, P(None, "model"))) + 1
 
-    found = propagate(fn, f32(8, 8), in_specs=P("data"), mesh=mesh8)
-    assert found.out_specs == P(None, "model")
-    assert {(r.kind, r.axis) for r in found.reshards} == {("all-gather", "data"), ("slice", "model")}
+    propagation = propagate(fn, f32(8, 8), in_specs=P("data"), mesh=mesh8)
+    assert propagation.out_specs == P(None, "model")
+    assert {(r.kind, r.axis) for r in propagation.reshards} == {("all-gather", "data"), ("slice", "model")}
 
 
 def test_a_primitive_without_a_rule_is_replicated_and_named():
     fn = lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
-    found = propagate(fn, f32(8), in_specs=P("data"), mesh=MESH)
-    assert list(found.unknown) == ["pure_callback"] and "test_propagate.py" in found.unknown["pure_callback"][0]
-    assert found.out_specs == P() and [r.kind for r in found.reshards] == ["all-gather"]
+    propagation = propagate(fn, f32(8), in_specs=P("data"), mesh=MESH)
+    assert (
+        list(propagation.unknown) == ["pure_callback"]
+        and "test_propagate.py" in propagation.unknown["pure_callback"][0]
+    )
+    assert propagation.out_specs == P() and [r.kind for r in propagation.reshards] == ["all-gather"]
 
 
 def test_pytrees_prefixes_and_meshes():
     params = {"w": f32(8, 8), "b": f32(8)}
     fn = lambda p, x: {"y": x @ p["w"] + p["b"], "n": (x.sum(),)}  # noqa: E731
     for mesh in (MESH, AbstractMesh((2, 4), ("data", "model"))):
-        found = propagate(fn, params, f32(4, 8), in_specs=(P(), P("data")), mesh=mesh)
-        assert found.in_specs == ({"w": P(), "b": P()}, P("data"))
-        assert found.out_specs == {"y": P("data"), "n": (P(),)}
-        assert found.out_partial == {"y": {}, "n": ({"data": "sum"},)}
+        propagation = propagate(fn, params, f32(4, 8), in_specs=(P(), P("data")), mesh=mesh)
+        assert propagation.in_specs == ({"w": P(), "b": P()}, P("data"))
+        assert propagation.out_specs == {"y": P("data"), "n": (P(),)}
+        assert propagation.out_partial == {"y": {}, "n": ({"data": "sum"},)}
 
 
 def test_a_reshard_names_the_line_of_the_user():
-    found = propagate(lambda x: jnp.sort(x), f32(8), in_specs=P("data"), mesh=MESH)
-    assert "test_propagate.py" in found.reshards[0].source
-    assert str(found.reshards[0]).startswith("sort operand 0: ")
+    propagation = propagate(lambda x: jnp.sort(x), f32(8), in_specs=P("data"), mesh=MESH)
+    assert "test_propagate.py" in propagation.reshards[0].source
+    assert str(propagation.reshards[0]).startswith("sort operand 0: ")
 
 
 # -- errors
@@ -526,8 +545,8 @@ def test_a_spec_is_extended_by_unused_axes():
     assert extend(spec, ((), ("model",))) == (("data",), ("model",))
     assert extend(spec, (("data", "model"), ())) == (("data", "model"), ())
     assert extend(spec, ((), ("data",))) == spec  # used by another dimension
-    assert extend(spec, (("model", "data"), ())) == spec  # not minor to what is there
-    assert extend(((),), (("data",),), ["data"]) == ((),)  # a partial's
+    assert extend(spec, (("model", "data"), ())) == spec  # not minor to the axis that shards the dimension
+    assert extend(((),), (("data",),), ["data"]) == ((),)  # the array is partial over it
 
 
 @given(st.lists(st.sampled_from(["data", "model", None]), min_size=2, max_size=2), st.booleans())

@@ -24,8 +24,8 @@ def load(name):
     except ImportError:
         return
     if name == "jax.scipy" or name.startswith("jax.scipy."):
-        for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
-            load(f"{name}.{found.name}")
+        for child in pkgutil.iter_modules(getattr(module, "__path__", ())):
+            load(f"{name}.{child.name}")
 
 for name in ("jax", "jax.lax", "jax.nn", "jax.scipy", "jax.experimental.shard_map", "jax.experimental.pallas",
              "jax.experimental.custom_partitioning", "jax.experimental.sparse", "flax.nnx", "flax.linen", "optax"):
@@ -34,45 +34,47 @@ for name in ("jax", "jax.lax", "jax.nn", "jax.scipy", "jax.experimental.shard_ma
 from jax.extend.core import Primitive
 alive = [x for x in gc.get_objects() if isinstance(x, Primitive)]
 from autoshard.spmdrules.reference.coverage import statuses
-for primitive, found in statuses(alive).items():
-    print(json.dumps([primitive.name, *([found.kind, found.reason, found.row] if found else [None, "", ""])]))
+for primitive, known in statuses(alive).items():
+    print(json.dumps([primitive.name, *([known.kind, known.reason, known.row] if known else [None, "", ""])]))
 """
 
 
 @pytest.fixture(scope="module")
-def listed(run_python):
+def every_primitive(run_python):
     """`(name, kind, reason, row)` of every primitive."""
-    ran = run_python(LISTING)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    completed = run_python(LISTING)
+    assert completed.returncode == 0, completed.stderr
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
-def counted(values):
-    found: dict[str, int] = {}
+def count_by_value(values):
+    counts: dict[str, int] = {}
     for value in values:
-        found[value] = found.get(value, 0) + 1
-    return found
+        counts[value] = counts.get(value, 0) + 1
+    return counts
 
 
-def test_every_primitive_has_a_status(listed):
-    assert len(listed) > 250
-    kinds = counted(kind for _, kind, _, _ in listed)
-    print(f"\n{len(listed)} primitives of JAX {jax.__version__}: {kinds}")
-    for reason, count in counted(reason for _, kind, reason, _ in listed if kind == "exempt").items():
+def test_every_primitive_has_a_status(every_primitive):
+    assert len(every_primitive) > 250
+    kinds = count_by_value(kind for _, kind, _, _ in every_primitive)
+    print(f"\n{len(every_primitive)} primitives of JAX {jax.__version__}: {kinds}")
+    for reason, count in count_by_value(reason for _, kind, reason, _ in every_primitive if kind == "exempt").items():
         print(f"  exempt, {count}: {reason}")
-    unknown = [name for name, kind, _, _ in listed if kind is None]
+    unknown = [name for name, kind, _, _ in every_primitive if kind is None]
     assert not unknown, f"no rule and no reason: {', '.join(unknown)}. Write a rule, or a row in coverage.py"
 
 
-def test_few_have_no_rule(listed):
-    without = {name: reason for name, kind, reason, _ in listed if kind == "no rule"}
+def test_few_have_no_rule(every_primitive):
+    without = {name: reason for name, kind, reason, _ in every_primitive if kind == "no rule"}
     print("\n" + "\n".join(f"  {name}: {reason}" for name, reason in without.items()))
     assert len(NO_RULE) <= MAX_WITHOUT_RULE
     assert all(without.values()) and without.keys() <= NO_RULE.keys()
 
 
-def test_no_row_is_stale(listed):
-    used = {row for _, _, _, row in listed} | {name for name, kind, _, _ in listed if kind == "structure"}
+def test_no_row_is_stale(every_primitive):
+    used = {row for _, _, _, row in every_primitive} | {
+        name for name, kind, _, _ in every_primitive if kind == "structure"
+    }
     stale = {*STRUCTURE, *NO_RULE, *EXEMPT} - used
     version = jax.__version_info__
     if version < (0, 11):
@@ -88,8 +90,8 @@ def test_rows_do_not_contradict_each_other():
 
 
 def test_status_of_some_primitives():
-    found = {p.name: status(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
-    assert {name: s and s.kind for name, s in found.items()} == {
+    status_of = {p.name: status(p) for p in (lax.dot_general_p, lax.scan_p, lax.psum_p)}
+    assert {name: s and s.kind for name, s in status_of.items()} == {
         "dot_general": "rule", "scan": "structure", "psum": "exempt",
     }  # fmt: skip
     unlisted = Primitive("unlisted")

@@ -102,9 +102,9 @@ SIMPLE = [(fn, args, text) for _, fn, args, text in FUNCTIONS if "inside" not in
 @pytest.mark.parametrize(("fn", "args", "text"), SIMPLE, ids=[text for _, _, text in SIMPLE])
 def test_rule_parse_reads_the_text(fn, args, text):
     derived = derive(fn, *args)
-    read = Rule.parse(text, *jax.tree.leaves(args))
-    assert read.text == derived.rule.text == text
-    assert [(f.name, f.kind, f.op) for f in read.factors] == [(f.name, f.kind, f.op) for f in derived.rule.factors]
+    parsed = Rule.parse(text, *jax.tree.leaves(args))
+    assert parsed.text == derived.rule.text == text
+    assert [(f.name, f.kind, f.op) for f in parsed.factors] == [(f.name, f.kind, f.op) for f in derived.rule.factors]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_new_option_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     assert not recwarn.list
 
 
-def test_both_names_of_an_option_are_refused() -> None:
+def test_both_names_of_an_option_are_an_error() -> None:
     with pytest.raises(ConfigError, match="^--accumulation is the old name of --microbatches; give --mi"):
         parse("--accumulation", "2", "--microbatches", "2")
 
@@ -114,7 +114,7 @@ def test_a_saved_plan_with_the_old_variant_is_read_and_bound() -> None:
     """The JSON keeps the keyword that the plan was made with, and the step accepts it."""
     work = workload("gpt-tiny")
     step, *shapes = workload_variants(work)
-    made = autoshard.plan(
+    plan = autoshard.plan(
         step,
         *shapes,
         target="cpu:8",
@@ -122,10 +122,10 @@ def test_a_saved_plan_with_the_old_variant_is_read_and_bound() -> None:
         variants={"remat": ["none"], "microbatches": [2]},
         donate_argnums=0,
     )
-    text = made.to_json()
+    text = plan.to_json()
     assert '"microbatches": 2' in text
     old = autoshard.Plan.from_json(text.replace('"microbatches"', '"accumulation"'))
     assert dict(old.variant) == {"remat": "none", "accumulation": 2}
     with pytest.warns(DeprecationWarning, match="accumulation"):
         bound = old.bind(partial(step, **old.variant), *shapes)
-    assert bound.in_specs == made.in_specs
+    assert bound.in_specs == plan.in_specs

@@ -82,7 +82,7 @@ def test_the_warm_up_of_a_preset_fits_a_shorter_run() -> None:
     assert parse("--steps", "26").optimizer.warmup_steps == 25 and parse("--steps", "0").optimizer.warmup_steps == 25
 
 
-def test_a_warm_up_that_was_set_stays(tmp_path: Path) -> None:
+def test_a_warm_up_set_by_the_user_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("steps = 20\n[optimizer]\nwarmup_steps = 25\n")
     for arguments in (["--optimizer.warmup-steps=25"], ["--optimizer.warmup_steps", "25"], ["--config", str(path)]):

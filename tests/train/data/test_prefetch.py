@@ -29,11 +29,11 @@ def test_the_thread_ends_with_a_run_that_stops_early() -> None:
 
 
 def test_no_more_batches_are_made_than_fit_the_queue() -> None:
-    made: list[int] = []
+    steps_made: list[int] = []
     waiting = threading.Event()
 
     def make(n: int) -> int:
-        made.append(n)
+        steps_made.append(n)
         if n == 3:
             waiting.set()
         return n
@@ -42,7 +42,7 @@ def test_no_more_batches_are_made_than_fit_the_queue() -> None:
         assert next(iter(ready)) == 0
         waiting.wait(5)
     # One was taken, two are in the queue, and one more was made but has no place in the queue yet.
-    assert len(made) <= 4
+    assert len(steps_made) <= 4
 
 
 def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
@@ -67,11 +67,11 @@ def test_a_batch_is_a_copy_of_its_rows(mesh8: Mesh, spec: PartitionSpec) -> None
     start = (-buffer.ctypes.data % 64) // 4
     rows = buffer[start : start + 8 * 64].reshape(8, 64)
     rows[:] = np.arange(8 * 64).reshape(8, 64)
-    kept = rows.copy()
+    original = rows.copy()
     shapes = {"x": jax.ShapeDtypeStruct((8, 64), np.int32)}
     placed = place_batch(lambda r: {"x": rows[r.start : r.stop]}, shapes, {"x": NamedSharding(mesh8, spec)})
     rows[:] = -1
-    np.testing.assert_array_equal(placed["x"], kept)
+    np.testing.assert_array_equal(placed["x"], original)
     assert placed["x"].sharding == NamedSharding(mesh8, spec)
 
 

@@ -46,7 +46,7 @@ def test_steps_and_seeds_give_other_batches() -> None:
     assert not np.array_equal(first, source(seed=4).batch(0, range(4))["inputs"])
 
 
-def test_the_stream_never_changes() -> None:
+def test_batches_are_stable_across_versions() -> None:
     """A run resumed by a later version must get the same batches."""
     assert source().batch(7, range(4))["inputs"][:, 0].tolist() == [174, 177, 154, 246]
 
@@ -107,7 +107,7 @@ def test_the_standard_library_is_real_text() -> None:
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_invalid_files_raise(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "data"
     if content is not None:
         path.write_bytes(content)
@@ -116,13 +116,13 @@ def test_files_that_are_refused(tmp_path: Path, content: bytes | None, message: 
     assert str(path) in str(raised.value)
 
 
-def test_folders_that_are_refused(tmp_path: Path) -> None:
+def test_invalid_folders_raise(tmp_path: Path) -> None:
     (tmp_path / "only.bin").write_bytes(b"\0")
     with pytest.raises(DataError, match="no UTF-8 text file"):
         read_split(tmp_path)
 
 
-def test_a_text_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+def test_a_text_shorter_than_the_context_raises(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 40)
     with pytest.raises(DataError, match="36 tokens, but context 64 needs at least 65"):
         text_source(tmp_path / "a.txt", context=64, batch_size=1, eval_batch_size=1, seed=0)
@@ -152,7 +152,7 @@ def test_a_tokenizer_file(tmp_path: Path, text_file: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
-def test_tokenizers_that_are_refused(tmp_path: Path, content: str | None) -> None:
+def test_invalid_tokenizers_raise(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "t.json").write_text(content)
     with pytest.raises(DataError, match="t.json"):

@@ -54,8 +54,8 @@ def test_it_generates_the_same_text_as_the_run(make_config: MakeConfig, tmp_path
     assert expected[True] != expected[False]
     folder = moved(config, tmp_path)
     for use_ema, text in expected.items():
-        found, plan = open_generator(folder, use_ema=use_ema).generate("the cat", 40, temperature=1.0)
-        assert found == text
+        generated, plan = open_generator(folder, use_ema=use_ema).generate("the cat", 40, temperature=1.0)
+        assert generated == text
         assert plan.mesh.size == jax.device_count()
     assert open_generator(folder).use_ema
     seeds = [open_generator(folder).generate("the", 12, seed=seed, temperature=5.0)[0] for seed in (1, 1, 2)]
@@ -85,8 +85,8 @@ def test_a_mixture_of_experts_is_rebuilt(
     assert exported["generation_config"] == {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_length": 16}
     monkeypatch.setattr("sys.modules", {n: m for n, m in sys.modules.items() if n != "user_code"})
     monkeypatch.chdir(tmp_path)
-    found, plan = open_generator(folder).generate("the", 8, temperature=0.0)
-    assert found == expected and plan.mesh.size == jax.device_count()
+    text, plan = open_generator(folder).generate("the", 8, temperature=0.0)
+    assert text == expected and plan.mesh.size == jax.device_count()
 
 
 @pytest.mark.whole
@@ -103,9 +103,9 @@ def test_an_average_without_an_update(make_config: MakeConfig) -> None:
 
 @pytest.mark.whole
 def test_the_tokenizer_is_copied(make_config: MakeConfig, tmp_path: Path) -> None:
-    made = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
-    made.save(str(tmp_path / "words.json"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
+    tokenizer.save(str(tmp_path / "words.json"))
     config = make_config(tokenizer=tmp_path / "words.json", steps=3)
     train(config)
     folder = moved(config, tmp_path)
@@ -185,8 +185,8 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
 def test_a_run_resumed_on_the_same_machine_keeps_its_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=3, plan="dp:2 fsdp:2 tp:2")
     train(config)
-    again = replace(config, resume=True, steps=4, plan=None)
-    assert dict(Trainer(again).placed.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
-    elsewhere = Trainer(replace(again, mesh="data=4"))
+    resumed = replace(config, resume=True, steps=4, plan=None)
+    assert dict(Trainer(resumed).placed.plan.mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
+    elsewhere = Trainer(replace(resumed, mesh="data=4"))
     assert dict(elsewhere.placed.plan.mesh.shape) == {"data": 4}
-    assert train(again).step == 4
+    assert train(resumed).step == 4

@@ -21,21 +21,21 @@ def measure(batches: int = 0, bytes_per_token: float | None = 2.5) -> Any:
     """Evaluate with a step whose loss at a token is the token's id."""
     source = TokenSource(HELD_OUT, HELD_OUT, 23, 4, 2, 2, seed=0, bytes_per_token=bytes_per_token)
     shapes = batch_shapes(2, 4)
-    place: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
+    shardings: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
 
     def step(params: Any, frozen: Any, variables: Any, batch: Any) -> Any:
         assert (params, frozen, variables) == ("params", "frozen", "variables")
         return (batch["targets"] * batch["mask"]).sum(), batch["mask"].sum()
 
     parts = ("params", "frozen", "variables")
-    return evaluate(PlacedEvalStep(step, shapes, place), parts, source, batches=batches)
+    return evaluate(PlacedEvalStep(step, shapes, shardings), parts, source, batches=batches)
 
 
 def test_the_loss_is_the_mean_over_tokens_and_not_over_batches() -> None:
-    found = measure()
-    assert found.tokens == 19 and found.loss == pytest.approx(HELD_OUT[1:].mean())
-    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2) / 2.5)
-    assert found.metrics() == {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
+    evaluation = measure()
+    assert evaluation.tokens == 19 and evaluation.loss == pytest.approx(HELD_OUT[1:].mean())
+    assert evaluation.bits_per_byte == pytest.approx(evaluation.loss / math.log(2) / 2.5)
+    assert evaluation.metrics() == {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
 
 
 def test_the_number_of_batches_is_limited_by_the_data() -> None:
@@ -45,5 +45,5 @@ def test_the_number_of_batches_is_limited_by_the_data() -> None:
 
 
 def test_without_a_text_there_are_no_bits_per_byte() -> None:
-    found = measure(bytes_per_token=None)
-    assert found.bits_per_byte is None and found.metrics() == {"val_loss": found.loss}
+    evaluation = measure(bytes_per_token=None)
+    assert evaluation.bits_per_byte is None and evaluation.metrics() == {"val_loss": evaluation.loss}

@@ -23,7 +23,7 @@ from autoshard.train.run.metrics import read_metrics
 from autoshard.train.run.watchdog import EXIT_RESTART, Watchdog, is_lost_peer
 
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 12.0
+DEADLINE_S = 12.0  # chosen
 
 pytestmark = pytest.mark.multiprocess
 
@@ -120,11 +120,11 @@ def test_the_other_process_exits_when_one_dies(start: Start, tmp_path: Path) -> 
 
 def test_a_single_process_is_not_watched() -> None:
     """Without other processes there is nothing to wait for, and the deadline is ignored."""
-    left: list[int] = []
-    with Watchdog(0.01, leave=left.append) as watchdog:
+    exits: list[int] = []
+    with Watchdog(0.01, leave=exits.append) as watchdog:
         time.sleep(0.1)
         watchdog.beat(3)
-    assert left == []
+    assert exits == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit in the thread
@@ -132,7 +132,7 @@ def test_a_pause_waits_for_a_slow_disk_but_not_for_a_lost_process(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """The watchdog is paused while a checkpoint is written, for example."""
-    left: list[int] = []
+    exits: list[int] = []
     heartbeats, alive = itertools.count(), threading.Event()
     alive.set()
 
@@ -145,14 +145,14 @@ def test_a_pause_waits_for_a_slow_disk_but_not_for_a_lost_process(
     monkeypatch.setattr(
         watchdog, "_heartbeats", lambda _: {0: (next(heartbeats) if alive.is_set() else -1, 3), 1: (0, 3)}
     )
-    with Watchdog(0.2, leave=left.append) as watching, watching.paused():
+    with Watchdog(0.2, leave=exits.append) as watching, watching.paused():
         time.sleep(1.5)
-        assert left == []
+        assert exits == []
         alive.clear()
         end = time.monotonic() + 60
-        while not left and time.monotonic() < end:
+        while not exits and time.monotonic() < end:
             time.sleep(0.05)
-    assert left[0] == EXIT_RESTART
+    assert exits[0] == EXIT_RESTART
     assert "process 1 gives up: waiting after step 0: process 0 sends no heartbeat" in capfd.readouterr().err
 
 

@@ -85,14 +85,14 @@ def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., Tr
         assert f"finished at step {until}/{until}" in output
         with Checkpointer(tmp_path / "parts" / "checkpoints", keep=None) as checkpoints:
             assert checkpoints.latest() == until and checkpoints.verify() == []
-            by = checkpoints.describe().written_by
-        assert (by["processes"], by["devices"]) == (count, 4)
+            written_by = checkpoints.describe().written_by
+        assert (written_by["processes"], written_by["devices"]) == (count, 4)
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     for name in ("loss", "grad_norm"):
-        found = [{line["step"]: line[name] for line in lines if name in line} for lines in (one, other)]
-        assert [*found[1]] == [*found[0]] == list(range(1, 19))
-        np.testing.assert_allclose([*found[1].values()], [*found[0].values()], rtol=1e-5)
-    assert found[0][18] < found[0][1]
+        values = [{line["step"]: line[name] for line in lines if name in line} for lines in (one, other)]
+        assert [*values[1]] == [*values[0]] == list(range(1, 19))
+        np.testing.assert_allclose([*values[1].values()], [*values[0].values()], rtol=1e-5)
+    assert values[0][18] < values[0][1]
     assert other[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
 
 
@@ -100,8 +100,8 @@ def test_one_run_in_one_process_then_two_then_four(make_config: Callable[..., Tr
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), eval_every=3, sample_tokens=4, prompt="a")
-    alone = make_config(run_dir=tmp_path / "alone", **shape)
-    train(alone)
+    single = make_config(run_dir=tmp_path / "alone", **shape)
+    train(single)
     together = make_config(run_dir=tmp_path / "together", **shape | {"plan": None, "measure": 3})
     outputs = run_together(together, tmp_path, count=2, devices=4)
     assert "finished at step 6/6" in outputs[0][0] and "Sample:" in outputs[0][0]
@@ -115,13 +115,13 @@ def test_two_processes_train_as_one(make_config, tmp_path: Path) -> None:
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
-def test_data_that_differs_between_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_differs_between_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "exchange", lambda what, value: [value, value, "another"])
     with pytest.raises(ConfigError, match="^the data: not the same in process 2 as in process 0"):
         distributed.check_same("the data", "one")
 
 
-def test_incomplete_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_environment_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES, JAX_PROCESS_ID is not: set all three or none"):
         initialize()

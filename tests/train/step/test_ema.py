@@ -40,12 +40,12 @@ def mean_of(steps: list[int], decay: float, dtype: Any = jnp.float32) -> dict[st
 
 def check(average: Average, steps: list[int], decay: float, dtype: Any = jnp.float32, rtol: float = 1e-6) -> None:
     for name, expected in mean_of(steps, decay, dtype).items():
-        found = averaged_params(average, params(0, dtype))[name]
-        assert found.dtype == dtype
-        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=rtol)
+        actual = averaged_params(average, params(0, dtype))[name]
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rtol, atol=rtol)
 
 
-def test_it_is_the_weighted_mean_of_the_parameters_alone() -> None:
+def test_it_is_the_weighted_mean_without_the_initial_value() -> None:
     """The initial value has no weight, from the first update on."""
     check(after(EmaConfig(0.9), [1.0]), [1], 0.9)
     check(after(EmaConfig(0.9), [1.0] * 7), [1, 2, 3, 4, 5, 6, 7], 0.9)

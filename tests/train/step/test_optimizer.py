@@ -30,7 +30,7 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     np.testing.assert_allclose(float(rate(110)), 0.1, rtol=1e-5)
 
 
-def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
+def test_a_warm_up_as_long_as_the_run_raises() -> None:
     with pytest.raises(ConfigError, match="warmup_steps is 100, but the run has 100 steps"):
         make_optimizer(OptimizerConfig(), 100)
 
@@ -43,9 +43,11 @@ def test_only_matrices_are_decayed(scan_layers: bool) -> None:
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))), nnx.Param))
     mask = decay_mask(params, OptimizerConfig().no_decay)
     decayed = {path_name(path).split("/")[-1] for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep}
-    rest = {path_name(path).split("/")[-1] for path, keep in jax.tree_util.tree_leaves_with_path(mask) if not keep}
+    not_decayed = {
+        path_name(path).split("/")[-1] for path, keep in jax.tree_util.tree_leaves_with_path(mask) if not keep
+    }
     assert decayed == {"embed", "position", "wq", "wk", "wv", "wo", "w_up", "w_down", "w_gate"}
-    assert rest == {"scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down", "b_gate"}
+    assert not_decayed == {"scale", "bias", "bq", "bk", "bv", "bo", "b_up", "b_down", "b_gate"}
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:

@@ -26,8 +26,8 @@ def gpt(freeze: tuple[str, ...] = (), ema_decay: float = 0.0, **shape: Any) -> P
 
 
 def tokens(step: int = 0) -> dict[str, jax.Array]:
-    found = np.random.default_rng(step).integers(0, 32, (4, 9))
-    batch = {"inputs": found[:, :-1], "targets": found[:, 1:], "mask": np.ones((4, 8))}
+    ids = np.random.default_rng(step).integers(0, 32, (4, 9))
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones((4, 8))}
     return {name: jnp.asarray(batch[name], spec.dtype) for name, spec in batch_shapes(4, 8).items()}
 
 
@@ -57,8 +57,8 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), first.params, last.params)
     assert all(jax.tree.leaves(changed))
     # They have no moments and no average, and are not among the trained parameters.
-    kept = names(first.opt_state) | names(first.ema) | names(first.params)
-    assert not any(name.endswith(tuple(frozen)) for name in kept)
+    state_names = names(first.opt_state) | names(first.ema) | names(first.params)
+    assert not any(name.endswith(tuple(frozen)) for name in state_names)
 
 
 @pytest.mark.whole
@@ -90,7 +90,7 @@ def test_no_flops_are_spent_on_frozen_gradients() -> None:
     assert flops(gpt(("blocks/*/w?", "blocks/*/w_*"), **shape)) < 0.8 * flops(gpt(**shape))
 
 
-def test_a_glob_that_matches_nothing_is_refused() -> None:
+def test_a_glob_that_matches_nothing_raises() -> None:
     with pytest.raises(ConfigError, match="--freeze head/\\*: no parameter matches.*blocks/attention/wq"):
         gpt(("embed", "head/*"))
     with pytest.raises(ConfigError, match="freezes all"):

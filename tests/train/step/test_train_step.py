@@ -28,11 +28,11 @@ def gpt(**shape: Any) -> Program:
 def batch() -> dict[str, jax.Array]:
     """A batch of eight rows in which some tokens are masked."""
     random = np.random.default_rng(0)
-    found, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
+    tokens, mask = random.integers(0, 32, (8, 9)), random.integers(0, 2, (8, 8))
     mask[3] = 0
     return {
-        "inputs": jnp.asarray(found[:, :-1], jnp.int32),
-        "targets": jnp.asarray(found[:, 1:], jnp.int32),
+        "inputs": jnp.asarray(tokens[:, :-1], jnp.int32),
+        "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
         "mask": jnp.asarray(mask, jnp.float32),
     }
 
@@ -49,8 +49,8 @@ def test_the_gradient_is_that_of_the_token_weighted_mean(microbatches: int) -> N
 
     loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(state.params)
     after, metrics = jax.jit(make_train_step(program, RATE, microbatches))(state, batch())
-    found = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with learning rate 1
-    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, gradient))
+    update = jax.tree.map(jnp.subtract, state.params, after.params)  # SGD with learning rate 1
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, update, gradient))
     assert error < 1e-5 * optax.tree.norm(gradient)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
@@ -70,13 +70,13 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(
     program = gpt(dropout=0.3)
     state = jax.jit(program.create_state)(jax.random.key(0))
     step = make_train_step(program, RATE, microbatches)
-    alone = jax.jit(step)(state, batch())[1]["loss"]
+    one_device_loss = jax.jit(step)(state, batch())[1]["loss"]
     spread = NamedSharding(mesh_of(data=4, model=2), PartitionSpec("data", "model"))
     sharded = jax.jit(step)(state, jax.device_put(batch(), spread))[1]["loss"]
-    np.testing.assert_allclose(sharded, alone, rtol=1e-5)
+    np.testing.assert_allclose(sharded, one_device_loss, rtol=1e-5)
     later = jax.jit(step)(replace(state, step=state.step + 1), batch())[1]["loss"]
     plain = jax.jit(make_train_step(gpt(), RATE, microbatches))(state, batch())[1]["loss"]
-    assert len({float(alone), float(later), float(plain)}) == 3
+    assert len({float(one_device_loss), float(later), float(plain)}) == 3
 
 
 def test_evaluation_has_no_dropout() -> None:
@@ -93,9 +93,9 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
     step, state = jax.jit(make_train_step(program, rate)), jax.jit(program.create_state)(jax.random.key(0))
     for expected in (1.0, 0.9, 0.8):
         after, metrics = step(state, batch())
-        moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
+        update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
         np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-6)
-        np.testing.assert_allclose(moved, expected * metrics["grad_norm"], rtol=1e-4)
+        np.testing.assert_allclose(update_norm, expected * metrics["grad_norm"], rtol=1e-4)
         state = after
 
 

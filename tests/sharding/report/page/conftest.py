@@ -16,8 +16,8 @@ def browser(tmp_path_factory):
     path = chromium()
     if path is None:
         pytest.fail(f"AUTOSHARD_BROWSER=required, but there is no browser: none of {', '.join(NAMES)} is on PATH")
-    with Browser(path, tmp_path_factory.mktemp("browser") / "profile") as found:
-        yield found
+    with Browser(path, tmp_path_factory.mktemp("browser") / "profile") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

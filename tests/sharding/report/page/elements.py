@@ -29,10 +29,10 @@ def visible_rows(page, selector):
 
 def colours(page, selector):
     """Return the text colours of each logical axis."""
-    found = page.run(
+    pairs = page.run(
         f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => [e.title, getComputedStyle(e).color])"
     )
-    made: dict[str, set[str]] = {}
-    for name, colour in found:
-        made.setdefault(name, set()).add(colour)
-    return made
+    colours_of: dict[str, set[str]] = {}
+    for name, colour in pairs:
+        colours_of.setdefault(name, set()).add(colour)
+    return colours_of

@@ -34,9 +34,8 @@ def searched() -> Plan:
 def requested() -> Plan:
     """Request a plan with two mesh axes that shard parameters, activations and storage."""
     plan = autoshard.plan(train_step, *shapes(), plan="fsdp:2 tp:4 seq", target="v5p:2x2x2", donate_argnums=0)
-    return plan.where(
-        placing={"fsdp": (("x", 2, 1),), "tp": (("y", 2, 1), ("z", 2, 1))}
-    )  # not in the order of the devices
+    # The assignment is not in the order of the devices.
+    return plan.where(placing={"fsdp": (("x", 2, 1),), "tp": (("y", 2, 1), ("z", 2, 1))})
 
 
 @cache
@@ -57,8 +56,8 @@ def large() -> Plan:
     evil = Leaf(f"params/{EVIL}", (8,), "float32", P(), (f"{EVIL}:0",), "parameter")
     wordy = replace(layers[0], path=f"params/{'Transformer_' * 6}0/{'MultiHeadAttention_' * 4}", shape=(32, 8, 8))
     line = f"/somewhere/models/{'experts_' * 5}.py:231:2 (Experts._by_sorting.<locals>.<lambda>)"
-    made = [replace(one, line=line, path="ragged_dot_general") for one in plan.activations]
-    return plan.where(inputs=(*layers, *odd, wordy, evil), outputs=tuple(layers), activations=tuple(made),
+    activations = [replace(one, line=line, path="ragged_dot_general") for one in plan.activations]
+    return plan.where(inputs=(*layers, *odd, wordy, evil), outputs=tuple(layers), activations=tuple(activations),
                       traffic=tuple((*row[:3], line) for row in plan.traffic),
                       function=EVIL, chosen=EVIL, notes=(EVIL,))  # fmt: skip
 

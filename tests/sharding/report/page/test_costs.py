@@ -45,8 +45,8 @@ def test_time_is_drawn_to_scale_by_kind(shown, name):
     }
     assert sum(exposed.values()) == pytest.approx(exposed_us(plan), rel=1e-6)
     for kind, us in exposed.items():
-        found = boxes(page, f"#time .bar .k-{kind}:not(.hid)")
-        assert sum(w for _, _, w, _ in found) == pytest.approx(us * per_us, abs=1.5), kind
+        rects = boxes(page, f"#time .bar .k-{kind}:not(.hid)")
+        assert sum(w for _, _, w, _ in rects) == pytest.approx(us * per_us, abs=1.5), kind
     last = max(x + w for x, _, w, _ in boxes(page, "#time .lanes .bar:last-of-type span"))
     assert last == pytest.approx(whole[0] + whole[2], abs=2)  # exposed traffic ends with the step
     rows = texts(page, "#time tbody tr")

@@ -18,10 +18,10 @@ def test_typing_hides_rows_that_do_not_match(show):
     assert 0 < len(rows) < everything and all("moments" in r and "mlp" in r for r in rows)
     assert texts(page, "label:has([data-for=tensors-list]) output") == [f"{len(rows)} of {everything}"]
     number = next(i for i, t in enumerate(texts(page, "#tensors-list > details > summary")) if "Optimizer" in t)
-    found = boxes(
+    rects = boxes(
         page, f"#tensors-list > details:nth-of-type({number + 1}) tbody tr:not([hidden])", "e.checkVisibility()"
     )
-    assert found and all(height > 10 and seen for *_, height, seen in found)  # the folded row is visible
+    assert rects and all(height > 10 and seen for *_, height, seen in rects)  # the folded row is visible
     page.write(field, "")
     assert len(visible_rows(page, "#tensors-list tbody tr")) == everything
     assert page.run("[...document.querySelectorAll('#tensors-list > details')].map((e) => e.open)") == folded
@@ -46,8 +46,8 @@ def test_folded_parts_open_and_close_by_a_click(show):
         assert boxes(page, f"{rest} tbody tr", "e.checkVisibility()")[0][4] == is_open
         page.click(f"{rest} summary")
     page.click("#tensors-list > details:first-of-type tbody tr:first-of-type summary")
-    why = texts(page, "#tensors-list > details:first-of-type tbody tr:first-of-type .why")[0]
-    assert "shards dimension" in why
+    reasons = texts(page, "#tensors-list > details:first-of-type tbody tr:first-of-type .why")[0]
+    assert "shards dimension" in reasons
     page.click("button[data-fold]")
     assert page.run("[...document.querySelectorAll('#tensors-list > details')].every((e) => e.open)")
     page.click("button[data-fold]")

@@ -20,8 +20,8 @@ from tests.sharding.report.plans import REQUESTS, half_built, planned
 def test_page_lists_every_input_and_axis(tmp_path, words):
     plan = planned(words)
     plan.to_html(tmp_path / "plan.html")
-    found = read((tmp_path / "plan.html").read_text(encoding="utf-8"))
-    text = set(found.text)
+    document = read((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    text = set(document.text)
     assert {x.path for x in (*plan.inputs, *plan.outputs, *plan.activations)} <= set(
         re.split(r"[\n,]", "\n".join(text))
     )
@@ -36,10 +36,10 @@ def test_page_lists_every_input_and_axis(tmp_path, words):
 
 def test_page_makes_no_external_request():
     html = page(planned(None))
-    found = read(html)
-    assert not found.tags & {"link", "img", "iframe", "object", "embed", "base"}
-    assert not [value for name, value in found.attributes if name in ("src", "srcset") or name.startswith("on")]
-    assert all(value.startswith("#") for name, value in found.attributes if name == "href")
+    document = read(html)
+    assert not document.tags & {"link", "img", "iframe", "object", "embed", "base"}
+    assert not [value for name, value in document.attributes if name in ("src", "srcset") or name.startswith("on")]
+    assert all(value.startswith("#") for name, value in document.attributes if name == "href")
     assert not re.search(r"https?:|url\(|@import", html)
     assert html.count("<script") == 1 and html.count(DIGEST) == 1  # the policy allows no other script
     assert len(html) < 200_000
@@ -76,9 +76,9 @@ def test_page_escapes_names_from_programs():
         notes=(evil,),
         candidates=((evil, 1.0, 2.0), ("other", 2.0, 3.0)),
     )
-    found = read(page(plan))
-    assert found.tags_of("script") == 1
-    assert evil in "".join(found.text)
+    document = read(page(plan))
+    assert document.tags_of("script") == 1
+    assert evil in "".join(document.text)
 
 
 def test_page_marks_a_plan_that_does_not_fit():

@@ -18,28 +18,28 @@ def test_each_mesh_axis_is_drawn_on_the_machine(shown, name):
     assert texts(page, ".panel figcaption") == [f"{axis} {n}" for axis, n in sizes.items()]
     for number, (axis, size) in enumerate(sizes.items(), 1):
         panel = f".panel:nth-of-type({number})"
-        found = boxes(page, f"{panel} rect[data-d]", "+e.dataset.d", "e.dataset.g", "e.classList.contains('on')")
-        assert len(found) == plan.mesh.size and all(w > 10 and h > 10 for _, _, w, h, *_ in found)
-        assert len({(x, y) for x, y, *_ in found}) == plan.mesh.size  # no two overlap
-        group = {d: g for *_, d, g, _ in found}
-        assert [d for *_, d, _, on in found if on] == [d for d in group if group[d] == group[0]]
+        rects = boxes(page, f"{panel} rect[data-d]", "+e.dataset.d", "e.dataset.g", "e.classList.contains('on')")
+        assert len(rects) == plan.mesh.size and all(w > 10 and h > 10 for _, _, w, h, *_ in rects)
+        assert len({(x, y) for x, y, *_ in rects}) == plan.mesh.size  # no two overlap
+        group = {d: g for *_, d, g, _ in rects}
+        assert [d for *_, d, _, on in rects if on] == [d for d in group if group[d] == group[0]]
         assert set(map(list(group.values()).count, group.values())) == {size}
-        places = dict(zip(plan.device_order, itertools.product(*map(range, sizes.values())), strict=True))
+        coordinates = dict(zip(plan.device_order, itertools.product(*map(range, sizes.values())), strict=True))
         k = list(sizes).index(axis)
         for a, b in itertools.combinations(group, 2):  # in one group: equal coordinates on every other axis
-            same = places[a][:k] + places[a][k + 1 :] == places[b][:k] + places[b][k + 1 :]
+            same = coordinates[a][:k] + coordinates[a][k + 1 :] == coordinates[b][:k] + coordinates[b][k + 1 :]
             assert (group[a] == group[b]) == same
         numbers = texts_of(page, f"{panel} .plane text")
-        assert [int(n) for n in numbers] == [places[d][k] for *_, d, _, _ in found]
+        assert [int(n) for n in numbers] == [coordinates[d][k] for *_, d, _, _ in rects]
 
 
 def test_devices_are_drawn_as_in_the_topology(shown):
     plan, page = requested(), shown("requested")  # z, y, x of 2 each
     assert [size for _, size in plan.topology] == [2, 2, 2]
-    found = {d: (x, y) for x, y, _, _, d in boxes(page, ".panel:first-of-type rect[data-d]", "+e.dataset.d")}
-    assert found[1][0] > found[0][0] and found[1][1] == found[0][1]  # x runs to the right
-    assert found[2][1] > found[0][1] and found[2][0] == found[0][0]  # y runs down
-    assert found[4][0] > found[1][0] + 20  # the next plane of z is to the right
+    positions = {d: (x, y) for x, y, _, _, d in boxes(page, ".panel:first-of-type rect[data-d]", "+e.dataset.d")}
+    assert positions[1][0] > positions[0][0] and positions[1][1] == positions[0][1]  # x runs to the right
+    assert positions[2][1] > positions[0][1] and positions[2][0] == positions[0][0]  # y runs down
+    assert positions[4][0] > positions[1][0] + 20  # the next plane of z is to the right
     assert texts(page, ".panel:first-of-type .plane > span") == ["z 0", "z 1"]
     assert len(boxes(page, ".panel:first-of-type .plane path")) == 2 * (2 + 2)  # links along x and y of both planes
 
@@ -48,12 +48,16 @@ def test_hovering_over_a_device_shows_its_groups(show):
     plan, page = requested(), show(requested())
     page.point('.panel:nth-of-type(2) rect[data-d="6"]')
     order, sizes = plan.device_order, list(mesh_sizes(plan).values())
-    places = list(itertools.product(*map(range, sizes)))
-    mine = places[order.index(6)]
+    coordinates = list(itertools.product(*map(range, sizes)))
+    device_coordinates = coordinates[order.index(6)]
     for k, axis in enumerate(plan.mesh.axis_names):
-        group = {order[i] for i, p in enumerate(places) if p[:k] + p[k + 1 :] == mine[:k] + mine[k + 1 :]}
-        found = boxes(page, f".panel:nth-of-type({k + 1}) rect.on", "+e.dataset.d")
-        assert {d for *_, d in found} == group, axis
+        group = {
+            order[i]
+            for i, p in enumerate(coordinates)
+            if p[:k] + p[k + 1 :] == device_coordinates[:k] + device_coordinates[k + 1 :]
+        }
+        rects = boxes(page, f".panel:nth-of-type({k + 1}) rect.on", "+e.dataset.d")
+        assert {d for *_, d in rects} == group, axis
     assert "Groups of device 6: " in texts(page, "#device")[0]
 
 
@@ -61,15 +65,15 @@ def test_hovering_over_a_device_shows_its_groups(show):
 def test_each_axis_has_its_own_colour(shown, name):
     page = shown(name)
     legend = colours(page, "#axes-list button")
-    assert all(len(found) == 1 for found in legend.values())
+    assert all(len(shades) == 1 for shades in legend.values())
     if name != "large":  # hundreds of axes cannot all have distinct colours
-        assert len({min(found) for found in legend.values()}) == len(legend)
+        assert len({min(shades) for shades in legend.values()}) == len(legend)
     named = [legend[axis] for axis in ("batch", "seq", "heads", "ffn", "vocab", "embed")]
-    assert len({min(found) for found in named}) == 6
+    assert len({min(shades) for shades in named}) == 6
     for row in ("Parameters", "Activations", "Optimizer state"):
         number = next(i for i, t in enumerate(texts(page, "#tensors-list > details > summary")) if t.startswith(row))
-        found = colours(page, f"#tensors-list > details:nth-of-type({number + 1}) .axis")
-        assert len(found) >= 4 and all(legend[axis] == used for axis, used in found.items())
+        shades = colours(page, f"#tensors-list > details:nth-of-type({number + 1}) .axis")
+        assert len(shades) >= 4 and all(legend[axis] == used for axis, used in shades.items())
 
 
 def test_sharded_dimensions_are_filled_and_name_their_mesh_axis(shown):
@@ -81,5 +85,5 @@ def test_sharded_dimensions_are_filled_and_name_their_mesh_axis(shown):
     )
     up = dict(rows)["mlp/up"]
     assert up[0] == ["axis part", "embed 32fsdp 2"] and up[1] == ["axis on", "ffn 128tp 4"]
-    made = texts(page, "#tensors-list .axis.on")
-    assert "batch 16" in made and "seq 16" in made
+    labels = texts(page, "#tensors-list .axis.on")
+    assert "batch 16" in labels and "seq 16" in labels

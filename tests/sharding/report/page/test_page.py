@@ -15,12 +15,12 @@ def test_the_page_makes_no_request_and_fits_the_window(show, name, width):
     assert len(page.requests) == 1 and page.requests[0].startswith("file:")
     page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
     assert page.run("document.documentElement.scrollWidth") == width
-    over = page.run(
+    too_wide = page.run(
         "[...document.querySelectorAll('main *')].filter((e) => !e.closest('pre, [aria-hidden=true]') && "
         "getComputedStyle(e).clipPath === 'none' && !e.closest('thead') && "
         f"e.getBoundingClientRect().right > {width} + 0.5).map((e) => e.outerHTML.slice(0, 200))"
     )
-    assert over == []
+    assert too_wide == []
     clipped = page.run(
         "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
         ".map((e) => e.textContent.slice(0, 100))"
@@ -102,11 +102,11 @@ def test_a_plan_of_two_thousand_arrays_is_fast(show):
     took = page.run("(() => { const t = performance.getEntriesByType('navigation')[0]; return t.domComplete; })()")
     assert took < 3000
     field = "input[data-for=tensors-list]"
-    spent = page.run(
+    milliseconds = page.run(
         f"(() => {{ const e = document.querySelector('{field}'), t = performance.now(); e.value = 'layers/41/'; "
         "e.dispatchEvent(new Event('input')); return performance.now() - t; })()"
     )
-    assert spent < 1000
+    assert milliseconds < 1000
     paths = page.run("[...document.querySelectorAll('#tensors-list tr:not([hidden]) .paths li:not([hidden])')]"
                      ".map((e) => e.textContent)")  # fmt: skip
     assert len(paths) >= 24 and all("layers/41/" in path for path in paths)

@@ -39,7 +39,7 @@ def test_the_chart_shows_time_against_memory(shown):
     assert all((x > limit) == (t.peak_bytes > plan.limit_bytes) for t, x, _ in placed if abs(x - limit) > 1)
 
 
-def test_the_search_says_why_other_plans_were_not_chosen(shown):
+def test_the_search_shows_why_other_plans_were_not_chosen(shown):
     plan, page = searched(), shown("searched")
     rows = visible_rows(page, "#plans-list tbody tr")
     assert len(rows) == sum(len(each.tried) for each in plan.history)
