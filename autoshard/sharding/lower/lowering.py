@@ -2,7 +2,8 @@
 
 Operands and results of contractions, gathers, scatters and reductions are constrained. So is a stored parameter after
 its cast to the compute dtype, or before it if the stored dtype is narrower, so that the narrow dtype is gathered. XLA
-propagates shardings to all other values; constraints on every value would make residuals of gathered activations.
+propagates shardings to all other values. Constraints on them too would make XLA keep gathered activations for the
+backward pass.
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """
 
@@ -60,8 +61,9 @@ class Lowering:
     def resharded(self, x: Any, spec: Spec, value: int) -> Any:
         """Return an operand constrained to `spec`.
 
-        A parameter that was cast to a wider dtype is moved in the narrower one. A reversed parameter (a kernel in the
-        gradient of its convolution) is moved before it is reversed, so that all its convolutions share one gather.
+        A parameter that was cast to a wider dtype is resharded in the narrower one. A reversed parameter (a kernel in
+        the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
+        gather.
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
         if operand_spec(self.layout, value) == spec:
@@ -127,13 +129,13 @@ class Lowering:
         return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
 
     def with_written(self, x: Any, sharding: Any) -> Any:
-        """Return `x` constrained, on this mesh, to a sharding that the program itself has written, if any."""
+        """Return `x` constrained to a sharding that the user's program contains, on this mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))
 
     def keep_stored(self, op: Op, results: list[Any]) -> list[Any]:
-        """Return the results of a cast or reshape of a parameter, constrained like the parameter.
+        """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
         A cast keeps the stored sharding. A parameter that was gathered before its loop stays gathered when it gets more
         dimensions, because XLA would shard it again.

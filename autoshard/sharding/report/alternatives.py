@@ -71,14 +71,14 @@ def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Lea
     here = _best(plan, choices)
     replanned, without = _best(plan, price_replanned(bound, leaves, wish)), best_without(bound)
     verdicts = [_verdict(plan, here, _as_planned(plan)), _verdict(plan, replanned, without)]
-    if here.means is not None and not isinstance(wish, PartitionSpec):
-        text += f", under this plan {spec_text(here.means)},"
+    if here.spec_in_plan is not None and not isinstance(wish, PartitionSpec):
+        text += f", under this plan {spec_text(here.spec_in_plan)},"
     lines = [f"{name}: {text} instead of {now}: {_headline(*verdicts)}"]
     lines.append(f"{INDENT}under this plan ({plan.chosen or 'as it is'}): {_line(plan, here, _as_planned(plan))}")
     if len(choices) > 1 and not here.refusal:
         lines.append(INDENT * 2 + _with_or_without(plan, here, choices))
     hows = [(here, "to get it")]
-    if not here.refusal and (replanned.words, replanned.fixed, without.words) == (
+    if not here.refusal and (replanned.strategy, replanned.fixed, without.strategy) == (
         plan.chosen,
         here.fixed,
         plan.chosen,
@@ -111,8 +111,8 @@ def _as_planned(plan: ShardingPlan) -> Alternative:
 def _replanned_line(plan: ShardingPlan, choice: Alternative, without: Alternative) -> str:
     if choice.refusal:
         return "replanned with it: infeasible in every plan"
-    best = "" if without.words == plan.chosen else f"; without it {without.words}"
-    return f"replanned with it ({choice.words}{best}): {_line(plan, choice, without)}"
+    best = "" if without.strategy == plan.chosen else f"; without it {without.strategy}"
+    return f"replanned with it ({choice.strategy}{best}): {_line(plan, choice, without)}"
 
 
 def _spec(choice: Alternative) -> Any:

@@ -218,7 +218,9 @@ class PureFunction:
             traced = trace(fn, args, kwargs, self.donate, names, written)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
-                    bound = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else shortlist)
+                    bound = plan_traced(
+                        traced, (args, kwargs), **options, shortlist=None if self.variants else shortlist
+                    )
                 except (PlanError, PlanRequestError) as error:
                     errors.append(error)
                     attempts.append(attempt(choice, None))
@@ -229,7 +231,7 @@ class PureFunction:
         if not made:
             if errors:
                 raise errors[0]
-            raise PlanError(f"auto_shard({name_of(self.fn)}): variants gives none to try; give at least one")
+            raise PlanError(f"auto_shard({name_of(self.fn)}): variants gives no variant to try; give at least one")
         if not isinstance(options["plan"], ShardingPlan) and not any(bound.plan.fits for _, bound in made):
             report_infeasible(made)
 

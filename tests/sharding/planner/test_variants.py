@@ -64,14 +64,14 @@ def test_a_function_returns_the_variants_to_try_next():
     assert asked == [[], [("full", True)], [("full", True), ("dots", True)]]
     assert [v["remat"] for v, *_ in made.variants] == ["full", "dots"] and made.variant["remat"] == "dots"
     for wrong, said in (
-        (object(), "or a function of what was tried, not <object"),
+        (object(), "variants is <object .*; give .*or a function"),
         (lambda attempts: {"remat": "full"}, "variants returned {'remat': 'full'}: return a list"),
         (lambda attempts: None, "variants returned None: return a list"),
         ({"remat": "full"}, "variants: 'remat' is 'full'; give a list of its values"),
     ):
         with pytest.raises(TypeError, match=re.escape(said)):
             tiny(variants=wrong)
-    with pytest.raises(PlanError, match="variants gives none to try"):
+    with pytest.raises(PlanError, match="variants gives no variant to try"):
         tiny(variants=lambda attempts: [])
 
 
