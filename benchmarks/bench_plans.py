@@ -87,7 +87,7 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
 
 
 def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
-    """Put the program with the least state first among those with equal activations: if it does not fit, none does."""
+    """Sort programs with equal activations by their state, the least first: if that one does not fit, none does."""
     leanest: dict[Any, Planned] = {}
     for one in ordered:
         key = one.family, one.remat, one.microbatches
@@ -213,7 +213,7 @@ def _candidate(case: Case, candidate: tuple[str, float, float], remat: str, micr
 def planned(
     case: Case, remat: str, microbatches: int, words: str | None = None, limit_bytes: float | None = None
 ) -> Any:
-    """Plan a variant: the best plan, or the one with this text."""
+    """Plan a variant with the strategy `words`, or search for the best plan."""
     made = workload_step(case.variant(remat), microbatches)
     return plan(*made, target=case.target, plan=words, donate_argnums=0, memory_limit_bytes=limit_bytes)
 
@@ -257,7 +257,7 @@ def run_today(case: Case, store: Store) -> None:
 
 
 def predict(case: Case, store: Store) -> None:
-    """Add the planner's estimate to every row. An expert's plan is estimated by its text in the planner's words."""
+    """Add the planner's estimate to every row. An expert's plan is estimated if the planner has a strategy for it."""
     known: dict[Any, Mapping[str, float]] = {}
     for index, row in enumerate(store.rows):
         if not row.words:

@@ -75,14 +75,17 @@ class Device:
 
 @dataclass
 class Schedule:
-    """A program with the cost of its parts.
+    """A program, and the functions that price its instructions.
 
     Attributes:
         module: the program.
         seconds: returns the seconds of an instruction with a cost, and of its memory traffic alone.
         wire: returns the seconds and links of a collective.
         copy: returns the seconds of a copy in the device's memory, and on the link to its host.
-        gpu: whether products cost what they cost on a GPU.
+        gpu: whether products are priced as on a GPU.
+        collectives: filled by `run`: the collectives by computation and instruction.
+        costs: filled by `run`: the costs by computation and instruction.
+        unknown_loops: filled by `run`: the loops with an unknown trip count.
     """
 
     module: Module

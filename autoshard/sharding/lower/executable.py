@@ -53,15 +53,15 @@ class Executable:
             dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices, plan.device_order
         )
 
-    def run(self, mesh: Any) -> Callable[..., list[Any]]:
-        """Return the program with its constraints, as a function of flat inputs."""
+    def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
+        """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """See `Plan.jit`. This takes pure arguments only, without `wrap`."""
         plan, mesh = self.plan, self.mesh_over(devices)
         ins, outs = plan.shardings(mesh)
-        lowered, traced = self.run(mesh), self.traced
+        lowered, traced = self.constrained_program(mesh), self.traced
         in_args, in_kwargs = jax.tree.unflatten(traced.in_tree, ins)
 
         def run(*args: Any) -> Any:

@@ -135,14 +135,18 @@ def test_binding_arguments_of_another_dtype_raises():
 
     wide, narrow = (jax.ShapeDtypeStruct((16, 16), dtype) for dtype in ("float32", "bfloat16"))
     plan = Plan.from_json(autoshard.plan(fn, wide, wide, plan="dp:8").to_json())
-    with pytest.raises(PlanError, match=r"another program.*plan has '0' float32\[16, 16\], this function '0' bfloat16\[16, 16\]"):
+    with pytest.raises(
+        PlanError, match=r"another program.*plan has '0' float32\[16, 16\], this function '0' bfloat16\[16, 16\]"
+    ):
         plan.bind(fn, narrow, narrow)
 
 
 def test_binding_a_program_with_other_axes_raises():
     square = jax.ShapeDtypeStruct((16, 16), "float32")
     plan = Plan.from_json(autoshard.plan(lambda x, w: x @ w, square, square, plan="dp:8").to_json())
-    with pytest.raises(PlanError, match="another program: the axes of '[01]' are .* in the plan, but .* in this program"):
+    with pytest.raises(
+        PlanError, match="another program: the axes of '[01]' are .* in the plan, but .* in this program"
+    ):
         plan.bind(lambda x, w: x.T @ w, square, square)
 
 
