@@ -113,7 +113,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
             one = waiting.pop(0)
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
-            elif any(_holds_more(one, other) for other in failed):
+            elif any(_needs_at_least_as_much(one, other) for other in failed):
                 pruned.append(_pruned(one, "needs more memory than one that did not fit"))
             else:
                 some.append(one)
@@ -124,12 +124,12 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
         failed += [one for one, row in zip(some, rows, strict=True) if row.too_large]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
-    run_in_turn(case, store, clock)
+    run_mixed_remat(case, store, clock)
     run_options(case, store, "expert", clock)
 
 
-def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
-    """Compile the expert's best with two remat policies that alternate over the layers, as in the planner's search."""
+def run_mixed_remat(case: Case, store: Store, clock: Clock) -> None:
+    """Compile the expert's best program with mixes of two remat policies over the layers, as the planner tries them."""
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     winner = best([row for row in store.rows if row.side == "expert" and row.options == options])
     if winner is None or "," in winner.remat:
@@ -150,7 +150,7 @@ def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
         attempts.append(Attempt(choice, row.ok, row.seconds, row.needed_bytes or math.inf, row.limit_bytes))
 
 
-def _holds_more(one: Planned, other: Planned) -> bool:
+def _needs_at_least_as_much(one: Planned, other: Planned) -> bool:
     """Whether a program needs at least another's memory: no less state, no more microbatches, no stricter remat."""
     order = ("full", "dots", "none")
     more = order.index(one.remat) >= order.index(other.remat) and one.microbatches <= other.microbatches

@@ -2,10 +2,10 @@
 
     python benchmarks/cost_model.py [CASE ...]
 
-The rows are all programs that `bench_plans.py` compiled and whose plan can be written as a strategy of the planner; this
-includes plans of experts. The tables show predicted / compiled for the step (by the compiler's cycles, and by a roofline of the compiled
-program), the peak memory and the bytes sent, with the median error of each. Kendall's tau compares the order of step
-times over three sets:
+The rows are all programs that `bench_plans.py` compiled and whose plan can be written as a strategy of the planner;
+this includes plans of experts. The tables show predicted / compiled for the step (by the compiler's cycles, and by a
+roofline of the compiled program), the peak memory and the bytes sent, with the median error of each. Kendall's tau
+compares the order of step times over three sets:
 
     rows    all rows. The estimate does not depend on compiler options, so it cannot rank rows that differ only in them
     plans   one row for each plan and variant, with the compiler options that are fastest for it

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hlo import Computation, Instruction, Module
-from hlo_collectives import Collective, carries, events
+from hlo_collectives import Collective, belongs_to_collective, events
 from hlo_cost import COLLECTIVES, Cost, copied, cost, is_free
 from hlo_loops import trips
 from links import Wire
@@ -167,7 +167,7 @@ class Schedule:
 
     def _asynchronous(self, device: Device, where: Computation, instruction: Instruction, weight: float) -> None:
         """Start or end an asynchronous copy or fusion."""
-        if carries(self.module, where, instruction):
+        if belongs_to_collective(self.module, where, instruction):
             return
         if instruction.opcode.endswith("-done"):
             self._end(device, instruction.operands[:1], weight)
