@@ -131,8 +131,8 @@ def _larger_machine_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]], 
     chip, bigger = target.name.partition(":")[0], larger_machines(target)
     if not bigger:
         return f"there is no larger {chip}"
-    able = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
-    found = smallest(ranked, able)
+    large_enough = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
+    found = smallest(ranked, large_enough)
     if found is None:
         return f"it does not even fit {bigger[-1].name}"
     return f"the smallest {chip} that it fits is {_machine_text(found)}"

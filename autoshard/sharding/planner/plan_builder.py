@@ -138,12 +138,12 @@ def _estimate(candidate: Candidate) -> Estimate:
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
     """The sharding of each result: state as its input is stored, the rest as it is computed."""
-    back = {o: i for i, o in state} | {v: v for v in program.inputs}
+    stored_as = {o: i for i, o in state} | {v: v for v in program.inputs}
     batch = layout.roles.batch
 
     def one(v: int) -> Spec:
-        if v in back:
-            return layout.stored_spec(back[v])
+        if v in stored_as:
+            return layout.stored_spec(stored_as[v])
         if any(batch in dim for dim in layout.axes.of_value[v]):
             return layout.spec(v)
         return layout.gradient_spec(v) or layout.spec(v)  # derived from state, so stored like state: gradients, moments

@@ -184,10 +184,10 @@ class PlanningProblem:
         ]  # fmt: skip
         missing += ["seq"] if "seq" in request.flags and not self.roles.sequence else []
         if missing:
-            able = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
+            useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
             names = sorted(set(self.axes.names.values()))
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
-                            f"{', '.join(able) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+                            f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
         return plan_request.layout_of(self.axes, self.roles, request)
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:

@@ -61,28 +61,28 @@ def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alterna
     plan, layout = bound.plan, bound.layout
     dims = layout.axes.of_value[layout.axes.program.inputs[plan.inputs.index(leaf)]]
     loops = {d for d, dim in enumerate(dims) if any(c in layout.axes.stacked for c in dim)}
-    alike = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
+    moments = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
     found = []
     for other in list(dict.fromkeys(_neighbours(spec, leaf.shape, layout.mesh, loops)))[:MOST_ALTERNATIVES]:
         wish = to_partition_spec(other)
-        found.append(_priced_in_plan(bound, {x.path: wish for x in (*leaves, *alike)}, len(alike)))
+        found.append(_priced_in_plan(bound, {x.path: wish for x in (*leaves, *moments)}, len(moments)))
     limit = plan.limit_bytes or math.inf
     return sorted(found, key=lambda c: (c.peak_bytes > limit, round(c.step_time_us, 3), c.peak_bytes))
 
 
 def price_in_plan(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
     """A wish priced under the plan as it is: first with the moments of parameters, if there are any, then alone."""
-    alike = moments_of(bound.plan, leaves)
+    moments = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = [_priced_in_plan(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    found = [_priced_in_plan(bound, alone | {x.path: wish for x in moments}, len(moments))] if moments else []
     return [*found, _priced_in_plan(bound, alone)]
 
 
 def price_replanned(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
     """A wish priced by planning again with it fixed, as in `price_in_plan`. A mesh that the user gave is kept."""
-    alike = moments_of(bound.plan, leaves)
+    moments = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = [_priced_replanned(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
+    found = [_priced_replanned(bound, alone | {x.path: wish for x in moments}, len(moments))] if moments else []
     return [*found, _priced_replanned(bound, alone)]
 
 
@@ -125,8 +125,8 @@ def _neighbours(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops
         rest = [tuple(a for a in dim if a not in group) for dim in spec]
         for d in (None, *range(len(shape))):
             moved = tuple((*dim, *group) if i == d else dim for i, dim in enumerate(rest))
-            ways = math.prod(mesh[a] for a in moved[d]) if d is not None else 1
-            if moved != spec and d not in loops and (d is None or (shape[d] and shape[d] % ways == 0)):
+            shard_count = math.prod(mesh[a] for a in moved[d]) if d is not None else 1
+            if moved != spec and d not in loops and (d is None or (shape[d] and shape[d] % shard_count == 0)):
                 if d is not None or any(a in axes_of(spec) for a in group):
                     yield moved
 
