@@ -221,7 +221,7 @@ def test_candidates_slightly_over_the_limit_are_compiled_too(monkeypatch, compil
     if compiled < 1:
         assert made.variant["remat"] == "none" and not made.fits and len(made.audits) == 3
         assert "XLA rematerializes what does not fit" in made.notes[-2]
-        assert "as it was compiled, not by the estimate" in str(made)
+        assert "as compiled, not by the estimate" in str(made)
     else:
         assert made.variant["remat"] == "full" and made.fits
         assert len(made.audits) == 2 and all(audit.ok for audit in made.audits)
