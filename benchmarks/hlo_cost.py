@@ -218,7 +218,7 @@ def _convolution(lhs: Array, kernel: Array, result: Array, instruction: Instruct
     pairs = 1
     for dim in (label for label in left if label.isdigit()):
         sizes = (lhs.dims[left.index(dim)], kernel.dims[middle.index(dim)], result.dims[right.index(dim)])
-        pairs *= _hits(*sizes, {key: value[int(dim)] for key, value in window.items()})
+        pairs *= _multiplied_pairs(*sizes, {key: value[int(dim)] for key, value in window.items()})
     return 2.0 * pairs * result.dims[right.index("b")] * result.dims[right.index("f")] * kernel.dims[middle.index("i")]
 
 
@@ -232,7 +232,7 @@ def _window(instruction: Instruction) -> dict[str, list[list[int]]]:
     }
 
 
-def _hits(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> int:
+def _multiplied_pairs(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> int:
     """Count the pairs of an output and a kernel position that meet an input, in one dimension."""
     stride, low = window.get("stride", [1])[0], window.get("pad", [0])[0]
     spread, gap = window.get("lhs_dilate", [1])[0], window.get("rhs_dilate", [1])[0]

@@ -38,7 +38,11 @@ from autoshard.train.program.step_timing import SteppedState, paired_times
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 
-DEVICES, ROUNDS, TARGET, MEASURED = 8, 100, 1.03, 24
+# All chosen, not measured.
+DEVICES = 8
+ROUNDS = 100  # steps of each side of a pair
+TARGET = 1.03  # the planner's step time over that of the best style
+MEASURED = 24  # plans that `measure=` runs
 SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, number of styles in the final, their steps in it
 
 _TEXT: Mapping[str, Any] = {"width": 128, "ffn": 512, "layers": 4, "context": 64, "vocab": 1024, "remat": "none"}
