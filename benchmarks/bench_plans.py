@@ -87,7 +87,7 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
 
 
 def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
-    """Sort programs with equal activations by their state, the least first: if that one does not fit, none does."""
+    """Move the program with the least state before the others with equal activations: if it does not fit, none does."""
     leanest: dict[Any, Planned] = {}
     for one in ordered:
         key = one.family, one.remat, one.microbatches
@@ -102,26 +102,26 @@ def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
 
 def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) -> None:
     """Compile the grid, two programs at once, until no bound is below the fastest time."""
-    waiting, pruned = grid(case)
+    remaining, pruned = grid(case)
     options, reached = OPTION_SETS[case.target.partition(":")[0]][0], 0
     failed: list[Planned] = []
-    while waiting:
+    while remaining:
         done = [row for row in store.rows if row.side == "expert" and row.ok]
         fastest = min((row.step["roofline"] for row in done), default=float("inf"))
-        some: list[Planned] = []
-        while waiting and len(some) < AT_ONCE:
-            one = waiting.pop(0)
+        batch: list[Planned] = []
+        while remaining and len(batch) < AT_ONCE:
+            one = remaining.pop(0)
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
             elif any(_needs_at_least_as_much(one, other) for other in failed):
                 pruned.append(_pruned(one, "needs more memory than one that did not fit"))
             else:
-                some.append(one)
-        if not some or clock.over or (programs is not None and reached >= programs):
-            pruned += [_pruned(one, "not reached") for one in [*some, *waiting]]
+                batch.append(one)
+        if not batch or clock.over or (programs is not None and reached >= programs):
+            pruned += [_pruned(one, "not reached") for one in [*batch, *remaining]]
             break
-        rows = compile_all(store, [(one, options) for one in some])
-        failed += [one for one, row in zip(some, rows, strict=True) if row.too_large]
+        rows = compile_all(store, [(one, options) for one in batch])
+        failed += [one for one, row in zip(batch, rows, strict=True) if row.too_large]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
     run_mixed_remat(case, store, clock)
