@@ -1,4 +1,4 @@
-"""Measure a save beside Orbax's own: how long it blocks the training loop, its total time, memory and bytes written.
+"""Compare a save with Orbax's own: how long it blocks the training loop, its total time, memory and bytes written.
 
     python benchmarks/checkpoint.py [--mib 400] [--many 10000]
 

@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """An asynchronous operation in flight: when it ends by its clock (`spare`, or else `now`), and what it is."""
+    """An asynchronous operation in flight: its end by one of the clocks (`spare`, or else `now`), and its kind."""
 
     end: float
     what: What

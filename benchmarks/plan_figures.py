@@ -1,4 +1,4 @@
-"""The figures of the compiled rows: the planner's plans and predictions beside the expert's and common practice."""
+"""The figures of the compiled rows: the planner's plans and predictions compared with experts and common practice."""
 
 from __future__ import annotations
 

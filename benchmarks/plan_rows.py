@@ -23,7 +23,7 @@ FOLDER = RESULTS / "plans"
 
 @dataclass(frozen=True)
 class Row:
-    """A compiled plan beside the planner's prediction. Seconds and bytes are of one device and one step.
+    """A compiled plan and the planner's prediction of it. Seconds and bytes are of one device and one step.
 
     Attributes:
         side: who made the plan: `expert`, `today` or `plan` (the planner).

@@ -1,4 +1,4 @@
-"""Run real steps on eight virtual CPU devices: the planner's plan beside the best plan of an expert's grid.
+"""Compare the planner's plan with the best plan of an expert's grid, by real steps on eight virtual CPU devices.
 
     python benchmarks/real_steps.py [CASE ...]
 
