@@ -24,7 +24,7 @@ from typing import Literal
 
 from hlo import Computation, Instruction, Module
 from hlo_collectives import Collective, belongs_to_collective, events
-from hlo_cost import COLLECTIVES, Cost, copied, cost, is_free
+from hlo_cost import COLLECTIVES, Cost, async_copy_cost, cost, is_free
 from hlo_loops import trips
 from links import Wire
 
@@ -174,7 +174,7 @@ class Schedule:
         elif instruction.opcode.endswith("-start"):
             key = (where.name, instruction.name)
             if key not in self.costs:
-                self.costs[key] = copied(self.module, where, instruction)
+                self.costs[key] = async_copy_cost(self.module, where, instruction)
             memory, host = self.copy(self.costs[key])
             spare, clock = (False, device.now) if host else (True, device.spare)
             link = "host" if host else "memory"
