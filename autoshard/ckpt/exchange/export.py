@@ -217,7 +217,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
             )
         leaves |= means
     if not leaves:
-        raise CheckpointError(f"{where} has no arrays, so it has no model.")
+        raise CheckpointError(f"{where} has no arrays, so it has no model: give a step that was saved with a model.")
     return leaves
 
 
